@@ -1,0 +1,126 @@
+"""What a strategy promises, as data: its guarantee, its bytes, its memory, its options, its paper.
+
+A card needs no framework to be read: it feeds `allranks strategies`, the checks on a request, the
+documentation and the contract test, which holds every strategy to exactly what is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from allranks.errors import RequestError, nearest
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Equal to `single` on the same global batches, up to the order of floating-point sums."""
+
+    def __str__(self) -> str:
+        return "EXACT: equal to `single` up to the order of sums"
+
+
+@dataclass(frozen=True)
+class Approximate:
+    """Not equal in general; equal at the named setting, where the same machinery really runs."""
+
+    exact_when: str
+
+    def __str__(self) -> str:
+        return f"APPROXIMATE: exact when {self.exact_when}"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Equal to a plain simulation of itself in one process, which this sentence describes."""
+
+    simulation: str
+
+    def __str__(self) -> str:
+        return f"REFERENCE: equal to {self.simulation}"
+
+
+Guarantee = Exact | Approximate | Reference
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the bytes of a step depend on. Sizes in bytes; `gradient_bytes` without the tally.
+
+    The tally is what rides on the last message of a step: loss, weight, samples, which parameters
+    were used, moments of BatchNorm.
+    """
+
+    gradient_bytes: int
+    tally_bytes: int
+    ranks: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a strategy: its type is the type of its default; `choices` limits it."""
+
+    name: str
+    default: Any
+    meaning: str
+    choices: tuple[str, ...] = ()
+
+    def read(self, text: str, asked: str) -> Any:
+        """The typed value of `text`, or a `RequestError`."""
+        if self.choices and text not in self.choices:
+            raise RequestError(
+                asked=asked,
+                found=f"{self.name}={text}",
+                why=f"{self.name} is one of {', '.join(self.choices)}",
+                do=nearest(text, self.choices),
+            )
+        kind = type(self.default)
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or (kind in (int, float) and not value > 0):
+            raise RequestError(
+                asked=asked,
+                found=f"{self.name}={text}",
+                why=f"{self.name} is a positive {kind.__name__}: {self.meaning}",
+                do=f"for example {self.name}={self.default}",
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class Card:
+    """The promise of one strategy.
+
+    `bytes_sent(workload, options)` is per step, for the rank that sends most.
+    """
+
+    name: str
+    summary: str
+    guarantee: Guarantee
+    bytes_sent: Callable[[Workload, dict[str, Any]], int]
+    bytes_formula: str
+    memory: str
+    many_ranks: bool
+    can_be_bitwise: bool
+    options: tuple[Option, ...] = ()
+    paper: str = ""
+
+    def read_options(self, given: dict[str, str]) -> dict[str, Any]:
+        """Every option with its value: what was given, checked, and the defaults for the rest."""
+        known = {option.name: option for option in self.options}
+        values = {name: option.default for name, option in known.items()}
+        for name, text in given.items():
+            asked = f"--strategy {self.name}:{name}={text}"
+            if name not in known:
+                raise RequestError(
+                    asked=asked,
+                    found=f"option {name!r}",
+                    why=f"strategy {self.name!r} has no such option",
+                    do=nearest(name, known),
+                )
+            values[name] = known[name].read(text, asked)
+        return values

@@ -1,0 +1,140 @@
+"""The cards: one per strategy, and what each reducer changes. Plain data, no framework.
+
+Bytes are what the busiest rank hands to the network in one step, counted for the algorithms of the
+field: a ring all-reduce of n bytes sends 2(N-1)/N·n from every rank, an all-gather (N-1)·n of its
+own part, an all-to-all the parts that are not its own. The contract test compares them with the
+bytes counted at the process group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allranks.card import Card, Exact, Option, Reference, Workload
+from allranks.choice import Choice, parse_choice
+from allranks.errors import RequestError, nearest
+from allranks.shards import owned_shards
+from allranks.tree import subtree_roots
+
+
+def _nothing(work: Workload, options: dict[str, Any]) -> int:
+    return 0
+
+
+def _all_reduce(work: Workload, options: dict[str, Any]) -> int:
+    total = work.gradient_bytes + work.tally_bytes
+    return round(2 * (work.ranks - 1) / work.ranks * total)
+
+
+def _tree(work: Workload, options: dict[str, Any]) -> int:
+    """All-to-all of the subtree roots, then all-gather of the sums; messages padded to N parts."""
+    if work.ranks == 1:
+        return 0
+    owned = (owned_shards(work.shards, work.ranks, rank) for rank in range(work.ranks))
+    roots = max(len(subtree_roots(span, work.shards)) for span in owned)
+    total = work.gradient_bytes + work.tally_bytes
+    return round((roots + 1) * (work.ranks - 1) / work.ranks * total)
+
+
+def _by_reducer(work: Workload, options: dict[str, Any]) -> int:
+    return {"mean": _all_reduce, "tree": _tree}[options["reduce"]](work, options)
+
+
+RING = "2(N-1)/N · (gradients + tally)"
+TREE = "(roots + 1)(N-1)/N · (gradients + tally); roots = 1 where N divides the shards, else <= 3"
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card(
+            name="single",
+            summary="One process does all the work. What every other strategy is compared with.",
+            guarantee=Exact(),
+            bytes_sent=_nothing,
+            bytes_formula="0",
+            memory="weights + gradients + optimizer; bitwise: log2(shards) more gradients",
+            many_ranks=False,
+            can_be_bitwise=True,
+        ),
+        Card(
+            name="ddp-plain",
+            summary="All-reduce each gradient after backward: the specification of `ddp`.",
+            guarantee=Exact(),
+            bytes_sent=_all_reduce,
+            bytes_formula=RING,
+            memory="weights + gradients + optimizer on every rank",
+            many_ranks=True,
+            can_be_bitwise=False,
+        ),
+        Card(
+            name="ddp",
+            summary="Gradients in buckets, each sent as soon as backward has finished it.",
+            guarantee=Exact(),
+            bytes_sent=_by_reducer,
+            bytes_formula=f"mean: {RING}; tree: {TREE}",
+            memory="weights + gradients + optimizer on every rank; tree: roots + 2 more gradients",
+            many_ranks=True,
+            can_be_bitwise=True,
+            options=(
+                Option("reduce", "mean", "how gradients are summed", ("mean", "tree")),
+                Option("bucket_mb", 25.0, "MiB of gradients that leave in one message"),
+            ),
+            paper="Li et al. 2020, PyTorch Distributed, arXiv 2006.15704",
+        ),
+        Card(
+            name="independent",
+            summary="No exchange: each rank trains alone on its own shards. The upper bound.",
+            guarantee=Reference(
+                "N separate trainings, rank r on its own shards only; `single` when N = 1"
+            ),
+            bytes_sent=_nothing,
+            bytes_formula="0",
+            memory="weights + gradients + optimizer on every rank",
+            many_ranks=True,
+            can_be_bitwise=False,
+        ),
+    )
+}
+
+
+def card_for(choice: Choice) -> Card:
+    """The card of a chosen strategy; an unknown name raises with the nearest known one."""
+    if choice.name not in CARDS:
+        raise RequestError(
+            asked=f"--strategy {choice}",
+            found=f"no strategy {choice.name!r}",
+            why="a strategy is asked for by the name on its card",
+            do=nearest(choice.name, CARDS),
+        )
+    return CARDS[choice.name]
+
+
+def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> Choice:
+    """The choice with its options checked; under `bitwise` the reducer is the tree, or refused."""
+    choice = parse_choice(text)
+    card = card_for(choice)
+    card.read_options(choice.options)
+    if ranks > 1 and not card.many_ranks:
+        raise RequestError(
+            asked=f"--strategy {text} --ranks {ranks}",
+            found=f"{card.name!r} is one process",
+            why="there would be nothing for the other ranks to do",
+            do=f"--ranks 1, or --strategy ddp for {ranks} ranks",
+        )
+    if bitwise and not card.can_be_bitwise:
+        raise RequestError(
+            asked=f"--strategy {text} --bitwise",
+            found=f"{card.name!r} has no fixed order of sums",
+            why="equal bits on any number of ranks need one tree over all shards",
+            do="use " + " or ".join(name for name, c in CARDS.items() if c.can_be_bitwise),
+        )
+    if bitwise and choice.options.get("reduce", "tree") != "tree":
+        raise RequestError(
+            asked=f"--strategy {text} --bitwise",
+            found=f"reduce={choice.options['reduce']}",
+            why="only the tree adds in an order that does not follow the ranks",
+            do="leave reduce out, or drop --bitwise",
+        )
+    if bitwise and any(option.name == "reduce" for option in card.options):
+        return Choice(choice.name, {**choice.options, "reduce": "tree"})
+    return choice

@@ -1,0 +1,156 @@
+"""What can be named: tables from a name to `module:Class`, and the one place that imports by name.
+
+Adding a strategy is a file, a card and a line here. The command line loads its verbs through here
+too, so that asking for help imports nothing but what help needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from allranks.errors import RequestError, nearest
+
+VERBS = {
+    "train": ("allranks.cli.train:train", "Train a task on the ranks of this machine."),
+    "check": ("allranks.cli.check:check", "Is the result the same as in one process?"),
+    "strategies": ("allranks.cli.strategies:strategies", "What each strategy promises."),
+    "runs": ("allranks.cli.runs:runs", "The run folders there are."),
+    "show": ("allranks.cli.runs:show", "One run: its result, or its first fault."),
+}
+
+ENGINES = {"torch": "allranks.on_torch.worker"}
+
+STRATEGIES = {
+    "single": "allranks.on_torch.strategies.single:Single",
+    "ddp-plain": "allranks.on_torch.strategies.ddp_plain:DDPPlain",
+    "ddp": "allranks.on_torch.strategies.ddp:DDP",
+    "independent": "allranks.on_torch.strategies.independent:Independent",
+}
+
+REDUCERS = {
+    "mean": "allranks.on_torch.reducers.mean:Mean",
+    "tree": "allranks.on_torch.reducers.tree:Tree",
+}
+
+PROGRAMS = {
+    "digits": "allranks.programs.digits:Digits",
+    "synthetic": "allranks.programs.synthetic:Synthetic",
+}
+
+
+def load(path: str) -> Any:
+    """The object that `module:name` names. The name is ours: a failure to import is a bug."""
+    module, _, name = path.partition(":")
+    imported = importlib.import_module(module)
+    return getattr(imported, name) if name else imported
+
+
+def preload_for(program: str) -> tuple[str, ...]:
+    """Modules that the fork server may import before it forks: ours, never a user's file."""
+    engine = (ENGINES["torch"], "allranks.on_torch.warm")
+    return (*engine, PROGRAMS[program].partition(":")[0]) if program in PROGRAMS else engine
+
+
+def find_program(program: str, base: type) -> Any:
+    """The task class that `program` names: built-in name, file.py, file.py:Class or module:Class.
+
+    Importing a file runs it; it happens in a rank, never in the command line. Raises
+    `RequestError` for a name that is unknown, a file that does not load, or a class that is not
+    a `base`.
+    """
+    place, _, wanted = PROGRAMS.get(program, program).partition(":")
+    if place.endswith(".py"):
+        module = _import_file(Path(place), program)
+    elif wanted and all(part.isidentifier() for part in place.split(".")):
+        module = _import_module(place, program)
+    else:
+        raise RequestError(
+            asked=f"PROGRAM {program!r}",
+            found="neither a built-in program nor a .py file nor module:Class",
+            why="a program is a task: its class must be somewhere to import it from",
+            do=nearest(program, PROGRAMS),
+        )
+    classes = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    }
+    own = {name: c for name, c in classes.items() if c.__module__ == module.__name__}
+    if wanted:
+        return _named_class(program, wanted, classes, module)
+    if len(own) != 1:
+        raise RequestError(
+            asked=f"PROGRAM {program!r}",
+            found=f"{len(own)} tasks in it ({', '.join(sorted(own)) or 'none'})",
+            why=f"a program is one class derived from {base.__module__}.{base.__qualname__}",
+            do=f"name one: {program}:{next(iter(sorted(own)), 'MyTask')}",
+        )
+    return next(iter(own.values()))
+
+
+def _named_class(program: str, wanted: str, classes: dict[str, type], module: ModuleType) -> type:
+    if wanted not in classes:
+        found = "that name is no task there" if hasattr(module, wanted) else "no such name there"
+        raise RequestError(
+            asked=f"PROGRAM {program!r}",
+            found=found,
+            why="the name after the colon is a task class of that file or module",
+            do=nearest(wanted, classes),
+        )
+    return classes[wanted]
+
+
+def _import_file(path: Path, program: str) -> ModuleType:
+    if not path.is_file():
+        raise RequestError(
+            asked=f"PROGRAM {program!r}",
+            found=f"no file {path} in {Path.cwd()}",
+            why="the file with the task must be readable where the job starts",
+            do="check the path; built-in programs are: " + ", ".join(PROGRAMS),
+        )
+    name = path.stem if path.stem.isidentifier() else "allranks_program"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _does_not_load(program, error, str(path)) from error
+    return module
+
+
+def _import_module(name: str, program: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise _does_not_load(program, error, name) from error
+
+
+def _does_not_load(program: str, error: Exception, where: str) -> RequestError:
+    line = ""
+    if isinstance(error, SyntaxError):
+        line = f" at line {error.lineno} of {error.filename}"
+    else:
+        trace = error.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if code.co_filename.endswith(where):
+                line = f" at line {trace.tb_lineno} of {code.co_filename}"
+            trace = trace.tb_next
+    message = error.msg if isinstance(error, SyntaxError) else error
+    return RequestError(
+        asked=f"PROGRAM {program!r}",
+        found=f"{type(error).__name__}: {message}{line}",
+        why="importing it fails, so there is no task to train",
+        do=f"mend it until `python {where}` starts"
+        if where.endswith(".py")
+        else f"mend it until `python -c 'import {where}'` works",
+    )

@@ -1,0 +1,118 @@
+"""`check`: the job as asked, beside the same job in one process, with the traces compared.
+
+The candidate starts every step from the weights and buffers that the reference had there, so that
+legitimate rounding cannot add up (AdamW amplifies it without bound where a true gradient is zero,
+as for a bias before BatchNorm); its optimizer runs on by itself.
+
+* fp64 (the default here): samples, losses, gradients, weights and buffers of every step must agree
+  within 1e-10. Legitimate reordering of sums stays below 1e-13.
+* fp32: gradients and buffers are compared, with a limit taken from measured noise: the reference
+  again, with its sums in another order.
+* --bitwise: both run freely, and every bit must be equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from allranks.card import Exact
+from allranks.cards import card_for
+from allranks.check.compare import Comparison, Tolerance, Trace, compare
+from allranks.choice import parse_choice
+from allranks.config import Resolved
+from allranks.errors import RequestError
+from allranks.job import Job
+from allranks.launch.server import ForkServer
+from allranks.launch.start import Result, describe, run_job
+from allranks.shards import largest_shard
+
+FP64 = Tolerance(tensors=1e-10, numbers=1e-10)
+BITS = Tolerance(tensors=0.0, numbers=0.0, exact=True)
+NOISE_FACTOR = 10.0
+NOISE_FLOOR = 1e-6
+MADE_IN_A_STEP = ("gradient", "clipped gradient", "buffer")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found, and what it could not look at."""
+
+    comparison: Comparison
+    tolerance: Tolerance
+    evaluation_equal: bool
+    not_checked: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return self.comparison.first is None and self.evaluation_equal
+
+
+def check_against_one(resolved: Resolved, folder: Path, server: ForkServer) -> Verdict:
+    """Run the job and its reference under `folder`, which the caller owns, and compare them."""
+    job = dataclasses.replace(resolved.job, trace=True)
+    card = card_for(parse_choice(job.strategy))
+    if job.ranks > 1 and not isinstance(card.guarantee, Exact):
+        raise RequestError(
+            asked=f"check --strategy {job.strategy} --ranks {job.ranks}",
+            found=f"its card says: {card.guarantee}",
+            why="it does not promise to equal one process, so a difference would mean nothing",
+            do="check it with --ranks 1, or another strategy",
+        )
+    run = _Runs(resolved, folder, server)
+    one = dataclasses.replace(job, strategy="single", ranks=1, micro_batch=None)
+    reference = run("reference", one)
+    trace = Trace(reference.run_dir / "trace")
+    replay = str(reference.run_dir / "trace")
+    tolerance = BITS if job.bitwise else FP64
+    if job.precision != "fp64" and not job.bitwise:
+        shape = describe(server, one)
+        limit = largest_shard(shape.batch_size, shape.shards)
+        again = dataclasses.replace(one, micro_batch=limit, replay=replay)
+        endless = Tolerance(float("inf"), float("inf"), MADE_IN_A_STEP)
+        noise = compare(trace, Trace(run("noise", again).run_dir / "trace"), endless)
+        limit_of_noise = max(NOISE_FACTOR * noise.largest, NOISE_FLOOR)
+        tolerance = Tolerance(limit_of_noise, limit_of_noise, MADE_IN_A_STEP)
+    job = dataclasses.replace(job, replay="" if job.bitwise else replay)
+    candidate = run("candidate", job)
+    comparison = compare(trace, Trace(candidate.run_dir / "trace"), tolerance)
+    return Verdict(
+        comparison=comparison,
+        tolerance=tolerance,
+        evaluation_equal=_close(reference.summary["eval"], candidate.summary["eval"], tolerance)
+        or tolerance.stages == MADE_IN_A_STEP,
+        not_checked=_not_checked(job, candidate),
+    )
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs jobs below one folder."""
+
+    resolved: Resolved
+    folder: Path
+    server: ForkServer
+
+    def __call__(self, name: str, job: Job) -> Result:
+        job = dataclasses.replace(job, run_dir=str(self.folder / name))
+        return run_job(Resolved(job, self.resolved.sources), self.server)
+
+
+def _close(wanted: dict[str, float], found: dict[str, float], tolerance: Tolerance) -> bool:
+    """Whether two evaluations agree."""
+    return wanted.keys() == found.keys() and all(
+        abs(found[name] - value) <= tolerance.numbers * max(abs(value), 1e-30)
+        for name, value in wanted.items()
+    )
+
+
+def _not_checked(job: Job, candidate: Result) -> tuple[str, ...]:
+    """What a person should know this check did not look at."""
+    left_out = ["what a task prints or writes by itself", "time and memory"]
+    if candidate.summary["user_randomness"] and not job.bitwise:
+        names = ", ".join(candidate.summary["user_randomness"])
+        left_out.append(f"randomness of {names}: it follows the micro-batch, not the shard")
+    if job.precision == "fp32" and not job.bitwise:
+        left_out.append("the optimizer's own state and the evaluation: each step starts afresh")
+    return tuple(left_out)

@@ -1,0 +1,94 @@
+"""`allranks check PROGRAM`: is the result the same as in one process?"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from allranks.catalog import preload_for
+from allranks.check.against_one import Verdict, check_against_one
+from allranks.cli.options import job_options, resolved_from
+from allranks.errors import EXIT_DIFFERENCE_FOUND
+from allranks.job import Job
+from allranks.launch.server import ForkServer
+from allranks.record import as_json
+
+STEPS = 20
+
+
+@click.command()
+@click.argument("program", required=False)
+@click.option("--strategy", help="The strategy to check (default ddp).")
+@click.option("--keep-runs", type=click.Path(), help="Keep the runs and their traces here.")
+@job_options
+@click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
+def check(program: str | None, keep_runs: str | None, as_object: bool, **flags: Any) -> None:
+    """Train PROGRAM and one process side by side, and tell the first difference.
+
+    In fp64 unless asked otherwise, over 20 steps. Exit code 0: equal; 5: a difference.
+
+    \b
+    allranks check digits --strategy ddp --ranks 3
+    """
+    if flags["job_file"] is None:
+        defaults = {"strategy": "ddp", "precision": "fp64", "ranks": 2}
+        flags |= {n: value for n, value in defaults.items() if flags[n] is None}
+    flags["steps"] = flags["steps"] or STEPS
+    resolved = resolved_from(program, flags)
+    with (
+        tempfile.TemporaryDirectory(prefix="allranks-check-") as scratch,
+        ForkServer(preload_for(resolved.job.program)) as server,
+    ):
+        verdict = check_against_one(resolved, Path(keep_runs or scratch), server)
+    click.echo(_in_sentences(verdict, resolved.job), err=as_object)
+    if as_object:
+        click.echo(as_json(_as_data(verdict, resolved.job)))
+    if not verdict.equal:
+        sys.exit(EXIT_DIFFERENCE_FOUND)
+
+
+def _in_sentences(verdict: Verdict, job: Job) -> str:
+    found = verdict.comparison
+    what = f"{job.program} under {job.strategy} on {job.ranks} ranks, {job.precision}"
+    if found.first is not None:
+        lines = [f"different: {what}", str(found.first)]
+    elif not verdict.evaluation_equal:
+        lines = [f"different: {what}", f"evaluation differs after {found.steps} equal steps"]
+    else:
+        limit = (
+            "equal bits" if verdict.tolerance.exact else f"within {verdict.tolerance.tensors:.1e}"
+        )
+        lines = [f"equal: {what}, {found.steps} steps, {limit}"]
+        lines.append(f"largest difference: {found.largest:.1e} ({found.largest_at})")
+    return "\n".join([*lines, "not checked: " + "; ".join(verdict.not_checked)])
+
+
+def _as_data(verdict: Verdict, job: Job) -> dict[str, Any]:
+    first = verdict.comparison.first
+    return {
+        "equal": verdict.equal,
+        "program": job.program,
+        "strategy": job.strategy,
+        "ranks": job.ranks,
+        "precision": job.precision,
+        "bitwise": job.bitwise,
+        "steps": verdict.comparison.steps,
+        "tolerance": verdict.tolerance.tensors,
+        "largest_difference": verdict.comparison.largest,
+        "evaluation_equal": verdict.evaluation_equal,
+        "first_difference": None
+        if first is None
+        else {
+            "step": first.step,
+            "stage": first.stage,
+            "tensor": first.tensor,
+            "size": first.size,
+            "found": first.found,
+            "hint": first.hint,
+        },
+        "not_checked": list(verdict.not_checked),
+    }

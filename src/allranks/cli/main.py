@@ -1,0 +1,51 @@
+"""`allranks`: the door. Knows the verbs by name only, so that help imports nothing heavy."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from allranks import __version__
+from allranks.catalog import VERBS, load
+from allranks.errors import AllranksError, nearest
+
+
+class Verbs(click.Group):
+    """The verbs of the catalog, each imported only when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            ctx.fail(f"no verb {cmd_name!r}; {nearest(cmd_name, VERBS)}")
+        command: click.Command = load(VERBS[cmd_name][0])
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, meaning) for name, (_, meaning) in VERBS.items()])
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def cli() -> None:
+    """One training program on any number of ranks, and proof that the result is the same.
+
+    Exit codes: 0 done, 1 the program failed, 2 the request or the task was wrong, 3 the place
+    failed, 5 a check found a difference, 130 interrupted.
+    """
+
+
+def main() -> None:
+    """Run the command line; an error of ours becomes its message and its exit code."""
+    try:
+        cli(standalone_mode=True)
+    except AllranksError as error:
+        click.echo(f"allranks: {type(error).__name__}\n{error}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

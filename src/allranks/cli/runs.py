@@ -1,0 +1,80 @@
+"""`allranks runs` and `allranks show RUN`: what jobs have left behind."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from allranks.cli.progress import in_sentences, printable
+from allranks.errors import RequestError
+from allranks.record import as_json, is_in_use, read_events
+
+
+@click.command()
+@click.argument("folder", default="runs")
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def runs(folder: str, as_object: bool) -> None:
+    """List the run folders in FOLDER (default: runs), the newest first."""
+    paths = sorted(Path(folder).glob("*/job.toml"), key=lambda path: -path.stat().st_mtime)
+    rows = [_row(path.parent) for path in paths]
+    if as_object:
+        click.echo(as_json(rows))
+        return
+    for row in rows:
+        summary = row["summary"] or {}
+        metrics = "  ".join(f"{n} {v:.4f}" for n, v in summary.get("eval", {}).items())
+        line = f"{row['run_dir']}  {row['state']:<11} {row['program']} × {row['ranks']}  {metrics}"
+        click.echo(printable(line.rstrip()))
+    if not rows:
+        click.echo(f"no run folder in {folder}", err=True)
+
+
+@click.command()
+@click.argument("run")
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def show(run: str, as_object: bool) -> None:
+    """Show one run: its state, its result or its first fault, and its job."""
+    path = Path(run)
+    if not (path / "job.toml").is_file():
+        raise RequestError(
+            asked=f"show {run}",
+            found="no job.toml in it",
+            why="a run folder always has one",
+            do="see `allranks runs` for those there are",
+        )
+    row = _row(path)
+    if as_object:
+        click.echo(as_json({**row, "job": _job(path)}))
+        return
+    click.echo(f"{row['program']} × {row['ranks']}: {row['state']}")
+    if row["summary"]:
+        click.echo(in_sentences(row["summary"]))
+    if row["fault"]:
+        click.echo("\n".join(printable(line) for line in row["fault"].splitlines()))
+    click.echo("\n" + (path / "job.toml").read_text())
+
+
+def _job(path: Path) -> dict[str, Any]:
+    return tomllib.loads((path / "job.toml").read_text())
+
+
+def _row(path: Path) -> dict[str, Any]:
+    """State, result and first fault of one run, from its job and its events."""
+    job, summary, fault = _job(path), None, None
+    state = "running" if is_in_use(path) else "killed"
+    for event in read_events(path):
+        if event["rank"] is None and event["event"] in ("done", "failed", "interrupted"):
+            state, fault = event["event"], event.get("report")
+        elif event["rank"] == 0 and event["event"] == "done":
+            summary = {"run_dir": str(path), **event["summary"]}
+    return {
+        "run_dir": str(path),
+        "state": state,
+        "program": job["program"],
+        "ranks": job["ranks"],
+        "summary": summary,
+        "fault": fault,
+    }

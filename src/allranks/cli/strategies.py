@@ -1,0 +1,62 @@
+"""`allranks strategies [NAME]`: the cards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from allranks.card import Card
+from allranks.cards import CARDS, card_for
+from allranks.choice import parse_choice
+from allranks.record import as_json
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def strategies(name: str | None, as_object: bool) -> None:
+    """Show what each strategy promises, sends and stores; NAME shows one card whole."""
+    cards = [card_for(parse_choice(name))] if name else list(CARDS.values())
+    if as_object:
+        data = [_as_data(card) for card in cards]
+        click.echo(as_json(data[0] if name else data))
+    elif name:
+        click.echo(_whole(cards[0]))
+    else:
+        width = max(len(card.name) for card in cards)
+        for card in cards:
+            click.echo(f"{card.name:<{width}}  {card.summary}\n{'':<{width}}  {card.guarantee}")
+
+
+def _as_data(card: Card) -> dict[str, Any]:
+    return {
+        "name": card.name,
+        "summary": card.summary,
+        "guarantee": str(card.guarantee),
+        "bytes_per_step": card.bytes_formula,
+        "memory": card.memory,
+        "bitwise": card.can_be_bitwise,
+        "many_ranks": card.many_ranks,
+        "options": {
+            o.name: {"default": o.default, "choices": list(o.choices), "meaning": o.meaning}
+            for o in card.options
+        },
+        "paper": card.paper or None,
+    }
+
+
+def _whole(card: Card) -> str:
+    lines = [
+        f"{card.name}: {card.summary}",
+        f"  guarantee  {card.guarantee}",
+        f"  --bitwise  {'yes' if card.can_be_bitwise else 'no'}",
+        f"  sends      {card.bytes_formula} bytes per rank and step",
+        f"  stores     {card.memory}",
+    ]
+    for option in card.options:
+        choices = f" ({' or '.join(option.choices)})" if option.choices else ""
+        lines.append(f"  option     {option.name}={option.default}: {option.meaning}{choices}")
+    if card.paper:
+        lines.append(f"  paper      {card.paper}")
+    return "\n".join(lines)

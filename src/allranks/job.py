@@ -1,0 +1,53 @@
+"""A job: a task plus how to run it, as frozen data. Written into the run folder, read by ranks.
+
+Nothing here acts. `config` builds a job from the command line and a file, a place plans it, the
+launcher starts it, and each rank gets the same job as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+PRECISIONS = ("fp32", "fp64")
+DEVICES = ("cpu", "cuda")
+PLACES = ("local",)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that decides how a task is run; the task's own fields are in `task`.
+
+    Sizes: `ranks` over all nodes; `steps` optimizer steps of the job (None: until the epochs of
+    the task are over); `micro_batch` samples through the model at once on one rank (None: all
+    that the rank owns); `threads` intra-op threads of a rank (None: the cores shared out, 1 under
+    `bitwise`); `loader_workers` processes that read data for each rank.
+    """
+
+    program: str = ""
+    task: dict[str, Any] = field(default_factory=dict)
+    strategy: str = ""
+    ranks: int = 1
+    nodes: int = 1
+    place: str = "local"
+    device: str = "cpu"
+    precision: str = "fp32"
+    bitwise: bool = False
+    micro_batch: int | None = None
+    seed: int = 0
+    steps: int | None = None
+    threads: int | None = None
+    loader_workers: int = 0
+    run_dir: str = ""
+    trace: bool = False
+    replay: str = ""
+
+    def to_data(self) -> dict[str, Any]:
+        """The job as a mapping that JSON and TOML can carry."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Job:
+        """The job that `to_data` described."""
+        return cls(**data)

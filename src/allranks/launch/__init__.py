@@ -1,0 +1,1 @@
+"""Starting, watching and stopping the ranks of a job. Knows no framework."""

@@ -1,0 +1,103 @@
+"""Gradients in a few flat buckets, in the order in which backward finishes them.
+
+The `.grad` of every parameter is a view into its bucket, so nothing is copied to be sent; the tally
+stands at the end of the bucket that leaves last. Buckets leave in one fixed order on all ranks,
+each as soon as its gradients are finished and those before it have left.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from allranks.on_torch.reducers.base import Reducer
+
+
+class Buckets:
+    """The buckets of one model on one rank. A step calls `begin`, `release` and `finish`."""
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        *,
+        tally_size: int,
+        bucket_bytes: int,
+        reducer: Reducer,
+    ) -> None:
+        self.reducer = reducer
+        self.flats: list[Tensor] = []
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        self._bucket_of = [0] * len(parameters)
+        self._members: list[int] = []
+        groups = _grouped(parameters, bucket_bytes)
+        for bucket, positions in enumerate(groups):
+            extra = tally_size if bucket == len(groups) - 1 else 0
+            size = sum(parameters[i].numel() for i in positions)
+            padded = -(-(size + extra) // reducer.multiple) * reducer.multiple
+            flat = parameters[positions[0]].new_zeros(padded, requires_grad=False)
+            start = 0
+            for position in positions:
+                parameter = parameters[position]
+                view = flat[start : start + parameter.numel()].view(parameter.shape)
+                self._views.append((parameter, view))
+                self._bucket_of[position] = bucket
+                start += parameter.numel()
+            self.flats.append(flat)
+            self._members.append(len(positions))
+        self.tally = self.flats[-1][start : start + tally_size]
+        self._pending: list[int] = []
+        self._left = 0
+        self._leaf: range | None = None
+
+    def begin(self) -> None:
+        """All gradients and the tally are zero, and where backward will find them."""
+        for flat in self.flats:
+            flat.zero_()
+        for parameter, view in self._views:
+            parameter.grad = view
+        self._leaf, self._left = None, 0
+
+    def add_leaf(self, shards: range) -> None:
+        """Take in a leaf that is not the last; gradients and tally are zero again."""
+        for bucket, flat in enumerate(self.flats):
+            self.reducer.add(bucket, flat, (shards.start, shards.stop))
+
+    def release(self, shards: range) -> None:
+        """The next backward pass is the last: a bucket may leave once it is finished."""
+        self._leaf, self._pending = shards, list(self._members)
+
+    def gradient_finished(self, position: int) -> None:
+        """Backward has finished the gradient of a parameter (called during backward)."""
+        if self._leaf is None:
+            return
+        bucket = self._bucket_of[position]
+        self._pending[bucket] -= 1
+        last = len(self.flats) - 1  # it carries the tally, which is complete after backward only
+        while self._left < last and self._pending[self._left] == 0:
+            self._launch(self._leaf)
+
+    def finish(self, shards: range) -> None:
+        """Let the rest leave and wait: gradients and tally are the sums over all ranks."""
+        while self._left < len(self.flats):
+            self._launch(shards)
+        self._leaf = None
+        self.reducer.finish(self.flats)
+
+    def _launch(self, shards: range) -> None:
+        flat = self.flats[self._left]
+        self.reducer.launch(self._left, flat, (shards.start, shards.stop))
+        self._left += 1
+
+
+def _grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
+    """Positions of the parameters of each bucket, last parameter first, one type per bucket."""
+    groups: list[list[int]] = []
+    filled, kind = 0, torch.float32
+    for position in reversed(range(len(parameters))):
+        parameter = parameters[position]
+        if not groups or filled + parameter.nbytes > bucket_bytes or parameter.dtype != kind:
+            groups.append([])
+            filled, kind = 0, parameter.dtype
+        groups[-1].append(position)
+        filled += parameter.nbytes
+    return groups

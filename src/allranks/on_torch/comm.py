@@ -1,0 +1,137 @@
+"""Communication between the ranks of a job: the process group, and what was sent through it.
+
+The only file that calls collectives. Bytes are counted here, for every message, as what this rank
+sends under the field's algorithm for that collective. A collective that breaks because a peer went
+away raises `PeerLost`: this rank is a victim, and its message never hides the first fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from allranks.errors import PeerLost
+from allranks.world import World
+
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(minutes=30)
+PEER_LOST = ("onnection closed", "onnection reset", "roken pipe", "imed out", "onnection refused")
+
+all_gather_single: Callable[..., Any] = (
+    getattr(
+        dist,
+        "all_gather_single",
+        None,  # named so since torch 2.13, which warns at the old name
+    )
+    or dist.all_gather_into_tensor
+)
+
+
+def _translated(error: RuntimeError) -> RuntimeError | PeerLost:
+    message = str(error)
+    return PeerLost(message) if any(sign in message for sign in PEER_LOST) else error
+
+
+@dataclass
+class Pending:
+    """A collective under way; `wait` returns when its result is there."""
+
+    work: Any = None
+
+    def wait(self) -> None:
+        if self.work is not None:
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                raise _translated(error) from error
+
+
+@dataclass
+class Comm:
+    """The ranks that work together, seen from one of them. With `size` 1 nothing is ever sent.
+
+    `sent` is in bytes, by kind: `gradients` (the data of a step, with what rides on it),
+    `outputs` (of a loss over the batch), `control` (everything else).
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU
+    sent: dict[str, float] = field(
+        default_factory=lambda: {"gradients": 0.0, "outputs": 0.0, "control": 0.0}
+    )
+    messages: int = 0
+
+    def _count(self, kind: str, sent: float) -> None:
+        self.sent[kind] += sent
+        self.messages += 1
+
+    def _begin(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
+        try:
+            return Pending(collective(*args, async_op=True, **kwargs))
+        except RuntimeError as error:
+            raise _translated(error) from error
+
+    def all_reduce(self, tensor: Tensor, kind: str = "gradients") -> Pending:
+        """Sum `tensor` over all ranks, in place. Sends 2(N-1)/N of its bytes."""
+        if self.size == 1:
+            return Pending()
+        self._count(kind, 2 * (self.size - 1) / self.size * tensor.nbytes)
+        return self._begin(dist.all_reduce, tensor)
+
+    def all_gather(self, whole: Tensor, part: Tensor, kind: str = "gradients") -> Pending:
+        """Every rank's `part`, in rank order, into `whole`. Sends (N-1) times the part."""
+        self._count(kind, (self.size - 1) * part.nbytes)
+        return self._begin(all_gather_single, whole, part)
+
+    def all_to_all(
+        self, received: Tensor, given: Tensor, receive_sizes: list[int], give_sizes: list[int]
+    ) -> Pending:
+        """Send `given`, cut into `give_sizes`, to the ranks; `received` is what they sent.
+
+        Sends all parts but the rank's own.
+        """
+        own = give_sizes[self.rank] / max(sum(give_sizes), 1)
+        self._count("gradients", given.nbytes * (1 - own))
+        return self._begin(dist.all_to_all_single, received, given, receive_sizes, give_sizes)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """The leader's `tensor` on every rank. Counted as one copy sent on by each rank but one."""
+        if self.size > 1:
+            self._count("control", tensor.nbytes * (self.size - 1) / self.size)
+            self._begin(dist.broadcast, tensor, src=0).wait()
+
+    def barrier(self) -> None:
+        """Return when every rank has called this."""
+        if self.size > 1:
+            self.all_reduce(torch.zeros(1, device=self.device), "control").wait()
+
+
+def join(world: World, device: torch.device) -> Comm:
+    """Meet the other ranks of `world`; every rank calls this once, and `leave` at the end."""
+    if world.size == 1:
+        return Comm(device=device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    where: dict[str, Any] = {"init_method": "env://"}
+    if world.store:
+        where = {"store": FileStore(world.store, world.size)}
+    try:
+        dist.init_process_group(
+            backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT, **where
+        )
+    except RuntimeError as error:
+        raise _translated(error) from error
+    return Comm(world.rank, world.size, device)
+
+
+def leave() -> None:
+    """Leave the process group, if there is one. Always called, also after a failure."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""Exact evaluation: every sample once, nothing padded, the same numbers on any number of ranks.
+
+The data is cut into chunks of a fixed size; rank r takes chunks r, r + N, …. Sums and counts of
+each chunk go into their own row of one table, which is summed over the ranks once, every other
+rank having zeros there; then the rows are added in order. So not even the rounding depends on N.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.errors import RequestError
+from allranks.on_torch.comm import Comm
+from allranks.on_torch.losses import forward, weighted_losses
+from allranks.on_torch.nested import placed
+from allranks.on_torch.sources import Source
+from allranks.on_torch.strategies.base import Strategy
+from allranks.on_torch.task import Task
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task, strategy: Strategy, source: Source, chunk: int, floating: torch.dtype
+) -> dict[str, float]:
+    """The metrics of the task, and its mean `loss`, over all of `source`; every rank calls this.
+
+    Sends one table of 16 bytes per chunk and metric. `chunk` is in samples.
+    """
+    comm = strategy.comm if strategy.replicas_agree else Comm(device=strategy.comm.device)
+    samples = len(source)
+    chunks = [range(start, min(start + chunk, samples)) for start in range(0, samples, chunk)]
+    own = range(comm.rank, len(chunks), comm.size)
+    visited = list(own) or [0]  # a rank without a chunk still has to know the metrics' names
+    keys = ([(0, sample) for sample in chunks[number]] for number in visited)
+    table, names = torch.empty(0), list[str]()
+    was_training = strategy.model.training
+    strategy.model.eval()
+    for number, data in zip(visited, source.batches(keys), strict=True):
+        data = placed(data, comm.device, floating)
+        output = strategy.eval_step(data, lambda model, d: forward(task, model, d))
+        pairs = _pairs(task, output, data, len(chunks[number]))
+        if not names:
+            names = list(pairs)
+            table = torch.zeros(len(chunks), len(names), 2, dtype=torch.float64)
+        if number in own:
+            table[number] = torch.tensor([pairs[name] for name in names], dtype=torch.float64)
+    strategy.model.train(was_training)
+    if comm.device.type == "cuda":
+        table = table.to(comm.device)
+    comm.all_reduce(table, "control").wait()
+    sums = table.cpu().cumsum(0)[-1].tolist() if names else []
+    means = {n: total / count for n, (total, count) in zip(names, sums, strict=True) if count}
+    return task.finalize(means)
+
+
+def _pairs(task: Task, output: Any, data: Any, samples: int) -> dict[str, tuple[float, float]]:
+    """(sum, count) of every metric over one chunk."""
+    pairs: dict[str, tuple[Any, Any]] = {}
+    if task.loss_over == "sample":
+        losses, weights = weighted_losses(task, output, data, samples)
+        pairs["loss"] = (losses.sum(), losses.numel() if weights is None else weights.sum())
+    found = task.metrics(output, data)
+    for name, pair in found.items():
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise RequestError(
+                asked="metrics(output, batch) of the task",
+                found=f"{name} = {pair!r}"[:200],
+                why="a metric is a pair (sum, count) over the samples of the batch",
+                do="return for example {'accuracy': (hits.sum(), len(hits))}",
+            )
+        pairs[name] = pair
+    return {name: (_number(total), _number(count)) for name, (total, count) in pairs.items()}
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if isinstance(value, Tensor) else value)

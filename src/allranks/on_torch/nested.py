@@ -1,0 +1,48 @@
+"""Tensors inside tuples, lists and dicts: what data sets yield and what models take and return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same structure with `change` applied to every tensor; anything else is kept as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(change, item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(change, item) for item in value)
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor of the structure, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same structure with its tensors taken, in order, from `tensors`."""
+    return map_tensors(lambda _: next(tensors), value)
+
+
+def placed(value: Any, device: torch.device, floating: torch.dtype) -> Any:
+    """The structure on `device`, its floating-point tensors as `floating`."""
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.to(device, floating if tensor.is_floating_point() else None)
+
+    return map_tensors(place, value)

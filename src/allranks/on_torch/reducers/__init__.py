@@ -1,0 +1,1 @@
+"""How gradients are summed across ranks: one file each, used bucket by bucket."""

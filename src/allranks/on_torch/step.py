@@ -1,0 +1,237 @@
+"""What every step shares, whatever the strategy: written once here, called by each of them.
+
+    forward and backward of every micro-batch                                    `accumulate`
+    (the strategy sums gradients and tally over all ranks)
+    division by the weight, regularizer, clipping, schedule, update, BatchNorm   `finish`
+
+The engine owns the division. Losses are per sample: what is differentiated is their weighted sum
+over the nominal samples of the global batch, so a plain sum over micro-batches and ranks is the
+mean already wherever all weights are 1. Other weights are put right after the sum, once, by the
+ratio samples / weight, which is the same number on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from allranks.errors import RequestError
+from allranks.on_torch.batch_loss import BatchLoss
+from allranks.on_torch.comm import Comm
+from allranks.on_torch.data import Batch, Leaf, MicroBatch
+from allranks.on_torch.layers import Scope
+from allranks.on_torch.losses import forward, weighted_losses
+from allranks.on_torch.tally import TallyLayout
+from allranks.on_torch.task import Task
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step of the job, the same on every rank. `loss` is the mean over the global batch.
+
+    `samples` 0 means that no rank had a sample (the end of a stream); `updated` is false where the
+    weights were left as they were; `grad_norm` is known only where the gradient is clipped.
+    """
+
+    batch_index: int
+    epoch: int
+    loss: float
+    samples: int
+    weight: float
+    learning_rate: float
+    updated: bool
+    grad_norm: float | None = None
+
+
+class Probe(Protocol):
+    """Sees the insides of a step; `check` and the tests record them."""
+
+    def begin(self, batch: Batch) -> None: ...
+
+    def gradients(self, stage: str, step: SharedStep) -> None: ...
+
+
+class SharedStep:
+    """The parts of a step that no strategy writes again. One for each strategy.
+
+    `parameters` are those that the optimizer updates, in the order of the model; `on_gradient`,
+    if set, is called with the position of each whose gradient a backward pass has finished.
+    """
+
+    def __init__(
+        self, task: Task, model: nn.Module, optimizer: Optimizer, scope: Scope, comm: Comm
+    ) -> None:
+        self.task, self.model, self.optimizer = task, model, optimizer
+        self.scope, self.comm = scope, comm
+        self.probe: Probe | None = None
+        self.on_gradient: Callable[[int], None] | None = None
+        self.names, self.parameters = _trainable(model, optimizer)
+        self.layout = TallyLayout(model, self.parameters)
+        self.used = [False] * len(self.parameters)
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._has_schedule = task.overrides("schedule")
+        self._has_regularizer = task.overrides("regularizer")
+        self._batch_loss = BatchLoss(task, comm) if task.loss_over == "batch" else None
+        for position, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(self._marker(position))
+
+    def _marker(self, position: int) -> Callable[[Tensor], None]:
+        def mark(parameter: Tensor) -> None:
+            self.used[position] = True
+            if self.on_gradient is not None:
+                self.on_gradient(position)
+
+        return mark
+
+    def new_tally(self) -> Tensor:
+        """A tally of zeros, of the type that gradients have."""
+        return self.parameters[0].new_zeros(self.layout.size, requires_grad=False)
+
+    def accumulate(
+        self,
+        batch: Batch,
+        tally_of: Callable[[Leaf], Tensor],
+        leaf_done: Callable[[Leaf], None] = lambda leaf: None,
+        before_last: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Forward and backward of every micro-batch; gradients add up in `.grad`.
+
+        For each leaf, the tally that `tally_of` gives is filled and then `leaf_done` is called.
+        `before_last` is called before the last backward pass: gradients finished after it are
+        those that may leave.
+        """
+        if self.probe is not None:
+            self.probe.begin(batch)
+        micros = batch.micros
+        take = self._take_sample_losses(batch)
+        if self._batch_loss is not None:
+            take = self._take_batch_losses(batch, self._batch_loss)
+        for leaf in batch.leaves:
+            tally = tally_of(leaf)
+            self.used[:] = [False] * len(self.used)
+            for micro in leaf.micros:
+                losses, weights, backward = take(micro)
+                weight = losses.numel() if weights is None else float(weights.sum())
+                loss = losses.detach().sum()
+                self.layout.write(tally, loss, weight, micro.samples, self.scope)
+                if micro is micros[-1]:
+                    before_last()
+                backward()
+            self.layout.mark_used(tally, self.used)
+            leaf_done(leaf)
+        self.scope.leave()
+
+    def _take_sample_losses(self, batch: Batch) -> _Take:
+        def take(micro: MicroBatch) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
+            self.scope.enter(batch.index, micro.pieces)
+            output = forward(self.task, self.model, micro.data)
+            losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
+
+            def backward() -> None:
+                (losses.sum() / batch.nominal).backward()
+
+            return losses, weights, backward
+
+        return take
+
+    def _take_batch_losses(self, batch: Batch, batch_loss: BatchLoss) -> _Take:
+        moments = {}
+
+        def forward_one(micro: MicroBatch) -> object:
+            self.scope.enter(batch.index, micro.pieces)
+            output = forward(self.task, self.model, micro.data)
+            moments[micro.pieces] = dict(self.scope.moments)
+            self.scope.moments.clear()
+            return output
+
+        take_rows = batch_loss.prepare(batch, forward_one)
+
+        def take(micro: MicroBatch) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
+            self.scope.moments.update(moments[micro.pieces])
+            return take_rows(micro)
+
+        return take
+
+    def finish(self, batch: Batch, tally: Tensor) -> StepResult:
+        """The update, from gradients and tally that are summed over all ranks. No communication."""
+        loss_sum, weight, samples = tally[:3].tolist()
+        updates = samples > 0 and not (
+            self.task.last_batch == "drop" and samples < self.task.batch_size
+        )
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        if not updates:
+            return StepResult(
+                batch.index, batch.epoch, float("nan"), int(samples), weight, rate, False
+            )
+        if weight <= 0:
+            raise _weightless(batch, weight)
+        for parameter in self.layout.unused(
+            tally
+        ):  # as in one process: without a gradient, not with one of zeros
+            parameter.grad = None
+        present = [p.grad for p in self.parameters if p.grad is not None]
+        if weight != batch.nominal:
+            for gradient in present:
+                gradient.mul_(batch.nominal / weight)
+        loss = loss_sum / weight + self._add_regularizer()
+        if self.probe is not None:
+            self.probe.gradients("gradient", self)
+        norm = None
+        if self.task.clip_norm is not None:
+            present = [p.grad for p in self.parameters if p.grad is not None]
+            total = get_total_norm(present)
+            clip_grads_with_norm_(self.parameters, self.task.clip_norm, total)
+            norm = float(total)
+            if self.probe is not None:
+                self.probe.gradients("clipped gradient", self)
+        self.optimizer.step()
+        self.layout.update_norms(tally)
+        return StepResult(batch.index, batch.epoch, loss, int(samples), weight, rate, True, norm)
+
+    def set_rate(self, update: int) -> None:
+        """Set the learning rates for update number `update` of the job."""
+        if self._has_schedule:
+            factor = float(self.task.schedule(update))
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+
+    def _add_regularizer(self) -> float:
+        """Add the gradient of the regularizer, alike on every rank; returns its value."""
+        value = self.task.regularizer(self.model) if self._has_regularizer else None
+        if value is None:
+            return 0.0
+        on_gradient, self.on_gradient = self.on_gradient, None
+        value.backward()
+        self.on_gradient = on_gradient
+        return float(value)
+
+
+_Take = Callable[[MicroBatch], tuple[Tensor, Tensor | None, Callable[[], None]]]
+
+
+def _trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[nn.Parameter]]:
+    """The parameters that the optimizer updates, in the order of the model, with their names."""
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = [(n, p) for n, p in model.named_parameters() if id(p) in updated and p.requires_grad]
+    if not named:
+        raise RequestError(
+            asked="optimizer(model) of the task",
+            found="no parameter of the model in it",
+            why="there would be nothing to train",
+            do="make it from the model it is given: torch.optim.AdamW(model.parameters(), …)",
+        )
+    return [name for name, _ in named], [parameter for _, parameter in named]
+
+
+def _weightless(batch: Batch, weight: float) -> RequestError:
+    return RequestError(
+        asked=f"step {batch.index} of the job",
+        found=f"the weights of its global batch add up to {weight}",
+        why="a mean over no weight does not exist",
+        do="let weight(batch) be positive somewhere in every batch",
+    )

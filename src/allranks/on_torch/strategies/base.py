@@ -1,0 +1,123 @@
+"""What every strategy is: set up once, then one `train_step` for each global batch.
+
+A strategy knows no devices by number, no files and no processes. It gets its options from its
+card, its ranks from `comm`, and the parts of a step that all share from `SharedStep`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from allranks.card import Card, Workload
+from allranks.cards import CARDS
+from allranks.on_torch.comm import Comm
+from allranks.on_torch.data import Batch
+from allranks.on_torch.layers import Scope
+from allranks.on_torch.step import SharedStep, StepResult
+from allranks.on_torch.task import Task
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a strategy is given: the task, the ranks, the options of its card with their values."""
+
+    task: Task
+    comm: Comm
+    scope: Scope
+    options: dict[str, Any]
+    bitwise: bool = False
+
+
+class Strategy(ABC):
+    """One optimizer step on one global batch, carried out by all ranks together."""
+
+    name: ClassVar[str]
+    replicas_agree: ClassVar[bool] = True
+    """Whether all ranks hold the same weights after a step."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.task, self.comm = setting.task, setting.comm
+
+    @property
+    def card(self) -> Card:
+        return CARDS[self.name]
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the global batch this rank reads, of `data_size` parts."""
+        return self.comm.rank
+
+    @property
+    def data_size(self) -> int:
+        return self.comm.size
+
+    @property
+    def shard_alone(self) -> bool:
+        """Whether every shard goes through the model by itself, and is a leaf of the sum."""
+        return self.setting.bitwise
+
+    def setup(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> None:
+        """Take the model, with equal weights on all ranks from here on; every rank calls this.
+
+        Broadcasts parameters and buffers once, from the leader.
+        """
+        self.model = model
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                self.comm.broadcast(tensor)
+        optimizer = make_optimizer(model)
+        self.step = SharedStep(self.task, model, optimizer, self.setting.scope, self.comm)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make what the strategy needs of its own; the model and `self.step` are there."""
+
+    @abstractmethod
+    def train_step(self, batch: Batch) -> StepResult:
+        """The whole algorithm of one step; every rank calls this with its part of the batch."""
+
+    def eval_step(self, data: Any, forward: Callable[[nn.Module, Any], Any]) -> Any:
+        """The output of the model for evaluation data of this rank alone. No communication."""
+        return forward(self.model, data)
+
+    def workload(self) -> Workload:
+        """What the card's bytes depend on, for this model on these ranks."""
+        return Workload(
+            gradient_bytes=sum(p.nbytes for p in self.step.parameters),
+            tally_bytes=self.step.layout.size * self.step.parameters[0].element_size(),
+            ranks=self.comm.size,
+            shards=self.task.shards,
+        )
+
+    def promised_bytes(self) -> int:
+        """What the card says the busiest rank sends in a step, for this model on these ranks."""
+        return self.card.bytes_sent(self.workload(), self.setting.options)
+
+    def state(self) -> dict[str, Any]:
+        """All that a step depends on but the data: weights, buffers, optimizer."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.step.optimizer.state_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up a state that `state` returned; every rank calls this."""
+        self.model.load_state_dict(state["model"])
+        self.step.optimizer.load_state_dict(state["optimizer"])
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer whole, by name in sorted order, one at a time."""
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        for name in sorted(tensors):
+            yield name, tensors[name].detach()
+
+    def close(self) -> None:
+        """Give back what the strategy holds."""

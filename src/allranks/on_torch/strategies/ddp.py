@@ -1,0 +1,52 @@
+"""Data parallelism with buckets: gradients leave while backward is still going on.
+
+Gradients live in a few flat buckets, in the order in which backward finishes them. As soon as the
+last backward pass of a step has filled a bucket, its sum over all ranks is under way; the tally
+rides on the bucket that leaves last. Li et al. 2020, PyTorch Distributed, arXiv 2006.15704.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from allranks.catalog import REDUCERS, load
+from allranks.on_torch.buckets import Buckets
+from allranks.on_torch.data import Batch, Leaf
+from allranks.on_torch.step import StepResult
+from allranks.on_torch.strategies.base import Strategy
+
+
+class DDP(Strategy):
+    """All-reduce buckets of gradients, overlapped with backward; `reduce=tree` for equal bits."""
+
+    name = "ddp"
+
+    @property
+    def shard_alone(self) -> bool:
+        return bool(self.setting.options["reduce"] == "tree")
+
+    def prepare(self) -> None:
+        self.buckets = Buckets(
+            self.step.parameters,
+            tally_size=self.step.layout.size,
+            bucket_bytes=int(self.setting.options["bucket_mb"] * 2**20),
+            reducer=load(REDUCERS[self.setting.options["reduce"]])(self.comm, self.task.shards),
+        )
+        self.step.on_gradient = self.buckets.gradient_finished
+
+    def train_step(self, batch: Batch) -> StepResult:
+        self.buckets.begin()
+        last = batch.leaves[-1]
+
+        def tally_of(leaf: Leaf) -> Tensor:
+            return self.buckets.tally
+
+        def leaf_done(leaf: Leaf) -> None:
+            if leaf is not last:
+                self.buckets.add_leaf(leaf.shards)
+
+        self.step.accumulate(
+            batch, tally_of, leaf_done, before_last=lambda: self.buckets.release(last.shards)
+        )
+        self.buckets.finish(last.shards)
+        return self.step.finish(batch, self.buckets.tally)

@@ -1,0 +1,33 @@
+"""Data parallelism as it is defined: sum each gradient over all ranks, then step.
+
+The specification of `ddp`: no bucket, no overlap, one message per parameter after backward is
+over. The tally rides on the last one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from allranks.on_torch.data import Batch
+from allranks.on_torch.step import StepResult
+from allranks.on_torch.strategies.base import Strategy
+
+
+class DDPPlain(Strategy):
+    """All-reduce every gradient. Sends 2(N-1)/N of the gradients and the tally."""
+
+    name = "ddp-plain"
+
+    def train_step(self, batch: Batch) -> StepResult:
+        parameters = self.step.parameters
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        tally = self.step.new_tally()
+        self.step.accumulate(batch, lambda leaf: tally)
+        *gradients, last = (p.grad for p in parameters if p.grad is not None)
+        for gradient in gradients:
+            self.comm.all_reduce(gradient).wait()
+        message = torch.cat([last.flatten(), tally.to(last.dtype)])
+        self.comm.all_reduce(message).wait()
+        last.copy_(message[: last.numel()].view_as(last))
+        return self.step.finish(batch, message[last.numel() :])

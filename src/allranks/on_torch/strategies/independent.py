@@ -1,0 +1,29 @@
+"""No exchange at all: each rank trains alone, on its own shards. The upper bound of throughput.
+
+Rank r does what `single` would do on a data set of the samples of its shards. Ranks that draw
+apart are the point; nobody should mistake this for training together.
+"""
+
+from __future__ import annotations
+
+from allranks.on_torch.comm import Comm
+from allranks.on_torch.data import Batch
+from allranks.on_torch.step import StepResult
+from allranks.on_torch.strategies.base import Strategy
+
+
+class Independent(Strategy):
+    """Forward, backward, update, on every rank for itself. Nothing is sent."""
+
+    name = "independent"
+    replicas_agree = False
+
+    def prepare(self) -> None:
+        self.step.comm = Comm(device=self.comm.device)
+
+    def train_step(self, batch: Batch) -> StepResult:
+        for parameter in self.step.parameters:
+            parameter.grad = None
+        tally = self.step.new_tally()
+        self.step.accumulate(batch, lambda leaf: tally)
+        return self.step.finish(batch, tally)

@@ -1,0 +1,51 @@
+"""One process does the whole global batch: what every other strategy must equal.
+
+With `--bitwise` each shard goes through the model alone, and shard gradients are added along the
+fixed tree, exactly as the ranks of `ddp:reduce=tree` add them together.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from allranks.on_torch.data import Batch, Leaf
+from allranks.on_torch.reducers.tree import TreeSum
+from allranks.on_torch.step import StepResult
+from allranks.on_torch.strategies.base import Strategy
+
+
+class Single(Strategy):
+    """Forward, backward, update. Nothing is sent."""
+
+    name = "single"
+
+    def train_step(self, batch: Batch) -> StepResult:
+        if self.shard_alone:
+            return self.step.finish(batch, self._along_the_tree(batch))
+        for parameter in self.step.parameters:
+            parameter.grad = None
+        tally = self.step.new_tally()
+        self.step.accumulate(batch, lambda leaf: tally)
+        return self.step.finish(batch, tally)
+
+    def _along_the_tree(self, batch: Batch) -> Tensor:
+        """Leave in `.grad` the sum of the shards' gradients; returns the sum of their tallies."""
+        tree = TreeSum(self.task.shards)
+        tally = self.step.new_tally()
+
+        def start(leaf: Leaf) -> Tensor:
+            nonlocal tally
+            tally = self.step.new_tally()
+            for parameter in self.step.parameters:
+                parameter.grad = parameter.new_zeros(parameter.shape, requires_grad=False)
+            return tally
+
+        def add(leaf: Leaf) -> None:
+            gradients = [p.grad for p in self.step.parameters if p.grad is not None]
+            tree.add((leaf.shards.start, leaf.shards.stop), [*gradients, tally])
+
+        self.step.accumulate(batch, start, add)
+        *gradients, tally = tree.total()
+        for parameter, gradient in zip(self.step.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return tally

@@ -1,0 +1,16 @@
+"""Imported by the fork server only: makes torch load now what every rank would load later.
+
+The first optimizer of a process imports torch's compiler front end, two seconds of work. Made here
+once, before the fork, it costs each rank nothing. No parallel region runs, so a fork stays safe.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import SGD
+
+from allranks.catalog import REDUCERS, STRATEGIES, load
+
+SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+for path in (*STRATEGIES.values(), *REDUCERS.values()):
+    load(path)

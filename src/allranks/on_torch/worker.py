@@ -1,0 +1,191 @@
+"""One rank of a job: a job comes in, a record goes out. Started by the launcher, by name.
+
+`describe` loads the task and says what a place must know of it; `main` trains. A failure is
+written as an event before the process leaves, so that the supervisor can tell who was first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from allranks.catalog import find_program
+from allranks.config import threads_per_rank
+from allranks.errors import AllranksError, PeerLost, RequestError
+from allranks.fields import with_settings
+from allranks.job import Job
+from allranks.on_torch.data import Batch
+from allranks.on_torch.digest import weights_sha256
+from allranks.on_torch.step import StepResult
+from allranks.on_torch.task import Task, check_task
+from allranks.on_torch.trace import Trace
+from allranks.on_torch.trainer import Trainer, check_devices, fit
+from allranks.record import JsonLines, rank_events_path
+from allranks.world import World
+
+DIGEST_LIMIT_BYTES = 16 * 2**30
+
+
+def load_task(job: Job) -> Task:
+    """The task of a job with its fields set; raises `RequestError`."""
+    task_class = find_program(job.program, Task)
+    try:
+        task: Task = with_settings(task_class, job.task, f"to train {job.program}")
+    except RequestError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            asked=f"to train {job.program}",
+            found=f"{type(error).__name__}: {error}",
+            why=f"making a {task_class.__name__} of its fields fails",
+            do="mend its __post_init__, or the values given with --set",
+        ) from error
+    check_task(task, job.program)
+    return task
+
+
+def describe(argument: dict[str, Any]) -> int:
+    """Load the task and write the event `described`, or `failed`."""
+    job = Job.from_data(argument)
+    with JsonLines(rank_events_path(Path(job.run_dir), 0)) as events:
+        try:
+            task = load_task(job)
+            check_devices(job, job.ranks)
+        except AllranksError as error:
+            events.event("failed", **_failure(error, 0, None))
+            return error.exit_code
+        values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
+        fields = {n: v for n, v in values.items() if isinstance(v, (bool, int, float, str))}
+        shape = {"fields": fields, "batch_size": task.batch_size, "shards": task.shards}
+        events.event("described", shape=shape)
+    return 0
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Train as one rank; returns the exit code of the process."""
+    job, world = Job.from_data(argument), World.from_environment()
+    torch.set_num_threads(threads_per_rank(job))
+    with JsonLines(rank_events_path(Path(job.run_dir), world.rank)) as events:
+        run = _Run(job, world, events)
+        try:
+            run.train()
+        except BaseException as error:
+            step = run.trainer.progress.batch_index if run.trainer else None
+            updates = run.trainer.progress.updates if run.trainer else 0
+            events.event("failed", **_failure(error, updates, step))
+            return error.exit_code if isinstance(error, AllranksError) else 1
+    return 0
+
+
+def _failure(error: BaseException, updates: int, step: int | None) -> dict[str, Any]:
+    return {
+        "kind": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "peer_lost": isinstance(error, PeerLost),
+        "request": error.to_data() if isinstance(error, RequestError) else None,
+        "updates": updates,
+        "step": step,
+    }
+
+
+class _Run:
+    """What `main` keeps while it trains."""
+
+    def __init__(self, job: Job, world: World, events: JsonLines) -> None:
+        self.job, self.world, self.events = job, world, events
+        self.run_dir = Path(job.run_dir)
+        self.trainer: Trainer | None = None
+        self.trace: Trace | None = None
+        self.metrics: JsonLines | None = None
+        self.epoch_loss = [0, 0.0, 0.0]  # epoch, weighted sum, weight
+        self.last_step_at = 0.0
+
+    def train(self) -> None:
+        """From the job to the event `done` with its summary."""
+        trainer = self.trainer = Trainer(load_task(self.job), self.job, world=self.world)
+        self.events.event("ready", swapped=trainer.swapped, machine=_machine())
+        if self.job.trace:
+            trace = self.run_dir / "trace"
+            self.trace = Trace(trace, self.world.rank, trainer.strategy, self.job.replay)
+        if self.world.is_leader:
+            self.metrics = JsonLines(self.run_dir / "metrics.jsonl")
+        trainer.comm.barrier()
+        start = self.last_step_at = time.perf_counter()
+        evaluation = fit(trainer, self._after_step)
+        seconds = self.last_step_at - start
+        for file in (self.metrics, self.trace):
+            if file is not None:
+                file.close()
+        summary = self._summary(trainer, seconds, evaluation)
+        if self.world.is_leader:
+            self._save_weights(trainer)
+        trainer.comm.barrier()
+        trainer.close()
+        self.events.event("done", summary=summary)
+
+    def _after_step(self, batch: Batch, result: StepResult) -> None:
+        if self.trace is not None:
+            self.trace.finished(batch, result)
+        self.last_step_at = time.perf_counter()
+        if self.epoch_loss[0] != result.epoch:
+            self.epoch_loss = [result.epoch, 0.0, 0.0]
+        self.epoch_loss[1] += result.loss * result.weight
+        self.epoch_loss[2] += result.weight
+        if self.metrics is None:
+            return
+        row = {
+            "step": result.batch_index,
+            "epoch": result.epoch,
+            "loss": result.loss,
+            "samples": result.samples,
+            "learning_rate": result.learning_rate,
+            "monotonic": time.monotonic(),
+        }
+        if result.grad_norm is not None:
+            row["grad_norm"] = result.grad_norm
+        self.metrics.row(row)
+
+    def _summary(
+        self, trainer: Trainer, seconds: float, evaluation: dict[str, float]
+    ) -> dict[str, Any]:
+        size = sum(tensor.nbytes for _, tensor in trainer.weights())
+        digest = weights_sha256(trainer.weights()) if size <= DIGEST_LIMIT_BYTES else None
+        done = trainer.progress
+        return {
+            "world_size": self.world.size,
+            "nodes": self.job.nodes,
+            "strategy": self.job.strategy,
+            "steps": done.updates,
+            "train_loss": self.epoch_loss[1] / self.epoch_loss[2] if done.updates else None,
+            "eval": evaluation,
+            "samples_per_s": done.samples_seen / seconds if done.samples_seen else None,
+            "weights_sha256": digest,
+            "restarts": 0,
+            "resumed_from_step": None,
+            "sent_bytes": {kind: round(sent) for kind, sent in trainer.comm.sent.items()},
+            "card_bytes_per_step": trainer.strategy.promised_bytes(),
+            "user_randomness": trainer.swapped["user_randomness"],
+        }
+
+    def _save_weights(self, trainer: Trainer) -> None:
+        """`weights.safetensors`, whole or not at all: under another name first, then renamed."""
+        beside = self.run_dir / ".weights.safetensors"
+        save_file({n: t.contiguous().cpu() for n, t in trainer.weights()}, beside)
+        beside.rename(self.run_dir / "weights.safetensors")
+
+
+def _machine() -> dict[str, Any]:
+    """What decides which bits come out, beside the job."""
+    return {
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }

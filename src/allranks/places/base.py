@@ -1,0 +1,53 @@
+"""What every place makes of a job: a plan, which can be printed, and then started as it is.
+
+A plan is frozen data. `allranks train --dry-run` prints the very object that the launcher would
+have been given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from allranks.job import Job
+from allranks.world import World
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a place must know of a task: its resolved fields, its global batch, its shards."""
+
+    fields: dict[str, Any]
+    batch_size: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One process: who it is, and the variables that are added to its environment."""
+
+    world: World
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All processes of a job, the job they get, and what the user should know beforehand."""
+
+    job: Job
+    shape: Shape
+    ranks: tuple[RankPlan, ...]
+    notes: tuple[str, ...]
+
+    def to_data(self) -> dict[str, Any]:
+        """The plan as plain data, for `--dry-run --json`."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{key} = {value}" for key, value in self.job.to_data().items() if key != "task"]
+        lines += ["", "task:"] + [f"  {k} = {v}" for k, v in self.shape.fields.items()]
+        for rank in self.ranks:
+            variables = " ".join(f"{k}={v}" for k, v in rank.environment.items())
+            lines += ["", f"rank {rank.world.rank}: {variables}"]
+        return "\n".join([*lines, "", *(f"note: {note}" for note in self.notes)])

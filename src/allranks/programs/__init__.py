@@ -1,0 +1,1 @@
+"""Ready-made tasks that ship with the package: `allranks train NAME`."""

@@ -1,0 +1,73 @@
+"""Shard arithmetic: who works on which samples of the global batch. Pure functions of integers.
+
+The global batch is cut into a fixed number of shards, whatever the number of ranks. A rank owns
+a run of whole shards; what goes through the model at once (a micro-batch) is made of pieces of
+them. Called by the data of every engine, by the planner of a place, and by the cards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Samples `start:stop` of one shard that holds `shard_size` samples in this step."""
+
+    shard: int
+    start: int
+    stop: int
+    shard_size: int
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+
+Micro = tuple[Piece, ...]
+
+
+def even_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """`total` cut into `parts` runs as even as can be, the longer ones first: 5, 8 -> 1 1 1 1 1 0 0 0."""
+    size, longer = divmod(total, parts)
+    return tuple(size + (part < longer) for part in range(parts))
+
+
+def owned_shards(shards: int, ranks: int, rank: int) -> range:
+    """The run of shards that `rank` owns: together all of them, in rank order, none twice."""
+    sizes = even_sizes(shards, ranks)
+    start = sum(sizes[:rank])
+    return range(start, start + sizes[rank])
+
+
+def busy_fraction(shards: int, ranks: int) -> float:
+    """The part of the ranks' time that has work in it: 6 ranks on 8 shards -> 0.67."""
+    return shards / (ranks * max(even_sizes(shards, ranks)))
+
+
+def largest_shard(batch_size: int, shards: int) -> int:
+    """Samples of the largest shard of a full batch."""
+    return max(even_sizes(batch_size, shards))
+
+
+def micro_batches(sizes: dict[int, int], limit: int | None) -> tuple[Micro, ...]:
+    """Group the shards in `sizes` (shard -> samples, in order) into micro-batches of <= `limit`.
+
+    Whole shards go together as long as they fit; a shard larger than the limit is cut (callers
+    refuse that beforehand for models with batch statistics). Empty shards are left out. `None`
+    means no limit.
+    """
+    done: list[Micro] = []
+    open_: list[Piece] = []
+    for shard, size in sizes.items():
+        if limit is not None and open_ and sum(p.samples for p in open_) + size > limit:
+            done.append(tuple(open_))
+            open_ = []
+        step = size if limit is None else min(size, limit)
+        for start in range(0, size, step or 1):
+            piece = Piece(shard, start, min(start + step, size), size)
+            if size > step:
+                done.append((piece,))
+            else:
+                open_.append(piece)
+    return (*done, tuple(open_)) if open_ else tuple(done)

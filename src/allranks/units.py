@@ -1,0 +1,29 @@
+"""Numbers for people: bytes, seconds and rates, each with its unit. Pure; used by whoever prints."""
+
+from __future__ import annotations
+
+
+def format_bytes(count: float) -> str:
+    """`1536` -> `1.5 KiB`. Binary units, because memory and buckets are counted in them."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0042` -> `4.2 ms`, `75` -> `1 min 15 s`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def format_count(count: float) -> str:
+    """`12345.6` -> `12,346`."""
+    return f"{count:,.0f}"

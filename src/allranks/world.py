@@ -1,0 +1,75 @@
+"""Who am I: the rank of this process and its place among the others. The only reader of them.
+
+The standard variables of the field (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, …) and the few of ours are
+written in `variables` and read in `World.from_environment`, nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from allranks.errors import RequestError
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `size`: `rank` over all nodes, `local_rank` on this one.
+
+    `store` is the file through which the ranks of one machine meet; empty when they meet through
+    `MASTER_ADDR` (a script started by another launcher), or when there is only one.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    store: str = ""
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def variables(self) -> dict[str, str]:
+        """The environment that makes a process this member of the world."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "GROUP_RANK": str(self.node),
+            "ALLRANKS_STORE": self.store,
+        }
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
+        """The world that the launcher of this process described; one rank alone if none did."""
+        given = os.environ if environment is None else environment
+        try:
+            size = int(given.get("WORLD_SIZE", "1"))
+            rank = int(given.get("RANK", "0"))
+            world = cls(
+                rank=rank,
+                size=size,
+                local_rank=int(given.get("LOCAL_RANK", rank)),
+                local_size=int(given.get("LOCAL_WORLD_SIZE", size)),
+                node=int(given.get("GROUP_RANK", "0")),
+                store=given.get("ALLRANKS_STORE", ""),
+            )
+        except ValueError as error:
+            raise RequestError(
+                asked="the rank of this process from RANK, WORLD_SIZE and LOCAL_RANK",
+                found=str(error),
+                why="these variables are whole numbers, set by the launcher of the process",
+                do="start it with `allranks train`, torchrun or srun, or unset them",
+            ) from None
+        if not 0 <= world.rank < world.size:
+            raise RequestError(
+                asked=f"to be rank {world.rank} of {world.size}",
+                found=f"RANK={world.rank}, WORLD_SIZE={world.size}",
+                why="ranks count from 0 up to the world size, which is excluded",
+                do="set both, or unset both to run alone",
+            )
+        return world

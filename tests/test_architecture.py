@@ -1,0 +1,119 @@
+"""The floors: who may import whom, what importing the command line pulls in, a docstring in each."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "allranks"
+
+FLOORS = [
+    {"", "errors", "units", "card", "choice", "fields", "shards", "tree"},
+    {"job", "config", "cards", "catalog", "world", "record", "order"},
+    {"places"},
+    {"launch"},
+    {"on_torch", "programs"},
+    {"check"},
+    {"cli"},
+]
+WORDS_MAY_IMPORT = set(sys.stdlib_module_names) | {"allranks"}
+FRAMEWORKS = {"torch", "tensorflow", "jax", "numpy", "sklearn", "safetensors"}
+HAS_A_FRAMEWORK = {"on_torch", "programs"}
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def part_of(module: str) -> str:
+    """`allranks.on_torch.step` -> `on_torch`."""
+    return ([*module.split("."), ""])[1]
+
+
+def floor_of(module: str) -> int:
+    return next(i for i, parts in enumerate(FLOORS) if part_of(module) in parts)
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> list[tuple[str, bool]]:
+    """(module, whether at the top level of the file) of each import, relative ones refused."""
+    tree = ast.parse(path.read_text())
+    top = set(map(id, tree.body))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            found.append((node.module or "", id(node) in top))
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_point_down_and_stand_at_the_top(path: Path) -> None:
+    name = name_of(path)
+    for module, at_top in imports_of(path):
+        assert at_top, f"{name} imports {module} inside a function"
+        if module.startswith("allranks"):
+            assert floor_of(module) <= floor_of(name), f"{name} imports {module}, above it"
+        root = module.partition(".")[0]
+        if floor_of(name) == 0:
+            assert root in WORDS_MAY_IMPORT, f"{name} is a word, and imports {module}"
+        if root == "torch":
+            assert part_of(name) in HAS_A_FRAMEWORK, f"{name} imports {module}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_there_is_no_cycle_of_imports() -> None:
+    edges = {
+        name_of(path): {m for m, _ in imports_of(path) if m.startswith("allranks")}
+        for path in MODULES
+    }
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " -> ".join((*above, module))
+        if module not in done:
+            for imported in edges.get(module, ()):
+                visit(imported, (*above, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("verb", ["", "train", "strategies", "runs", "show"])
+def test_the_command_line_imports_no_framework(verb: str) -> None:
+    """In a fresh interpreter: help, of all verbs and of each, needs no framework and no numpy."""
+    code = (
+        "import sys\nfrom allranks.cli.main import cli\n"
+        f"cli({[verb, '--help'] if verb else ['--help']!r}, standalone_mode=False)\n"
+        f"found = {FRAMEWORKS!r} & {{m.partition('.')[0] for m in sys.modules}}\n"
+        "assert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_checker_needs_no_framework_but_numpy() -> None:
+    code = "import sys, allranks.cli.check\nassert not {'torch', 'tensorflow'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_files_and_functions_stay_short() -> None:
+    for path in MODULES:
+        text = path.read_text()
+        assert text.count("\n") <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name}"
