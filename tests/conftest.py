@@ -7,15 +7,18 @@ file or setting of torch that is there after a test and was not before fails tha
 from __future__ import annotations
 
 import os
-import sys
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+import torch
 
+import allranks.on_torch.warm  # noqa: F401  it changes variables, once
 from allranks.config import resolve
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result, run_job
@@ -23,6 +26,7 @@ from allranks.launch.supervisor import Ended, Process, supervise
 
 ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # so that ranks can import test workers
+tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="allranks-tests-")
 MODULES = (
     "allranks.on_torch.worker",
     "allranks.on_torch.warm",
@@ -31,6 +35,9 @@ MODULES = (
 )
 
 Train = Callable[..., Result]
+
+hypothesis.settings.register_profile("allranks", deadline=None, database=None)
+hypothesis.settings.load_profile("allranks")  # no test fails for being slow, none leaves a file
 
 
 @pytest.fixture(scope="session")
@@ -113,9 +120,6 @@ def _sockets() -> set[str]:
 
 
 def _torch_settings() -> tuple[Any, ...]:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return ()
     return (
         torch.get_default_dtype(),
         torch.get_num_threads(),
@@ -141,12 +145,25 @@ def _snapshot() -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves anything behind."""
-    if "train" in request.fixturenames or "on_ranks" in request.fixturenames:
+    if "server" in request.fixturenames:
         request.getfixturevalue("server")
     before = _snapshot()
     yield
     after = _snapshot()
-    if not before["torch settings"]:
-        after["torch settings"] = ()
-    left = {name: after[name] for name in before if after[name] != before[name]}
-    assert not left, {name: (before[name], after[name]) for name in left}
+    left = {name: _left(before[name], after[name]) for name in before}
+    assert not any(left.values()), {name: what for name, what in left.items() if what}
+
+
+def _left(before: Any, after: Any) -> Any:
+    """What is there after a test and was not before."""
+    if isinstance(before, set):
+        return after - before
+    if isinstance(before, dict):
+        return {
+            name: after.get(name) for name in before | after if before.get(name) != after.get(name)
+        }
+    return None if before == after else (before, after)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)

@@ -89,7 +89,7 @@ class ShardBatchNorm(_BatchNorm):
         scope = self.scope
         if not (self.training and scope.pieces):
             return super().forward(input)
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         moments = scope.moments.get(self.index)
         if moments is None:
             moments = input.new_zeros(1 + 2 * self.num_features)
@@ -171,6 +171,8 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {"batchnorm": [], "dropout": [], "user_randomness": []}
     for index, (name, module) in enumerate(model.named_modules()):
         kind = type(module)
+        if isinstance(module, (ShardBatchNorm, ShardDropout)):  # swapped before, by another trainer
+            kind = kind.__bases__[1]
         if isinstance(module, (nn.SyncBatchNorm, nn.modules.lazy.LazyModuleMixin)):
             raise RequestError(
                 asked=f"to train a model with {kind.__name__} at {name!r}",

@@ -102,12 +102,11 @@ class SharedStep:
         """Forward and backward of every micro-batch; gradients add up in `.grad`.
 
         For each leaf, the tally that `tally_of` gives is filled and then `leaf_done` is called.
-        `before_last` is called before the last backward pass: gradients finished after it are
-        those that may leave.
+        `before_last` is called before the last backward pass of the last leaf, if that leaf has
+        any: gradients finished after it may leave.
         """
         if self.probe is not None:
             self.probe.begin(batch)
-        micros = batch.micros
         take = self._take_sample_losses(batch)
         if self._batch_loss is not None:
             take = self._take_batch_losses(batch, self._batch_loss)
@@ -119,7 +118,7 @@ class SharedStep:
                 weight = losses.numel() if weights is None else float(weights.sum())
                 loss = losses.detach().sum()
                 self.layout.write(tally, loss, weight, micro.samples, self.scope)
-                if micro is micros[-1]:
+                if leaf is batch.leaves[-1] and micro is leaf.micros[-1]:
                     before_last()
                 backward()
             self.layout.mark_used(tally, self.used)
@@ -208,7 +207,7 @@ class SharedStep:
         on_gradient, self.on_gradient = self.on_gradient, None
         value.backward()
         self.on_gradient = on_gradient
-        return float(value)
+        return float(value.detach())
 
 
 _Take = Callable[[MicroBatch], tuple[Tensor, Tensor | None, Callable[[], None]]]

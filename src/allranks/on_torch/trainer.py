@@ -111,17 +111,17 @@ class Trainer:
         done = self.progress
         self.strategy.step.set_rate(done.updates)
         result = self.strategy.train_step(batch)
-        if not result.updated:
+        if batch.sizes is None and not result.updated:  # a stream has ended, on all ranks alike
             self.data.dry = True
             self.progress = dataclasses.replace(done, epoch=done.epoch + 1, step_in_epoch=0)
-        else:
-            self.progress = Progress(
-                epoch=batch.epoch,
-                step_in_epoch=batch.step_in_epoch + 1,
-                batch_index=done.batch_index + 1,
-                samples_seen=done.samples_seen + result.samples,
-                updates=done.updates + 1,
-            )
+            return result
+        self.progress = Progress(
+            epoch=batch.epoch,
+            step_in_epoch=batch.step_in_epoch + 1,
+            batch_index=done.batch_index + 1,
+            samples_seen=done.samples_seen + result.samples,
+            updates=done.updates + result.updated,
+        )
         return result
 
     def evaluate(self, data: Any = None) -> dict[str, float]:

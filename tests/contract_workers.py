@@ -1,0 +1,88 @@
+"""What runs in the ranks of the contract test: loops of one's own over `Trainer`."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import contract_tasks
+from allranks.job import Job
+from allranks.on_torch import Trainer
+from allranks.on_torch.digest import weights_sha256
+from allranks.world import World
+
+
+def _trainer(argument: dict[str, Any], attempt: str = "") -> Trainer:
+    torch.set_num_threads(1)
+    world = World.from_environment()
+    if world.store:
+        world = replace(world, store=world.store + attempt)
+    task = getattr(contract_tasks, argument["task"])(**argument.get("fields", {}))
+    return Trainer(task, Job(**argument["job"]), world=world)
+
+
+def train_and_save(argument: dict[str, Any]) -> None:
+    """Train; every rank saves its weights."""
+    with _trainer(argument) as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+        weights = {name: tensor.contiguous() for name, tensor in trainer.weights()}
+        save_file(weights, Path(argument["out"]) / f"rank-{trainer.world.rank}.safetensors")
+
+
+def go_on_from_a_state(argument: dict[str, Any]) -> None:
+    """k steps, a state, k more; then another trainer goes on from that state: equal bits."""
+    steps = argument["steps"]
+    with _trainer(argument, "-first") as trainer:
+        for batch in trainer.batches(steps=steps):
+            trainer.step(batch)
+        state = copy.deepcopy(trainer.state())
+        for batch in trainer.batches(steps=2 * steps):
+            trainer.step(batch)
+        assert trainer.progress.batch_index == 2 * steps
+        wanted = weights_sha256(trainer.weights())
+    with _trainer(argument, "-second") as trainer:
+        trainer.load_state(state)
+        for batch in trainer.batches(steps=2 * steps):
+            trainer.step(batch)
+        assert trainer.progress.batch_index == 2 * steps
+        assert weights_sha256(trainer.weights()) == wanted
+
+
+def stop_or_resume(argument: dict[str, Any]) -> None:
+    """Train to `until`, from the state in the file `load` if there is one; the leader saves it."""
+    with _trainer(argument) as trainer:
+        if argument["load"]:
+            trainer.load_state(torch.load(argument["load"], weights_only=True))
+        for batch in trainer.batches(steps=argument["until"]):
+            trainer.step(batch)
+        if trainer.world.is_leader:
+            torch.save(trainer.state(), argument["save"])
+
+
+def first_bucket_leaves_early(argument: dict[str, Any]) -> None:
+    """The first bucket of `ddp` is under way before backward has reached the first layer."""
+    with _trainer(argument) as trainer:
+        buckets = trainer.strategy.buckets  # type: ignore[attr-defined]
+        order: list[str] = []
+        launch, finished = buckets._launch, buckets.gradient_finished
+
+        def launched(shards: range) -> None:
+            order.append("launch")
+            launch(shards)
+
+        def gradient(position: int) -> None:
+            finished(position)
+            if position == 0:
+                order.append("first layer")
+
+        buckets._launch = launched
+        trainer.strategy.step.on_gradient = gradient
+        trainer.step(next(trainer.batches()))
+        assert len(buckets.flats) > 2
+        assert order.index("launch") < order.index("first layer"), order

@@ -1,0 +1,132 @@
+"""The global batch: every sample once, the same whatever the ranks, whoever reads it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import contract_tasks
+from allranks.errors import RequestError
+from allranks.job import Job
+from allranks.on_torch import Trainer
+from allranks.on_torch.data import GlobalBatches, Progress
+from allranks.on_torch.digest import weights_sha256
+from allranks.on_torch.evaluate import evaluate
+from allranks.on_torch.sources import source_of
+
+CPU = torch.device("cpu")
+
+
+def batches(ranks: int, rank: int, data: Any = None, workers: int = 0, **changes: Any) -> list[Any]:
+    task = contract_tasks.Pictures()
+    source = source_of(task.train_data() if data is None else data, task, 5, workers, "train_data")
+    fields = {
+        "source": source,
+        "batch_size": 24,
+        "shards": 8,
+        "last_batch": "keep",
+        "seed": 5,
+        "rank": rank,
+        "ranks": ranks,
+        "micro_batch": None,
+        "shard_alone": False,
+        "device": CPU,
+        "floating": torch.float64,
+        **changes,
+    }
+    return list(GlobalBatches(**fields).after(Progress(), 2, None))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_the_shards_of_all_ranks_are_the_data_once_in_each_epoch(ranks: int) -> None:
+    parts = [batches(ranks, rank) for rank in range(ranks)]
+    epochs: dict[int, list[int]] = {0: [], 1: []}
+    for step in zip(*parts, strict=True):
+        for batch in step:
+            epochs[batch.epoch] += batch.ids
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(101))
+    assert epochs[0] != epochs[1]
+    assert [b.sizes for b in parts[0]][4] == (1, 1, 1, 1, 1, 0, 0, 0)
+    one = batches(1, 0)
+    for step, whole in zip(zip(*parts, strict=True), one, strict=True):
+        rows = [m.data[0] for batch in step for m in batch.micros]
+        assert torch.equal(torch.cat(rows), whole.micros[0].data[0]), "augmentation follows ranks"
+
+
+def test_loader_workers_change_nothing() -> None:
+    alone, helped = batches(3, 1), batches(3, 1, workers=2)
+    for ours, theirs in zip(alone, helped, strict=True):
+        assert ours.ids == theirs.ids
+        for a, b in zip(ours.micros, theirs.micros, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a.data, b.data, strict=True))
+
+
+def test_every_kind_of_data_gives_the_same_batches() -> None:
+    inputs, targets = contract_tasks.Plain().train_data()
+
+    class Plain:
+        def __len__(self) -> int:
+            return len(inputs)
+
+        def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+            return inputs[number], targets[number]
+
+    task = contract_tasks.Plain()
+    kinds = [
+        (inputs, targets),
+        (inputs.numpy(), targets.numpy()),
+        TensorDataset(inputs, targets),
+        Plain(),
+    ]
+    keys = [[(0, 3), (0, 1)]]
+    for kind in kinds:
+        (found,) = source_of(kind, task, 0, 0, "train_data").batches(keys)  # type: ignore[union-attr]
+        assert torch.equal(found[0], inputs[[3, 1]])
+        assert torch.equal(found[1], targets[[3, 1]])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [3, [], (torch.ones(3), torch.ones(4)), (torch.ones(3), "label"), torch.ones(0, 2), iter([1])],
+)
+def test_data_that_cannot_be_read_is_refused(data: Any) -> None:
+    with pytest.raises(RequestError):
+        source_of(data, contract_tasks.Plain(), 0, 0, "train_data")
+
+
+def test_dropping_the_only_batch_is_refused() -> None:
+    with pytest.raises(RequestError, match="keep"):
+        batches(1, 0, batch_size=200, last_batch="drop")
+
+
+def test_evaluation_counts_every_sample_once() -> None:
+    """Ten samples on a chunk of three: the mean of per-sample values, nothing padded."""
+
+    class Mean(contract_tasks.Plain):
+        def metrics(self, output: Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
+            return {"target": (batch[1].sum(), len(batch[1]))}
+
+    data = (contract_tasks.made(10, 4), torch.arange(10.0))
+    task = Mean()
+    with Trainer(task, Job(precision="fp64")) as trainer:
+        source = source_of(data, task, 0, 0, "eval_data")
+        found = evaluate(task, trainer.strategy, source, 3, torch.float64)  # type: ignore[arg-type]
+        with torch.no_grad():
+            output = trainer.strategy.model(data[0])
+    assert found["target"] == 4.5
+    wanted = (output.squeeze(1) - data[1]).square().mean()
+    assert found["loss"] == pytest.approx(float(wanted), rel=1e-12)
+
+
+def test_the_digest_of_weights_is_what_the_documents_say() -> None:
+    tensors = [("a", torch.tensor([1.0, -0.0])), ("b", torch.tensor(3))]
+    content = b"a\0float32\0" + np.array([1, -0.0], "<f4").tobytes()
+    content += b"b\0int64\0" + np.array([3], "<i8").tobytes()
+
+    assert weights_sha256(iter(tensors)) == hashlib.sha256(content).hexdigest()

@@ -1,0 +1,176 @@
+"""The contract: every strategy keeps the guarantee on its card, with every kind of task.
+
+In float64, 20 optimizer steps, both runs free, on 1, 2, 3, 4 and 8 ranks: weights and buffers
+within 1e-10 (norm-relative) of `single`; the same losses, the same evaluation; the bytes that the
+card promises, counted at the process group; a state that can be taken up again. Adding a strategy
+is a line in `SETTINGS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+import contract_tasks
+from allranks.card import Exact
+from allranks.cards import CARDS
+from allranks.order import Order
+from allranks.shards import even_sizes, owned_shards
+from conftest import Train
+
+SETTINGS = {
+    "single": ["single"],
+    "ddp-plain": ["ddp-plain"],
+    "ddp": ["ddp", "ddp:bucket_mb=0.0005", "ddp:reduce=tree", "ddp:reduce=tree,bucket_mb=0.0005"],
+    "independent": ["independent"],
+}
+TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures"]
+RANKS = [1, 2, 3, 4, 8]
+STEPS = 20
+EXACT = [s for name, settings in SETTINGS.items() for s in settings if name != "independent"]
+
+Weights = dict[str, np.ndarray[Any, Any]]
+
+
+def difference(ours: Weights, theirs: Weights) -> float:
+    """The largest norm-relative difference over all tensors."""
+    assert ours.keys() == theirs.keys()
+    pairs = [(ours[n].astype(np.float64), theirs[n].astype(np.float64)) for n in theirs]
+    return max(
+        float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-12)) for a, b in pairs
+    )
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[str, Any]:
+    """What `single` made of each task, once for all tests."""
+    return {}
+
+
+def reference_for(task: str, train: Train, references: dict[str, Any]) -> tuple[Any, Weights]:
+    if task not in references:
+        result = train(f"contract_tasks:{task}", strategy="single", precision="fp64", steps=STEPS)
+        references[task] = (result.summary, load_file(result.run_dir / "weights.safetensors"))
+    found: tuple[Any, Weights] = references[task]
+    return found
+
+
+def test_every_card_has_a_setting() -> None:
+    assert SETTINGS.keys() == CARDS.keys()
+    assert all(isinstance(CARDS[s.partition(":")[0]].guarantee, Exact) for s in EXACT)
+
+
+def many(strategy: str) -> list[int]:
+    return RANKS if CARDS[strategy.partition(":")[0]].many_ranks else [1]
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("strategy", "ranks"), [(s, n) for s in EXACT for n in many(s)])
+def test_exact(
+    strategy: str, ranks: int, task: str, train: Train, references: dict[str, Any]
+) -> None:
+    wanted, weights = reference_for(task, train, references)
+    result = train(
+        f"contract_tasks:{task}", strategy=strategy, ranks=ranks, precision="fp64", steps=STEPS
+    )
+    found = result.summary
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+    assert found["steps"] == wanted["steps"]
+    assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-10)
+    assert found["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
+    sent = found["sent_bytes"]["gradients"] / found["steps"]
+    if task != "Uneven":  # at the end of an epoch a stream sends once more, to find that it ended
+        assert found["card_bytes_per_step"] <= sent * (1 + 1e-9) + 1
+        padding = ranks * 8 * 40  # a tree pads each bucket to a multiple of the ranks
+        assert sent <= found["card_bytes_per_step"] + (padding if "tree" in strategy else 1)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_independent_equals_separate_trainings(
+    ranks: int, on_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A plain loop in this process, on the samples of each rank's shards, with plain torch."""
+    job = {"strategy": "independent", "precision": "fp64", "steps": STEPS}
+    argument = {"task": "Plain", "job": job, "out": str(tmp_path)}
+    on_ranks(ranks, "contract_workers:train_and_save", argument)
+    for rank in range(ranks):
+        found = load_file(tmp_path / f"rank-{rank}.safetensors")
+        assert difference(found, plain_training(ranks, rank)) < 1e-10
+
+
+def plain_training(ranks: int, rank: int) -> Weights:
+    task = contract_tasks.Plain()
+    torch.manual_seed(0)
+    model = task.model().double()
+    optimizer = task.optimizer(model)
+    data = task.train_data()
+    order = Order(len(data[0]), task.batch_size, 0, "keep")
+    for step in range(STEPS):
+        chosen = order.batch(*divmod(step, order.steps_per_epoch))
+        sizes = even_sizes(len(chosen), task.shards)
+        owned = owned_shards(task.shards, ranks, rank)
+        first = sum(sizes[: owned.start])
+        own = chosen[first : first + sum(sizes[k] for k in owned)]
+        if len(own):
+            optimizer.zero_grad()
+            batch = [tensor[own] for tensor in data]
+            task.loss(model(batch[0]), batch).mean().backward()
+            optimizer.step()
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("strategy", [s for settings in SETTINGS.values() for s in settings])
+def test_a_state_can_be_taken_up_again(
+    strategy: str, ranks: int, on_ranks: Callable[..., Any]
+) -> None:
+    """k + k steps equal 2k, in the middle of an epoch, for tensors and for streams."""
+    if ranks not in many(strategy):
+        ranks = 1
+    for task in ("Images", "Uneven"):
+        argument = {"task": task, "job": {"strategy": strategy}, "steps": 3}
+        on_ranks(ranks, "contract_workers:go_on_from_a_state", argument)
+
+
+def test_stop_on_4_ranks_and_resume_on_3_gives_the_bits_of_1(
+    on_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    def run(ranks: int, until: int, load: str, save: str) -> dict[str, Any]:
+        argument = {
+            "task": "Images",
+            "job": {"bitwise": True, "strategy": "ddp"},
+            "until": until,
+            "load": load and str(tmp_path / load),
+            "save": str(tmp_path / save),
+        }
+        on_ranks(ranks, "contract_workers:stop_or_resume", argument)
+        state: dict[str, Any] = torch.load(tmp_path / save, weights_only=True)
+        return state
+
+    run(4, 7, "", "half")
+    resumed = run(3, 13, "half", "resumed")["strategy"]
+    whole = run(1, 13, "", "whole")["strategy"]
+    for name, tensor in whole["model"].items():
+        assert torch.equal(tensor, resumed["model"][name]), name
+    for number, moments in whole["optimizer"]["state"].items():
+        for name, tensor in moments.items():
+            assert torch.equal(tensor, resumed["optimizer"]["state"][number][name]), name
+
+
+def test_the_first_bucket_leaves_before_backward_ends(on_ranks: Callable[..., Any]) -> None:
+    argument = {"task": "Images", "job": {"strategy": "ddp:bucket_mb=0.0005"}}
+    on_ranks(2, "contract_workers:first_bucket_leaves_early", argument)
+
+
+def test_convergence_at_the_default_setting(train: Train) -> None:
+    """Every strategy learns, `independent` too, on its part of the data."""
+    for strategy in SETTINGS:
+        ranks = 2 if CARDS[strategy].many_ranks else 1
+        result = train("digits", "epochs=8", strategy=strategy, ranks=ranks)
+        assert result.summary["eval"]["accuracy"] > 0.95, strategy
