@@ -36,7 +36,7 @@ class Fault:
 FAULTS = {
     "mean of means": Fault(
         "on_torch/step.py",
-        "(losses.sum() / batch.nominal).backward()",
+        "total.backward(scale)",
         "(losses.mean() / self.comm.size).backward()",
         step=5,  # the first batch whose samples the ranks cannot share evenly
         stage="gradient",
@@ -45,8 +45,8 @@ FAULTS = {
     ),
     "sum for mean": Fault(
         "on_torch/step.py",
-        "(losses.sum() / batch.nominal).backward()",
-        "(losses.sum() * self.comm.size / batch.nominal).backward()",
+        "total.backward(scale)",
+        "total.backward(scale * self.comm.size)",
         step=0,
         stage="gradient",
         tensor="0.weight",

@@ -24,7 +24,7 @@ def outputs(model: nn.Module, scope: Scope, data: Tensor, limit: int | None) -> 
     parts, row = [], 0
     for pieces in micro_batches(SIZES, limit):
         count = sum(piece.samples for piece in pieces)
-        scope.enter(3, pieces)
+        scope.enter(3, pieces, count)
         parts.append(model(data[row : row + count]))
         row += count
     scope.leave()
@@ -50,11 +50,11 @@ def test_two_dropouts_two_calls_and_two_steps_draw_apart() -> None:
     scope = scoped(model)
     pieces = (Piece(0, 0, 50, 50),)
     data = torch.ones(50, 8)
-    scope.enter(0, pieces)
+    scope.enter(0, pieces, 50)
     masks = [model[0](data), model[0](data), model[1](data)]
-    scope.enter(1, pieces)
+    scope.enter(1, pieces, 50)
     masks.append(model[0](data))
-    scope.enter(0, pieces)
+    scope.enter(0, pieces, 50)
     assert torch.equal(model[0](data), masks[0])
     assert len({mask.numpy().tobytes() for mask in masks}) == 4
 
@@ -106,7 +106,7 @@ def test_outside_of_a_step_the_layers_are_torchs_own() -> None:
 def test_rows_that_are_not_samples_are_refused() -> None:
     layer = nn.Dropout(0.5)
     scope = scoped(layer)
-    scope.enter(0, (Piece(0, 0, 4, 4),))
+    scope.enter(0, (Piece(0, 0, 4, 4),), 4)
     with pytest.raises(RequestError, match="samples first"):
         layer(torch.ones(6, 4))
 

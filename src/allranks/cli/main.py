@@ -8,7 +8,7 @@ import click
 
 from allranks import __version__
 from allranks.catalog import VERBS, load
-from allranks.errors import AllranksError, nearest
+from allranks.errors import EXIT_INTERRUPTED, AllranksError, nearest
 
 
 class Verbs(click.Group):
@@ -39,9 +39,15 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; an error of ours becomes its message and its exit code."""
+    """Run the command line; an error becomes its message and its exit code."""
     try:
-        cli(standalone_mode=True)
+        cli(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("allranks: interrupted", err=True)
+        sys.exit(EXIT_INTERRUPTED)
     except AllranksError as error:
         click.echo(f"allranks: {type(error).__name__}\n{error}", err=True)
         sys.exit(error.exit_code)

@@ -32,16 +32,16 @@ MESSAGE_LIMIT = 1 << 18
 def serve(control: socket.socket) -> None:
     """Fork as asked until the other end of `control` closes; then leave nothing behind."""
     adopt_orphans()
-    watched: dict[int, int] = {}  # pidfd -> pid
+    running: dict[int, tuple[int, int]] = {}  # pidfd -> (ticket, pid)
     poller = select.poll()
     poller.register(control, select.POLLIN)
     try:
         while True:
             ready = [fd for fd, _ in poller.poll()]
-            for pidfd in (fd for fd in ready if fd in watched):
+            for pidfd in (fd for fd in ready if fd in running):
                 poller.unregister(pidfd)
-                _report_exit(control, watched.pop(pidfd), pidfd)
-            if not watched:
+                _report_exit(control, *running.pop(pidfd), pidfd)
+            if not running:
                 _end_orphans()
             if control.fileno() in ready:
                 message, fds, _, _ = socket.recv_fds(control, MESSAGE_LIMIT, 2)
@@ -51,25 +51,21 @@ def serve(control: socket.socket) -> None:
                 if request["do"] == "spawn":
                     pid = _fork(control, request, fds)
                     pidfd = os.pidfd_open(pid)
-                    watched[pidfd] = pid
+                    running[pidfd] = request["ticket"], pid
                     poller.register(pidfd, select.POLLIN)
-                    _send(control, {"spawned": pid})
-                elif request["pid"] in watched.values():
-                    _signal_group(request["pid"], request["signal"])
+                for ticket, pid in running.values():
+                    if request["do"] == "signal" and request["ticket"] == ticket:
+                        _signal_group(pid, request["signal"])
     except (BrokenPipeError, ConnectionResetError):
         return
     finally:
-        for pid in watched.values():
+        for _, pid in running.values():
             _signal_group(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         _end_orphans()
 
 
-def _send(control: socket.socket, message: dict[str, Any]) -> None:
-    control.send(json.dumps(message).encode())
-
-
-def _report_exit(control: socket.socket, pid: int, pidfd: int) -> None:
+def _report_exit(control: socket.socket, ticket: int, pid: int, pidfd: int) -> None:
     """Tell how `pid` ended. What is left of its group goes first, while the id is still its own."""
     now = time.monotonic()
     os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
@@ -77,7 +73,7 @@ def _report_exit(control: socket.socket, pid: int, pidfd: int) -> None:
     _, status = os.waitpid(pid, 0)
     os.close(pidfd)
     code = os.waitstatus_to_exitcode(status)
-    _send(control, {"exited": pid, "code": code, "monotonic": now})
+    control.send(json.dumps({"exited": ticket, "code": code, "monotonic": now}).encode())
 
 
 def _signal_group(pid: int, number: int) -> None:
@@ -118,7 +114,7 @@ def _become(
         control.close()
         os.dup2(fds[0], 1)
         os.dup2(fds[1], 2)
-        os.closerange(3, 4096) if os.sysconf("SC_OPEN_MAX") > 4096 else os.closerange(3, 256)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
         sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,9 +22,9 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Exit:
-    """How one process ended: `code` < 0 is minus the signal; `monotonic` is this host's clock."""
+    """How a process ended: `code` < 0 is minus the signal; `monotonic` is this host's clock."""
 
-    pid: int
+    ticket: int
     code: int
     monotonic: float
 
@@ -43,15 +43,18 @@ class ForkServer:
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
         theirs.close()
-        self._exits: list[Exit] = []
+        self._tickets = itertools.count()
 
     def spawn(self, target: str, argument: Any, environment: dict[str, str], output: Path) -> int:
-        """Start a process that calls `target` (module:function) with `argument`; returns its id.
+        """Ask for a process that calls `target` (module:function) with `argument`; never waits.
 
-        Its standard output and error are appended to the file `output`, raw.
+        Returns the ticket by which its exit is told and signals are sent. Its standard output and
+        error are appended to the file `output`, raw.
         """
+        ticket = next(self._tickets)
         request = {
             "do": "spawn",
+            "ticket": ticket,
             "target": target,
             "argument": argument,
             "environment": environment,
@@ -59,24 +62,18 @@ class ForkServer:
         }
         with open(output, "ab") as file:
             self._send(request, [file.fileno(), file.fileno()])
-        while True:
-            message = self._receive()
-            if "spawned" in message:
-                return int(message["spawned"])
+        return ticket
 
     def exits(self, timeout_s: float) -> list[Exit]:
         """The processes that ended, in order; waits up to `timeout_s` for the first."""
-        deadline = time.monotonic() + timeout_s
-        while not self._exits or self._readable(0):
-            if not self._readable(max(0.0, deadline - time.monotonic())):
-                break
-            self._receive()
-        ended, self._exits = self._exits, []
+        ended: list[Exit] = []
+        while self._readable(0.0 if ended else timeout_s):
+            ended.append(self._receive())
         return ended
 
-    def signal(self, pid: int, number: int) -> None:
+    def signal(self, ticket: int, number: int) -> None:
         """Send a signal to a process and all of its group; one that has ended is left alone."""
-        self._send({"do": "signal", "pid": pid, "signal": int(number)}, [])
+        self._send({"do": "signal", "ticket": ticket, "signal": int(number)}, [])
 
     def _readable(self, timeout_s: float) -> bool:
         return bool(select.select([self._control], [], [], timeout_s)[0])
@@ -87,17 +84,15 @@ class ForkServer:
         except OSError as error:
             raise self._gone() from error
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> Exit:
         try:
             received = self._control.recv(MESSAGE_LIMIT)
         except OSError as error:
             raise self._gone() from error
         if not received:
             raise self._gone()
-        message: dict[str, Any] = json.loads(received)
-        if "exited" in message:
-            self._exits.append(Exit(message["exited"], message["code"], message["monotonic"]))
-        return message
+        message = json.loads(received)
+        return Exit(message["exited"], message["code"], message["monotonic"])
 
     def _gone(self) -> PlaceError:
         code = self._process.wait(CLOSE_TIMEOUT_S)

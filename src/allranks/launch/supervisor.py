@@ -10,11 +10,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+from allranks.errors import PlaceError
 from allranks.launch.server import Exit, ForkServer
 
 TICK_S = 0.1
@@ -46,61 +48,77 @@ def supervise(
     server: ForkServer, processes: list[Process], on_tick: Callable[[], None] = lambda: None
 ) -> Ended:
     """Run all `processes` to their end; one that fails, or an interrupt, stops the rest."""
-    alive: dict[int, int] = {}  # pid -> rank
+    alive: dict[int, int] = {}  # ticket -> rank
     exits: dict[int, Exit] = {}
     stopped: frozenset[int] = frozenset()
-    interrupted = False
     stop_at = kill_at = float("inf")
-    with _terminate_as_interrupt():
-        try:
-            for process in processes:
-                pid = server.spawn(
-                    process.target, process.argument, process.environment, process.log
-                )
-                alive[pid] = process.rank
-        except KeyboardInterrupt:
-            interrupted, stop_at = True, 0.0
+    with _Interrupts() as interrupts, _nothing_left(server, alive):
+        for process in processes:
+            ticket = server.spawn(
+                process.target, process.argument, process.environment, process.log
+            )
+            alive[ticket] = process.rank
         while alive:
-            try:
-                wait_s = min(TICK_S, max(0.0, min(stop_at, kill_at) - time.monotonic()))
-                for ended in server.exits(wait_s):
-                    if ended.pid in alive:
-                        exits[alive.pop(ended.pid)] = ended
-                        if ended.code != 0:
-                            stop_at = min(stop_at, time.monotonic() + EVIDENCE_S)
-                on_tick()
-            except KeyboardInterrupt:
-                interrupted, stop_at = True, min(stop_at, 0.0)
+            for ended in server.exits(TICK_S):
+                if ended.ticket in alive:
+                    exits[alive.pop(ended.ticket)] = ended
+                    if ended.code != 0:
+                        stop_at = min(stop_at, time.monotonic() + EVIDENCE_S)
+            on_tick()
             now = time.monotonic()
-            if now >= stop_at and not stopped:
+            if (now >= stop_at or interrupts.seen) and not stopped:
                 stopped = frozenset(alive.values())
                 _signal_all(server, alive, signal.SIGTERM)
                 stop_at, kill_at = float("inf"), now + GRACE_S
             if now >= kill_at:
                 _signal_all(server, alive, signal.SIGKILL)
                 kill_at = now + GRACE_S
-    return Ended(exits, stopped, interrupted)
+    return Ended(exits, stopped, interrupts.seen)
 
 
 def _signal_all(server: ForkServer, alive: dict[int, int], number: int) -> None:
-    for pid in alive:
-        server.signal(pid, number)
-        server.signal(pid, signal.SIGCONT)
+    for ticket in alive:
+        server.signal(ticket, number)
+        server.signal(ticket, signal.SIGCONT)
 
 
 @contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM to the job means the same as Ctrl-C while ranks run. Main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, signal.SIGINT)}
+def _nothing_left(server: ForkServer, alive: dict[int, int]) -> Iterator[None]:
+    """If watching itself breaks, the processes are killed before the error goes on."""
     try:
         yield
-    finally:
-        for number, handler in before.items():
+    except BaseException:
+        with suppress(PlaceError):
+            _signal_all(server, alive, signal.SIGKILL)
+            while alive:
+                for ended in server.exits(TICK_S):
+                    alive.pop(ended.ticket, None)
+        raise
+
+
+class _Interrupts:
+    """While ranks run, SIGINT and SIGTERM to the supervisor are noted, not raised in mid-message.
+
+    Only the main thread of a process can take signals; elsewhere nothing is changed.
+    """
+
+    seen = False
+
+    def __enter__(self) -> Self:
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: object) -> None:
+        self.seen = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -33,11 +33,11 @@ class BatchLoss:
 
     def prepare(
         self, batch: Batch, forward: Callable[[MicroBatch], Any]
-    ) -> Callable[[MicroBatch], tuple[Tensor, Tensor | None, Callable[[], None]]]:
+    ) -> Callable[[MicroBatch], tuple[Tensor, float, Callable[[], None]]]:
         """Run all forward passes and the loss of the whole batch.
 
         Returns a function that must be called once for each micro-batch, in order: it gives the
-        losses and weights of its rows, and what carries their gradient back.
+        sums of losses and weights of its rows, and what carries their gradient back.
         """
         outputs = [forward(micro) for micro in batch.micros]
         detached = [map_tensors(Tensor.detach, output) for output in outputs]
@@ -55,7 +55,7 @@ class BatchLoss:
         waiting = deque(outputs)
         row = rows_before
 
-        def take(micro: MicroBatch) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
+        def take(micro: MicroBatch) -> tuple[Tensor, float, Callable[[], None]]:
             nonlocal row
             rows = slice(row, row + micro.samples)
             row += micro.samples
@@ -68,7 +68,9 @@ class BatchLoss:
             def backward() -> None:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
-            return losses[rows].detach(), None if weights is None else weights[rows], backward
+            own = losses[rows].detach()
+            weight = own.numel() if weights is None else float(weights[rows].sum())
+            return own.sum(), weight, backward
 
         return take
 

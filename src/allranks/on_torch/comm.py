@@ -7,6 +7,7 @@ away raises `PeerLost`: this rank is a victim, and its message never hides the f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from allranks.errors import PeerLost
 from allranks.world import World
 
 CPU = torch.device("cpu")
+_joins = itertools.count()
 TIMEOUT = timedelta(minutes=30)
 PEER_LOST = ("onnection closed", "onnection reset", "roken pipe", "imed out", "onnection refused")
 
@@ -68,6 +70,13 @@ class Comm:
         default_factory=lambda: {"gradients": 0.0, "outputs": 0.0, "control": 0.0}
     )
     messages: int = 0
+    owns_group: bool = False
+
+    def leave(self) -> None:
+        """Leave the process group, if joining made it. Always called, also after a failure."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self.owns_group = False
 
     def _count(self, kind: str, sent: float) -> None:
         self.sent[kind] += sent
@@ -115,23 +124,24 @@ class Comm:
 
 
 def join(world: World, device: torch.device) -> Comm:
-    """Meet the other ranks of `world`; every rank calls this once, and `leave` at the end."""
+    """Meet the other ranks of `world`; every rank calls this, and `leave` at the end.
+
+    A process group that is there already is used as it is, and left to whoever made it. Each join
+    of a process has keys of its own in the store, so that a second one never finds stale ones.
+    """
     if world.size == 1:
         return Comm(device=device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    if dist.is_initialized():
+        return Comm(dist.get_rank(), dist.get_world_size(), device)
     where: dict[str, Any] = {"init_method": "env://"}
     if world.store:
-        where = {"store": FileStore(world.store, world.size)}
+        store = FileStore(world.store, world.size)
+        where = {"store": PrefixStore(f"join-{next(_joins)}", store)}
+    backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
             backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT, **where
         )
     except RuntimeError as error:
         raise _translated(error) from error
-    return Comm(world.rank, world.size, device)
-
-
-def leave() -> None:
-    """Leave the process group, if there is one. Always called, also after a failure."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    return Comm(world.rank, world.size, device, owns_group=True)

@@ -8,17 +8,20 @@ how much is left, so the step itself finds out, and no step waits for a rank tha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, tee
 from typing import Any
 
+import numpy as np
 import torch
 
 from allranks.errors import RequestError
 from allranks.on_torch.nested import placed
-from allranks.on_torch.sources import Key, Source, StreamSource
+from allranks.on_torch.sources import Ids, Source, StreamSource
 from allranks.order import Order
-from allranks.shards import Micro, Piece, even_sizes, micro_batches, owned_shards
+from allranks.shards import Micro, even_sizes, micro_batches, owned_shards
+
+NO_IDS: Ids = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,8 @@ class MicroBatch:
     """What goes through the model at once: pieces of shards, and their collated samples."""
 
     pieces: Micro
-    data: Any
-
-    @property
-    def samples(self) -> int:
-        return sum(piece.samples for piece in self.pieces)
+    samples: int
+    data: Any = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Batch:
 
     `nominal` is what gradients are divided by before they are exchanged, in samples; `sizes` the
     samples of every shard of the job, or `None` where only a stream knows; `ids` the numbers of
-    this rank's samples in the data set, in order.
+    this rank's samples in the data set, in order (none for a stream).
     """
 
     index: int
@@ -67,7 +67,7 @@ class Batch:
     nominal: int
     sizes: tuple[int, ...] | None
     leaves: tuple[Leaf, ...]
-    ids: tuple[int, ...] = ()
+    ids: Ids
 
     @property
     def micros(self) -> list[MicroBatch]:
@@ -100,6 +100,7 @@ class GlobalBatches:
     dry: bool = False
 
     def __post_init__(self) -> None:
+        self._leaves_of: dict[tuple[int, ...], tuple[Leaf, ...]] = {}
         self.owned = owned_shards(self.shards, self.ranks, self.rank)
         if self.steps_per_epoch == 0:
             assert not isinstance(self.source, StreamSource)
@@ -124,34 +125,17 @@ class GlobalBatches:
         if isinstance(self.source, StreamSource):
             yield from self._from_streams(self.source, done, epochs, steps)
             return
-
-        def keys() -> Iterator[list[Key]]:  # read ahead by loader workers, so a second walk
-            for batch, offsets in self._plans(done, epochs, steps):
-                for leaf in batch.leaves:
-                    for micro in leaf.micros:
-                        yield [(batch.epoch, s) for p in micro.pieces for s in _ids(p, offsets)]
-
-        data = self.source.batches(keys())
-        for batch, offsets in self._plans(done, epochs, steps):
+        ahead, now = tee(self._plans(done, epochs, steps))  # loader workers read ahead
+        data = self.source.batches((plan.epoch, ids) for plan in ahead for ids in self._ids(plan))
+        for plan in now:
             leaves = tuple(
-                Leaf(leaf.shards, tuple(self._filled(m.pieces, next(data)) for m in leaf.micros))
-                for leaf in batch.leaves
+                Leaf(leaf.shards, tuple(self._filled(m, next(data)) for m in leaf.micros))
+                for leaf in plan.leaves
             )
-            ids = tuple(s for m in batch.micros for p in m.pieces for s in _ids(p, offsets))
-            yield Batch(
-                batch.index,
-                batch.epoch,
-                batch.step_in_epoch,
-                batch.nominal,
-                batch.sizes,
-                leaves,
-                ids,
-            )
+            yield replace(plan, leaves=leaves)
 
-    def _plans(
-        self, done: Progress, epochs: int, steps: int | None
-    ) -> Iterator[tuple[Batch, dict[int, Any]]]:
-        """The batches without their data, each with the sample numbers of the shards it owns."""
+    def _plans(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
+        """The batches without their data: arithmetic only."""
         order = self._order()
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
         while True:
@@ -161,25 +145,37 @@ class GlobalBatches:
                 return
             chosen = order.batch(epoch, step)
             sizes = even_sizes(len(chosen), self.shards)
-            starts = [sum(sizes[:shard]) for shard in range(self.shards)]
-            numbers = {k: chosen[starts[k] : starts[k] + sizes[k]].tolist() for k in self.owned}
-            owned = {shard: sizes[shard] for shard in self.owned}
-            yield Batch(index, epoch, step, len(chosen), sizes, self._leaves(owned)), numbers
+            first = sum(sizes[: self.owned.start])
+            own = chosen[first : first + sum(sizes[k] for k in self.owned)]
+            yield Batch(index, epoch, step, len(chosen), sizes, self._leaves(sizes), own)
             step, index = step + 1, index + 1
 
-    def _leaves(self, owned: dict[int, int]) -> tuple[Leaf, ...]:
-        """The leaves of a rank that owns these shards (shard -> samples), data still missing."""
-        groups = [{k: size} for k, size in owned.items()] if self.shard_alone else [owned]
-        return tuple(
-            Leaf(
-                range(min(group), max(group) + 1),
-                tuple(MicroBatch(m, None) for m in micro_batches(group, self.micro_batch)),
-            )
-            for group in groups
-        )
+    def _ids(self, plan: Batch) -> Iterator[Ids]:
+        """The sample numbers of each micro-batch, in order."""
+        start = 0
+        for micro in plan.micros:
+            yield plan.ids[start : start + micro.samples]
+            start += micro.samples
 
-    def _filled(self, pieces: Micro, data: Any) -> MicroBatch:
-        return MicroBatch(pieces, placed(data, self.device, self.floating))
+    def _leaves(self, sizes: tuple[int, ...]) -> tuple[Leaf, ...]:
+        """The leaves of this rank for shards of these sizes, data still missing."""
+        if sizes not in self._leaves_of:
+            owned = {shard: sizes[shard] for shard in self.owned}
+            groups = [{k: size} for k, size in owned.items()] if self.shard_alone else [owned]
+            self._leaves_of[sizes] = tuple(
+                Leaf(
+                    range(min(group), max(group) + 1),
+                    tuple(
+                        MicroBatch(m, sum(piece.samples for piece in m))
+                        for m in micro_batches(group, self.micro_batch)
+                    ),
+                )
+                for group in groups
+            )
+        return self._leaves_of[sizes]
+
+    def _filled(self, micro: MicroBatch, data: Any) -> MicroBatch:
+        return MicroBatch(micro.pieces, micro.samples, placed(data, self.device, self.floating))
 
     def _from_streams(
         self, source: StreamSource, done: Progress, epochs: int, steps: int | None
@@ -197,13 +193,15 @@ class GlobalBatches:
                     Leaf(
                         leaf.shards,
                         tuple(
-                            self._filled(m.pieces, source.collate(_samples(m.pieces, read)))
+                            self._filled(m, source.collate(_samples(m.pieces, read)))
                             for m in leaf.micros
                         ),
                     )
-                    for leaf in self._leaves({k: len(samples) for k, samples in read.items()})
+                    for leaf in self._leaves(
+                        tuple(len(read.get(k, ())) for k in range(self.shards))
+                    )
                 )
-                yield Batch(index, epoch, step, self.batch_size, None, leaves)
+                yield Batch(index, epoch, step, self.batch_size, None, leaves, NO_IDS)
                 step, index = step + 1, index + 1
             if step == 1:
                 raise RequestError(
@@ -213,11 +211,6 @@ class GlobalBatches:
                     do="let open(shard, epoch, seed, skip) yield samples",
                 )
             epoch, step, index = epoch + 1, 0, index - 1
-
-
-def _ids(piece: Piece, numbers: dict[int, Any]) -> list[int]:
-    chosen: list[int] = numbers[piece.shard][piece.start : piece.stop]
-    return chosen
 
 
 def _samples(pieces: Micro, read: dict[int, list[Any]]) -> list[Any]:

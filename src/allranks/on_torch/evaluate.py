@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,11 +35,11 @@ def evaluate(
     chunks = [range(start, min(start + chunk, samples)) for start in range(0, samples, chunk)]
     own = range(comm.rank, len(chunks), comm.size)
     visited = list(own) or [0]  # a rank without a chunk still has to know the metrics' names
-    keys = ([(0, sample) for sample in chunks[number]] for number in visited)
+    wanted = ((0, np.arange(chunks[n].start, chunks[n].stop)) for n in visited)
     table, names = torch.empty(0), list[str]()
     was_training = strategy.model.training
     strategy.model.eval()
-    for number, data in zip(visited, source.batches(keys), strict=True):
+    for number, data in zip(visited, source.batches(wanted), strict=True):
         data = placed(data, comm.device, floating)
         output = strategy.eval_step(data, lambda model, d: forward(task, model, d))
         pairs = _pairs(task, output, data, len(chunks[number]))

@@ -47,14 +47,13 @@ class Scope:
     def __post_init__(self) -> None:
         self.generator = torch.Generator(self.device)
 
-    def enter(self, step: int, pieces: Micro) -> None:
-        """A micro-batch made of `pieces` goes through the model next.
+    def enter(self, step: int, pieces: Micro, samples: int) -> None:
+        """A micro-batch of `samples` samples, made of `pieces`, goes through the model next.
 
         The framework's own generator is seeded for its first shard: randomness in user code is
         then the shard's own wherever a shard goes through the model alone (`--bitwise`).
         """
-        self.step, self.pieces = step, pieces
-        self.samples = sum(piece.samples for piece in pieces)
+        self.step, self.pieces, self.samples = step, pieces, samples
         self.calls.clear()
         first = pieces[0]
         key = random_key(self.seed, step, first.shard, first.start, -1)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -22,15 +23,16 @@ from allranks.on_torch.nested import map_tensors, tensors_in
 from allranks.on_torch.task import Task
 from allranks.order import random_key
 
-Key = tuple[int, int]  # (epoch, sample)
+Ids = NDArray[np.int64]  # sample numbers, (samples,)
+Key = tuple[int, int]  # (epoch, sample number)
 
 
 class Source(Protocol):
-    """Samples by number. `batches` yields one collated batch for each list of keys, in order."""
+    """Samples by number. `batches` yields one collated batch for each (epoch, ids), in order."""
 
     def __len__(self) -> int: ...
 
-    def batches(self, keys: Iterable[list[Key]]) -> Iterator[Any]: ...
+    def batches(self, wanted: Iterable[tuple[int, Ids]]) -> Iterator[Any]: ...
 
 
 class TensorSource:
@@ -43,9 +45,9 @@ class TensorSource:
     def __len__(self) -> int:
         return self._samples
 
-    def batches(self, keys: Iterable[list[Key]]) -> Iterator[Any]:
-        for wanted in keys:
-            index = torch.tensor([sample for _, sample in wanted], dtype=torch.int64)
+    def batches(self, wanted: Iterable[tuple[int, Ids]]) -> Iterator[Any]:
+        for _, ids in wanted:
+            index = torch.from_numpy(ids)
 
             def chosen(tensor: Tensor, index: Tensor = index) -> Tensor:
                 return tensor[index]
@@ -56,9 +58,9 @@ class TensorSource:
 class MapSource:
     """A data set with `__getitem__` and `__len__`, read here or by `workers` processes."""
 
-    def __init__(self, dataset: Any, task: Task, seed: int, workers: int) -> None:
+    def __init__(self, dataset: Any, task: Task, seed: int, workers: int, augments: bool) -> None:
         self.dataset, self.task, self.seed, self.workers = dataset, task, seed, workers
-        self._augments = task.overrides("augment")
+        self._augments = augments
         self._collate = task.collate if task.overrides("collate") else default_collate
 
     def __len__(self) -> int:
@@ -76,10 +78,11 @@ class MapSource:
             sample = self.task.augment(sample, np.random.Generator(np.random.Philox(seed)))
         return sample
 
-    def batches(self, keys: Iterable[list[Key]]) -> Iterator[Any]:
+    def batches(self, wanted: Iterable[tuple[int, Ids]]) -> Iterator[Any]:
+        keys = ([(epoch, int(number)) for number in ids] for epoch, ids in wanted)
         if not self.workers:
-            for wanted in keys:
-                yield self._collate([self[key] for key in wanted])
+            for batch in keys:
+                yield self._collate([self[key] for key in batch])
             return
         yield from DataLoader(
             self,  # type: ignore[arg-type]
@@ -120,7 +123,11 @@ class StreamSource:
 
 
 def source_of(data: Any, task: Task, seed: int, workers: int, name: str) -> Source | StreamSource:
-    """The source that reads `data`, which `task.<name>()` returned; raises `RequestError`."""
+    """The source that reads `data`, which `task.<name>()` returned; raises `RequestError`.
+
+    Only training data is augmented.
+    """
+    augments = name == "train_data" and task.overrides("augment")
     if hasattr(data, "open") and not hasattr(data, "__getitem__"):
         return StreamSource(data, task, seed)
     if isinstance(data, TensorDataset):
@@ -129,10 +136,10 @@ def source_of(data: Any, task: Task, seed: int, workers: int, name: str) -> Sour
         data = torch.from_numpy(data)
     if isinstance(data, (Tensor, tuple, dict)):
         source: Source = TensorSource(_as_tensors(data, name))
-        if task.overrides("augment") or task.overrides("collate"):
-            source = MapSource(_Rows(source.tensors), task, seed, workers)  # type: ignore[attr-defined]
+        if augments or task.overrides("collate"):
+            source = MapSource(_Rows(source.tensors), task, seed, workers, augments)  # type: ignore[attr-defined]
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        source = MapSource(data, task, seed, workers)
+        source = MapSource(data, task, seed, workers, augments)
     else:
         raise _unusable(name, type(data).__name__, "it has neither samples by number nor `open`")
     if len(source) == 0:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -26,7 +27,7 @@ from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch, Leaf, MicroBatch
 from allranks.on_torch.layers import Scope
 from allranks.on_torch.losses import forward, weighted_losses
-from allranks.on_torch.tally import TallyLayout
+from allranks.on_torch.tally import Tally, TallyLayout
 from allranks.on_torch.task import Task
 
 
@@ -46,6 +47,11 @@ class StepResult:
     learning_rate: float
     updated: bool
     grad_norm: float | None = None
+
+
+Taken = tuple[Tensor, float, Callable[[], None]]
+"""Of one micro-batch: the sum of its losses, of its weights, and what runs backward."""
+Take = Callable[[MicroBatch], Taken]
 
 
 class Probe(Protocol):
@@ -73,6 +79,7 @@ class SharedStep:
         self.names, self.parameters = _trainable(model, optimizer)
         self.layout = TallyLayout(model, self.parameters)
         self.used = [False] * len(self.parameters)
+        self._scales: dict[tuple[int, torch.dtype], Tensor] = {}
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._has_schedule = task.overrides("schedule")
         self._has_regularizer = task.overrides("regularizer")
@@ -88,14 +95,10 @@ class SharedStep:
 
         return mark
 
-    def new_tally(self) -> Tensor:
-        """A tally of zeros, of the type that gradients have."""
-        return self.parameters[0].new_zeros(self.layout.size, requires_grad=False)
-
     def accumulate(
         self,
         batch: Batch,
-        tally_of: Callable[[Leaf], Tensor],
+        tally_of: Callable[[Leaf], Tally],
         leaf_done: Callable[[Leaf], None] = lambda leaf: None,
         before_last: Callable[[], None] = lambda: None,
     ) -> None:
@@ -114,35 +117,39 @@ class SharedStep:
             tally = tally_of(leaf)
             self.used[:] = [False] * len(self.used)
             for micro in leaf.micros:
-                losses, weights, backward = take(micro)
-                weight = losses.numel() if weights is None else float(weights.sum())
-                loss = losses.detach().sum()
-                self.layout.write(tally, loss, weight, micro.samples, self.scope)
+                loss, weight, backward = take(micro)
+                tally.add(loss, weight, micro.samples, self.scope)
                 if leaf is batch.leaves[-1] and micro is leaf.micros[-1]:
                     before_last()
                 backward()
-            self.layout.mark_used(tally, self.used)
+            tally.close(self.used)
             leaf_done(leaf)
         self.scope.leave()
 
-    def _take_sample_losses(self, batch: Batch) -> _Take:
-        def take(micro: MicroBatch) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
-            self.scope.enter(batch.index, micro.pieces)
+    def _take_sample_losses(self, batch: Batch) -> Take:
+        def take(micro: MicroBatch) -> Taken:
+            self.scope.enter(batch.index, micro.pieces, micro.samples)
             output = forward(self.task, self.model, micro.data)
             losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
-
-            def backward() -> None:
-                (losses.sum() / batch.nominal).backward()
-
-            return losses, weights, backward
+            total = losses.sum()
+            weight = losses.numel() if weights is None else float(weights.sum())
+            scale = self._scale(batch.nominal, total)
+            return total.detach(), weight, lambda: total.backward(scale)
 
         return take
 
-    def _take_batch_losses(self, batch: Batch, batch_loss: BatchLoss) -> _Take:
+    def _scale(self, nominal: int, like: Tensor) -> Tensor:
+        """1 / nominal: by this the sum of losses is scaled before anything is exchanged."""
+        key = nominal, like.dtype
+        if key not in self._scales:
+            self._scales[key] = like.new_tensor(1 / nominal)
+        return self._scales[key]
+
+    def _take_batch_losses(self, batch: Batch, batch_loss: BatchLoss) -> Take:
         moments = {}
 
         def forward_one(micro: MicroBatch) -> object:
-            self.scope.enter(batch.index, micro.pieces)
+            self.scope.enter(batch.index, micro.pieces, micro.samples)
             output = forward(self.task, self.model, micro.data)
             moments[micro.pieces] = dict(self.scope.moments)
             self.scope.moments.clear()
@@ -150,34 +157,31 @@ class SharedStep:
 
         take_rows = batch_loss.prepare(batch, forward_one)
 
-        def take(micro: MicroBatch) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
+        def take(micro: MicroBatch) -> Taken:
             self.scope.moments.update(moments[micro.pieces])
             return take_rows(micro)
 
         return take
 
-    def finish(self, batch: Batch, tally: Tensor) -> StepResult:
+    def finish(self, batch: Batch, tally: Tally) -> StepResult:
         """The update, from gradients and tally that are summed over all ranks. No communication."""
-        loss_sum, weight, samples = tally[:3].tolist()
+        totals = tally.totals()
+        weight, samples = totals.weight, totals.samples
         updates = samples > 0 and not (
             self.task.last_batch == "drop" and samples < self.task.batch_size
         )
         rate = float(self.optimizer.param_groups[0]["lr"])
         if not updates:
-            return StepResult(
-                batch.index, batch.epoch, float("nan"), int(samples), weight, rate, False
-            )
+            return StepResult(batch.index, batch.epoch, float("nan"), samples, weight, rate, False)
         if weight <= 0:
             raise _weightless(batch, weight)
-        for parameter in self.layout.unused(
-            tally
-        ):  # as in one process: without a gradient, not with one of zeros
-            parameter.grad = None
+        for position in totals.unused:  # as in one process: no gradient, not one of zeros
+            self.parameters[position].grad = None
         present = [p.grad for p in self.parameters if p.grad is not None]
         if weight != batch.nominal:
             for gradient in present:
                 gradient.mul_(batch.nominal / weight)
-        loss = loss_sum / weight + self._add_regularizer()
+        loss = totals.loss / weight + self._add_regularizer()
         if self.probe is not None:
             self.probe.gradients("gradient", self)
         norm = None
@@ -189,8 +193,8 @@ class SharedStep:
             if self.probe is not None:
                 self.probe.gradients("clipped gradient", self)
         self.optimizer.step()
-        self.layout.update_norms(tally)
-        return StepResult(batch.index, batch.epoch, loss, int(samples), weight, rate, True, norm)
+        tally.update_norms()
+        return StepResult(batch.index, batch.epoch, loss, samples, weight, rate, True, norm)
 
     def set_rate(self, update: int) -> None:
         """Set the learning rates for update number `update` of the job."""
@@ -208,9 +212,6 @@ class SharedStep:
         value.backward()
         self.on_gradient = on_gradient
         return float(value.detach())
-
-
-_Take = Callable[[MicroBatch], tuple[Tensor, Tensor | None, Callable[[], None]]]
 
 
 def _trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[nn.Parameter]]:

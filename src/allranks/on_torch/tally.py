@@ -1,6 +1,6 @@
 """The tally: what a step reports, as numbers that are summed with the last bucket of gradients.
 
-    [ loss sum, weight, samples | used? per parameter | BatchNorm: weight, mean, variance per layer ]
+    [ loss sum | weight, samples, used? per parameter | BatchNorm: weight, mean, variance per layer ]
 
 It rides on the gradients, so that no step sends a message for bookkeeping: every rank knows after
 the step the loss and the weight of the whole global batch, whether anybody had a sample, which
@@ -9,53 +9,90 @@ parameters any rank used, and the moments for the running statistics.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor, nn
 
-from allranks.on_torch.layers import Scope, ShardBatchNorm, shard_norms
+from allranks.on_torch.layers import Scope, shard_norms
 
-HEADER = 3
+CACHED_COUNTS = 64
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the tally says once it is summed over all ranks."""
+
+    loss: float
+    weight: float
+    samples: int
+    unused: tuple[int, ...]
 
 
 class TallyLayout:
     """Where each number of the tally stands, for one model and its trainable parameters."""
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.norms: list[tuple[ShardBatchNorm, slice]] = []
-        end = HEADER + len(parameters)
-        for norm in shard_norms(model):
-            start, end = end, end + 1 + 2 * norm.num_features
-            self.norms.append((norm, slice(start, end)))
-        self.size = end
+        self.like = parameters[0]
+        self.parameters = len(parameters)
+        self.counts = slice(1, 3 + len(parameters))
+        self.norms = shard_norms(model)
+        self.moments = []
+        self.size = self.counts.stop
+        for norm in self.norms:
+            start, self.size = self.size, self.size + 1 + 2 * norm.num_features
+            self.moments.append(slice(start, self.size))
+        self._cache: dict[tuple[float, int], Tensor] = {}
 
-    def write(
-        self, tally: Tensor, loss: Tensor | None, weight: float, samples: int, scope: Scope
-    ) -> None:
-        """Add what this rank found to `tally` (but which parameters were used)."""
-        if loss is not None:
-            tally[0] += loss
-        tally[1] += weight
-        tally[2] += samples
-        for norm, where in self.norms:
+    def tally(self, tensor: Tensor | None = None) -> Tally:
+        """A tally over `tensor`, (size,); a new one of zeros if there is none."""
+        if tensor is None:
+            tensor = self.like.new_zeros(self.size, requires_grad=False)
+        return Tally(self, tensor)
+
+    def counts_of(self, weight: float, samples: int, used: list[bool]) -> Tensor:
+        """Weight, samples and flags as a tensor; those of a usual step are made once."""
+        if not all(used):
+            return self.like.new_tensor([weight, samples, *used])
+        found = self._cache.get((weight, samples))
+        if found is None:
+            found = self.like.new_tensor([weight, samples, *used])
+            if len(self._cache) < CACHED_COUNTS:
+                self._cache[weight, samples] = found
+        return found
+
+
+class Tally:
+    """One tally: filled micro-batch by micro-batch, closed with its leaf, read once it is summed."""
+
+    def __init__(self, layout: TallyLayout, tensor: Tensor) -> None:
+        self.layout, self.tensor = layout, tensor
+        self._loss, self._counts = tensor[0], tensor[layout.counts]
+        self._weight, self._samples = 0.0, 0
+
+    def add(self, loss: Tensor, weight: float, samples: int, scope: Scope) -> None:
+        """Add what a micro-batch gave, with the moments that its forward pass left in `scope`."""
+        self._loss.add_(loss)
+        self._weight += weight
+        self._samples += samples
+        for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):
             found = scope.moments.pop(norm.index, None)
             if found is not None:
-                tally[where] += found
+                self.tensor[where].add_(found)
 
-    def mark_used(self, tally: Tensor, used: list[bool]) -> None:
-        """Add which parameters got a gradient."""
-        if all(used):
-            tally[HEADER : HEADER + len(used)] += 1
-        else:
-            tally[HEADER : HEADER + len(used)] += tally.new_tensor(used)
+    def close(self, used: list[bool]) -> None:
+        """The leaf is complete; `used` says which parameters got a gradient."""
+        self._counts.add_(self.layout.counts_of(self._weight, self._samples, used))
+        self._weight, self._samples = 0.0, 0
 
-    def unused(self, tally: Tensor) -> list[nn.Parameter]:
-        """The parameters that no rank used in this step."""
-        flags = tally[HEADER : HEADER + len(self.parameters)]
-        if bool((flags > 0).all()):
-            return []
-        return [p for p, flag in zip(self.parameters, flags.tolist(), strict=True) if not flag]
+    def totals(self) -> Totals:
+        """Read the sums."""
+        loss, weight, samples, *flags = self.tensor[: self.layout.counts.stop].tolist()
+        unused = () if min(flags) > 0 else tuple(i for i, flag in enumerate(flags) if not flag)
+        return Totals(loss, weight, int(samples), unused)
 
-    def update_norms(self, tally: Tensor) -> None:
+    @torch.no_grad()
+    def update_norms(self) -> None:
         """One update of all running statistics, from the moments of all shards."""
-        for norm, where in self.norms:
-            norm.update_running(tally[where])
+        for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):
+            norm.update_running(self.tensor[where])

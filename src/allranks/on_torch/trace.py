@@ -61,7 +61,7 @@ class Trace:
         self._write(
             {
                 "step": batch.index,
-                "ids": list(batch.ids),
+                "ids": batch.ids.tolist(),
                 "loss": result.loss,
                 "samples": result.samples,
                 "weight": result.weight,

@@ -25,7 +25,7 @@ from allranks.catalog import STRATEGIES, load
 from allranks.choice import parse_choice
 from allranks.errors import RequestError
 from allranks.job import Job
-from allranks.on_torch.comm import join, leave
+from allranks.on_torch.comm import join
 from allranks.on_torch.data import Batch, GlobalBatches, Progress
 from allranks.on_torch.evaluate import evaluate
 from allranks.on_torch.layers import Scope, shard_norms, swap_layers
@@ -155,7 +155,7 @@ class Trainer:
         """Leave the other ranks, and give the process its own settings back."""
         self.strategy.close()
         self._data = None
-        leave()
+        self.comm.leave()
         self._undo()
 
     def __enter__(self) -> Self:

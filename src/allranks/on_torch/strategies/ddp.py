@@ -7,8 +7,6 @@ rides on the bucket that leaves last. Li et al. 2020, PyTorch Distributed, arXiv
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from allranks.catalog import REDUCERS, load
 from allranks.on_torch.buckets import Buckets
 from allranks.on_torch.data import Batch, Leaf
@@ -32,21 +30,22 @@ class DDP(Strategy):
             bucket_bytes=int(self.setting.options["bucket_mb"] * 2**20),
             reducer=load(REDUCERS[self.setting.options["reduce"]])(self.comm, self.task.shards),
         )
+        self.tally = self.step.layout.tally(self.buckets.tally)
         self.step.on_gradient = self.buckets.gradient_finished
 
     def train_step(self, batch: Batch) -> StepResult:
         self.buckets.begin()
         last = batch.leaves[-1]
 
-        def tally_of(leaf: Leaf) -> Tensor:
-            return self.buckets.tally
-
         def leaf_done(leaf: Leaf) -> None:
             if leaf is not last:
                 self.buckets.add_leaf(leaf.shards)
 
         self.step.accumulate(
-            batch, tally_of, leaf_done, before_last=lambda: self.buckets.release(last.shards)
+            batch,
+            lambda leaf: self.tally,
+            leaf_done,
+            before_last=lambda: self.buckets.release(last.shards),
         )
         self.buckets.finish(last.shards)
-        return self.step.finish(batch, self.buckets.tally)
+        return self.step.finish(batch, self.tally)

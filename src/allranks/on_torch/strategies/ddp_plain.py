@@ -22,12 +22,12 @@ class DDPPlain(Strategy):
         parameters = self.step.parameters
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        tally = self.step.new_tally()
+        tally = self.step.layout.tally()
         self.step.accumulate(batch, lambda leaf: tally)
         *gradients, last = (p.grad for p in parameters if p.grad is not None)
         for gradient in gradients:
             self.comm.all_reduce(gradient).wait()
-        message = torch.cat([last.flatten(), tally.to(last.dtype)])
+        message = torch.cat([last.flatten(), tally.tensor.to(last.dtype)])
         self.comm.all_reduce(message).wait()
         last.copy_(message[: last.numel()].view_as(last))
-        return self.step.finish(batch, message[last.numel() :])
+        return self.step.finish(batch, self.step.layout.tally(message[last.numel() :]))

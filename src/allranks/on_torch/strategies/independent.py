@@ -24,6 +24,6 @@ class Independent(Strategy):
     def train_step(self, batch: Batch) -> StepResult:
         for parameter in self.step.parameters:
             parameter.grad = None
-        tally = self.step.new_tally()
+        tally = self.step.layout.tally()
         self.step.accumulate(batch, lambda leaf: tally)
         return self.step.finish(batch, tally)

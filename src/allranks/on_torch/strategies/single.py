@@ -6,12 +6,11 @@ fixed tree, exactly as the ranks of `ddp:reduce=tree` add them together.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from allranks.on_torch.data import Batch, Leaf
 from allranks.on_torch.reducers.tree import TreeSum
 from allranks.on_torch.step import StepResult
 from allranks.on_torch.strategies.base import Strategy
+from allranks.on_torch.tally import Tally
 
 
 class Single(Strategy):
@@ -24,28 +23,27 @@ class Single(Strategy):
             return self.step.finish(batch, self._along_the_tree(batch))
         for parameter in self.step.parameters:
             parameter.grad = None
-        tally = self.step.new_tally()
+        tally = self.step.layout.tally()
         self.step.accumulate(batch, lambda leaf: tally)
         return self.step.finish(batch, tally)
 
-    def _along_the_tree(self, batch: Batch) -> Tensor:
+    def _along_the_tree(self, batch: Batch) -> Tally:
         """Leave in `.grad` the sum of the shards' gradients; returns the sum of their tallies."""
         tree = TreeSum(self.task.shards)
-        tally = self.step.new_tally()
+        tally = self.step.layout.tally()
 
-        def start(leaf: Leaf) -> Tensor:
-            nonlocal tally
-            tally = self.step.new_tally()
+        def start(leaf: Leaf) -> Tally:
+            tally.tensor.zero_()
             for parameter in self.step.parameters:
                 parameter.grad = parameter.new_zeros(parameter.shape, requires_grad=False)
             return tally
 
         def add(leaf: Leaf) -> None:
             gradients = [p.grad for p in self.step.parameters if p.grad is not None]
-            tree.add((leaf.shards.start, leaf.shards.stop), [*gradients, tally])
+            tree.add((leaf.shards.start, leaf.shards.stop), [*gradients, tally.tensor])
 
         self.step.accumulate(batch, start, add)
-        *gradients, tally = tree.total()
+        *gradients, total = tree.total()
         for parameter, gradient in zip(self.step.parameters, gradients, strict=True):
             parameter.grad = gradient
-        return tally
+        return self.step.layout.tally(total)
