@@ -81,7 +81,7 @@ class Option:
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or (kind in (int, float) and not value > 0):
+        if value is None or (kind in (int, float) and not 0 < value < float("inf")):
             raise RequestError(
                 asked=asked,
                 found=f"{self.name}={text}",

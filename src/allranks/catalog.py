@@ -63,7 +63,10 @@ def find_program(program: str, base: type) -> Any:
     `RequestError` for a name that is unknown, a file that does not load, or a class that is not
     a `base`.
     """
-    place, _, wanted = PROGRAMS.get(program, program).partition(":")
+    where = PROGRAMS.get(program, program)
+    place, _, wanted = where.rpartition(":")
+    if not place or wanted.endswith(".py"):  # a colon in the name of a folder
+        place, wanted = where, ""
     if place.endswith(".py"):
         module = _import_file(Path(place), program)
     elif wanted and all(part.isidentifier() for part in place.split(".")):
@@ -121,7 +124,7 @@ def _import_file(path: Path, program: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _does_not_load(program, error, str(path)) from error
     return module
 
@@ -130,11 +133,11 @@ def _import_module(name: str, program: str) -> ModuleType:
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _does_not_load(program, error, name) from error
 
 
-def _does_not_load(program: str, error: Exception, where: str) -> RequestError:
+def _does_not_load(program: str, error: BaseException, where: str) -> RequestError:
     line = ""
     if isinstance(error, SyntaxError):
         line = f" at line {error.lineno} of {error.filename}"
@@ -142,7 +145,7 @@ def _does_not_load(program: str, error: Exception, where: str) -> RequestError:
         trace = error.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
-            if code.co_filename.endswith(where):
+            if code.co_filename == str(Path(where).resolve()):
                 line = f" at line {trace.tb_lineno} of {code.co_filename}"
             trace = trace.tb_next
     message = error.msg if isinstance(error, SyntaxError) else error

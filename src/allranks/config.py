@@ -61,6 +61,14 @@ def resolve(
                 do=f"--set {setting}=VALUE",
             )
         task[name], sources[f"task.{name}"] = text, "command line"
+    for text in (*values.values(), *task, *task.values()):
+        if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise RequestError(
+                asked=ascii(text),
+                found="bytes that are not UTF-8",
+                why="the job is recorded as text, and could not be read again",
+                do="give it a name in UTF-8",
+            )
     job = Job(**values, task=task)
     if not job.strategy:
         job = dataclasses.replace(job, strategy="ddp" if job.ranks > 1 else "single")
@@ -161,7 +169,7 @@ def read_job_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
                 why="a misspelt line must not be passed over",
                 do=nearest(name, known),
             )
-        data[name] = read_value(name, value, known[name])
+        data[name] = read_value(name, value, known[name], f"{name} = {value!r} in {path}")
     data.pop("run_dir", None)
     return data, task
 
@@ -188,4 +196,4 @@ def _toml(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text) + '"'
+    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text) + '"'

@@ -47,16 +47,19 @@ def with_settings(task_class: type, settings: dict[str, Any], asked: str) -> Any
     return task_class(**values)
 
 
-def read_value(name: str, value: Any, annotation: Any) -> Any:
-    """`value` (text from the command line, or already typed) as the annotation says."""
+def read_value(name: str, value: Any, annotation: Any, asked: str = "") -> Any:
+    """`value` (text from the command line, or already typed) as the annotation says.
+
+    `none` is none wherever the annotation allows it, before it is text.
+    """
     members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-    for member in members:
+    for member in sorted(members, key=lambda member: member is not type(None)):
         converted = _convert(value, member)
         if converted is not _NO:
             return converted
     wanted = " or ".join(getattr(m, "__name__", str(m)) for m in members)
     raise RequestError(
-        asked=f"--set {name}={value}",
+        asked=asked or f"--set {name}={value}",
         found=f"{value!r}",
         why=f"{name} takes {wanted}",
         do=f"give {name} a value of that type, or leave it at its default",
@@ -87,4 +90,10 @@ def _convert(value: Any, kind: Any) -> Any:
             return _NO
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return _NO
-    return kind(value) if kind is float or (isinstance(value, int) and kind is int) else _NO
+    if kind is not float:
+        return value if kind is int and isinstance(value, int) else _NO
+    try:
+        real = float(value)
+    except OverflowError:
+        return _NO
+    return real if real == value or value != value else _NO

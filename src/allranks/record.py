@@ -36,10 +36,10 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         """Create `path` and lock it; raises `RequestError` if it is in use, or not empty."""
         self.path = path
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise _taken(path)
-        self._made = [p for p in (path, *path.parents) if not p.exists()]
         try:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise _taken(path)
+            self._made = [p for p in (path, *path.parents) if not p.exists()]
             (path / "logs").mkdir(parents=True)
         except FileExistsError:
             raise _taken(path) from None
@@ -59,14 +59,16 @@ class RunFolder:
         values = resolved.job.to_data()
         for name in ("trace", "replay"):
             values.pop(name)
-        values = {"schema": SCHEMA, **values, "source": resolved.sources}
+        task = {name: "none" if v is None else v for name, v in values["task"].items()}
+        values = {"schema": SCHEMA, **values, "task": task, "source": resolved.sources}
         write_whole(self.path / "job.toml", write_toml(values).encode())
 
     def remove(self) -> None:
-        """Leave no trace: nothing was trained. Parents that were made for it go too."""
+        """Leave no trace: nothing was trained. Folders that were made for it go, no others."""
         self.close()
-        shutil.rmtree(self.path)
-        for parent in self._made[1:]:
+        for inside in self.path.iterdir():
+            shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
+        for parent in self._made:
             if any(parent.iterdir()):
                 break
             parent.rmdir()

@@ -41,7 +41,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; an error becomes its message and its exit code."""
     try:
-        cli(standalone_mode=False)
+        cli(prog_name="allranks", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

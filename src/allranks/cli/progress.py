@@ -78,9 +78,9 @@ def printable(line: str) -> str:
 
 def in_sentences(summary: dict[str, Any]) -> str:
     """The result of a job for a person."""
-    lines = [f"{name:<10} {value:.4f}" for name, value in summary["eval"].items()]
+    lines = [f"{name:<10} {float(value):.4f}" for name, value in summary["eval"].items()]
     if summary["train_loss"] is not None:
-        lines.append(f"train loss {summary['train_loss']:.4f} over the last epoch")
+        lines.append(f"train loss {float(summary['train_loss']):.4f} over the last epoch")
     if summary["samples_per_s"] is not None:
         lines.append(
             f"{format_count(summary['samples_per_s'])} samples/s, {summary['steps']} steps"

@@ -25,7 +25,7 @@ def runs(folder: str, as_object: bool) -> None:
         return
     for row in rows:
         summary = row["summary"] or {}
-        metrics = "  ".join(f"{n} {v:.4f}" for n, v in summary.get("eval", {}).items())
+        metrics = "  ".join(f"{n} {float(v):.4f}" for n, v in summary.get("eval", {}).items())
         line = f"{row['run_dir']}  {row['state']:<11} {row['program']} × {row['ranks']}  {metrics}"
         click.echo(printable(line.rstrip()))
     if not rows:
@@ -45,9 +45,10 @@ def show(run: str, as_object: bool) -> None:
             why="a run folder always has one",
             do="see `allranks runs` for those there are",
         )
+    job = _job(path)
     row = _row(path)
     if as_object:
-        click.echo(as_json({**row, "job": _job(path)}))
+        click.echo(as_json({**row, "job": job}))
         return
     click.echo(f"{row['program']} × {row['ranks']}: {row['state']}")
     if row["summary"]:
@@ -58,12 +59,26 @@ def show(run: str, as_object: bool) -> None:
 
 
 def _job(path: Path) -> dict[str, Any]:
-    return tomllib.loads((path / "job.toml").read_text())
+    try:
+        job = tomllib.loads((path / "job.toml").read_text())
+        return {**job, "program": job["program"], "ranks": job["ranks"]}
+    except (OSError, ValueError, KeyError) as error:
+        raise RequestError(
+            asked=f"to read {path / 'job.toml'}",
+            found=f"{type(error).__name__}: {error}",
+            why="it is not what a job writes",
+            do="look at the file, or remove the folder",
+        ) from None
 
 
 def _row(path: Path) -> dict[str, Any]:
     """State, result and first fault of one run, from its job and its events."""
-    job, summary, fault = _job(path), None, None
+    summary, fault = None, None
+    try:
+        job = _job(path)
+    except RequestError:
+        nothing = {"program": None, "ranks": None, "summary": None, "fault": None}
+        return {"run_dir": str(path), "state": "unreadable", **nothing}
     state = "running" if is_in_use(path) else "killed"
     for event in read_events(path):
         if event["rank"] is None and event["event"] in ("done", "failed", "interrupted"):

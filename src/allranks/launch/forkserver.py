@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from allranks.launch.linux import adopt_orphans, children_of_this_process, die_with_parent
 
-MESSAGE_LIMIT = 1 << 18
+MESSAGE_LIMIT = 1 << 17  # the kernel's default for a socket is 208 KiB
 
 
 def serve(control: socket.socket) -> None:
@@ -82,11 +82,18 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def _end_orphans() -> None:
-    """Kill and reap processes that ranks left behind; they were handed to this process."""
-    for pid in children_of_this_process():
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    """Kill and reap processes that ranks left behind; they were handed to this process.
+
+    Whoever dies hands over its own children, so it takes as many rounds as there are generations.
+    """
+    out_of_reach: set[int] = set()
+    while orphans := set(children_of_this_process()) - out_of_reach:
+        for pid in orphans:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except (PermissionError, ProcessLookupError, ChildProcessError):
+                out_of_reach.add(pid)
 
 
 def _fork(control: socket.socket, request: dict[str, Any], fds: list[int]) -> int:

@@ -76,5 +76,7 @@ def _cause(fault: Fault) -> str:
     if fault.event is not None:
         return f"{fault.event['kind']}: {fault.event['message']}"
     if fault.code < 0:
-        return f"killed by {signal.Signals(-fault.code).name}; it could leave no traceback"
+        known = {number.value: number.name for number in signal.Signals}
+        name = known.get(-fault.code, f"signal {-fault.code}")
+        return f"killed by {name}; it could leave no traceback"
     return f"it left with exit code {fault.code} without a word"

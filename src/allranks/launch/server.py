@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from allranks.errors import PlaceError
+from allranks.errors import PlaceError, RequestError
 from allranks.launch.forkserver import MESSAGE_LIMIT
 
 CLOSE_TIMEOUT_S = 10.0
@@ -79,8 +79,16 @@ class ForkServer:
         return bool(select.select([self._control], [], [], timeout_s)[0])
 
     def _send(self, message: dict[str, Any], fds: list[int]) -> None:
+        data = json.dumps(message).encode()
+        if len(data) > MESSAGE_LIMIT:
+            raise RequestError(
+                asked="to start a rank with this job",
+                found=f"{len(data)} bytes of values",
+                why=f"a job is handed to its ranks in one message of {MESSAGE_LIMIT} bytes",
+                do="put large values into a file, and set its name",
+            )
         try:
-            socket.send_fds(self._control, [json.dumps(message).encode()], fds)
+            socket.send_fds(self._control, [data], fds)
         except OSError as error:
             raise self._gone() from error
 

@@ -130,14 +130,14 @@ def describe(server: ForkServer, job: Job) -> Shape:
         if ended.interrupted:
             raise Interrupted("interrupted before anything was started")
         fault = first_fault(ended, run_dir)
-        if fault is not None:
-            if not fault.event:
-                raise PlaceError(
-                    f"loading {job.program!r} ended its process:\n{log.read_text(errors='replace')}"
-                )
+        if fault is not None and fault.event:
             raise error_of(fault, ended, run_dir)
-        rows = read_rows(rank_events_path(run_dir, 0))
-        return Shape(**next(row["shape"] for row in rows if row["event"] == "described"))
+        for row in read_rows(rank_events_path(run_dir, 0)):
+            if row["event"] == "described":
+                return Shape(**row["shape"])
+        raise PlaceError(
+            f"loading {job.program!r} ended its process:\n{log.read_text(errors='replace')}"
+        )
 
 
 def new_run_dir(program: str) -> str:

@@ -31,10 +31,11 @@ def weighted_losses(
     weight = task.weight(data)
     if weight is None:
         return losses, None
-    if weight.shape != losses.shape:
+    if not isinstance(weight, Tensor) or weight.shape != losses.shape:
+        what = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "no tensor"
         raise RequestError(
             asked="weight(batch) of the task",
-            found=f"shape {tuple(weight.shape)}, with losses of shape {tuple(losses.shape)}",
+            found=f"{what}, with losses of shape {tuple(losses.shape)}",
             why="every value of the loss has one weight",
             do=f"return a tensor of shape {tuple(losses.shape)}",
         )

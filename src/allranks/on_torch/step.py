@@ -216,6 +216,13 @@ class SharedStep:
 
 def _trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[nn.Parameter]]:
     """The parameters that the optimizer updates, in the order of the model, with their names."""
+    if not isinstance(optimizer, Optimizer):
+        raise RequestError(
+            asked="optimizer(model) of the task",
+            found=f"a {type(optimizer).__name__}",
+            why="the engine updates the weights with a torch optimizer",
+            do="return one: torch.optim.AdamW(model.parameters(), …)",
+        )
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = [(n, p) for n, p in model.named_parameters() if id(p) in updated and p.requires_grad]
     if not named:

@@ -61,7 +61,8 @@ def describe(argument: dict[str, Any]) -> int:
             events.event("failed", **_failure(error, 0, None))
             return error.exit_code
         values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
-        fields = {n: v for n, v in values.items() if isinstance(v, (bool, int, float, str))}
+        plain = (bool, int, float, str, type(None))
+        fields = {n: v for n, v in values.items() if isinstance(v, plain)}
         shape = {"fields": fields, "batch_size": task.batch_size, "shards": task.shards}
         events.event("described", shape=shape)
     return 0

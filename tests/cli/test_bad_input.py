@@ -1,0 +1,268 @@
+"""Bad requests: refused with four parts and exit code 2, and no run folder is left."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.cli.main import main
+from allranks.config import resolve
+from allranks.errors import ProgramError, RequestError
+from allranks.launch.server import ForkServer
+from allranks.launch.start import Result, run_job
+from allranks.record import RunFolder, is_in_use
+
+FOUR_PARTS = re.compile(
+    r"\Aallranks: RequestError\nasked: \S.*\nfound: \S.*\nwhy:   \S.*\ndo:    \S.*\n\Z"
+)
+Refuse = Callable[..., RequestError]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def refuse(server: ForkServer, folder: Path) -> Refuse:
+    """`refuse(program, *settings, **flags)`: the refusal of a job, with its run folder gone."""
+
+    def run(program: str, *settings: str, **flags: Any) -> RequestError:
+        before = set(folder.rglob("*"))
+        with pytest.raises(RequestError) as refused:
+            run_job(resolve(program, flags, settings), server)
+        assert all(refused.value.to_data().values())
+        assert refused.value.exit_code == 2
+        assert set(folder.rglob("*")) == before, "no run folder, no file"
+        return refused.value
+
+    return run
+
+
+def door(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str]:
+    """The exit code and standard error of `allranks WORDS`, in this process."""
+    monkeypatch.setattr(sys, "argv", ["allranks", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert isinstance(left.value.code, int)
+    return left.value.code, capfd.readouterr().err
+
+
+# --- found on the command line, before anything is started ------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "do"),
+    [
+        ([], "name a task: allranks train digits"),
+        (["digits", "--ranks", "0"], "give --ranks a number that is at least 1"),
+        (["digits", "--strategy", "dpp"], "did you mean 'ddp'?"),
+        (["digits", "--strategy", "ddp:bucketmb=1"], "did you mean 'bucket_mb'?"),
+        (["digits", "--strategy", "ddp:bucket_mb=big"], "for example bucket_mb=25.0"),
+        (["digits", "--strategy", "ddp:reduce=treee"], "did you mean 'tree'?"),
+        (["digits", "--strategy", "ddp:"], "write it like ddp, ddp:bucket_mb=1"),
+        (["digits", "--ranks", "2", "--strategy", "single"], "--ranks 1, or --strategy ddp"),
+        (["digits", "--precision", "fp8"], "did you mean 'fp"),
+        (["digits", "--device", "cude"], "did you mean 'cuda'?"),
+        (["digits", "--set", "lr"], "--set lr=VALUE"),
+        (["--job", "nowhere.toml"], "check the path and the line"),
+        (["--job", "broken.toml"], "check the path and the line"),
+        (["--job", "misspelt.toml"], "did you mean 'ranks'?"),
+    ],
+    ids=" ".join,
+)
+def test_the_command_line_refuses(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    words: list[str],
+    do: str,
+) -> None:
+    (folder / "broken.toml").write_text('program = "digits"\nranks = \n')
+    (folder / "misspelt.toml").write_text('program = "digits"\nrnaks = 2\n')
+    code, text = door(monkeypatch, capfd, "train", *words)
+    assert code == 2
+    assert FOUR_PARTS.match(text), text
+    assert f"\ndo:    {do}" in text
+    assert not (folder / "runs").exists()
+
+
+# --- found when the program is loaded ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "flags", "found"),
+    [
+        ("digts", (), {}, "neither a built-in program nor a .py file nor module:Class"),
+        ("nowhere.py", (), {}, "no file nowhere.py in "),
+        ("syntax.py", (), {}, "SyntaxError: "),
+        ("leaves.py", (), {}, "SystemExit: 0"),
+        ("bad_tasks:Godo", (), {}, "no such name there"),
+        ("bad_tasks:nn", (), {}, "that name is no task there"),
+        ("bad_tasks:NoLoss", (), {}, "NoLoss has no loss"),
+        ("bad_tasks:FailsWhenMade", (), {}, "ValueError: lr and order do not go together"),
+        ("bad_tasks:Good", ("ordre=up",), {}, "no field 'ordre' in Good"),
+        ("bad_tasks:Good", ("lr=fast",), {}, "'fast'"),
+        ("bad_tasks:Good", ("order=sideways",), {}, "'sideways'"),
+        ("bad_tasks:Good", ("batch_size=2.5",), {}, "'2.5'"),
+        ("bad_tasks:Good", ("batch_size=0",), {}, "0"),
+        ("bad_tasks:Good", (), {"ranks": 9}, "the task cuts its batch into shards = 8"),
+        ("bad_tasks:Good", ("shards=2",), {"ranks": 3}, "the task cuts its batch into shards = 2"),
+    ],
+)
+def test_loading_the_program_refuses(
+    folder: Path,
+    refuse: Refuse,
+    program: str,
+    settings: tuple[str, ...],
+    flags: dict[str, Any],
+    found: str,
+) -> None:
+    (folder / "syntax.py").write_text("def broken(:\n    pass\n")
+    (folder / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    refusal = refuse(program, *settings, **flags)
+    assert refusal.found.startswith(found)
+    assert "Traceback" not in str(refusal)
+
+
+def test_what_a_refusal_names(folder: Path, refuse: Refuse) -> None:
+    (folder / "syntax.py").write_text("def broken(:\n    pass\n")
+    assert refuse("syntax.py").found.endswith(f"at line 1 of {folder / 'syntax.py'}")
+    assert refuse("bad_tasks:Good", "ordre=up").do.startswith("did you mean 'order'?")
+    assert refuse("bad_tasks:Good", ranks=9).do.startswith("--ranks 8, or --set shards=9")
+
+
+def test_a_device_that_is_not_there_is_refused(refuse: Refuse) -> None:
+    refusal = refuse("bad_tasks:Good", "shards=64", ranks=64, device="cuda")
+    assert re.match(r"\d+ CUDA devices", refusal.found)
+    assert refusal.do.startswith("--device ")
+
+
+# --- found by the ranks, before the first update ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "asked", "found"),
+    [
+        ("ScalarLoss", {}, "loss(output, batch) of the task", "a scalar for 16 samples"),
+        ("ScalarLoss", {"ranks": 2}, "loss(output, batch) of the task", "a scalar for 8 samples"),
+        ("NumberLoss", {}, "loss(output, batch) of the task", "a float for 16 samples"),
+        (
+            "TransposedLoss",
+            {},
+            "loss(output, batch) of the task",
+            "a tensor of shape (3, 16) for 16 samples",
+        ),
+        (
+            "WrongWeight",
+            {},
+            "weight(batch) of the task",
+            "shape (16, 1), with losses of shape (16,)",
+        ),
+        ("NumberWeight", {}, "weight(batch) of the task", "no tensor, with losses of shape (16,)"),
+        ("NoModule", {}, "model() of the task", "a function"),
+        ("OtherOptimizer", {}, "optimizer(model) of the task", "no parameter of the model in it"),
+        ("NoOptimizer", {}, "optimizer(model) of the task", "a NoneType"),
+        ("NoData", {}, "train_data() of the task", "0 samples"),
+        ("UnevenData", {}, "train_data() of the task", "lengths [4, 5]"),
+        ("StrangeData", {}, "train_data() of the task", "int"),
+        (
+            "Normed",
+            {"micro_batch": 1},
+            "--micro-batch 1",
+            "shards of 2 samples, in a model with BatchNorm",
+        ),
+        (
+            "Synchronised",
+            {},
+            "to train a model with SyncBatchNorm at '1'",
+            "SyncBatchNorm",
+        ),
+    ],
+)
+def test_the_ranks_refuse(
+    refuse: Refuse, program: str, flags: dict[str, Any], asked: str, found: str
+) -> None:
+    refusal = refuse(f"bad_tasks:{program}", **flags)
+    assert (refusal.asked, refusal.found) == (asked, found)
+
+
+def test_every_batch_dropped_is_refused(refuse: Refuse) -> None:
+    settings = ("batch_size=64", "last_batch=drop")
+    assert refuse("bad_tasks:Good", *settings).found == "40 samples, batch_size = 64"
+
+
+# --- found after an update: the program failed, and the run folder stays ------------------------
+
+
+def test_metrics_that_are_no_pair_are_found_at_the_end(
+    folder: Path, train: Callable[..., Result]
+) -> None:
+    with pytest.raises(ProgramError) as failed:
+        train("bad_tasks:NoPair", run_dir="run", steps=2)
+    assert failed.value.exit_code == 1
+    assert "asked: metrics(output, batch) of the task\nfound: accuracy = 0.5" in str(failed.value)
+    assert (folder / "run" / "metrics.jsonl").is_file()
+    assert not is_in_use(folder / "run")
+
+
+# --- what is asked is what is run, and what is recorded -----------------------------------------
+
+
+def test_a_field_set_to_none_is_none_when_the_job_is_run_again(
+    folder: Path, train: Callable[..., Result]
+) -> None:
+    """`clip_norm` is 1.0 unless it is set: a job file that leaves none out would clip again."""
+    train("bad_tasks:Good", "clip_norm=none", run_dir="first", steps=3)
+    job = tomllib.loads((folder / "first" / "job.toml").read_text())
+    assert job["task"]["clip_norm"] == "none"
+
+
+# --- as whole processes -------------------------------------------------------------------------
+
+
+def whole_process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "allranks.cli.main", "train", *words]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_a_whole_process_that_refuses_the_loss(folder: Path) -> None:
+    done = whole_process(folder, "bad_tasks:ScalarLoss", "--ranks", "2", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    refusal = done.stderr[done.stderr.index("allranks: RequestError") :]
+    assert FOUR_PARTS.match(refusal), done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_a_whole_process_that_refuses_a_file_with_a_syntax_error(folder: Path) -> None:
+    (folder / "syntax.py").write_text("def broken(:\n    pass\n")
+    done = whole_process(folder, "syntax.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert FOUR_PARTS.match(done.stderr), done.stderr
+    assert "at line 1 of " in done.stderr
+    assert [path.name for path in folder.iterdir()] == ["syntax.py"]
+
+
+def test_a_run_folder_in_use_is_refused_and_left_as_it_is(folder: Path, refuse: Refuse) -> None:
+    owner = RunFolder(folder / "taken")
+    owner.events.event("started")
+    try:
+        refusal = refuse("bad_tasks:Good", run_dir="taken")
+        assert refusal.found == "a run folder in use by a running job"
+        assert is_in_use(owner.path)
+    finally:
+        owner.close()

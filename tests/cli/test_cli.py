@@ -1,0 +1,281 @@
+"""The door: every verb's help, the cards, and what jobs have left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import allranks
+from allranks.cards import CARDS
+from allranks.catalog import VERBS
+from allranks.cli.main import main
+from allranks.config import Resolved, resolve
+from allranks.record import JsonLines, RunFolder, rank_events_path, read_events
+
+SUMMARY: dict[str, Any] = {
+    "world_size": 2,
+    "nodes": 1,
+    "strategy": "ddp",
+    "steps": 12,
+    "train_loss": 0.25,
+    "eval": {"accuracy": 0.975},
+    "samples_per_s": 1234.5,
+    "weights_sha256": "0" * 64,
+    "restarts": 0,
+    "resumed_from_step": None,
+    "sent_bytes": {"gradients": 12 * 2048, "outputs": 0, "control": 0},
+    "card_bytes_per_step": 2048,
+    "user_randomness": [],
+}
+Door = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Door:
+    """`door(*words)`: the exit code, standard output and standard error of `allranks WORDS`."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["allranks", *words])
+        code: Any = 0
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code
+        out, err = capsys.readouterr()
+        return int(code or 0), out, err
+
+    return call
+
+
+# --- words ----------------------------------------------------------------------------------
+
+
+def test_help_names_every_verb_and_every_exit_code(door: Door) -> None:
+    code, out, _ = door("--help")
+    assert code == 0
+    for verb, (_, meaning) in VERBS.items():
+        assert verb in out and meaning.split()[0] in out
+    assert "130 interrupted" in out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(door: Door, verb: str) -> None:
+    for word in ("--help", "-h"):
+        code, out, _ = door(verb, word)
+        usage = out.splitlines()[0]
+        assert code == 0 and usage.startswith("Usage: ") and f" {verb} [OPTIONS]" in usage
+
+
+def test_the_version(door: Door) -> None:
+    code, out, _ = door("--version")
+    assert code == 0 and out.strip().endswith(allranks.__version__)
+
+
+def test_an_unknown_verb_names_the_nearest(door: Door) -> None:
+    code, _, err = door("trian")
+    assert code == 2
+    assert "no verb 'trian'; did you mean 'train'? known: check, runs, show, strategies" in err
+
+
+def test_ctrl_c_at_any_moment_is_130(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **keywords: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("allranks.cli.train.run_job", interrupted)
+    code, _, err = door("train", "digits")
+    assert code == 130 and "Traceback" not in err
+
+
+# --- the cards ------------------------------------------------------------------------------
+
+
+def test_strategies_lists_all_and_shows_one(door: Door) -> None:
+    code, out, _ = door("strategies")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[::2]] == list(CARDS)
+    code, out, _ = door("strategies", "ddp")
+    assert code == 0
+    assert out.startswith(f"ddp: {CARDS['ddp'].summary}\n")
+    assert "reduce=mean: how gradients are summed (mean or tree)" in out
+    assert "bucket_mb=25.0" in out and "arXiv 2006.15704" in out
+
+
+def test_strategies_as_json(door: Door) -> None:
+    code, out, _ = door("strategies", "--json")
+    cards = json.loads(out)
+    assert code == 0 and [card["name"] for card in cards] == list(CARDS)
+    _, out, _ = door("strategies", "ddp", "--json")
+    assert json.loads(out) == next(card for card in cards if card["name"] == "ddp")
+    assert json.loads(out)["options"]["reduce"]["choices"] == ["mean", "tree"]
+
+
+def test_an_unknown_strategy_is_refused(door: Door) -> None:
+    code, _, err = door("strategies", "ddpp")
+    assert code == 2
+    assert "do:    did you mean 'ddp'? known: " in err
+
+
+# --- what jobs have left behind ---------------------------------------------------------------
+
+
+def make_run(path: Path, ended: str = "", summary: dict[str, Any] | None = None) -> RunFolder:
+    """A run folder as a job leaves it; `ended` is its last event."""
+    folder = RunFolder(path)
+    resolved = resolve("digits", {"ranks": 2}, ("lr=0.1",))
+    folder.write_job(Resolved(resolved.job, resolved.sources))
+    folder.events.event("started", ranks=2, notes=[])
+    if summary is not None:
+        with JsonLines(rank_events_path(path, 0)) as events:
+            events.event("done", summary=summary)
+    if ended:
+        report = {"report": "rank 1 on here failed first: boom\x1b[2J"} if ended == "failed" else {}
+        folder.events.event(ended, **report)
+    return folder
+
+
+@pytest.fixture
+def runs_folder(tmp_path: Path) -> Path:
+    runs = tmp_path / "runs"
+    make_run(runs / "well", "done", SUMMARY).close()
+    make_run(runs / "badly", "failed").close()
+    make_run(runs / "stopped", "interrupted").close()
+    make_run(runs / "dead").close()
+    (runs / "no run").mkdir()
+    (runs / "a file").touch()
+    return runs
+
+
+def test_runs_tells_the_state_of_each(door: Door, runs_folder: Path) -> None:
+    running = make_run(runs_folder / "going")
+    try:
+        code, out, _ = door("runs", "--json")
+        states = {Path(row["run_dir"]).name: row["state"] for row in json.loads(out)}
+        assert code == 0
+        assert states == {
+            "well": "done",
+            "badly": "failed",
+            "stopped": "interrupted",
+            "dead": "killed",
+            "going": "running",
+        }
+        code, out, _ = door("runs", str(runs_folder))
+        assert code == 0 and len(out.splitlines()) == 5
+        assert any("done" in line and "accuracy 0.9750" in line for line in out.splitlines())
+    finally:
+        running.close()
+
+
+def test_runs_lists_the_newest_first(door: Door, runs_folder: Path) -> None:
+    for age, name in enumerate(("dead", "well", "stopped", "badly")):
+        os.utime(runs_folder / name / "job.toml", (1e9 - age, 1e9 - age))
+    _, out, _ = door("runs", "--json")
+    names = [Path(row["run_dir"]).name for row in json.loads(out)]
+    assert names == ["dead", "well", "stopped", "badly"]
+
+
+def test_no_runs_at_all(door: Door) -> None:
+    code, out, err = door("runs")
+    assert (code, out, err) == (0, "", "no run folder in runs\n")
+
+
+def test_show_tells_the_result(door: Door, runs_folder: Path) -> None:
+    code, out, _ = door("show", str(runs_folder / "well"))
+    assert code == 0 and out.startswith("digits × 2: done\naccuracy   0.9750\n")
+    assert "2.0 KiB sent by rank 0 in each step" in out
+    assert 'lr = "0.1"' in out and '"task.lr" = "command line"' in out
+    _, out, _ = door("show", str(runs_folder / "well"), "--json")
+    shown = json.loads(out)
+    assert (shown["summary"]["steps"], shown["job"]["ranks"]) == (12, 2)
+
+
+def test_show_tells_the_first_fault_and_does_not_steer_the_terminal(
+    door: Door, runs_folder: Path
+) -> None:
+    code, out, _ = door("show", str(runs_folder / "badly"))
+    assert code == 0 and out.startswith("digits × 2: failed\n")
+    assert "failed first: boom\\x1b[2J" in out and "\x1b" not in out
+
+
+def test_numbers_that_are_not_finite_are_shown(door: Door, tmp_path: Path) -> None:
+    """JSON carries them as text: a training that diverged can be looked at all the same."""
+    summary = {**SUMMARY, "train_loss": float("nan"), "eval": {"loss": float("inf")}}
+    make_run(tmp_path / "runs" / "diverged", "done", summary).close()
+    code, out, _ = door("runs")
+    assert code == 0 and "loss inf" in out
+    code, out, _ = door("show", "runs/diverged")
+    assert code == 0 and "train loss nan" in out
+
+
+@pytest.mark.parametrize("name", ["nowhere", "runs", "runs/a file", "runs/no run"])
+def test_show_of_a_folder_that_is_no_run_is_refused(
+    door: Door, runs_folder: Path, name: str
+) -> None:
+    code, _, err = door("show", name)
+    assert code == 2
+    assert f"asked: show {name}\nfound: no job.toml in it\n" in err
+
+
+def test_one_broken_folder_does_not_hide_the_others(door: Door, runs_folder: Path) -> None:
+    (runs_folder / "no run" / "job.toml").write_text("ranks = ")
+    code, out, _ = door("runs")
+    assert code == 0 and len(out.splitlines()) == 5
+    assert any("no run" in line and "unreadable" in line for line in out.splitlines())
+    code, _, err = door("show", "runs/no run")
+    assert code == 2 and "found: " in err and "Traceback" not in err
+
+
+# --- as whole processes -----------------------------------------------------------------------
+
+
+def test_a_whole_process_trains_and_is_shown(door: Door, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "allranks.cli.main", "train", "bad_tasks:Diverges"]
+    done = subprocess.run(
+        [*command, "--ranks", "2", "--run-dir", "runs/one"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "train loss nan over the last epoch" in done.stdout
+    assert "note: " not in done.stderr
+    code, out, _ = door("show", "runs/one")
+    assert code == 0 and "done" in out.splitlines()[0]
+
+
+def test_ctrl_c_of_a_training_ends_it_with_130(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "allranks.cli.main", "train", "synthetic", "--ranks", "2"]
+    with subprocess.Popen(
+        [*command, "--epochs", "1000000", "--run-dir", "run"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    ) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "run" / "metrics.jsonl").exists():
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (130, "")
+    assert "allranks: Interrupted\ninterrupted; every rank is stopped." in err
+    assert "Traceback" not in err
+    assert read_events(tmp_path / "run")[-1]["event"] == "interrupted"

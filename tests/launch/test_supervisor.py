@@ -1,0 +1,247 @@
+"""The supervisor owns its ranks: however one of them, it or the fork server ends, none is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import PlaceError, RequestError
+from allranks.launch.server import ForkServer
+from allranks.launch.supervisor import Ended, Process, supervise
+from launch_workers import read_pid
+
+SUPERVISOR = """
+import json, signal, sys
+from pathlib import Path
+from allranks.launch.server import ForkServer
+from allranks.launch.supervisor import Process, supervise
+folder, targets = sys.argv[1], sys.argv[2:]
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # given back after supervising: no race with its end
+with ForkServer(("launch_workers",)) as server:
+    ended = supervise(server, [
+        Process(rank, f"launch_workers:{target}", folder, {"RANK": str(rank)},
+                Path(folder, f"{rank}.log"))
+        for rank, target in enumerate(targets)
+    ])
+codes = {rank: exit_.code for rank, exit_ in ended.exits.items()}
+print(json.dumps([codes, sorted(ended.stopped), ended.interrupted]))
+"""
+
+
+@pytest.fixture
+def ranks_server() -> Iterator[ForkServer]:
+    """A fork server without a framework: it starts in no time."""
+    with ForkServer(("launch_workers",)) as server:
+        yield server
+
+
+def processes(folder: Path, *targets: str) -> list[Process]:
+    return [
+        Process(
+            rank,
+            f"launch_workers:{target}",
+            str(folder),
+            {"RANK": str(rank)},
+            folder / f"{rank}.log",
+        )
+        for rank, target in enumerate(targets)
+    ]
+
+
+def codes(ended: Ended) -> dict[int, int]:
+    return {rank: exit_.code for rank, exit_ in ended.exits.items()}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs: one that is dead and waits for its parent to look does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_gone(*pids: int) -> None:
+    deadline = time.monotonic() + 5
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        if time.monotonic() > deadline:
+            for pid in alive:
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"left behind: {alive} of {pids}")
+        time.sleep(0.01)
+
+
+# --- how ranks end --------------------------------------------------------------------------
+
+
+def test_ranks_that_end_well(ranks_server: ForkServer, tmp_path: Path) -> None:
+    ended = supervise(ranks_server, processes(tmp_path, "ends_well", "prints_who_it_is"))
+    assert codes(ended) == {0: 0, 1: 0}
+    assert (ended.stopped, ended.interrupted) == (frozenset(), False)
+    lines = (tmp_path / "1.log").read_bytes().splitlines()
+    assert sorted(lines) == sorted(
+        [f"1 {os.getcwd()} SIG_DFL".encode(), b"to standard error", b"raw \xff"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "code"), [("raises", 1), ("is_killed", -signal.SIGKILL), ("leaves_with_three", 3)]
+)
+def test_a_rank_that_fails_stops_the_others(
+    ranks_server: ForkServer, tmp_path: Path, target: str, code: int
+) -> None:
+    ended = supervise(ranks_server, processes(tmp_path, "waits", target, "waits"))
+    assert codes(ended) == {0: -signal.SIGTERM, 1: code, 2: -signal.SIGTERM}
+    assert ended.stopped == {0, 2} and not ended.interrupted
+    first, last = ended.exits[1].monotonic, max(e.monotonic for e in ended.exits.values())
+    assert first <= last < first + 5
+    assert_gone(*pids_of(tmp_path, "waiting-0", "waiting-2"))
+    if target == "raises":
+        assert "ValueError: on purpose" in (tmp_path / "1.log").read_text()
+
+
+def test_a_rank_that_ignores_terminate_is_killed(ranks_server: ForkServer, tmp_path: Path) -> None:
+    ended = supervise(ranks_server, processes(tmp_path, "ignores_terminate", "raises"))
+    assert codes(ended) == {0: -signal.SIGKILL, 1: 1}
+
+
+def test_a_rank_that_stands_still_is_ended_too(ranks_server: ForkServer, tmp_path: Path) -> None:
+    ended = supervise(ranks_server, processes(tmp_path, "stands_still", "raises"))
+    assert codes(ended)[1] == 1 and ended.stopped == {0}
+    assert_gone(read_pid(tmp_path, "waiting-0"))
+
+
+# --- nothing is left ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["leaves_a_child", "leaves_a_session"])
+def test_what_a_rank_left_behind_is_ended(
+    ranks_server: ForkServer, tmp_path: Path, target: str
+) -> None:
+    ended = supervise(ranks_server, processes(tmp_path, target))
+    assert codes(ended) == {0: 0}
+    assert_gone(read_pid(tmp_path, "child"))
+
+
+def test_what_the_orphans_left_behind_is_ended(ranks_server: ForkServer, tmp_path: Path) -> None:
+    supervise(ranks_server, processes(tmp_path, "leaves_a_chain"))
+    assert_gone(read_pid(tmp_path, "outer"), read_pid(tmp_path, "inner"))
+
+
+def test_an_error_of_the_watcher_leaves_no_rank(ranks_server: ForkServer, tmp_path: Path) -> None:
+    """Who shows the progress may fail, as when standard error was closed."""
+
+    def fails() -> None:
+        read_pid(tmp_path, "waiting-0")
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        supervise(ranks_server, processes(tmp_path, "waits"), fails)
+    assert_gone(read_pid(tmp_path, "waiting-0"))
+
+
+# --- the end of the fork server -------------------------------------------------------------
+
+
+def test_the_fork_server_is_killed(ranks_server: ForkServer, tmp_path: Path) -> None:
+    with pytest.raises(PlaceError, match="the fork server ended with code -9"):
+        supervise(ranks_server, processes(tmp_path, "waits", "kills_the_server"))
+    assert_gone(*(read_pid(tmp_path, name) for name in ("waiting-0", "killer", "server")))
+
+
+def test_a_module_that_does_not_import(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        ForkServer(("nowhere_at_all",)) as server,
+        pytest.raises(PlaceError, match="the fork server ended with code 1: its own message"),
+    ):
+        supervise(server, processes(tmp_path, "ends_well"))
+    assert "No module named 'nowhere_at_all'" in capfd.readouterr().err
+
+
+def test_a_module_of_the_ranks_that_does_not_import(
+    ranks_server: ForkServer, tmp_path: Path
+) -> None:
+    process = Process(0, "nowhere_at_all:main", None, {}, tmp_path / "0.log")
+    assert codes(supervise(ranks_server, [process])) == {0: 1}
+    assert "No module named 'nowhere_at_all'" in (tmp_path / "0.log").read_text()
+
+
+def test_closing_ends_what_runs_and_what_it_started(tmp_path: Path) -> None:
+    with ForkServer(("launch_workers",)) as server:
+        (process,) = processes(tmp_path, "waits_with_a_chain")
+        server.spawn(process.target, process.argument, process.environment, process.log)
+        names = ("waiting-0", "server", "outer", "inner")
+        pids = [read_pid(tmp_path, name) for name in names]
+    assert_gone(*pids)
+
+
+def test_a_job_that_is_too_large_to_send_is_refused_and_the_server_goes_on(
+    ranks_server: ForkServer, tmp_path: Path
+) -> None:
+    large = Process(0, "launch_workers:counts", "x" * 2**20, {}, tmp_path / "0.log")
+    with pytest.raises(RequestError):
+        supervise(ranks_server, [large])
+    assert codes(supervise(ranks_server, processes(tmp_path, "ends_well"))) == {0: 0}
+
+
+# --- the end of the supervisor --------------------------------------------------------------
+
+
+@contextmanager
+def supervisor(folder: Path, *targets: str) -> Iterator[subprocess.Popen[str]]:
+    """A supervisor in a process group of its own."""
+    command = [sys.executable, "-c", SUPERVISOR, str(folder), *targets]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def pids_of(folder: Path, *names: str) -> list[int]:
+    return [read_pid(folder, name) for name in names]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_an_interrupt_stops_every_rank(tmp_path: Path, number: signal.Signals) -> None:
+    with supervisor(tmp_path, "waits", "waits") as process:
+        pids = pids_of(tmp_path, "waiting-0", "waiting-1", "server")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert json.loads(out) == [{"0": -15, "1": -15}, [0, 1], True]
+    assert_gone(*pids)
+
+
+def test_an_impatient_user_stops_every_rank_too(tmp_path: Path) -> None:
+    """Ctrl-C again and again, while ranks are being stopped: none is forgotten, none is left."""
+    with supervisor(tmp_path, "waits", "ignores_terminate", "waits") as process:
+        pids = pids_of(tmp_path, "waiting-0", "waiting-1", "waiting-2", "server")
+        deadline = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < deadline:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.0005)
+        process.kill()
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+    assert json.loads(out) == [{"0": -15, "1": -9, "2": -15}, [0, 1, 2], True]
+    assert_gone(*pids)
+
+
+def test_a_supervisor_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    with supervisor(tmp_path, "waits_with_a_chain", "ignores_terminate") as process:
+        pids = pids_of(tmp_path, "waiting-0", "waiting-1", "server", "outer", "inner")
+        assert all(is_alive(pid) for pid in pids)
+        process.kill()
+    assert_gone(*pids)

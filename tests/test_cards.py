@@ -1,0 +1,88 @@
+"""The cards: golden bytes of each strategy, and what cannot be asked of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from allranks.card import Workload
+from allranks.cards import CARDS, card_for, resolved_strategy
+from allranks.catalog import REDUCERS, STRATEGIES
+from allranks.choice import Choice
+from allranks.errors import RequestError
+
+RANKS = (1, 2, 3, 4, 8)
+GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together
+# 8 shards: roots of the busiest rank are 1, 1, 2, 1, 1
+GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
+    ("single", ""): (0, 0, 0, 0, 0),
+    ("independent", ""): (0, 0, 0, 0, 0),
+    ("ddp-plain", ""): (0, 3360, 4480, 5040, 5880),
+    ("ddp", "mean"): (0, 3360, 4480, 5040, 5880),
+    ("ddp", "tree"): (0, 3360, 6720, 5040, 5880),
+}
+
+
+def bytes_of(name: str, reduce: str, ranks: int, shards: int = 8) -> int:
+    options: dict[str, Any] = CARDS[name].read_options({"reduce": reduce} if reduce else {})
+    return CARDS[name].bytes_sent(Workload(GRADIENTS, TALLY, ranks, shards), options)
+
+
+@pytest.mark.parametrize(("name", "reduce"), GOLDEN, ids="-".join)
+def test_golden_bytes_of_a_step(name: str, reduce: str) -> None:
+    assert tuple(bytes_of(name, reduce, ranks) for ranks in RANKS) == GOLDEN[name, reduce]
+
+
+def test_every_strategy_has_golden_bytes_a_card_and_a_class() -> None:
+    assert {name for name, _ in GOLDEN} == set(CARDS) == set(STRATEGIES)
+    assert {reduce for _, reduce in GOLDEN if reduce} == set(REDUCERS)
+    (choices,) = (o.choices for o in CARDS["ddp"].options if o.name == "reduce")
+    assert set(choices) == set(REDUCERS)
+
+
+def test_the_bytes_of_the_tree_follow_its_roots() -> None:
+    assert bytes_of("ddp", "tree", 5) == 5376  # runs of 2 2 2 1 1 shards: one root each
+    assert bytes_of("ddp", "tree", 2, shards=6) == 5040  # 0 1, 2 | 3, 4 5: two roots each
+    assert bytes_of("ddp", "tree", 7, shards=7) == 5760
+
+
+def test_an_unknown_strategy_names_the_nearest() -> None:
+    with pytest.raises(RequestError) as refused:
+        card_for(Choice("ddp-plane"))
+    assert refused.value.do.startswith("did you mean 'ddp-plain'? known: ddp, ddp-plain")
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "bitwise", "wanted"),
+    [
+        ("ddp", 4, False, "ddp"),
+        ("ddp:bucket_mb=1", 4, False, "ddp:bucket_mb=1"),
+        ("ddp", 4, True, "ddp:reduce=tree"),
+        ("ddp(bucket_mb=1)", 4, True, "ddp:bucket_mb=1,reduce=tree"),
+        ("ddp:reduce=tree", 4, True, "ddp:reduce=tree"),
+        ("single", 1, True, "single"),
+        ("independent", 4, False, "independent"),
+    ],
+)
+def test_bitwise_asks_for_the_tree(text: str, ranks: int, bitwise: bool, wanted: str) -> None:
+    assert str(resolved_strategy(text, ranks=ranks, bitwise=bitwise)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "bitwise", "do"),
+    [
+        ("single", 2, False, "--ranks 1, or --strategy ddp for 2 ranks"),
+        ("ddp-plain", 2, True, "use single or ddp"),
+        ("independent", 2, True, "use single or ddp"),
+        ("ddp:reduce=mean", 2, True, "leave reduce out, or drop --bitwise"),
+        ("ddp:bucket_mb=0", 2, False, "for example bucket_mb=25.0"),
+        ("ddp:bucket=1", 2, False, "did you mean 'bucket_mb'? known: bucket_mb, reduce"),
+    ],
+)
+def test_what_a_strategy_cannot_do_is_refused(
+    text: str, ranks: int, bitwise: bool, do: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        resolved_strategy(text, ranks=ranks, bitwise=bitwise)
+    assert refused.value.do == do
