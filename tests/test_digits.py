@@ -41,6 +41,17 @@ def test_bitwise_gives_equal_bits_on_1_to_8_ranks(train: Train) -> None:
         assert outcome(ranks) == one, ranks
 
 
+def test_bitwise_with_messages_that_go_in_chunks(train: Train) -> None:
+    """Above 2 MiB ranks exchange chunks instead of pairing up; the bits are the same."""
+    digests = {
+        train("synthetic", "width=900", ranks=ranks, bitwise=True, steps=3).summary[
+            "weights_sha256"
+        ]
+        for ranks in (1, 2, 3, 4)
+    }
+    assert len(digests) == 1
+
+
 def test_bitwise_with_parts_of_shards_as_micro_batches(train: Train) -> None:
     """Without batch statistics a shard may be cut, and the bits still do not know the ranks."""
     digests = set()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.shards import owned_shards
-from allranks.tree import Span, are_siblings, split, subtree_roots
+from allranks.tree import Span, are_siblings, rounds_of_pairs, split, subtree_roots
 
 Sum = tuple[Span, str]
 
@@ -101,3 +101,24 @@ def test_neighbours_of_different_parents_are_no_siblings() -> None:
     assert not are_siblings((2, 4), (4, 6), 8)
     assert not are_siblings((0, 1), (2, 3), 8)
     assert not are_siblings((2, 3), (1, 2), 8)
+
+
+@given(st.integers(1, 24), st.integers(1, 24))
+def test_rounds_of_pairs_are_the_tree_itself(shards: int, ranks: int) -> None:
+    """Where ranks may pair up, every rank ends with the root, added as the tree adds."""
+    rounds = rounds_of_pairs(shards, ranks) if ranks <= shards else None
+    if rounds is None:
+        return
+    roots = [subtree_roots(owned_shards(shards, ranks, rank), shards) for rank in range(ranks)]
+    held = [root for (root,) in roots]
+    for number in range(rounds):
+        pairs = [sorted((held[rank], held[rank ^ (1 << number)])) for rank in range(ranks)]
+        assert all(are_siblings(left, right, shards) for left, right in pairs)
+        held = [(left[0], right[1]) for left, right in pairs]
+    assert set(held) == {(0, shards)}
+
+
+def test_which_ranks_pair_up_on_8_shards() -> None:
+    found = [rounds_of_pairs(8, ranks) for ranks in range(1, 9)]
+    assert found == [0, 1, None, 2, None, None, None, 3]
+    assert rounds_of_pairs(12, 4) is None, "3 shards each are no subtree of 8 | 4"

@@ -46,14 +46,13 @@ Guarantee = Exact | Approximate | Reference
 
 @dataclass(frozen=True)
 class Workload:
-    """What the bytes of a step depend on. Sizes in bytes; `gradient_bytes` without the tally.
+    """What the bytes of a step depend on: `messages` are the sizes in bytes that are summed.
 
-    The tally is what rides on the last message of a step: loss, weight, samples, which parameters
-    were used, moments of BatchNorm.
+    The last message carries the tally: loss, weight, samples, which parameters were used, moments
+    of BatchNorm.
     """
 
-    gradient_bytes: int
-    tally_bytes: int
+    messages: tuple[int, ...]
     ranks: int
     shards: int
 

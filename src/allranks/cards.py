@@ -14,7 +14,7 @@ from allranks.card import Card, Exact, Option, Reference, Workload
 from allranks.choice import Choice, parse_choice
 from allranks.errors import RequestError, nearest
 from allranks.shards import owned_shards
-from allranks.tree import subtree_roots
+from allranks.tree import rounds_of_pairs, subtree_roots, uses_pairs
 
 
 def _nothing(work: Workload, options: dict[str, Any]) -> int:
@@ -22,18 +22,22 @@ def _nothing(work: Workload, options: dict[str, Any]) -> int:
 
 
 def _all_reduce(work: Workload, options: dict[str, Any]) -> int:
-    total = work.gradient_bytes + work.tally_bytes
-    return round(2 * (work.ranks - 1) / work.ranks * total)
+    return round(2 * (work.ranks - 1) / work.ranks * sum(work.messages))
 
 
 def _tree(work: Workload, options: dict[str, Any]) -> int:
-    """All-to-all of the subtree roots, then all-gather of the sums; messages padded to N parts."""
+    """Each message in rounds of pairs, or by all-to-all of roots and all-gather of sums."""
     if work.ranks == 1:
         return 0
     owned = (owned_shards(work.shards, work.ranks, rank) for rank in range(work.ranks))
     roots = max(len(subtree_roots(span, work.shards)) for span in owned)
-    total = work.gradient_bytes + work.tally_bytes
-    return round((roots + 1) * (work.ranks - 1) / work.ranks * total)
+    sent = 0.0
+    for message in work.messages:
+        if uses_pairs(work.shards, work.ranks, message):
+            sent += (rounds_of_pairs(work.shards, work.ranks) or 0) * message
+        else:
+            sent += (roots + 1) * (work.ranks - 1) / work.ranks * message
+    return round(sent)
 
 
 def _by_reducer(work: Workload, options: dict[str, Any]) -> int:
@@ -41,7 +45,10 @@ def _by_reducer(work: Workload, options: dict[str, Any]) -> int:
 
 
 RING = "2(N-1)/N · (gradients + tally)"
-TREE = "(roots + 1)(N-1)/N · (gradients + tally); roots = 1 where N divides the shards, else <= 3"
+TREE = (
+    "log2(N) · message up to 2 MiB where ranks pair up along the tree (2, 4, 8 ranks on 8 shards), "
+    "else (roots + 1)(N-1)/N · message; roots = 1 where N divides the shards, else <= 3"
+)
 
 CARDS = {
     card.name: card

@@ -11,6 +11,11 @@ from __future__ import annotations
 
 from functools import cache
 
+from allranks.shards import owned_shards
+
+PAIRS_LIMIT_BYTES = 2 * 2**20
+"""Above this a message goes through the ranks in chunks: fewer bytes, more rounds."""
+
 Span = tuple[int, int]
 
 
@@ -55,3 +60,35 @@ def are_siblings(left: Span, right: Span, shards: int) -> bool:
         else:
             return False
     return False
+
+
+@cache
+def rounds_of_pairs(shards: int, ranks: int) -> int | None:
+    """In how many rounds of pairs the ranks can finish the tree, `None` if they cannot.
+
+    In round k, rank r adds its sum to that of rank r XOR 2^k, and both hold the node above. That
+    is the tree itself wherever every rank holds one root and partners are siblings: 2, 4 and 8
+    ranks on 8 shards, say. The sum of two numbers is the same in either order.
+    """
+    roots = [subtree_roots(owned_shards(shards, ranks, rank), shards) for rank in range(ranks)]
+    if any(len(held) != 1 for held in roots):
+        return None
+    nodes, rounds = [held[0] for held in roots], 0
+    while 1 << rounds < ranks:
+        partners = [rank ^ (1 << rounds) for rank in range(ranks)]
+        above = []
+        for rank, partner in enumerate(partners):
+            if partner >= ranks:
+                return None
+            left, right = nodes[min(rank, partner)], nodes[max(rank, partner)]
+            if not are_siblings(left, right, shards):
+                return None
+            above.append((left[0], right[1]))
+        nodes, rounds = above, rounds + 1
+    return rounds
+
+
+def uses_pairs(shards: int, ranks: int, message_bytes: int) -> bool:
+    """Whether a message of this size is summed in rounds of pairs; two ranks are one pair."""
+    small = ranks == 2 or message_bytes <= PAIRS_LIMIT_BYTES
+    return small and rounds_of_pairs(shards, ranks) is not None

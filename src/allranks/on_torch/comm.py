@@ -95,6 +95,18 @@ class Comm:
         self._count(kind, 2 * (self.size - 1) / self.size * tensor.nbytes)
         return self._begin(dist.all_reduce, tensor)
 
+    def pair(self, partner: int) -> Any:
+        """The group of this rank and `partner`; both call this, before they `add_in_pair`."""
+        if self.size == 2:
+            return dist.group.WORLD
+        members = sorted((self.rank, partner))
+        return dist.new_group(members, timeout=TIMEOUT, use_local_synchronization=True)
+
+    def add_in_pair(self, tensor: Tensor, pair: Any) -> Pending:
+        """Sum `tensor` over the two ranks of `pair`, in place. Sends all of its bytes."""
+        self._count("gradients", tensor.nbytes)
+        return self._begin(dist.all_reduce, tensor, group=pair)
+
     def all_gather(self, whole: Tensor, part: Tensor, kind: str = "gradients") -> Pending:
         """Every rank's `part`, in rank order, into `whole`. Sends (N-1) times the part."""
         self._count(kind, (self.size - 1) * part.nbytes)

@@ -50,7 +50,7 @@ class TensorSource:
             index = torch.from_numpy(ids)
 
             def chosen(tensor: Tensor, index: Tensor = index) -> Tensor:
-                return tensor[index]
+                return tensor.index_select(0, index)
 
             yield map_tensors(chosen, self.tensors)
 

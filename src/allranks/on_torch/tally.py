@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from allranks.on_torch.layers import Scope, shard_norms
@@ -68,6 +67,7 @@ class Tally:
     def __init__(self, layout: TallyLayout, tensor: Tensor) -> None:
         self.layout, self.tensor = layout, tensor
         self._loss, self._counts = tensor[0], tensor[layout.counts]
+        self._head = tensor[: layout.counts.stop]
         self._weight, self._samples = 0.0, 0
 
     def add(self, loss: Tensor, weight: float, samples: int, scope: Scope) -> None:
@@ -87,11 +87,10 @@ class Tally:
 
     def totals(self) -> Totals:
         """Read the sums."""
-        loss, weight, samples, *flags = self.tensor[: self.layout.counts.stop].tolist()
+        loss, weight, samples, *flags = self._head.tolist()
         unused = () if min(flags) > 0 else tuple(i for i, flag in enumerate(flags) if not flag)
         return Totals(loss, weight, int(samples), unused)
 
-    @torch.no_grad()
     def update_norms(self) -> None:
         """One update of all running statistics, from the moments of all shards."""
         for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):

@@ -1,12 +1,19 @@
 """Sums along one fixed binary tree over all shards, whoever owns them: equal bits on any ranks.
 
-Inside a rank, shard gradients are added as soon as both children of a node are there. The roots of
-the complete subtrees that a rank holds (one, where ranks divide the shards) are cut into N chunks;
-an all-to-all gives chunk r of every root of every rank to rank r, which finishes the tree for its
-chunk; an all-gather brings the sums together. Nothing is divided here: 1/3 is not exact.
+Inside a rank, shard gradients are added as soon as both children of a node are there. The ranks
+finish the tree from the roots of the complete subtrees that they hold, in one of two ways:
+
+* in pairs, where ranks are siblings in the tree and the bucket is small: round k sums over two
+  ranks, 2^k apart, and log2(N) rounds are all there is to wait for;
+* in chunks otherwise: an all-to-all gives chunk r of every root of every rank to rank r, which
+  finishes the tree for its chunk, and an all-gather brings the sums together.
+
+Nothing is divided here: 1/3 is not exact.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +21,7 @@ from torch import Tensor
 from allranks.on_torch.comm import Comm, Pending
 from allranks.on_torch.reducers.base import Reducer
 from allranks.shards import owned_shards
-from allranks.tree import Span, are_siblings, subtree_roots
+from allranks.tree import Span, are_siblings, rounds_of_pairs, subtree_roots, uses_pairs
 
 
 class TreeSum:
@@ -45,16 +52,18 @@ class TreeSum:
 
 
 class Tree(Reducer):
-    """Fixed order of sums. Sends (roots + 1)(N-1)/N of a bucket's bytes."""
+    """Fixed order of sums. Sends what the card of `ddp` says for `reduce=tree`."""
 
     def __init__(self, comm: Comm, shards: int) -> None:
         super().__init__(comm, shards)
         self._trees: dict[int, TreeSum] = {}
-        self._under_way: list[tuple[Pending, Tensor]] = []
+        self._under_way: list[_Exchange] = []
         self._roots = [
             subtree_roots(owned_shards(shards, comm.size, rank), shards)
             for rank in range(comm.size)
         ]
+        rounds = rounds_of_pairs(shards, comm.size) or 0
+        self._pairs = [comm.pair(comm.rank ^ (1 << k)) for k in range(rounds)]
 
     @property
     def multiple(self) -> int:
@@ -72,8 +81,16 @@ class Tree(Reducer):
             tree.add(leaf, [flat])
             roots = [tensors[0] for _, tensors in tree.roots]
         if self.comm.size == 1:
-            self._under_way.append((Pending(), roots[0]))
-            return
+            exchange = _Exchange(flat, roots[0], Pending())
+        elif uses_pairs(self.shards, self.comm.size, flat.nbytes):
+            first = self.comm.add_in_pair(roots[0], self._pairs[0])
+            exchange = _Exchange(flat, roots[0], first, in_pairs=True)
+        else:
+            exchange = self._give_chunks(flat, roots)
+        self._under_way.append(exchange)
+
+    def _give_chunks(self, flat: Tensor, roots: list[Tensor]) -> _Exchange:
+        """Send chunk r of every root to rank r."""
         chunk = flat.numel() // self.comm.size
         given = roots[0]
         if len(roots) > 1:  # (root, rank, chunk) -> (rank, root, chunk)
@@ -81,23 +98,41 @@ class Tree(Reducer):
         sizes = [len(spans) * chunk for spans in self._roots]
         received = flat.new_empty(sum(sizes))
         own = [len(roots) * chunk] * self.comm.size
-        self._under_way.append((self.comm.all_to_all(received, given, sizes, own), received))
+        return _Exchange(flat, received, self.comm.all_to_all(received, given, sizes, own))
 
     def finish(self, flats: list[Tensor]) -> None:
-        gathers = []
-        for flat, (pending, received) in zip(flats, self._under_way, strict=True):
-            pending.wait()
-            if self.comm.size == 1:
-                if received is not flat:
-                    flat.copy_(received)
-                continue
-            chunk = flat.numel() // self.comm.size
-            spans = [span for roots in self._roots for span in roots]
-            tree = TreeSum(self.shards)
-            for span, part in zip(spans, received.split(chunk), strict=True):
-                tree.add(span, [part])
-            (total,) = tree.total()
-            gathers.append(self.comm.all_gather(flat, total))
-        for gather in gathers:
-            gather.wait()
+        for exchange in self._under_way:
+            exchange.pending.wait()
+            if self.comm.size > 1 and not exchange.in_pairs:
+                exchange.pending = self.comm.all_gather(exchange.flat, self._total(exchange))
+        paired = [exchange for exchange in self._under_way if exchange.in_pairs]
+        for pair in self._pairs[1:]:
+            for exchange in paired:
+                exchange.pending = self.comm.add_in_pair(exchange.held, pair)
+            for exchange in paired:
+                exchange.pending.wait()
+        for exchange in self._under_way:
+            exchange.pending.wait()
+            if (self.comm.size == 1 or exchange.in_pairs) and exchange.held is not exchange.flat:
+                exchange.flat.copy_(exchange.held)
         self._under_way.clear()
+
+    def _total(self, exchange: _Exchange) -> Tensor:
+        """The sum over all shards of this rank's chunk."""
+        spans = [span for roots in self._roots for span in roots]
+        tree = TreeSum(self.shards)
+        chunk = exchange.flat.numel() // self.comm.size
+        for span, part in zip(spans, exchange.held.split(chunk), strict=True):
+            tree.add(span, [part])
+        (total,) = tree.total()
+        return total
+
+
+@dataclass
+class _Exchange:
+    """A bucket under way: `held` is this rank's root, or what it received of all roots."""
+
+    flat: Tensor
+    held: Tensor
+    pending: Pending
+    in_pairs: bool = False

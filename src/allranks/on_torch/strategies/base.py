@@ -88,18 +88,16 @@ class Strategy(ABC):
         """The output of the model for evaluation data of this rank alone. No communication."""
         return forward(self.model, data)
 
-    def workload(self) -> Workload:
-        """What the card's bytes depend on, for this model on these ranks."""
-        return Workload(
-            gradient_bytes=sum(p.nbytes for p in self.step.parameters),
-            tally_bytes=self.step.layout.size * self.step.parameters[0].element_size(),
-            ranks=self.comm.size,
-            shards=self.task.shards,
-        )
+    def messages(self) -> tuple[int, ...]:
+        """The sizes in bytes of what is summed over the ranks in a step, the tally included."""
+        parameters = self.step.parameters
+        tally = self.step.layout.size * parameters[0].element_size()
+        return (sum(p.nbytes for p in parameters) + tally,)
 
     def promised_bytes(self) -> int:
         """What the card says the busiest rank sends in a step, for this model on these ranks."""
-        return self.card.bytes_sent(self.workload(), self.setting.options)
+        work = Workload(self.messages(), self.comm.size, self.task.shards)
+        return self.card.bytes_sent(work, self.setting.options)
 
     def state(self) -> dict[str, Any]:
         """All that a step depends on but the data: weights, buffers, optimizer."""

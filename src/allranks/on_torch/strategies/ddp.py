@@ -33,6 +33,9 @@ class DDP(Strategy):
         self.tally = self.step.layout.tally(self.buckets.tally)
         self.step.on_gradient = self.buckets.gradient_finished
 
+    def messages(self) -> tuple[int, ...]:
+        return tuple(flat.nbytes for flat in self.buckets.flats)
+
     def train_step(self, batch: Batch) -> StepResult:
         self.buckets.begin()
         last = batch.leaves[-1]

@@ -1,0 +1,211 @@
+"""Time per optimizer step, steady state: our loop beside loops written by hand, and by wrappers.
+
+    python benchmarks/step.py              a tiny MLP and a small CNN on 2 ranks
+    python benchmarks/step.py --bitwise    equal bits: a small CNN and a gradient-heavy MLP, 4 ranks
+
+Every rank is a process that holds all contenders (`contenders.py` says what each does and logs),
+on one Gloo group, with one thread. A round gives each contender one block of steps, in turns; a
+block begins at a barrier, and its time is that of the slowest rank. What is compared was measured
+in the same round, within a second or so: many short blocks, because the noise of a shared machine
+comes and goes slowly. Since equal loops differ from process to process, `--sets` fresh sets of
+processes share the rounds. Before anything is timed, the first losses of all contenders that train
+alike must agree. Objects that live through the measurement are taken out of the garbage
+collector's sight, which otherwise runs as usual.
+
+`raw` runs on all ranks at once without communication: the ceiling, measured in the same rounds.
+With more ranks than cores, time per step is mostly Gloo's threads waking each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from harness import RECORDS, Comparison, difference_us, finish_record, ratio, say, start_record
+
+METRIC = "step_us"
+Samples = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured of one workload: `compared` are (of, over, kind, bar)."""
+
+    workload: str
+    ranks: int
+    block: int
+    contenders: tuple[str, ...]
+    compared: tuple[tuple[str, str, str, float | None], ...]
+
+
+WRAPPERS = ("fabric-local", "fabric-global", "accelerate-local", "accelerate-global")
+BY_HAND = ("raw", "ddp-local", "ddp-global", "ddp-global-again", "ddp-tuned")
+
+STEP = (
+    Plan(
+        "tiny MLP",
+        2,
+        50,
+        (*BY_HAND, *WRAPPERS, "allranks", "allranks-8"),
+        (
+            ("allranks", "ddp-global", "difference_us", 100.0),
+            ("allranks-8", "ddp-global", "difference_us", None),
+            ("allranks", "ddp-local", "difference_us", None),
+            ("allranks", "ddp-tuned", "difference_us", None),
+            ("fabric-local", "ddp-local", "difference_us", None),
+            ("fabric-global", "ddp-global", "difference_us", None),
+            ("accelerate-local", "ddp-local", "difference_us", None),
+            ("accelerate-global", "ddp-global", "difference_us", None),
+            ("ddp-global-again", "ddp-global", "difference_us", None),
+            ("allranks", "raw", "difference_us", None),
+        ),
+    ),
+    Plan(
+        "small CNN",
+        2,
+        5,
+        (*BY_HAND, "fabric-global", "accelerate-global", "allranks", "allranks-8"),
+        (
+            ("allranks", "ddp-global", "ratio", 1.03),
+            ("allranks-8", "ddp-global", "ratio", None),
+            ("allranks", "ddp-local", "ratio", None),
+            ("allranks", "ddp-tuned", "ratio", None),
+            ("fabric-global", "ddp-global", "ratio", None),
+            ("accelerate-global", "ddp-global", "ratio", None),
+            ("ddp-global-again", "ddp-global", "ratio", None),
+        ),
+    ),
+)
+
+BITWISE_CONTENDERS = ("ddp-global", "allranks", "allranks-8", "allranks-bitwise")
+BITWISE = tuple(
+    Plan(
+        workload,
+        4,
+        block,
+        (*BITWISE_CONTENDERS, "allranks-bitwise-N"),
+        (
+            ("allranks-bitwise", "allranks-8", "ratio", bar),
+            ("allranks-bitwise", "ddp-global", "ratio", None),
+            ("allranks-bitwise-N", "allranks", "ratio", None),
+            ("allranks", "ddp-global", "ratio", None),
+        ),
+    )
+    for workload, block, bar in (("small CNN", 5, 1.15), ("gradient-heavy MLP", 5, None))
+)
+
+
+def measure(plan: Plan, pairs: int, sets: int) -> Samples:
+    """Microseconds per step of every contender, one value for each of `pairs` rounds."""
+    samples: Samples = {name: [] for name in plan.contenders}
+    for number in range(sets):
+        rounds = pairs // sets + (number < pairs % sets)
+        if not rounds:
+            continue
+        found = _one_set(plan, rounds, len(samples[plan.contenders[0]]))
+        for name in plan.contenders:
+            samples[name] += found[name]
+        say(
+            f"{plan.workload}, {plan.ranks} ranks, set {number + 1}/{sets}: "
+            + "  ".join(f"{name} {statistics.median(found[name]):.0f}" for name in plan.contenders)
+        )
+    return samples
+
+
+def _one_set(plan: Plan, rounds: int, first_turn: int) -> Samples:
+    """Run one fresh set of rank processes to its end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["step_rank"])
+    with tempfile.TemporaryDirectory(prefix="benchmark-step-") as folder:
+        arguments = [(plan, rank, rounds, first_turn, folder) for rank in range(plan.ranks)]
+        ranks: list[BaseProcess] = [
+            context.Process(target=_rank, args=arguments[r], name=f"rank {r}")
+            for r in range(plan.ranks)
+        ]
+        for process in ranks:
+            process.start()
+        _wait(plan.workload, ranks)
+        samples: Samples = json.loads((Path(folder) / "samples.json").read_text())
+        return samples
+
+
+def _wait(workload: str, ranks: list[BaseProcess]) -> None:
+    """Until all have ended well; one that fails ends the others, which would wait for it."""
+    running = {process.sentinel: process for process in ranks}
+    while running:
+        for sentinel in connection.wait(list(running)):
+            process = running.pop(sentinel)  # type: ignore[arg-type]
+            process.join()
+            if process.exitcode:
+                for other in running.values():
+                    other.kill()
+                raise SystemExit(f"{workload}: {process.name} ended with {process.exitcode}")
+
+
+def _rank(plan: Plan, rank: int, rounds: int, first_turn: int, folder: str) -> None:
+    """In a rank's process: what follows imports torch, which the command itself never does."""
+    from step_rank import measure_as_rank  # noqa: PLC0415
+
+    names = list(plan.contenders)
+    measure_as_rank(plan.workload, plan.ranks, rank, names, plan.block, rounds, first_turn, folder)
+
+
+def compare(plan: Plan, samples: Samples) -> tuple[list[dict[str, Any]], list[Comparison]]:
+    """The medians of every contender, and the comparisons that the plan names."""
+    what = f"{plan.workload}, {plan.ranks} ranks"
+    rows = [
+        {"what": what, "contender": name, METRIC: statistics.median(values)}
+        for name, values in samples.items()
+    ]
+    comparisons = []
+    for of, over, kind, bar in plan.compared:
+        pairs = list(zip(samples[of], samples[over], strict=True))
+        if kind == "ratio":
+            comparisons.append(ratio(what, METRIC, of, over, pairs, bar))
+        else:
+            in_s = [(a / 1e6, b / 1e6) for a, b in pairs]
+            comparisons.append(difference_us(what, METRIC, of, over, in_s, bar))
+    return rows, comparisons
+
+
+def main() -> None:
+    """Measure, write the record, print it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--bitwise", action="store_true", help="equal bits beside ddp, on 4 ranks")
+    parser.add_argument("--pairs", type=int, help="rounds (default 120; 60 with --bitwise)")
+    parser.add_argument("--sets", type=int, default=3, help="fresh sets of processes")
+    parser.add_argument("--workload", help="only this one, by the start of its name")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")
+    asked = parser.parse_args()
+    pairs = asked.pairs or (60 if asked.bitwise else 120)
+    plans = [
+        plan
+        for plan in (BITWISE if asked.bitwise else STEP)
+        if plan.workload.startswith(asked.workload or "")
+    ]
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    name = "bitwise" if asked.bitwise else "step"
+    record = start_record(name, {"pairs": pairs, "sets": asked.sets, "threads_per_rank": 1})
+    record["rows"], record["samples"], comparisons = [], {}, []
+    for plan in plans:
+        samples = measure(plan, pairs, asked.sets)
+        rows, compared = compare(plan, samples)
+        record["rows"] += rows
+        record["samples"][f"{plan.workload}, {plan.ranks} ranks"] = {METRIC: samples}
+        comparisons += compared
+    finish_record(record, comparisons, asked.records)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""One rank of `step.py`: makes all contenders, checks that they train alike, times their blocks."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from contenders import CONTENDERS, Contender
+from harness import order_of
+from workloads import WORKLOADS
+
+from allranks.world import World
+
+CHECKED_STEPS = 5
+TOLERANCE = 1e-3  # of a loss, float32, after a few steps; another sample order is off by 1e-1
+LIMIT_S = 600  # a rank that has not ended by then shows where it stands, and leaves
+
+
+def measure_as_rank(
+    workload: str,
+    ranks: int,
+    rank: int,
+    names: list[str],
+    block: int,
+    rounds: int,
+    first_turn: int,
+    folder: str,
+) -> None:
+    """Time `rounds` rounds as `rank` of `ranks`; the leader writes `samples.json`."""
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    world = World(rank, ranks, rank, ranks, 0, str(Path(folder) / "store"))
+    os.environ.update(world.variables(), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    torch.set_num_threads(1)
+    slowest = _measured(workload, world, names, block, range(first_turn, first_turn + rounds))
+    if world.is_leader:
+        (Path(folder) / "samples.json").write_text(json.dumps(slowest))
+    gc.unfreeze()  # every DistributedDataParallel must be gone before the group is: one that holds
+    gc.collect()  # the group's last reference waits for its threads, and they for Python's lock
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measured(
+    workload: str, world: World, names: list[str], block: int, turns: range
+) -> dict[str, list[float]]:
+    """Microseconds per step of each contender in each round, on the slowest rank."""
+    contenders = _make(workload, names, world)
+    _check(contenders)
+    for contender in contenders.values():
+        _timed_block_s(contender, block)
+    gc.collect()
+    gc.freeze()
+    own: dict[str, list[float]] = {name: [] for name in names}
+    for turn in turns:
+        for name in order_of(names, turn):
+            own[name].append(_timed_block_s(contenders[name], block) / block * 1e6)
+    return {name: _slowest(values) for name, values in own.items()}
+
+
+def _make(workload: str, names: list[str], world: World) -> dict[str, Contender]:
+    """All contenders, in the order of `names`; ours come first, because a Trainer joins the ranks."""
+    ours_first = sorted(names, key=lambda name: not name.startswith("allranks"))
+    made = {name: CONTENDERS[name](WORKLOADS[workload], world) for name in ours_first}
+    torch.use_deterministic_algorithms(False)  # a bitwise Trainer has set it; see `_timed_block_s`
+    return {name: made[name] for name in names}
+
+
+def _timed_block_s(contender: Contender, steps: int) -> float:
+    """Seconds for `steps` steps, from a barrier to this rank's end."""
+    torch.use_deterministic_algorithms(contender.deterministic)
+    contender.losses.clear()
+    dist.barrier()
+    start = time.perf_counter()
+    contender.run(steps)
+    return time.perf_counter() - start
+
+
+def _check(contenders: dict[str, Contender]) -> None:
+    """The first losses of all that log the global mean agree, so all train the same thing.
+
+    Those with BatchNorm agree only where its statistics are over the same samples.
+    """
+    expected: dict[bool, tuple[str, list[float]]] = {}
+    for name, contender in contenders.items():
+        _timed_block_s(contender, CHECKED_STEPS)
+        if name == "raw" or name.endswith("-local"):
+            continue
+        other_statistics = contender.workload.has_batchnorm and name in (
+            "allranks-8",
+            "allranks-bitwise",
+        )
+        first, losses = expected.setdefault(other_statistics, (name, list(contender.losses)))
+        if not all(
+            math.isclose(a, b, rel_tol=TOLERANCE)
+            for a, b in zip(losses, contender.losses, strict=True)
+        ):
+            raise SystemExit(f"{name} logs {contender.losses}, but {first} logs {losses}")
+
+
+def _slowest(own: list[float]) -> list[float]:
+    """For each block the time of the slowest rank."""
+    times = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    slowest: list[float] = times.tolist()
+    return slowest

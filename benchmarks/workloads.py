@@ -1,0 +1,116 @@
+"""What the loops of `step.py` train: a model, an optimizer and tensors in memory, from one seed.
+
+Every contender trains its own copy from the same initial weights, on the same samples in the same
+order, so their losses can be compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+from allranks.on_torch import Task
+from allranks.order import Order
+
+SEED = 0
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`batch` samples per rank and step; `samples` in memory; `shape` of one of them."""
+
+    name: str
+    batch: int
+    samples: int
+    shape: tuple[int, ...]
+    make_model: Callable[[], nn.Module]
+    has_batchnorm: bool = False
+
+    def model(self) -> nn.Module:
+        """The model with its initial weights: the same on every rank, for every contender."""
+        torch.manual_seed(SEED)
+        return self.make_model()
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Random samples, and labels that follow from them, so that there is something to learn."""
+        generator = torch.Generator().manual_seed(SEED)
+        inputs = torch.randn(self.samples, *self.shape, generator=generator)
+        flat = inputs.flatten(1)
+        rule = torch.randn(flat.shape[1], CLASSES, generator=generator)
+        return inputs, (flat @ rule).argmax(dim=1)
+
+
+def batches(workload: Workload, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a person writes for data in memory: this rank's slice of each epoch's permutation.
+
+    It is the permutation that allranks uses, so that all contenders see the same samples. Leaner
+    than a DataLoader with a DistributedSampler, which gathers sample by sample.
+    """
+    inputs, labels = workload.data()
+    order = Order(workload.samples, workload.batch * ranks, SEED, "drop")
+    epoch = 0
+    while True:
+        for step in range(order.steps_per_epoch):
+            start = rank * workload.batch
+            chosen = order.batch(epoch, step)[start : start + workload.batch]
+            index = torch.from_numpy(chosen)
+            yield inputs[index], labels[index]
+        epoch += 1
+
+
+def task_of(workload: Workload, ranks: int, shards: int) -> Task:
+    """The same training as a task of allranks."""
+
+    class Measured(Task):
+        def model(self) -> nn.Module:
+            return workload.model()
+
+        def optimizer(self, model: nn.Module) -> Optimizer:
+            return workload.optimizer(model)
+
+        def train_data(self) -> tuple[Tensor, Tensor]:
+            return workload.data()
+
+        def loss(self, output: Tensor, batch: Any) -> Tensor:
+            return F.cross_entropy(output, batch[1], reduction="none")
+
+    return Measured(batch_size=workload.batch * ranks, shards=shards, last_batch="drop")
+
+
+def _mlp(features: int, width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(features, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, CLASSES),
+    )
+
+
+def _cnn() -> nn.Module:
+    def block(channels: int, more: int) -> list[nn.Module]:
+        convolution = nn.Conv2d(channels, more, 3, padding=1, bias=False)
+        return [convolution, nn.BatchNorm2d(more), nn.ReLU(), nn.MaxPool2d(2)]
+
+    layers = [*block(3, 16), *block(16, 32), *block(32, 64)]  # (n, 64, 4, 4) from 32 by 32 pixels
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 16, CLASSES))
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload("tiny MLP", 32, 4096, (64,), lambda: _mlp(64, 64)),
+        Workload("small CNN", 32, 1024, (3, 32, 32), _cnn, has_batchnorm=True),
+        Workload("gradient-heavy MLP", 32, 1024, (1024,), lambda: _mlp(1024, 1024)),
+    )
+}
