@@ -37,8 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workloads import Workload, batches, task_of
 
 from allranks.job import Job
-from allranks.on_torch import Trainer, trainer
-from allranks.on_torch.comm import Comm
+from allranks.on_torch import Trainer
 from allranks.world import World
 
 DEFAULT_SHARDS = 8
@@ -189,7 +188,7 @@ class AllRanks(Contender):
 
     def prepare(self) -> None:
         task = task_of(self.workload, self.world.size, self.shards())
-        self.trainer = _trainer(task, Job(strategy="ddp", bitwise=self.bitwise), self.world)
+        self.trainer = Trainer(task, Job(strategy="ddp", bitwise=self.bitwise), world=self.world)
         self.batches = self.trainer.batches(steps=STEPS_LIMIT)
 
     def run(self, steps: int) -> None:
@@ -231,19 +230,3 @@ CONTENDERS: dict[str, Callable[[Workload, World], Contender]] = {
     "allranks-bitwise": Bitwise8,
     "allranks-bitwise-N": BitwiseN,
 }
-
-
-def _trainer(task: Any, job: Job, world: World) -> Trainer:
-    """A trainer on the process group that is there, or the first one, which makes it.
-
-    A trainer joins its ranks by itself, and a process joins only once. Several in one process are
-    wanted here only, so joining again is replaced while one is made; no step goes through it.
-    """
-    if not dist.is_initialized():
-        return Trainer(task, job, world=world)
-    join = trainer.join
-    trainer.join = lambda world, device: Comm(world.rank, world.size, device)
-    try:
-        return Trainer(task, job, world=world)
-    finally:
-        trainer.join = join

@@ -156,7 +156,7 @@ def read_job_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
             asked=f"--job {path}",
             found=f"schema {schema}",
             why=f"this version reads schema {SCHEMA}, with the task's fields in a table [task]",
-            do="write the file again, from `allranks train … --dry-run --json`",
+            do="start from the job.toml of a run folder",
         )
     hints = {f.name: f.type for f in dataclasses.fields(Job)}
     kinds = {"str": str, "int": int, "bool": bool, "int | None": int | None}

@@ -20,7 +20,7 @@ from allranks.launch.start import Result, run_job
 from allranks.record import RunFolder, is_in_use
 
 FOUR_PARTS = re.compile(
-    r"\Aallranks: RequestError\nasked: \S.*\nfound: \S.*\nwhy:   \S.*\ndo:    \S.*\n\Z"
+    r"\Aallranks: this cannot be done\nasked: \S.*\nfound: \S.*\nwhy:   \S.*\ndo:    \S.*\n\Z"
 )
 Refuse = Callable[..., RequestError]
 
@@ -242,7 +242,7 @@ def whole_process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]
 def test_a_whole_process_that_refuses_the_loss(folder: Path) -> None:
     done = whole_process(folder, "bad_tasks:ScalarLoss", "--ranks", "2", "--json")
     assert (done.returncode, done.stdout) == (2, "")
-    refusal = done.stderr[done.stderr.index("allranks: RequestError") :]
+    refusal = done.stderr[done.stderr.index("allranks: this cannot be done") :]
     assert FOUR_PARTS.match(refusal), done.stderr
     assert "Traceback" not in done.stderr
     assert list(folder.iterdir()) == []

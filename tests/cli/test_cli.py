@@ -276,6 +276,6 @@ def test_ctrl_c_of_a_training_ends_it_with_130(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert (process.returncode, out) == (130, "")
-    assert "allranks: Interrupted\ninterrupted; every rank is stopped." in err
+    assert "allranks: interrupted; every rank is stopped." in err
     assert "Traceback" not in err
     assert read_events(tmp_path / "run")[-1]["event"] == "interrupted"

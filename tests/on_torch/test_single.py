@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import contract_tasks
+from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.on_torch import Trainer
 from allranks.order import Order
@@ -94,6 +95,17 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
     task = contract_tasks.Experts()
     wanted = by_hand(task, lambda model, batch: task.loss(model(batch[0]), batch).mean())
     assert_equal(trained(task), wanted)
+
+
+def test_a_task_that_forgets_what_makes_its_fields_real_is_refused() -> None:
+    with pytest.raises(TypeError, match="has no annotation"):
+        type("Bare", (contract_tasks.Plain,), {"batch_size": 8})
+
+    class NoDataclass(contract_tasks.Plain):
+        batch_size: int = 8
+
+    with pytest.raises(RequestError, match="@dataclass"):
+        Trainer(NoDataclass())
 
 
 def test_a_trainer_from_parts_is_the_same_trainer() -> None:

@@ -1,8 +1,8 @@
 """`check`: the job as asked, beside the same job in one process, with the traces compared.
 
 The candidate starts every step from the weights and buffers that the reference had there, so that
-legitimate rounding cannot add up (AdamW amplifies it without bound where a true gradient is zero,
-as for a bias before BatchNorm); its optimizer runs on by itself.
+legitimate rounding cannot add up; its optimizer runs on by itself. Weights whose gradient is only
+rounding (a bias before BatchNorm) are named, not compared: AdamW makes steps of any size of it.
 
 * fp64 (the default here): samples, losses, gradients, weights and buffers of every step must agree
   within 1e-10. Legitimate reordering of sums stays below 1e-13.
@@ -45,6 +45,8 @@ class Verdict:
     tolerance: Tolerance
     evaluation_equal: bool
     not_checked: tuple[str, ...]
+    one_process: bool = False
+    """Whether what was compared is one process with itself: the ranks were never started."""
 
     @property
     def equal(self) -> bool:
@@ -76,7 +78,7 @@ def check_against_one(resolved: Resolved, folder: Path, server: ForkServer) -> V
         repeated = run("noise", again)
         noise = compare(trace, Trace(repeated.run_dir / "trace"), believable)
         if noise.first is not None:  # no rounding: one process alone gives two answers
-            return Verdict(noise, believable, True, _not_checked(again, repeated))
+            return Verdict(noise, believable, True, _not_checked(again, repeated), True)
         limit_of_noise = max(NOISE_FACTOR * noise.largest, NOISE_FLOOR)
         tolerance = Tolerance(limit_of_noise, limit_of_noise, MADE_IN_A_STEP)
     job = dataclasses.replace(job, replay="" if job.bitwise else replay)
@@ -87,7 +89,7 @@ def check_against_one(resolved: Resolved, folder: Path, server: ForkServer) -> V
         tolerance=tolerance,
         evaluation_equal=_close(reference.summary["eval"], candidate.summary["eval"], tolerance)
         or tolerance.stages == MADE_IN_A_STEP,
-        not_checked=_not_checked(job, candidate),
+        not_checked=(*_passed_over(comparison), *_not_checked(job, candidate)),
     )
 
 
@@ -110,6 +112,11 @@ def _close(wanted: dict[str, float], found: dict[str, float], tolerance: Toleran
         abs(found[name] - value) <= tolerance.numbers * max(abs(value), 1e-30)
         for name, value in wanted.items()
     )
+
+
+def _passed_over(comparison: Comparison) -> tuple[str, ...]:
+    names = ", ".join(comparison.passed_over)
+    return (f"weights of {names}: their gradient is only rounding",) if names else ()
 
 
 def _not_checked(job: Job, candidate: Result) -> tuple[str, ...]:

@@ -62,6 +62,8 @@ class Comparison:
     steps: int
     largest: float
     largest_at: str
+    passed_over: tuple[str, ...] = ()
+    """Tensors whose weights were not compared: their gradient is nothing but rounding."""
 
 
 class Trace:
@@ -85,26 +87,45 @@ class Trace:
 def compare(reference: Trace, candidate: Trace, tolerance: Tolerance) -> Comparison:
     """The first difference between a run of one process and one of any number of ranks."""
     largest, largest_at, compared = 0.0, "nothing", 0
+    passed_over: set[str] = set()
+
+    def found(first: Difference | None) -> Comparison:
+        return Comparison(first, compared, largest, largest_at, tuple(sorted(passed_over)))
+
     for step in reference.steps:
         if step not in candidate.ranks[0]:
-            difference = Difference(
-                step, "number of steps", None, None, "the candidate ended before", "lost samples"
-            )
-            return Comparison(difference, compared, largest, largest_at)
+            return found(_ended(step, "the candidate ended before", "lost samples"))
+        noise = set() if tolerance.exact else _rounding_only(reference.tensors(step), tolerance)
+        passed_over |= noise
         for difference in _differences(reference, candidate, step, tolerance):
-            if difference.size is not None and _within(difference, tolerance):
-                if difference.size > largest:
-                    largest = difference.size
-                    largest_at = f"{difference.stage} {difference.tensor} at step {step}"
+            if difference.stage == "weight" and difference.tensor in noise:
                 continue
-            return Comparison(difference, compared, largest, largest_at)
+            if not _within(difference, tolerance):
+                return found(difference)
+            assert difference.size is not None
+            if difference.size > largest:
+                largest = difference.size
+                largest_at = f"{difference.stage} {difference.tensor} at step {step}"
         compared += step != START
     extra = sorted(set(candidate.ranks[0]) - set(reference.steps))
     if extra:
-        found = "the reference ended before"
-        difference = Difference(extra[0], "number of steps", None, None, found, "repeated samples")
-        return Comparison(difference, compared, largest, largest_at)
-    return Comparison(None, compared, largest, largest_at)
+        return found(_ended(extra[0], "the reference ended before", "repeated samples"))
+    return found(None)
+
+
+def _ended(step: int, found: str, hint: str) -> Difference:
+    return Difference(step, "number of steps", None, None, found, hint)
+
+
+def _rounding_only(tensors: dict[str, Array], tolerance: Tolerance) -> set[str]:
+    """Parameters whose gradient is zero but for rounding, as of a bias before BatchNorm.
+
+    An optimizer such as AdamW makes steps of that rounding, so their weights prove nothing.
+    """
+    prefix = "gradient/"
+    norms = {n.removeprefix(prefix): _norm(t) for n, t in tensors.items() if n.startswith(prefix)}
+    limit = tolerance.tensors * float(np.sqrt(sum(norm**2 for norm in norms.values())))
+    return {name for name, norm in norms.items() if 0 < norm <= limit}
 
 
 def _within(difference: Difference, tolerance: Tolerance) -> bool:

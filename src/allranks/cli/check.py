@@ -12,7 +12,7 @@ import click
 from allranks.catalog import preload_for
 from allranks.check.against_one import Verdict, check_against_one
 from allranks.cli.options import job_options, resolved_from
-from allranks.errors import EXIT_DIFFERENCE_FOUND
+from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError
 from allranks.job import Job
 from allranks.launch.server import ForkServer
 from allranks.record import as_json
@@ -37,13 +37,20 @@ def check(program: str | None, keep_runs: str | None, as_object: bool, **flags: 
     if flags["job_file"] is None:
         defaults = {"strategy": "ddp", "precision": "fp64", "ranks": 2}
         flags |= {n: value for n, value in defaults.items() if flags[n] is None}
-    flags["steps"] = flags["steps"] or STEPS
+    if flags["steps"] is None:
+        flags["steps"] = STEPS
     resolved = resolved_from(program, flags)
     with (
         tempfile.TemporaryDirectory(prefix="allranks-check-") as scratch,
         ForkServer(preload_for(resolved.job.program)) as server,
     ):
-        verdict = check_against_one(resolved, Path(keep_runs or scratch), server)
+        try:
+            verdict = check_against_one(resolved, Path(keep_runs or scratch), server)
+        except ProgramError as error:
+            if keep_runs:
+                raise
+            again = "that folder was temporary: repeat with --keep-runs FOLDER to keep it"
+            raise ProgramError(f"{error}\n{again}") from error
     click.echo(_in_sentences(verdict, resolved.job), err=as_object)
     if as_object:
         click.echo(as_json(_as_data(verdict, resolved.job)))
@@ -54,7 +61,14 @@ def check(program: str | None, keep_runs: str | None, as_object: bool, **flags: 
 def _in_sentences(verdict: Verdict, job: Job) -> str:
     found = verdict.comparison
     what = f"{job.program} under {job.strategy} on {job.ranks} ranks, {job.precision}"
-    if found.first is not None:
+    if verdict.one_process:
+        lines = [
+            f"different: {job.program} in one process, {job.precision}, with itself",
+            "it gives two answers when its shards go through the model one by one: random numbers "
+            "that the engine cannot see, or samples that depend on each other",
+            str(found.first),
+        ]
+    elif found.first is not None:
         lines = [f"different: {what}", str(found.first)]
     elif not verdict.evaluation_equal:
         lines = [f"different: {what}", f"evaluation differs after {found.steps} equal steps"]
@@ -79,6 +93,7 @@ def _as_data(verdict: Verdict, job: Job) -> dict[str, Any]:
         "steps": verdict.comparison.steps,
         "tolerance": verdict.tolerance.tensors,
         "largest_difference": verdict.comparison.largest,
+        "one_process": verdict.one_process,
         "evaluation_equal": verdict.evaluation_equal,
         "first_difference": None
         if first is None

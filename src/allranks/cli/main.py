@@ -8,7 +8,7 @@ import click
 
 from allranks import __version__
 from allranks.catalog import VERBS, load
-from allranks.errors import EXIT_INTERRUPTED, AllranksError, nearest
+from allranks.errors import EXIT_INTERRUPTED, AllranksError, RequestError, nearest
 
 
 class Verbs(click.Group):
@@ -49,7 +49,8 @@ def main() -> None:
         click.echo("allranks: interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)
     except AllranksError as error:
-        click.echo(f"allranks: {type(error).__name__}\n{error}", err=True)
+        lead = "this cannot be done\n" if isinstance(error, RequestError) else ""
+        click.echo(f"allranks: {lead}{error}", err=True)
         sys.exit(error.exit_code)
 
 

@@ -6,6 +6,7 @@ Used by every verb that trains: `train`, `check`, and the tests. Nothing else st
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import tempfile
 import time
@@ -32,6 +33,7 @@ from allranks.record import (
 )
 
 WORKER = ENGINES["torch"]
+_runs = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def describe(server: ForkServer, job: Job) -> Shape:
 
 
 def new_run_dir(program: str) -> str:
-    """A new name under `runs/`: the program, the time, and the id of this process."""
+    """A new name under `runs/`: the program, the time, this process, and which run of it."""
     name = Path(program.partition(":")[0]).stem or "run"
     safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
-    return f"runs/{safe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return f"runs/{safe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_runs)}"

@@ -120,6 +120,17 @@ def check_task(task: Task, program: str) -> None:
             why=f"a task needs {', '.join(REQUIRED)}",
             do=f"add `def {missing[0]}(self, …)` to it",
         )
+    for base in type(task).__mro__[: type(task).__mro__.index(Task)]:
+        annotated = [
+            n for n, a in inspect.get_annotations(base).items() if "ClassVar" not in str(a)
+        ]
+        if annotated and "__dataclass_params__" not in vars(base):
+            raise RequestError(
+                asked=f"to train {program}",
+                found=f"{base.__name__} has fields ({', '.join(annotated)}) but is no dataclass",
+                why="without the decorator its fields cannot be set, and their values are passed over",
+                do=f"write @dataclass(kw_only=True) above class {base.__name__}",
+            )
     for name in ("batch_size", "epochs", "shards"):
         if getattr(task, name) < 1:
             raise RequestError(

@@ -33,7 +33,7 @@ def plan(job: Job, shape: Shape) -> Plan:
     if busy < 1:
         notes.append(
             f"{job.ranks} ranks on {shape.shards} shards: ranks are busy {busy:.0%} of the time; "
-            f"--set shards={job.ranks * -(-shape.shards // job.ranks)} would keep all busy"
+            f"--set shards={job.ranks * -(-shape.shards // job.ranks)} would keep all busy, as another job"
         )
     store = str(Path(job.run_dir) / STORE) if job.ranks > 1 else ""
     threads = threads_per_rank(job)

@@ -1,0 +1,256 @@
+"""What the documents show is true: every command runs, every file shown is used, no link is dead.
+
+A section of a document is one test. The files that the document shows are written to an empty
+folder, and the commands of the section run there in order:
+
+    a line "`name.py`:" before a block      the block is that file
+    ```sh, or ```sh exit=2                  one command per line, with the exit code of the last
+    ```text after a sh block                lines of its output, in order, whatever the numbers are;
+                                            … stands for anything
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.cards import CARDS
+from allranks.cli.main import main
+from allranks.launch.server import ForkServer
+from conftest import ROOT
+
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")))
+}
+FENCE = re.compile(r"^```(\w+)(?: exit=(\d+))?\n(.*?)^```$", re.M | re.S)
+FILE_NAME = re.compile(r"`([\w.-]+)`:\n\n$")
+SECTION = re.compile(r"^## ", re.M)
+LINK = re.compile(r"\]\(([^)]+)\)")
+PRINTED = re.compile(r'<text class="[\w-]+-r\d+" x="[\d.]+" y="([\d.]+)".*?>(.*?)</text>')
+ELSEWHERE = "github.com", "arxiv.org"
+TERMINAL = ROOT / "docs" / "terminal.svg"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the file that it is (or ""), the exit code, its text."""
+
+    language: str
+    file: str
+    exit: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: its exit code and what it wrote."""
+
+    line: str
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[[str], Done]
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The blocks of a document or of a section, in order."""
+    found = []
+    for match in FENCE.finditer(text):
+        name = FILE_NAME.search(text[: match.start()])
+        found.append(Block(match[1], name[1] if name else "", int(match[2] or 0), match[3]))
+    return found
+
+
+def sections() -> Iterator[Any]:
+    """(document, section) for every section that shows a command."""
+    for document, text in DOCUMENTS.items():
+        for section in SECTION.split(text):
+            if any(block.language == "sh" for block in blocks_of(section)):
+                title = section.partition("\n")[0].removeprefix("# ")
+                yield pytest.param(document, section, id=f"{document}: {title}")
+
+
+def output_pattern(block: str) -> re.Pattern[str]:
+    """What output that looks like `block` matches: any numbers, and anything for …"""
+    lines = []
+    for line in block.splitlines():
+        if line.strip() != "…":
+            numbers = re.sub(r"[0-9a-f]{64}|\d[\d.,]*(e[+-]?\d+)?", "\0", line)
+            escaped = re.escape(numbers).replace("…", r"[^\n]*")
+            lines.append(escaped.replace(re.escape("\0"), r"[\w.,+-]+"))
+    return re.compile("^" + r"$(?:.*?)^".join(lines) + "$", re.M | re.S)
+
+
+@pytest.fixture
+def run(
+    server: ForkServer,
+    on_ranks: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Run:
+    """`run(line)`: what a person would get who typed this line in an empty folder.
+
+    To be quick, `allranks` runs in this process and `python` in a fork, both on the warm server.
+    """
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for module in ("launch.start", "cli.train", "cli.check"):
+        name = f"allranks.{module}.ForkServer"
+        monkeypatch.setattr(name, lambda modules: contextlib.nullcontext(server))
+    numbers = itertools.count()  # a name holds the process id, which is the same for all here
+
+    def allranks(words: list[str]) -> Done:
+        monkeypatch.setattr(sys, "argv", words)
+        code: Any = 0
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code
+        return Done(shlex.join(words), int(code or 0), *capsys.readouterr())
+
+    def make(words: list[str]) -> Done:
+        """What make would do is looked at; of that, only our own command is run."""
+        done = process(["make", "-C", str(ROOT), "-n", "PYTHON=python3", *words[1:]])
+        assert done.code == 0, done.err
+        (ours,) = re.findall(r"^\S*bin/(allranks .*)$", done.out, re.M) or [""]
+        if ours:
+            return allranks(shlex.split(ours))
+        tools = {"check": ["ruff check .", "mypy"], "test": ["ruff check .", "mypy", "pytest"]}
+        assert all(re.search(f"bin/{tool}$", done.out, re.M) for tool in tools[words[1]]), done.out
+        return done
+
+    def process(words: list[str]) -> Done:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+        return Done(shlex.join(words), done.returncode, done.stdout, done.stderr)
+
+    def python(words: list[str]) -> Done:
+        on_ranks(1, "docs_workers:run_script", str(folder / words[1]))
+        return Done(shlex.join(words), 0, (tmp_path / "worker-0.log").read_text(), "")
+
+    ways: dict[str, Callable[[list[str]], Done]] = {
+        "allranks": allranks,
+        "make": make,
+        "python": python,
+        "torchrun": lambda words: process(
+            [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+        ),
+        "pip": lambda words: Done(shlex.join(words), 0, "", ""),
+    }
+    return lambda line: ways.get((words := shlex.split(line))[0], process)(words)
+
+
+def write_files(document: str) -> None:
+    for block in blocks_of(DOCUMENTS[document]):
+        if block.file:
+            Path(block.file).write_text(block.text)
+
+
+def run_blocks(section: str, run: Run) -> list[Done]:
+    """Run the commands of a section, and compare what they print with what the section shows."""
+    done: list[Done] = []
+    printed = ""
+    for block in blocks_of(section):
+        if block.language == "sh":
+            lines = block.text.splitlines()
+            results = [run(line) for line in lines]
+            printed = "\n".join(result.out + result.err for result in results)
+            codes = [result.code for result in results]
+            assert codes == [0] * (len(lines) - 1) + [block.exit], f"{lines}\n{codes}\n{printed}"
+            done += results
+        elif block.language == "text" and printed:
+            assert output_pattern(block.text).search(printed), f"{block.text}\nis not in\n{printed}"
+            printed = ""
+    return done
+
+
+@pytest.mark.parametrize(("document", "section"), [*sections()])
+def test_what_a_section_shows_is_true(document: str, section: str, run: Run) -> None:
+    write_files(document)
+    done = run_blocks(section, run)
+    digests: dict[str, set[str]] = {}
+    for result in done:
+        if re.search("train .*--bitwise", result.line) and "sha256 " in result.out:
+            digest = re.findall("sha256 ([0-9a-f]{64})", result.out)
+            digests.setdefault(re.sub(r"--ranks \d+", "", result.line), set()).update(digest)
+    assert all(len(found) == 1 for found in digests.values()), "the bits follow the ranks"
+    if "field | meaning" in section:
+        named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", section, re.M)))
+        assert sorted(named) == sorted(json.loads(done[-1].out.splitlines()[-1]))
+
+
+def test_every_file_that_is_shown_is_used() -> None:
+    for document, text in DOCUMENTS.items():
+        shown = [block for block in blocks_of(text) if block.language in ("python", "toml")]
+        commands = "".join(block.text for block in blocks_of(text) if block.language == "sh")
+        for block in shown:
+            assert block.file, f"{document} shows a block that is no file:\n{block.text}"
+            assert block.file in commands, f"{document} shows {block.file} and never runs it"
+
+
+def test_a_task_of_your_own_is_short_and_the_same_everywhere() -> None:
+    (readme,) = (b.text for b in blocks_of(DOCUMENTS["README.md"]) if b.file == "mytask.py")
+    (tour,) = (b.text for b in blocks_of(DOCUMENTS["docs/tour.md"]) if b.file == "mytask.py")
+    assert readme.count("\n") < 40
+    assert readme == tour
+
+
+def test_every_link_leads_somewhere() -> None:
+    for document, text in DOCUMENTS.items():
+        for link in LINK.findall(FENCE.sub("", text)):
+            if link.startswith("https://"):
+                assert link.split("/")[2] in ELSEWHERE, f"{document}: {link}"
+            else:
+                path, _, anchor = link.partition("#")
+                assert not anchor, f"{document}: {link}: anchors are not checked, so not used"
+                assert ((ROOT / document).parent / path).is_file(), f"{document}: {link}"
+
+
+def test_the_pictures_load_nothing() -> None:
+    for picture in ROOT.glob("docs/*.svg"):
+        text = picture.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
+        assert not re.search(r"https?:|@import|@font-face|href|<script", text), picture
+
+
+def test_the_terminal_shows_what_its_commands_print(run: Run) -> None:
+    """But for its numbers, the folder it was made in, and lines that depend on the time."""
+    lines: dict[float, str] = {}
+    for y, text in PRINTED.findall(TERMINAL.read_text()):
+        lines[float(y)] = lines.get(float(y), "") + html.unescape(text).replace("\xa0", " ")
+    _, *sessions = "\n".join(lines[y].rstrip() for y in sorted(lines)).split("$ ")
+    assert len(sessions) == 2
+    for session in sessions:
+        command, _, shown = session.partition("\n")
+        shown = re.sub("^epoch.*$", "…", shown.strip(), flags=re.M).replace("/demo", "…")
+        done = run(command)
+        printed = done.err + done.out
+        assert output_pattern(shown).search(printed), f"{shown}\nis not in\n{printed}"
+
+
+@pytest.mark.parametrize("strategy", CARDS)
+def test_every_strategy_is_named(strategy: str) -> None:
+    assert f"| `{strategy}` |" in DOCUMENTS["docs/tour.md"]
+
+
+def test_a_block_of_output_is_compared_but_for_its_numbers() -> None:
+    pattern = output_pattern("accuracy   0.9900\n…\nrank 1 on …, 3 steps\n")
+    assert pattern.search("before\naccuracy   0.5\nx\nrank 12 on a host, 1,000 steps\nafter")
+    assert not pattern.search("accuracy 0.5\nrank 1 on a host, 3 steps")
+    assert not pattern.search("rank 1 on a host, 3 steps\naccuracy   0.9900")
+    assert not pattern.search("accuracy   0.5\nrank 1 on a host, 3 steps and more")
