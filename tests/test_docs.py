@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import html
-import itertools
 import json
 import re
 import shlex
@@ -114,7 +113,6 @@ def run(
     for module in ("launch.start", "cli.train", "cli.check"):
         name = f"allranks.{module}.ForkServer"
         monkeypatch.setattr(name, lambda modules: contextlib.nullcontext(server))
-    numbers = itertools.count()  # a name holds the process id, which is the same for all here
 
     def allranks(words: list[str]) -> Done:
         monkeypatch.setattr(sys, "argv", words)
