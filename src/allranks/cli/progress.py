@@ -26,6 +26,7 @@ class Progress:
         self._last: dict[str, Any] | None = None
         self._shown: dict[str, Any] | None = None
         self._next = 0.0
+        self._samples = 0  # since the last line that was shown
 
     def started(self, plan: Plan) -> None:
         """The run folder is there and the ranks are about to start."""
@@ -47,6 +48,7 @@ class Progress:
             click.echo(f"rank 0: {printable(line)}", err=True)
         for line in self._new_lines("metrics", self._metrics):
             self._last = json.loads(line)
+            self._samples += self._last["samples"]
         if self._last is not None and self._last is not self._shown:
             self._show(self._last)
 
@@ -54,9 +56,9 @@ class Progress:
         before, self._shown = self._shown, row
         line = f"epoch {row['epoch']:>3}  step {row['step']:>6}  loss {float(row['loss']):.4f}"
         if before is not None and row["monotonic"] > before["monotonic"]:
-            steps = row["step"] - before["step"]
-            rate = steps * row["samples"] / (row["monotonic"] - before["monotonic"])
-            line += f"  about {format_count(rate)} samples/s"
+            rate = self._samples / (row["monotonic"] - before["monotonic"])
+            line += f"  {format_count(rate)} samples/s"
+        self._samples = 0
         click.echo(line, err=True)
 
     def _new_lines(self, name: str, path: Path) -> list[str]:
