@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -273,3 +275,27 @@ class NoisyRows:
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         row = self.rows[number]
         return row + 0.1 * torch.randn(4, dtype=torch.float64), row.sum()
+
+
+class RandomSplit(Plain):
+    """Draws from every generator where the data is made."""
+
+    def train_data(self) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().train_data()
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        chosen = np.random.permutation(order)[:60]
+        return inputs[chosen] + torch.rand(()), targets[chosen]
+
+
+class RandomStream(Uneven):
+    """Draws from every generator while a stream is read."""
+
+    def train_data(self) -> UnevenStream:
+        return _RandomStream()
+
+
+class _RandomStream(UnevenStream):
+    def open(self, shard: int, epoch: int, seed: int, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for sample, target in super().open(shard, epoch, seed, skip):
+            yield sample + torch.rand(4) * random.random() * np.random.random(), target

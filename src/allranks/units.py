@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, seconds and rates, each with its unit. Pure; used by whoever prints."""
+"""What people read: numbers with their units, and text that is safe to print. Pure."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def format_seconds(seconds: float) -> str:
 def format_count(count: float) -> str:
     """`12345.6` -> `12,346`."""
     return f"{count:,.0f}"
+
+
+def printable(line: str) -> str:
+    """A line that cannot steer a terminal: control characters are shown, not sent."""
+    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)

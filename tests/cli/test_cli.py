@@ -35,6 +35,7 @@ SUMMARY: dict[str, Any] = {
     "sent_bytes": {"gradients": 12 * 2048, "outputs": 0, "control": 0},
     "card_bytes_per_step": 2048,
     "user_randomness": [],
+    "user_buffers": [],
 }
 Door = Callable[..., tuple[int, str, str]]
 

@@ -9,6 +9,7 @@ import click
 from allranks import __version__
 from allranks.catalog import VERBS, load
 from allranks.errors import EXIT_INTERRUPTED, AllranksError, RequestError, nearest
+from allranks.units import printable
 
 
 class Verbs(click.Group):
@@ -50,7 +51,8 @@ def main() -> None:
         sys.exit(EXIT_INTERRUPTED)
     except AllranksError as error:
         lead = "this cannot be done\n" if isinstance(error, RequestError) else ""
-        click.echo(f"allranks: {lead}{error}", err=True)
+        text = f"allranks: {lead}{error}"
+        click.echo("\n".join(printable(line) for line in text.splitlines()), err=True)
         sys.exit(error.exit_code)
 
 

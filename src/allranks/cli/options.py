@@ -37,6 +37,8 @@ def resolved_from(program: str | None, flags: dict[str, Any]) -> Resolved:
     """The job that a command line describes; takes `settings` and `job_file` out of `flags`."""
     settings, job_file = flags.pop("settings"), flags.pop("job_file")
     epochs = flags.pop("epochs", None)
+    if epochs is not None and flags["steps"] is not None:
+        raise click.UsageError("--steps and --epochs say two things about one end: give one")
     if epochs is not None:
         settings = (*settings, f"epochs={epochs}")
     given = {name: value for name, value in flags.items() if value is not None}

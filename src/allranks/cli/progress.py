@@ -11,7 +11,7 @@ import click
 
 from allranks.places.base import Plan
 from allranks.record import rank_log_path
-from allranks.units import format_bytes, format_count
+from allranks.units import format_bytes, format_count, printable
 
 EVERY_S = 1.0
 
@@ -73,14 +73,9 @@ class Progress:
         return whole.decode(errors="replace").splitlines()
 
 
-def printable(line: str) -> str:
-    """A line that cannot steer a terminal: control characters are shown, not sent."""
-    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)
-
-
 def in_sentences(summary: dict[str, Any]) -> str:
     """The result of a job for a person."""
-    lines = [f"{name:<10} {float(value):.4f}" for name, value in summary["eval"].items()]
+    lines = [f"{printable(name):<10} {float(value):.4f}" for name, value in summary["eval"].items()]
     if summary["train_loss"] is not None:
         lines.append(f"train loss {float(summary['train_loss']):.4f} over the last epoch")
     if summary["samples_per_s"] is not None:
@@ -93,6 +88,9 @@ def in_sentences(summary: dict[str, Any]) -> str:
     if summary["user_randomness"]:
         names = ", ".join(summary["user_randomness"])
         lines.append(f"equal but for user randomness: {names} (--bitwise covers them)")
+    if summary["user_buffers"]:
+        names = ", ".join(summary["user_buffers"])
+        lines.append(f"equal but for buffers that the model writes itself: {names}")
     lines.append(f"weights    sha256 {summary['weights_sha256']}")
     lines.append(f"run folder {summary['run_dir']}")
     return "\n".join(lines)

@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from allranks.cli.progress import in_sentences, printable
+from allranks.cli.progress import in_sentences
 from allranks.errors import RequestError
 from allranks.record import as_json, is_in_use, read_events
+from allranks.units import printable
 
 
 @click.command()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from allranks.errors import RequestError
 from allranks.on_torch.reducers.base import Reducer
 
 
@@ -46,6 +47,7 @@ class Buckets:
             self._members.append(len(positions))
         self.tally = self.flats[-1][start : start + tally_size]
         self._pending: list[int] = []
+        self._finished: set[int] = set()
         self._left = 0
         self._leaf: range | None = None
 
@@ -65,11 +67,20 @@ class Buckets:
     def release(self, shards: range) -> None:
         """The next backward pass is the last: a bucket may leave once it is finished."""
         self._leaf, self._pending = shards, list(self._members)
+        self._finished.clear()
 
     def gradient_finished(self, position: int) -> None:
         """Backward has finished the gradient of a parameter (called during backward)."""
         if self._leaf is None:
             return
+        if position in self._finished:
+            raise RequestError(
+                asked="one backward pass",
+                found="it finished the gradient of a parameter twice",
+                why="its bucket may have left after the first time",
+                do="use checkpoint(…, use_reentrant=False)",
+            )
+        self._finished.add(position)
         bucket = self._bucket_of[position]
         self._pending[bucket] -= 1
         last = len(self.flats) - 1  # it carries the tally, which is complete after backward only

@@ -141,10 +141,10 @@ def join(world: World, device: torch.device) -> Comm:
     A process group that is there already is used as it is, and left to whoever made it. Each join
     of a process has keys of its own in the store, so that a second one never finds stale ones.
     """
-    if world.size == 1:
-        return Comm(device=device)
     if dist.is_initialized():
         return Comm(dist.get_rank(), dist.get_world_size(), device)
+    if world.size == 1:
+        return Comm(device=device)
     where: dict[str, Any] = {"init_method": "env://"}
     if world.store:
         store = FileStore(world.store, world.size)

@@ -17,8 +17,8 @@ import torch
 
 from allranks.errors import RequestError
 from allranks.on_torch.nested import placed
-from allranks.on_torch.sources import Ids, Source, StreamSource
-from allranks.order import Order
+from allranks.on_torch.sources import Ids, Source, StreamSource, seed_generators
+from allranks.order import Order, random_key
 from allranks.shards import Micro, even_sizes, micro_batches, owned_shards
 
 NO_IDS: Ids = np.empty(0, np.int64)
@@ -188,7 +188,10 @@ class GlobalBatches:
             while not self.dry:
                 if steps is not None and index >= steps:
                     return
-                read = {k: list(islice(stream, quota[k])) for k, stream in streams.items()}
+                read = {}
+                for k, stream in streams.items():  # its randomness belongs to the shard and step
+                    seed_generators(random_key(self.seed, epoch, k, step))
+                    read[k] = list(islice(stream, quota[k]))
                 leaves = tuple(
                     Leaf(
                         leaf.shards,

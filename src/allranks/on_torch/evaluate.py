@@ -7,6 +7,7 @@ rank having zeros there; then the rows are added in order. So not even the round
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def evaluate(
     visited = list(own) or [0]  # a rank without a chunk still has to know the metrics' names
     wanted = ((0, np.arange(chunks[n].start, chunks[n].stop)) for n in visited)
     table, names = torch.empty(0), list[str]()
-    was_training = strategy.model.training
+    modes = [(module, module.training) for module in strategy.model.modules()]
     strategy.model.eval()
     for number, data in zip(visited, source.batches(wanted), strict=True):
         data = placed(data, comm.device, floating)
@@ -46,15 +47,54 @@ def evaluate(
         if not names:
             names = list(pairs)
             table = torch.zeros(len(chunks), len(names), 2, dtype=torch.float64)
-        if number in own:
+        if list(pairs) != names:
+            raise _other_metrics(f"{list(pairs)} for one part of the data, {names} for another")
+        if number in own and names:
             table[number] = torch.tensor([pairs[name] for name in names], dtype=torch.float64)
-    strategy.model.train(was_training)
+    for module, was_training in modes:
+        module.training = was_training
+    _same_names_everywhere(comm, names)
     if comm.device.type == "cuda":
         table = table.to(comm.device)
     comm.all_reduce(table, "control").wait()
     sums = table.cpu().cumsum(0)[-1].tolist() if names else []
     means = {n: total / count for n, (total, count) in zip(names, sums, strict=True) if count}
     return task.finalize(means)
+
+
+@torch.no_grad()
+def try_evaluation(
+    task: Task, strategy: Strategy, source: Source, chunk: int, floating: torch.dtype
+) -> None:
+    """Evaluate the first samples and forget it: what is wrong is found before the first update."""
+    samples = min(chunk, len(source))
+    modes = [(module, module.training) for module in strategy.model.modules()]
+    strategy.model.eval()
+    (data,) = source.batches([(0, np.arange(samples))])
+    data = placed(data, strategy.comm.device, floating)
+    _pairs(task, strategy.eval_step(data, lambda model, d: forward(task, model, d)), data, samples)
+    for module, was_training in modes:
+        module.training = was_training
+
+
+def _same_names_everywhere(comm: Comm, names: list[str]) -> None:
+    """Raise on every rank if one has other metrics than the rest: they would be mixed."""
+    if comm.size == 1:
+        return
+    checks = torch.zeros(comm.size, dtype=torch.float64, device=comm.device)
+    checks[comm.rank] = zlib.crc32("\0".join(names).encode())
+    comm.all_reduce(checks, "control").wait()
+    if len(set(checks.tolist())) > 1:
+        raise _other_metrics(f"{names} on rank {comm.rank}, others on another rank")
+
+
+def _other_metrics(found: str) -> RequestError:
+    return RequestError(
+        asked="metrics(output, batch) of the task",
+        found=found[:300],
+        why="sums are kept by name, so every batch must give the same metrics in one order",
+        do="return every metric for every batch, with (0, 0) where there is nothing",
+    )
 
 
 def _pairs(task: Task, output: Any, data: Any, samples: int) -> dict[str, tuple[float, float]]:

@@ -186,13 +186,32 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
             module.__class__ = type(f"Shard{kind.__name__}", (ShardDropout, kind), {})
             module.shared_dims = DROPOUTS[kind]
             names["dropout"].append(name)
+        elif isinstance(module, _BatchNorm) or (
+            isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        ):
+            raise RequestError(
+                asked=f"to train a model with {kind.__name__} at {name!r}",
+                found=f"{kind.__module__}.{kind.__qualname__}",
+                why="it updates its statistics inside forward, so each rank would have its own",
+                do="use nn.BatchNorm1d, 2d or 3d itself, or a norm without running statistics",
+            )
         else:
             drawn = getattr(module, "dropout", 0)
-            if (isinstance(drawn, float) and drawn > 0) or kind in (nn.RReLU, nn.AlphaDropout):
+            if (isinstance(drawn, float) and drawn > 0) or isinstance(
+                module, (nn.RReLU, nn.modules.dropout._DropoutNd)
+            ):
                 names["user_randomness"].append(name)
             continue
         module.scope, module.index = scope, index
     return names
+
+
+def restore_layers(model: nn.Module) -> None:
+    """Undo `swap_layers`: the model is the user's own again, and can be pickled."""
+    for module in model.modules():
+        if isinstance(module, (ShardBatchNorm, ShardDropout)):
+            module.__class__ = type(module).__bases__[1]
+            del module.scope, module.index
 
 
 def shard_norms(model: nn.Module) -> list[ShardBatchNorm]:

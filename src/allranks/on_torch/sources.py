@@ -23,6 +23,8 @@ from allranks.on_torch.nested import map_tensors, tensors_in
 from allranks.on_torch.task import Task
 from allranks.order import random_key
 
+ONE_READER = "each rank reads its streams itself, sample after sample"
+
 Ids = NDArray[np.int64]  # sample numbers, (samples,)
 Key = tuple[int, int]  # (epoch, sample number)
 
@@ -55,6 +57,13 @@ class TensorSource:
             yield map_tensors(chosen, self.tensors)
 
 
+def seed_generators(seed: int) -> None:
+    """Key every generator that user code may draw from: Python's, NumPy's and torch's own."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
 class MapSource:
     """A data set with `__getitem__` and `__len__`, read here or by `workers` processes."""
 
@@ -70,9 +79,7 @@ class MapSource:
         """One sample, with every generator that a data set may use keyed by it."""
         epoch, number = key
         seed = random_key(self.seed, epoch, number)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(seed)
+        seed_generators(seed)
         sample = self.dataset[number]
         if self._augments:
             sample = self.task.augment(sample, np.random.Generator(np.random.Philox(seed)))
@@ -129,6 +136,8 @@ def source_of(data: Any, task: Task, seed: int, workers: int, name: str) -> Sour
     """
     augments = name == "train_data" and task.overrides("augment")
     if hasattr(data, "open") and not hasattr(data, "__getitem__"):
+        if workers:
+            raise _unusable(name, f"a stream, with --loader-workers {workers}", ONE_READER)
         return StreamSource(data, task, seed)
     if isinstance(data, TensorDataset):
         data = data.tensors

@@ -12,6 +12,7 @@ ratio samples / weight, which is the same number on every rank.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,7 +74,7 @@ class SharedStep:
         self, task: Task, model: nn.Module, optimizer: Optimizer, scope: Scope, comm: Comm
     ) -> None:
         self.task, self.model, self.optimizer = task, model, optimizer
-        self.scope, self.comm = scope, comm
+        self.scope = scope
         self.probe: Probe | None = None
         self.on_gradient: Callable[[int], None] | None = None
         self.names, self.parameters = _trainable(model, optimizer)
@@ -121,7 +122,10 @@ class SharedStep:
                 tally.add(loss, weight, micro.samples, self.scope)
                 if leaf is batch.leaves[-1] and micro is leaf.micros[-1]:
                     before_last()
+                calls = dict(self.scope.calls)
                 backward()
+                if self.scope.moments or self.scope.calls != calls:
+                    raise _computed_again()
             tally.close(self.used)
             leaf_done(leaf)
         self.scope.leave()
@@ -155,7 +159,15 @@ class SharedStep:
             self.scope.moments.clear()
             return output
 
+        self.used[:] = [False] * len(self.used)
         take_rows = batch_loss.prepare(batch, forward_one)
+        if any(self.used):
+            raise RequestError(
+                asked='loss(output, batch) of a task with loss_over = "batch"',
+                found=f"it uses the parameter {self.names[self.used.index(True)]!r} itself",
+                why="every rank computes this loss, so that gradient would count once for each",
+                do="let the model return it with its output, one row for each sample",
+            )
 
         def take(micro: MicroBatch) -> Taken:
             self.scope.moments.update(moments[micro.pieces])
@@ -168,7 +180,7 @@ class SharedStep:
         totals = tally.totals()
         weight, samples = totals.weight, totals.samples
         updates = samples > 0 and not (
-            self.task.last_batch == "drop" and samples < self.task.batch_size
+            batch.sizes is None and self.task.last_batch == "drop" and samples < batch.nominal
         )
         rate = float(self.optimizer.param_groups[0]["lr"])
         if not updates:
@@ -224,6 +236,19 @@ def _trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[
             do="return one: torch.optim.AdamW(model.parameters(), …)",
         )
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    strange = updated - {id(p) for p in model.parameters()}
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if strange or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise RequestError(
+            asked="optimizer(model) of the task",
+            found=f"{len(strange)} parameters that are not in the model"
+            if strange
+            else f"{type(optimizer).__name__}, which needs a closure",
+            why="the engine sums the gradients of the model's parameters, once for each step",
+            do="make every trained parameter part of the model"
+            if strange
+            else "use an optimizer whose step() needs no closure",
+        )
     named = [(n, p) for n, p in model.named_parameters() if id(p) in updated and p.requires_grad]
     if not named:
         raise RequestError(
@@ -233,6 +258,15 @@ def _trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[
             do="make it from the model it is given: torch.optim.AdamW(model.parameters(), …)",
         )
     return [name for name, _ in named], [parameter for _, parameter in named]
+
+
+def _computed_again() -> RequestError:
+    return RequestError(
+        asked="activation checkpointing around BatchNorm or dropout",
+        found="such a layer ran again during backward",
+        why="it would draw another mask, and count its moments twice",
+        do="leave these layers outside of the checkpointed part",
+    )
 
 
 def _weightless(batch: Batch, weight: float) -> RequestError:

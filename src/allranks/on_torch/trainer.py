@@ -11,6 +11,7 @@ script or a notebook, and nothing that the command does is out of its reach:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -27,9 +28,9 @@ from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.on_torch.comm import join
 from allranks.on_torch.data import Batch, GlobalBatches, Progress
-from allranks.on_torch.evaluate import evaluate
-from allranks.on_torch.layers import Scope, shard_norms, swap_layers
-from allranks.on_torch.sources import StreamSource, source_of
+from allranks.on_torch.evaluate import evaluate, try_evaluation
+from allranks.on_torch.layers import Scope, restore_layers, shard_norms, swap_layers
+from allranks.on_torch.sources import StreamSource, seed_generators, source_of
 from allranks.on_torch.step import StepResult
 from allranks.on_torch.strategies.base import Setting, Strategy
 from allranks.on_torch.task import Task, check_task
@@ -52,14 +53,20 @@ class Trainer:
         check_task(task, type(task).__name__)
         self.device = _device(self.job, self.world)
         self.progress = Progress()
+        self.user_buffers: list[str] = []
         self._undo = _make_reproducible(self.job)
         self.comm = join(self.world, self.device)
-        self._scope = Scope(self.job.seed, self.device)
-        self.strategy = self._strategy()
-        self.swapped = self._place_model()
-        self._check_limits()
         self._data: GlobalBatches | None = None
         self._eval_source: Any = None
+        try:
+            self._scope = Scope(self.job.seed, self.device)
+            self.strategy = self._strategy()
+            self.swapped = self._place_model()
+            self._check_limits()
+        except BaseException:
+            self.comm.leave()
+            self._undo()
+            raise
 
     @classmethod
     def from_parts(
@@ -110,7 +117,10 @@ class Trainer:
         """One optimizer step on one global batch; every rank calls this. Sends what the card says."""
         done = self.progress
         self.strategy.step.set_rate(done.updates)
+        before = self._buffer_versions() if done.batch_index == 0 else {}
         result = self.strategy.train_step(batch)
+        if before:
+            self._check_buffers(before)
         if batch.sizes is None and not result.updated:  # a stream has ended, on all ranks alike
             self.data.dry = True
             self.progress = dataclasses.replace(done, epoch=done.epoch + 1, step_in_epoch=0)
@@ -126,17 +136,29 @@ class Trainer:
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """The metrics over `data` (the task's own if `None`), exact; every rank calls this."""
-        if data is None:
-            if self._eval_source is None and (own := self.task.eval_data()) is not None:
-                self._eval_source = self._source(own, "eval_data")
-            source = self._eval_source
-        else:
-            source = self._source(data, "eval_data")
+        source = self._eval_data() if data is None else self._source(data, "eval_data")
         if source is None:
             return {}
         chunk = largest_shard(self.task.batch_size, self.task.shards)
         floating = FLOATING[self.job.precision]
         return evaluate(self.task, self.strategy, source, chunk, floating)
+
+    def rehearse(self) -> None:
+        """Open the data and evaluate a few samples, so that errors show before the first update."""
+        self._data = self.data
+        source = self._eval_data()
+        if source is not None:
+            chunk = largest_shard(self.task.batch_size, self.task.shards)
+            floating = FLOATING[self.job.precision]
+            try_evaluation(self.task, self.strategy, source, chunk, floating)
+
+    def _eval_data(self) -> Any:
+        """The evaluation data of the task, opened when it is first needed; `None` if it has none."""
+        if self._eval_source is None:
+            seed_generators(self.job.seed)
+            if (own := self.task.eval_data()) is not None:
+                self._eval_source = self._source(own, "eval_data")
+        return self._eval_source
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, by name in sorted order; every rank calls this."""
@@ -144,16 +166,18 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """All that the rest of the training depends on: weights, optimizer, how far it is."""
-        return {"strategy": self.strategy.state(), "progress": dataclasses.asdict(self.progress)}
+        state = copy.deepcopy(self.strategy.state())  # training goes on in the tensors themselves
+        return {"strategy": state, "progress": dataclasses.asdict(self.progress)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state` returned, on any number of ranks; every rank calls this."""
-        self.strategy.load_state(state["strategy"])
+        self.strategy.load_state(copy.deepcopy(state["strategy"]))
         self.progress = Progress(**state["progress"])
 
     def close(self) -> None:
-        """Leave the other ranks, and give the process its own settings back."""
+        """Leave the other ranks, and give model and process back as they were."""
         self.strategy.close()
+        restore_layers(self.strategy.model)
         self._data = None
         self.comm.leave()
         self._undo()
@@ -175,6 +199,7 @@ class Trainer:
     def data(self) -> GlobalBatches:
         """The data of the training, opened when it is first needed."""
         if self._data is None:
+            seed_generators(self.job.seed)  # a split drawn there is the same on every rank
             source = self._source(self.task.train_data(), "train_data")
             if isinstance(source, StreamSource) and self.task.loss_over == "batch":
                 raise RequestError(
@@ -209,6 +234,24 @@ class Trainer:
             )
         return source
 
+    def _buffer_versions(self) -> dict[str, int]:
+        """How often each buffer was written, but for those that the engine itself keeps."""
+        own = {id(b) for norm in shard_norms(self.strategy.model) for b in norm.buffers()}
+        named = self.strategy.model.named_buffers()
+        return {name: buffer._version for name, buffer in named if id(buffer) not in own}
+
+    def _check_buffers(self, before: dict[str, int]) -> None:
+        """Remember the buffers that the model writes in forward; under `bitwise` refuse them."""
+        after = self._buffer_versions()
+        self.user_buffers = sorted(name for name in before if after[name] != before[name])
+        if self.user_buffers and self.job.bitwise:
+            raise RequestError(
+                asked="--bitwise",
+                found=f"the model writes {', '.join(self.user_buffers)} in its forward pass",
+                why="what is written follows the samples of one rank",
+                do="compute it from parameters, or drop --bitwise",
+            )
+
     def _strategy(self) -> Strategy:
         choice = parse_choice(self.job.strategy)
         options = CARDS[choice.name].read_options(choice.options)
@@ -218,6 +261,7 @@ class Trainer:
 
     def _place_model(self) -> dict[str, list[str]]:
         """Build the model from the job's seed and hand it to the strategy."""
+        seed_generators(self.job.seed)
         torch.manual_seed(self.job.seed)
         model = self.task.model()
         if not isinstance(model, nn.Module):
@@ -227,15 +271,34 @@ class Trainer:
                 why="the engine trains torch modules",
                 do="return an nn.Module",
             )
-        model = model.to(self.device, FLOATING[self.job.precision]).train()
+        model = model.to(self.device, FLOATING[self.job.precision])
         swapped = swap_layers(model, self._scope)
         self.strategy.setup(model, self.task.optimizer)
         return swapped
 
     def _check_limits(self) -> None:
         largest = largest_shard(self.task.batch_size, self.task.shards)
+        norms = shard_norms(self.strategy.model)
+        if largest == 1 and norms:
+            raise RequestError(
+                asked=f"batch_size = {self.task.batch_size} with shards = {self.task.shards}",
+                found="one sample in each shard, in a model with BatchNorm",
+                why="one sample has no variance, so nothing would ever be normalised",
+                do=f"--set shards={max(1, self.task.batch_size // 2)}, or a larger batch",
+            )
+        if (
+            not self.strategy.replicas_agree
+            and self.task.loss_over == "batch"
+            and self.comm.size > 1
+        ):
+            raise RequestError(
+                asked=f'--strategy {self.job.strategy} with loss_over = "batch"',
+                found=f"{self.comm.size} ranks that exchange nothing",
+                why="the loss would need the outputs of all of them",
+                do="--strategy ddp",
+            )
         limit = self.job.micro_batch
-        if limit is not None and limit < largest and shard_norms(self.strategy.model):
+        if limit is not None and limit < largest and norms:
             raise RequestError(
                 asked=f"--micro-batch {limit}",
                 found=f"shards of {largest} samples, in a model with BatchNorm",
@@ -246,13 +309,12 @@ class Trainer:
 
 def fit(
     trainer: Trainer, on_step: Callable[[Batch, StepResult], None] = lambda batch, result: None
-) -> dict[str, float]:
-    """Train to the end and evaluate once: the loop of `allranks train`."""
+) -> None:
+    """Train to the end: the loop of `allranks train`."""
     for batch in trainer.batches():
         result = trainer.step(batch)
         if result.updated:
             on_step(batch, result)
-    return trainer.evaluate()
 
 
 def _for_world(job: Job, world: World) -> Job:
@@ -266,6 +328,7 @@ def _device(job: Job, world: World) -> torch.device:
     if job.device == "cpu":
         return torch.device("cpu")
     check_devices(job, world.local_size)
+    torch.cuda.set_device(world.local_rank)
     return torch.device("cuda", world.local_rank)
 
 

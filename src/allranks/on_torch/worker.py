@@ -22,6 +22,7 @@ from allranks.fields import with_settings
 from allranks.job import Job
 from allranks.on_torch.data import Batch
 from allranks.on_torch.digest import weights_sha256
+from allranks.on_torch.sources import seed_generators
 from allranks.on_torch.step import StepResult
 from allranks.on_torch.task import Task, check_task
 from allranks.on_torch.trace import Trace
@@ -34,6 +35,7 @@ DIGEST_LIMIT_BYTES = 16 * 2**30
 
 def load_task(job: Job) -> Task:
     """The task of a job with its fields set; raises `RequestError`."""
+    seed_generators(job.seed)  # a fork inherits or reseeds them, each in another way
     task_class = find_program(job.program, Task)
     try:
         task: Task = with_settings(task_class, job.task, f"to train {job.program}")
@@ -117,16 +119,18 @@ class _Run:
             self.trace = Trace(trace, self.world.rank, trainer.strategy, self.job.replay)
         if self.world.is_leader:
             self.metrics = JsonLines(self.run_dir / "metrics.jsonl")
+        trainer.rehearse()
         trainer.comm.barrier()
         start = self.last_step_at = time.perf_counter()
-        evaluation = fit(trainer, self._after_step)
+        fit(trainer, self._after_step)
         seconds = self.last_step_at - start
+        if self.world.is_leader:
+            self._save_weights(trainer)
+        evaluation = trainer.evaluate()
         for file in (self.metrics, self.trace):
             if file is not None:
                 file.close()
         summary = self._summary(trainer, seconds, evaluation)
-        if self.world.is_leader:
-            self._save_weights(trainer)
         trainer.comm.barrier()
         trainer.close()
         self.events.event("done", summary=summary)
@@ -159,20 +163,24 @@ class _Run:
         size = sum(tensor.nbytes for _, tensor in trainer.weights())
         digest = weights_sha256(trainer.weights()) if size <= DIGEST_LIMIT_BYTES else None
         done = trainer.progress
+        seen = torch.tensor([done.samples_seen], dtype=torch.float64, device=trainer.device)
+        if not trainer.strategy.replicas_agree:  # each rank has counted its own
+            trainer.comm.all_reduce(seen, "control").wait()
         return {
             "world_size": self.world.size,
             "nodes": self.job.nodes,
             "strategy": self.job.strategy,
             "steps": done.updates,
-            "train_loss": self.epoch_loss[1] / self.epoch_loss[2] if done.updates else None,
+            "train_loss": self.epoch_loss[1] / self.epoch_loss[2] if self.epoch_loss[2] else None,
             "eval": evaluation,
-            "samples_per_s": done.samples_seen / seconds if done.samples_seen else None,
+            "samples_per_s": float(seen) / seconds if float(seen) else None,
             "weights_sha256": digest,
             "restarts": 0,
             "resumed_from_step": None,
             "sent_bytes": {kind: round(sent) for kind, sent in trainer.comm.sent.items()},
             "card_bytes_per_step": trainer.strategy.promised_bytes(),
             "user_randomness": trainer.swapped["user_randomness"],
+            "user_buffers": trainer.user_buffers,
         }
 
     def _save_weights(self, trainer: Trainer) -> None:

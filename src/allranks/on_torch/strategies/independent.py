@@ -6,7 +6,6 @@ apart are the point; nobody should mistake this for training together.
 
 from __future__ import annotations
 
-from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch
 from allranks.on_torch.step import StepResult
 from allranks.on_torch.strategies.base import Strategy
@@ -17,9 +16,6 @@ class Independent(Strategy):
 
     name = "independent"
     replicas_agree = False
-
-    def prepare(self) -> None:
-        self.step.comm = Comm(device=self.comm.device)
 
     def train_step(self, batch: Batch) -> StepResult:
         for parameter in self.step.parameters:

@@ -1,0 +1,169 @@
+"""What would change the result in silence is refused, or made the same on every rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+import contract_tasks
+from allranks.errors import RequestError
+from allranks.job import Job
+from allranks.on_torch import Trainer
+from conftest import Train
+
+
+def first_step(task: Any, **job: Any) -> Trainer:
+    with Trainer(task, Job(**job)) as trainer:
+        trainer.rehearse()
+        trainer.step(next(trainer.batches()))
+        return trainer
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A subclass, as many model libraries have one."""
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+        self.outer = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.outer(checkpoint(self.inner, inputs, use_reentrant=False))
+
+
+def with_model(make: Callable[[], nn.Module]) -> Any:
+    return type("Changed", (contract_tasks.Plain,), {"model": lambda self: make()})()
+
+
+@pytest.mark.parametrize(
+    ("make", "job", "match"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 8), OwnNorm(8), nn.Linear(8, 1)), {}, "OwnNorm"),
+        (Checkpointed, {}, "checkpointing"),
+        (lambda: nn.Sequential(nn.Linear(4, 8), spectral_norm(nn.Linear(8, 1))), {}, None),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 8), spectral_norm(nn.Linear(8, 1))),
+            {"bitwise": True},
+            "writes .* in its forward pass",
+        ),
+    ],
+)
+def test_models_that_follow_the_ranks(make: Any, job: dict[str, Any], match: str | None) -> None:
+    if match is not None:
+        with pytest.raises(RequestError, match=match):
+            first_step(with_model(make), **job)
+    else:
+        assert any("_u" in name for name in first_step(with_model(make), **job).user_buffers)
+
+
+def test_batchnorm_with_shards_of_one_sample_is_refused() -> None:
+    with pytest.raises(RequestError, match="no variance"):
+        first_step(contract_tasks.Images(batch_size=8))
+
+
+def test_a_trained_parameter_outside_of_the_model_is_refused() -> None:
+    class Temperature(contract_tasks.Plain):
+        def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            self.temperature = nn.Parameter(torch.ones(()))
+            return torch.optim.SGD([*model.parameters(), self.temperature], lr=0.1)
+
+    with pytest.raises(RequestError, match="not in the model"):
+        first_step(Temperature())
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    class Newton(contract_tasks.Plain):
+        def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(model.parameters())
+
+    with pytest.raises(RequestError, match="closure"):
+        first_step(Newton())
+
+
+def test_a_parameter_used_by_a_loss_over_the_batch_is_refused() -> None:
+    class Clip(contract_tasks.Pairs):
+        def model(self) -> nn.Module:
+            self.made = super().model()
+            self.made.scale = nn.Parameter(torch.ones(()))
+            return self.made
+
+        def loss(self, output: Any, batch: Any) -> Tensor:
+            return super().loss(output, batch) * self.made.scale
+
+    with pytest.raises(RequestError, match="uses the parameter 'scale' itself"):
+        first_step(Clip())
+
+
+def test_metrics_that_change_their_names_are_refused() -> None:
+    @dataclass(kw_only=True)
+    class PerClass(contract_tasks.Images):
+        def metrics(self, output: Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
+            return {f"class {int(batch[1][0])}": (1, 1)}
+
+    with Trainer(PerClass()) as trainer, pytest.raises(RequestError, match="every metric"):
+        trainer.evaluate()
+
+
+def test_a_model_is_the_users_own_again_after_training() -> None:
+    trainer = first_step(contract_tasks.Images())
+    model = pickle.loads(pickle.dumps(trainer.strategy.model))
+    assert {type(m) for m in model} >= {nn.BatchNorm2d, nn.BatchNorm1d, nn.Dropout}
+
+
+def test_a_frozen_batchnorm_stays_frozen() -> None:
+    class Frozen(contract_tasks.Images):
+        def model(self) -> nn.Module:
+            model = super().model()
+            model[1].eval()  # type: ignore[index, operator]
+            return model
+
+    with Trainer(Frozen()) as trainer:
+        trainer.evaluate()
+        trainer.step(next(trainer.batches()))
+        norms = [
+            m for m in trainer.strategy.model if isinstance(m, nn.modules.batchnorm._BatchNorm)
+        ]
+        assert [int(norm.num_batches_tracked) for norm in norms] == [0, 1]
+
+
+def test_a_state_does_not_go_on_by_itself() -> None:
+    with Trainer(contract_tasks.Images()) as trainer:
+        batches = trainer.batches()
+        trainer.step(next(batches))
+        state = trainer.state()
+        before = copy.deepcopy(state)
+        trainer.step(next(batches))
+        for name, tensor in state["strategy"]["model"].items():
+            assert torch.equal(tensor, before["strategy"]["model"][name]), name
+
+
+def test_a_trainer_that_cannot_be_made_leaves_the_process_as_it_was() -> None:
+    with pytest.raises(RequestError):
+        Trainer(contract_tasks.Images(batch_size=8), Job(bitwise=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_random_choices_of_a_task_are_the_same_on_every_rank(train: Train) -> None:
+    """A split drawn in `train_data`, and numbers drawn inside a stream, from any generator."""
+    for task in ("RandomSplit", "RandomStream"):
+        losses = {
+            train(f"contract_tasks:{task}", precision="fp64", steps=3, ranks=ranks).summary[
+                "train_loss"
+            ]
+            for ranks in (1, 3)
+        }
+        assert max(losses) == pytest.approx(min(losses), rel=1e-12), task
+    assert random.random() != np.random.random(), "generators are there to be used"
