@@ -121,6 +121,8 @@ def test_a_model_is_the_users_own_again_after_training() -> None:
     trainer = first_step(contract_tasks.Images())
     model = pickle.loads(pickle.dumps(trainer.strategy.model))
     assert {type(m) for m in model} >= {nn.BatchNorm2d, nn.BatchNorm1d, nn.Dropout}
+    for parameter in trainer.strategy.model.parameters():
+        assert not parameter._post_accumulate_grad_hooks, "a hook is left on the user's model"
 
 
 def test_a_frozen_batchnorm_stays_frozen() -> None:

@@ -85,8 +85,15 @@ class SharedStep:
         self._has_schedule = task.overrides("schedule")
         self._has_regularizer = task.overrides("regularizer")
         self._batch_loss = BatchLoss(task, comm) if task.loss_over == "batch" else None
-        for position, parameter in enumerate(self.parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._marker(position))
+            for position, parameter in enumerate(self.parameters)
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters: the model is the user's own again."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _marker(self, position: int) -> Callable[[Tensor], None]:
         def mark(parameter: Tensor) -> None:

@@ -145,7 +145,7 @@ class Trainer:
 
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update."""
-        self._data = self.data
+        _ = self.data  # opens it
         source = self._eval_data()
         if source is not None:
             chunk = largest_shard(self.task.batch_size, self.task.shards)

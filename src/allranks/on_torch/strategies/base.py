@@ -119,3 +119,4 @@ class Strategy(ABC):
 
     def close(self) -> None:
         """Give back what the strategy holds."""
+        self.step.close()
