@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 import contract_tasks
+from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.digest import weights_sha256
@@ -86,3 +88,17 @@ def first_bucket_leaves_early(argument: dict[str, Any]) -> None:
         trainer.step(next(trainer.batches()))
         assert len(buckets.flats) > 2
         assert order.index("launch") < order.index("first layer"), order
+
+
+def join_by_hand(argument: None) -> None:
+    """A process group of one's own is used if the environment agrees with it, else refused."""
+    world = World.from_environment()
+    store = torch.distributed.FileStore(world.store, world.size)
+    torch.distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=2)
+    task = contract_tasks.Plain()
+    with pytest.raises(RequestError, match="rank 0 of 1"):  # each would have trained alone
+        Trainer(task, world=World())
+    with Trainer(task, world=world) as trainer:
+        trainer.step(next(trainer.batches()))
+    assert torch.distributed.is_initialized(), "the group belongs to whoever made it"
+    torch.distributed.destroy_process_group()

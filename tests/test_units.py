@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.units import format_bytes, format_count, format_seconds
+from allranks.units import format_bytes, format_count
 
 
 @pytest.mark.parametrize(
@@ -21,22 +21,6 @@ from allranks.units import format_bytes, format_count, format_seconds
 )
 def test_bytes(count: float, text: str) -> None:
     assert format_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 µs"),
-        (2.5e-5, "25 µs"),
-        (0.0042, "4.2 ms"),
-        (1, "1.0 s"),
-        (59.9, "59.9 s"),
-        (75, "1 min 15 s"),
-        (3600, "60 min 0 s"),
-    ],
-)
-def test_seconds(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
 
 
 def test_counts() -> None:

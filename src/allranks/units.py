@@ -13,17 +13,6 @@ def format_bytes(count: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def format_seconds(seconds: float) -> str:
-    """`0.0042` -> `4.2 ms`, `75` -> `1 min 15 s`."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
-        return f"{seconds * 1e3:.1f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-
-
 def format_count(count: float) -> str:
     """`12345.6` -> `12,346`."""
     return f"{count:,.0f}"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -168,4 +166,8 @@ def test_random_choices_of_a_task_are_the_same_on_every_rank(train: Train) -> No
             for ranks in (1, 3)
         }
         assert max(losses) == pytest.approx(min(losses), rel=1e-12), task
-    assert random.random() != np.random.random(), "generators are there to be used"
+
+
+def test_a_group_that_is_not_the_world_is_refused(on_ranks: Callable[..., Any]) -> None:
+    """Ranks that joined by themselves, in an environment that says there is only one."""
+    on_ranks(2, "contract_workers:join_by_hand", None)

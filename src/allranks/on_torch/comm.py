@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
-from allranks.errors import PeerLost
+from allranks.errors import PeerLost, RequestError
 from allranks.world import World
 
 CPU = torch.device("cpu")
@@ -69,7 +69,6 @@ class Comm:
     sent: dict[str, float] = field(
         default_factory=lambda: {"gradients": 0.0, "outputs": 0.0, "control": 0.0}
     )
-    messages: int = 0
     owns_group: bool = False
 
     def leave(self) -> None:
@@ -80,7 +79,6 @@ class Comm:
 
     def _count(self, kind: str, sent: float) -> None:
         self.sent[kind] += sent
-        self.messages += 1
 
     def _begin(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
         try:
@@ -142,7 +140,15 @@ def join(world: World, device: torch.device) -> Comm:
     of a process has keys of its own in the store, so that a second one never finds stale ones.
     """
     if dist.is_initialized():
-        return Comm(dist.get_rank(), dist.get_world_size(), device)
+        there = dist.get_rank(), dist.get_world_size()
+        if there != (world.rank, world.size):
+            raise RequestError(
+                asked=f"to be rank {world.rank} of {world.size}, as RANK and WORLD_SIZE say",
+                found=f"a process group in which this process is rank {there[0]} of {there[1]}",
+                why="the ranks would share out the data in one way, and the sums in another",
+                do="set RANK and WORLD_SIZE as the group has them, or let the trainer make it",
+            )
+        return Comm(*there, device)
     if world.size == 1:
         return Comm(device=device)
     where: dict[str, Any] = {"init_method": "env://"}

@@ -8,11 +8,13 @@ rank having zeros there; then the rows are added in order. So not even the round
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.on_torch.comm import Comm
@@ -38,21 +40,17 @@ def evaluate(
     visited = list(own) or [0]  # a rank without a chunk still has to know the metrics' names
     wanted = ((0, np.arange(chunks[n].start, chunks[n].stop)) for n in visited)
     table, names = torch.empty(0), list[str]()
-    modes = [(module, module.training) for module in strategy.model.modules()]
-    strategy.model.eval()
-    for number, data in zip(visited, source.batches(wanted), strict=True):
-        data = placed(data, comm.device, floating)
-        output = strategy.eval_step(data, lambda model, d: forward(task, model, d))
-        pairs = _pairs(task, output, data, len(chunks[number]))
-        if not names:
-            names = list(pairs)
-            table = torch.zeros(len(chunks), len(names), 2, dtype=torch.float64)
-        if list(pairs) != names:
-            raise _other_metrics(f"{list(pairs)} for one part of the data, {names} for another")
-        if number in own and names:
-            table[number] = torch.tensor([pairs[name] for name in names], dtype=torch.float64)
-    for module, was_training in modes:
-        module.training = was_training
+    with _evaluating(strategy.model):
+        for number, data in zip(visited, source.batches(wanted), strict=True):
+            pairs = _pairs(task, strategy, data, len(chunks[number]), floating)
+            if not names:
+                names = list(pairs)
+                table = torch.zeros(len(chunks), len(names), 2, dtype=torch.float64)
+            if list(pairs) != names:
+                found = f"{list(pairs)} for one part of the data, {names} for another"
+                raise _other_metrics(found)
+            if number in own and names:
+                table[number] = torch.tensor([pairs[name] for name in names], dtype=torch.float64)
     _same_names_everywhere(comm, names)
     if comm.device.type == "cuda":
         table = table.to(comm.device)
@@ -68,13 +66,21 @@ def try_evaluation(
 ) -> None:
     """Evaluate the first samples and forget it: what is wrong is found before the first update."""
     samples = min(chunk, len(source))
-    modes = [(module, module.training) for module in strategy.model.modules()]
-    strategy.model.eval()
     (data,) = source.batches([(0, np.arange(samples))])
-    data = placed(data, strategy.comm.device, floating)
-    _pairs(task, strategy.eval_step(data, lambda model, d: forward(task, model, d)), data, samples)
-    for module, was_training in modes:
-        module.training = was_training
+    with _evaluating(strategy.model):
+        _pairs(task, strategy, data, samples, floating)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards every layer in the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def _same_names_everywhere(comm: Comm, names: list[str]) -> None:
@@ -97,8 +103,12 @@ def _other_metrics(found: str) -> RequestError:
     )
 
 
-def _pairs(task: Task, output: Any, data: Any, samples: int) -> dict[str, tuple[float, float]]:
+def _pairs(
+    task: Task, strategy: Strategy, data: Any, samples: int, floating: torch.dtype
+) -> dict[str, tuple[float, float]]:
     """(sum, count) of every metric over one chunk."""
+    data = placed(data, strategy.comm.device, floating)
+    output = strategy.eval_step(data, lambda model, batch: forward(task, model, batch))
     pairs: dict[str, tuple[Any, Any]] = {}
     if task.loss_over == "sample":
         losses, weights = weighted_losses(task, output, data, samples)

@@ -54,8 +54,8 @@ class Trainer:
         self.device = _device(self.job, self.world)
         self.progress = Progress()
         self.user_buffers: list[str] = []
-        self._undo = _make_reproducible(self.job)
         self.comm = join(self.world, self.device)
+        self._undo = _make_reproducible(self.job)
         self._data: GlobalBatches | None = None
         self._eval_source: Any = None
         try:
