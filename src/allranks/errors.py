@@ -3,9 +3,12 @@
     AllranksError
     ├── RequestError    2   the request, the task or its data is wrong
     ├── ProgramError    1   the program failed while it ran
-    │   └── PeerLost    1   ... because another rank went away: a victim, never the cause
+    │   ├── PeerLost    1   ... because another rank went away: a victim, never the cause
+    │   ├── BadStep     1   ... because a step had a loss or gradient that must not be applied
+    │   └── ReplicasDiffer 1 .. because ranks that must hold the same weights do not
     ├── PlaceError      3   the place failed: node, scheduler, network
-    └── Interrupted   130   stopped from the keyboard or by a signal
+    ├── Stopped         4   stopped early, after a checkpoint
+    └── Interrupted   130   stopped from the keyboard, or before there was a checkpoint
 
 A `RequestError` always says four things: what was asked, what was found, why it cannot be, and
 what to do. Errors cross from a rank to the supervisor as plain data (`to_data`, `from_data`).
@@ -17,10 +20,17 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from allranks.units import printable
+
+LONGEST_PART = 2000  # characters of one part of a request's error that are shown
+LONGEST_NAME = 60  # no name of ours is longer, and looking for the nearest takes its time
+NOT_AT_THE_SAME_STEP = "the ranks are not at the same step"
+
 EXIT_DONE = 0
 EXIT_PROGRAM_FAILED = 1
 EXIT_BAD_REQUEST = 2
 EXIT_PLACE_FAILED = 3
+EXIT_STOPPED = 4
 EXIT_DIFFERENCE_FOUND = 5
 EXIT_INTERRUPTED = 130
 
@@ -29,19 +39,23 @@ class AllranksError(Exception):
     """The root: what a person reads is `str(error)`; the process ends with `exit_code`."""
 
     exit_code = EXIT_PROGRAM_FAILED
+    passing = True
+    """Whether another attempt of the same may go better."""
 
 
 class RequestError(AllranksError):
     """Something was asked that cannot be done; the message has the four parts, each one line."""
 
     exit_code = EXIT_BAD_REQUEST
+    passing = False
 
     def __init__(self, *, asked: str, found: str, why: str, do: str) -> None:
         super().__init__(asked, found, why, do)
         self.asked, self.found, self.why, self.do = asked, found, why, do
 
     def __str__(self) -> str:
-        return f"asked: {self.asked}\nfound: {self.found}\nwhy:   {self.why}\ndo:    {self.do}"
+        asked, found, why, do = (_one_line(part) for part in self.to_data().values())
+        return f"asked: {asked}\nfound: {found}\nwhy:   {why}\ndo:    {do}"
 
     def to_data(self) -> dict[str, str]:
         """The four parts as a mapping that JSON can carry from a rank to the supervisor."""
@@ -61,10 +75,26 @@ class PeerLost(ProgramError):
     """A collective failed because another rank went away: this rank is a victim of the fault."""
 
 
+class BadStep(ProgramError):
+    """A step went bad and was not applied. It is keyed, so it would go bad again: not passing."""
+
+    passing = False
+
+
+class ReplicasDiffer(ProgramError):
+    """Ranks that must hold the same weights do not: broken hardware, or a race. A passing fault."""
+
+
 class PlaceError(AllranksError):
     """The machine, the scheduler or the network could not do what was planned."""
 
     exit_code = EXIT_PLACE_FAILED
+
+
+class Stopped(AllranksError):
+    """Asked to stop before it was done, and its checkpoint is committed: it can go on from there."""
+
+    exit_code = EXIT_STOPPED
 
 
 class Interrupted(AllranksError):
@@ -73,9 +103,15 @@ class Interrupted(AllranksError):
     exit_code = EXIT_INTERRUPTED
 
 
+def _one_line(part: str) -> str:
+    """What a user wrote may be anything: it is shown, cut, and steers no terminal."""
+    cut = part if len(part) <= LONGEST_PART else f"{part[:LONGEST_PART]}… ({len(part)} characters)"
+    return printable(cut)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: the nearest known one, if any is near, and the whole list."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:LONGEST_NAME], names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(names) or 'none'}"

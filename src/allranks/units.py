@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 
 def format_bytes(count: float) -> str:
     """`1536` -> `1.5 KiB`. Binary units, because memory and buckets are counted in them."""
@@ -16,6 +19,28 @@ def format_bytes(count: float) -> str:
 def format_count(count: float) -> str:
     """`12345.6` -> `12,346`."""
     return f"{count:,.0f}"
+
+
+NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
+DURATIONS = (
+    re.compile(NUMBER),
+    re.compile(rf"(?:([0-9]+)d)?(?:([0-9]+)h)?(?:([0-9]+)m)?(?:{NUMBER}s)?(?<=[dhms])"),
+    re.compile(r"(?:([0-9]+):)?([0-9]+):([0-9]+)"),
+)
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds of `90`, `90s`, `1h30m`, `2d` or, as Slurm writes it, `1:30:00`; else `None`.
+
+    `1h30` is none: it may mean minutes as well as seconds.
+    """
+    match = next((m for kind in DURATIONS if (m := kind.fullmatch(text))), None)
+    if match is None:
+        return None
+    *above, seconds = (float(part or 0) for part in match.groups())
+    for count, unit in zip(reversed(above), (60, 3600, 86400), strict=False):
+        seconds += count * unit
+    return seconds if math.isfinite(seconds) else None
 
 
 def printable(line: str) -> str:

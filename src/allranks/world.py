@@ -18,7 +18,10 @@ class World:
     """One process among `size`: `rank` over all nodes, `local_rank` on this one.
 
     `store` is the file through which the ranks of one machine meet; empty when they meet through
-    `MASTER_ADDR` (a script started by another launcher), or when there is only one.
+    `MASTER_ADDR` (a script started by another launcher), or when there is only one. `attempt`
+    counts the attempts of the job in its run folder, `restarts` those since it was last started by
+    hand; `pulse` is the file descriptor of the memory that this rank
+    shares with its supervisor, -1 if it has none.
     """
 
     rank: int = 0
@@ -27,6 +30,9 @@ class World:
     local_size: int = 1
     node: int = 0
     store: str = ""
+    attempt: int = 0
+    restarts: int = 0
+    pulse: int = -1
 
     @property
     def is_leader(self) -> bool:
@@ -41,6 +47,9 @@ class World:
             "LOCAL_WORLD_SIZE": str(self.local_size),
             "GROUP_RANK": str(self.node),
             "ALLRANKS_STORE": self.store,
+            "ALLRANKS_ATTEMPT": str(self.attempt),
+            "ALLRANKS_RESTARTS": str(self.restarts),
+            "ALLRANKS_PULSE": str(self.pulse),
         }
 
     @classmethod
@@ -57,6 +66,9 @@ class World:
                 local_size=int(given.get("LOCAL_WORLD_SIZE", size)),
                 node=int(given.get("GROUP_RANK", "0")),
                 store=given.get("ALLRANKS_STORE", ""),
+                attempt=int(given.get("ALLRANKS_ATTEMPT", "0")),
+                restarts=int(given.get("ALLRANKS_RESTARTS", "0")),
+                pulse=int(given.get("ALLRANKS_PULSE", "-1")),
             )
         except ValueError as error:
             raise RequestError(

@@ -15,14 +15,15 @@ from allranks.launch.server import Exit
 from allranks.launch.supervisor import Ended
 from allranks.record import JsonLines, rank_events_path, rank_log_path
 
+HELD = "it held 2.0 MiB at most"
 REFUSAL = {"asked": "loss", "found": "a scalar", "why": "no mean", "do": "leave it out"}
 
 
 def ended(codes: list[int], stopped: Iterable[int] = (), times: list[int] | None = None) -> Ended:
     """Ranks that left with these codes, in this order of time unless `times` says otherwise."""
     at = times or list(range(100, 100 + len(codes)))
-    exits = {rank: Exit(rank, code, at[rank]) for rank, code in enumerate(codes)}
-    return Ended(exits, frozenset(stopped), False)
+    exits = {rank: Exit(rank, code, at[rank], 2 << 20) for rank, code in enumerate(codes)}
+    return Ended(exits, frozenset(stopped))
 
 
 def failed(folder: Path, rank: int, monotonic: float, **values: Any) -> None:
@@ -102,9 +103,9 @@ def test_the_report_tells_who_where_why_and_who_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "cause"),
     [
-        (-signal.SIGKILL, "killed by SIGKILL; it could leave no traceback"),
-        (-signal.SIGSEGV, "killed by SIGSEGV; it could leave no traceback"),
-        (-(signal.SIGRTMIN + 3), "killed by signal 37; it could leave no traceback"),
+        (-signal.SIGKILL, f"killed by SIGKILL; it could leave no traceback ({HELD})"),
+        (-signal.SIGSEGV, f"killed by SIGSEGV; it could leave no traceback ({HELD})"),
+        (-(signal.SIGRTMIN + 3), f"killed by signal 37; it could leave no traceback ({HELD})"),
         (3, "it left with exit code 3 without a word"),
     ],
 )
@@ -112,6 +113,70 @@ def test_a_rank_that_left_no_word(tmp_path: Path, code: int, cause: str) -> None
     text = report(ended([code]), tmp_path)
     assert text.splitlines()[0].endswith(f"failed first: {cause}")
     assert "stopped because" not in text
+
+
+@pytest.mark.parametrize(("code", "event"), [(-9, False), (1, True)])
+def test_the_kernels_word_is_added_where_a_process_was_killed(
+    tmp_path: Path, code: int, event: bool
+) -> None:
+    """The rank itself, or a loader worker of it: torch says that it was killed, and not why."""
+    if event:
+        failed(tmp_path, 0, 10.0, message="DataLoader worker (pid 3) is killed by signal: Killed. ")
+    fault = first_fault(ended([code]), tmp_path, memory="out of memory: the kernel did it")
+    assert fault is not None
+    first = str(error_of(fault, ended([code]), tmp_path)).splitlines()[0]
+    assert "failed first: out of memory: the kernel did it" in first
+
+
+@pytest.mark.parametrize("code", [1, -15, -11])
+def test_the_kernels_word_is_not_added_to_other_ends(tmp_path: Path, code: int) -> None:
+    if code > 0:
+        failed(tmp_path, 0, 10.0)
+    fault = first_fault(ended([code]), tmp_path, memory="out of memory")
+    assert fault is not None and fault.memory == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("MemoryError", ""),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB"),
+        ("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        ("OSError", "[Errno 12] Cannot allocate memory"),
+    ],
+)
+def test_an_allocation_that_failed_is_out_of_memory(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    failed(tmp_path, 0, 10.0, kind=kind, message=message, step=3)
+    assert f"at step 3: out of memory: {kind}: {message}" in report(ended([1]), tmp_path)
+
+
+def test_what_a_rank_wrote_in_another_attempt_is_not_of_this_one(tmp_path: Path) -> None:
+    failed(tmp_path, 0, 10.0, attempt=0, message="old")
+    failed(tmp_path, 0, 20.0, attempt=1, message="new")
+    found = ended([1])
+    old, new = (first_fault(found, tmp_path, attempt) for attempt in (0, 1))
+    assert old is not None and old.event is not None and old.event["message"] == "old"
+    assert new is not None and new.event is not None and new.event["message"] == "new"
+    assert not new.repeats(old) and not new.repeats(None) and new.repeats(new)
+
+
+def test_a_rank_that_says_it_is_done_may_leave_as_it_likes(tmp_path: Path) -> None:
+    with JsonLines(rank_events_path(tmp_path, 0)) as lines:
+        lines.row({"event": "done", "time": 0.0, "monotonic": 0.0})
+    assert first_fault(ended([-6]), tmp_path, must_say_so=True) is None
+    left = first_fault(ended([0]), tmp_path / "other", must_say_so=True)
+    assert left is not None
+    text = str(error_of(left, ended([0]), tmp_path))
+    assert "it left with exit code 0 before the training was done" in text
+
+
+@pytest.mark.parametrize("passing", [True, False])
+def test_a_fault_says_whether_another_attempt_may_go_better(tmp_path: Path, passing: bool) -> None:
+    failed(tmp_path, 0, 10.0, passing=passing)
+    fault = first_fault(ended([1]), tmp_path)
+    assert fault is not None and fault.is_passing is passing
 
 
 def test_a_bad_request_found_before_the_first_update_is_one(tmp_path: Path) -> None:

@@ -3,16 +3,20 @@
     python -P -m allranks.launch.forkserver SOCKET-FD MODULE…
 
 Importing a framework costs seconds of processor time; a fork costs milliseconds. The server takes
-requests from one socket (JSON, with the files for standard output and error passed along), forks,
-and reports every exit in the order in which the kernel shows it. It runs no operation of the
+requests from one socket (JSON, with the files of the process passed along), forks, and reports
+every start, and every exit in the order in which the kernel shows it. It runs no operation of the
 framework itself: a fork is safe only before the first one. When the socket closes, because the
 supervisor is done or dead, it kills every process it started and everything that these started.
+
+A process gets standard output, standard error, a file for its stacks, which it writes at
+`STACKS_SIGNAL` from wherever it stands, and, if it has one, the memory of its pulse as `PULSE_FD`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import importlib
 import json
 import os
@@ -24,9 +28,15 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+from allranks.launch.leftovers import remove_shared_memory
 from allranks.launch.linux import adopt_orphans, children_of_this_process, die_with_parent
 
 MESSAGE_LIMIT = 1 << 17  # the kernel's default for a socket is 208 KiB
+STACKS_SIGNAL = signal.SIGRTMIN + 1
+STACKS_FD, PULSE_FD = 3, 4
+MOST_FILES = 4
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PATIENCE_S = 2.0
 
 
 def serve(control: socket.socket) -> None:
@@ -40,11 +50,10 @@ def serve(control: socket.socket) -> None:
             ready = [fd for fd, _ in poller.poll()]
             for pidfd in (fd for fd in ready if fd in running):
                 poller.unregister(pidfd)
-                _report_exit(control, *running.pop(pidfd), pidfd)
-            if not running:
-                _end_orphans()
+                ticket, pid = running.pop(pidfd)
+                _report_exit(control, ticket, pid, pidfd, is_last=not running)
             if control.fileno() in ready:
-                message, fds, _, _ = socket.recv_fds(control, MESSAGE_LIMIT, 2)
+                message, fds, _, _ = socket.recv_fds(control, MESSAGE_LIMIT, MOST_FILES)
                 if not message:
                     return
                 request = json.loads(message)
@@ -53,6 +62,7 @@ def serve(control: socket.socket) -> None:
                     pidfd = os.pidfd_open(pid)
                     running[pidfd] = request["ticket"], pid
                     poller.register(pidfd, select.POLLIN)
+                    _tell(control, started=request["ticket"], pid=pid)
                 for ticket, pid in running.values():
                     if request["do"] == "signal" and request["ticket"] == ticket:
                         _signal_group(pid, request["signal"])
@@ -65,15 +75,28 @@ def serve(control: socket.socket) -> None:
         _end_orphans()
 
 
-def _report_exit(control: socket.socket, ticket: int, pid: int, pidfd: int) -> None:
-    """Tell how `pid` ended. What is left of its group goes first, while the id is still its own."""
+def _report_exit(
+    control: socket.socket, ticket: int, pid: int, pidfd: int, *, is_last: bool
+) -> None:
+    """Tell how `pid` ended. What is left of its group goes first, while the id is still its own.
+
+    Whoever hears of the last exit finds nothing left: the orphans go before it is told.
+    """
     now = time.monotonic()
     os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
     _signal_group(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
+    _, status, usage = os.wait4(pid, 0)
     os.close(pidfd)
+    remove_shared_memory(pid)
+    if is_last:
+        _end_orphans()
     code = os.waitstatus_to_exitcode(status)
-    control.send(json.dumps({"exited": ticket, "code": code, "monotonic": now}).encode())
+    peak = usage.ru_maxrss * 1024
+    _tell(control, exited=ticket, code=code, monotonic=now, peak_bytes=peak)
+
+
+def _tell(control: socket.socket, **message: Any) -> None:
+    control.send(json.dumps(message).encode())
 
 
 def _signal_group(pid: int, number: int) -> None:
@@ -85,15 +108,21 @@ def _end_orphans() -> None:
     """Kill and reap processes that ranks left behind; they were handed to this process.
 
     Whoever dies hands over its own children, so it takes as many rounds as there are generations.
+    One that does not die, because it waits for a disk, is not waited for without end.
     """
     out_of_reach: set[int] = set()
+    deadline = time.monotonic() + PATIENCE_S
     while orphans := set(children_of_this_process()) - out_of_reach:
         for pid in orphans:
             try:
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    remove_shared_memory(pid)
             except (PermissionError, ProcessLookupError, ChildProcessError):
                 out_of_reach.add(pid)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.001)
 
 
 def _fork(control: socket.socket, request: dict[str, Any], fds: list[int]) -> int:
@@ -119,13 +148,15 @@ def _become(
         if os.getppid() != server:
             os._exit(1)
         control.close()
-        os.dup2(fds[0], 1)
-        os.dup2(fds[1], 2)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        _take_files(fds)
         sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
         sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if len(fds) > STACKS_FD:  # at once: with the default action for a moment, one could kill it
+            _leave_signals_to_the_supervisor()
+        else:
+            _default_signals()
         faulthandler.enable()
+        faulthandler.register(STACKS_SIGNAL, file=STACKS_FD, all_threads=True)
         os.environ.update(request["environment"])
         os.chdir(request["cwd"])
         module, _, name = request["target"].partition(":")
@@ -141,9 +172,34 @@ def _become(
         os._exit(code)
 
 
+def _take_files(fds: list[int]) -> None:
+    """The files of this process as 1, 2, 3 and, if there is a fourth, 4; all others are closed."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in fds]
+    for number, fd in enumerate(high, start=1):
+        os.dup2(fd, number, inheritable=number <= 2)
+    os.closerange(len(fds) + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _default_signals() -> None:
+    for number in ASKING:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _leave_signals_to_the_supervisor() -> None:
+    """A rank that has a pulse hears by it what is asked of the job.
+
+    Schedulers and systemd send such signals to all processes of a job at once; a rank that died of
+    one could not commit its checkpoint. Its own children get the default actions back.
+    """
+    for number in ASKING:
+        signal.signal(number, lambda number, frame: None)
+    os.register_at_fork(after_in_child=_default_signals)
+
+
 def main() -> None:
     """Import what was asked, then serve. Run as a process of its own by `ForkServer`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in ASKING:
+        signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
         importlib.import_module(module)

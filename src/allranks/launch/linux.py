@@ -1,10 +1,11 @@
-"""Two calls of Linux that Python does not wrap: die with your parent, adopt your grandchildren."""
+"""What Linux knows about processes: die with your parent, adopt your grandchildren, who is who."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -28,6 +29,32 @@ def adopt_orphans() -> None:
 
 
 def children_of_this_process() -> list[int]:
-    """The process ids of all children, adopted ones too."""
-    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-        return [int(word) for word in file.read().split()]
+    """The process ids of all children, adopted ones too.
+
+    From the parent that each process names: the kernel's own list of children may lack some while
+    others exit.
+    """
+    own = str(os.getpid())
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if _stat(pid)[1:2] == [own]]
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for the state of a process: R, S, D, T (stopped), Z; "" if it is gone."""
+    return "".join(_stat(pid)[:1])
+
+
+def started_at(pid: int) -> str:
+    """When a process started, in the kernel's ticks: with its id, a name that is never used again."""
+    return "".join(_stat(pid)[19:20])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name, which may hold anything; [] if it is gone.
+
+    Also if it is another user's, where the kernel hides those (hidepid): it is none of ours then.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

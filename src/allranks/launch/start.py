@@ -1,4 +1,4 @@
-"""A job from request to result: describe the task, plan, make the run folder, supervise, conclude.
+"""A job from request to result: describe the task, plan, make the run folder, try, conclude.
 
 Used by every verb that trains: `train`, `check`, and the tests. Nothing else starts ranks.
 """
@@ -8,31 +8,35 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from allranks.catalog import ENGINES, preload_for
+from allranks.checkpoint_folder import committed
 from allranks.config import Resolved
 from allranks.errors import Interrupted, PlaceError, RequestError
 from allranks.job import Job
+from allranks.job_file import redacted
+from allranks.launch.attempts import Attempts
+from allranks.launch.leftovers import scratch_folder
 from allranks.launch.report import error_of, first_fault
 from allranks.launch.server import ForkServer
+from allranks.launch.signals import Signals
 from allranks.launch.supervisor import Process, supervise
 from allranks.places import local
 from allranks.places.base import Plan, Shape
-from allranks.record import (
-    RunFolder,
-    rank_events_path,
-    rank_log_path,
-    read_rows,
-)
+from allranks.record import RunFolder, rank_events_path, rank_log_path, read_rows
+from allranks.resume import CHECKPOINTS, changed, changed_fields
 
 WORKER = ENGINES["torch"]
+RECORDED = (
+    *("ALLRANKS_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_"),
+    *("SLURM_", "PYTHON", "VIRTUAL_ENV", "CONDA_", "LD_LIBRARY_PATH", "PATH", "HOSTNAME"),
+)
 _runs = itertools.count(1)
 
 
@@ -52,13 +56,13 @@ class Watcher:
     tick: Callable[[], None] = lambda: None
 
 
-def plan_job(resolved: Resolved, server: ForkServer) -> Plan:
+def plan_job(resolved: Resolved, server: ForkServer, signals: Signals | None = None) -> Plan:
     """The plan of a job: its task is loaded and read in a process of its own, nothing is left."""
     job = resolved.job
     if not job.run_dir:
         job = dataclasses.replace(job, run_dir=new_run_dir(job.program))
     job = dataclasses.replace(job, run_dir=os.path.abspath(job.run_dir))
-    return local.plan(job, describe(server, job))
+    return local.plan(job, describe(server, job, signals))
 
 
 def run_job(
@@ -67,68 +71,74 @@ def run_job(
     """Run a job to its end on this machine and return its result.
 
     Raises `RequestError` (and leaves no run folder) if the request, the task or its data is wrong
-    and no update was made; `ProgramError` with the first-fault report if the program failed;
-    `Interrupted` after Ctrl-C or SIGTERM. No process is left in any case.
+    and no update was made; `ProgramError` with the first-fault report if the program failed and
+    no restart is left; `Stopped` if it was asked to stop and has committed a checkpoint;
+    `Interrupted` if there is none. No process is left in any case.
     """
     watcher = watcher or Watcher()
+    started_at = time.monotonic()
     with ExitStack() as stack:
+        signals = stack.enter_context(Signals())
         if server is None:
             server = stack.enter_context(ForkServer(preload_for(resolved.job.program)))
-        plan = plan_job(resolved, server)
-        fields = dataclasses.replace(plan.job, task=plan.shape.fields)
-        folder = RunFolder(Path(plan.job.run_dir))
+        plan = plan_job(resolved, server, signals)
+        changes = _changes(resolved, plan)
+        folder = RunFolder(Path(plan.job.run_dir), goes_on=_goes_on(resolved))
         stack.callback(folder.close)
         try:
+            fields = dataclasses.replace(plan.job, task=plan.shape.fields)
             folder.write_job(Resolved(fields, resolved.sources))
-            folder.events.event("started", ranks=plan.job.ranks, notes=list(plan.notes))
-            watcher.started(plan)
-            summary = _supervised(server, plan, folder, watcher)
+            folder.events.event(
+                "started",
+                ranks=plan.job.ranks,
+                notes=list(plan.notes),
+                changes=changes,
+                environment=_environment(),
+            )
+            with suppress(OSError):  # who only looks on ends no training
+                watcher.started(plan)
+            attempts = Attempts(server, plan, folder, signals, watcher.tick, started_at)
+            summary = attempts.run(f"{WORKER}:main")
         except RequestError:
             folder.remove()
             raise
         return Result(folder.path, {"run_dir": str(folder.path), **summary})
 
 
-def _supervised(
-    server: ForkServer, plan: Plan, folder: RunFolder, watcher: Watcher
-) -> dict[str, Any]:
-    processes = [
-        Process(
-            rank=rank.world.rank,
-            target=f"{WORKER}:main",
-            argument=plan.job.to_data(),
-            environment=rank.environment,
-            log=rank_log_path(folder.path, rank.world.rank),
-        )
-        for rank in plan.ranks
-    ]
-    ended = supervise(server, processes, watcher.tick)
-    (folder.path / local.STORE).unlink(missing_ok=True)
-    exits = {rank: exit_.code for rank, exit_ in sorted(ended.exits.items())}
-    fault = first_fault(ended, folder.path)
-    if ended.interrupted:
-        folder.events.event("interrupted", exits=exits)
-        raise Interrupted(f"interrupted; every rank is stopped. What there is: {folder.path}")
-    if fault is not None:
-        error = error_of(fault, ended, folder.path)
-        folder.events.event("failed", first_rank=fault.rank, report=str(error), exits=exits)
-        raise error
-    for row in read_rows(rank_events_path(folder.path, 0)):
-        if row["event"] == "done":
-            folder.events.event("done", exits=exits)
-            return dict(row["summary"])
-    raise PlaceError(f"all ranks ended well, but {folder.path} holds no summary of the leader")
+def _environment() -> dict[str, str]:
+    """The variables that tell how a job was run; others may hold anything, and are not recorded."""
+    return redacted({n: v for n, v in sorted(os.environ.items()) if n.startswith(RECORDED)})
 
 
-def describe(server: ForkServer, job: Job) -> Shape:
+def _changes(resolved: Resolved, plan: Plan) -> dict[str, list[Any]]:
+    """What is not as it was in the run that this one goes on from; raises for what must be."""
+    if resolved.base is None:
+        return {}
+    fields = changed_fields(resolved.base, plan.shape.fields)
+    return {**changed(resolved.base, plan.job), **fields}
+
+
+def _goes_on(resolved: Resolved) -> bool:
+    """Whether the run folder is there, and this job goes on in it.
+
+    One that is done and kept no checkpoint is refused like any other folder that is there.
+    """
+    base = resolved.base
+    if base is None or not base.goes_on:
+        return False
+    events = [row["event"] for row in read_rows(base.path / "events.jsonl")]
+    return "done" not in events[-1:] or bool(committed(base.path / CHECKPOINTS))
+
+
+def describe(server: ForkServer, job: Job, signals: Signals | None = None) -> Shape:
     """Load the task of `job` in a forked process and return what a place must know of it."""
-    with tempfile.TemporaryDirectory(prefix="allranks-describe-") as scratch:
+    with scratch_folder() as scratch:
         run_dir = Path(scratch)
         (run_dir / "logs").mkdir()
         log = rank_log_path(run_dir, 0)
         argument = {**job.to_data(), "run_dir": scratch}
         process = Process(0, f"{WORKER}:describe", argument, {}, log)
-        ended = supervise(server, [process])
+        ended = supervise(server, [process], signals=signals)
         if ended.interrupted:
             raise Interrupted("interrupted before anything was started")
         fault = first_fault(ended, run_dir)

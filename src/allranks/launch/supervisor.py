@@ -1,27 +1,35 @@
 """The supervisor owns the processes of a job on this node: starts, watches and stops them all.
 
-It knows no framework. A rank that fails stops the others; Ctrl-C or SIGTERM stops everything. It
-returns only when every process is gone. Who failed first is decided in `report`.
+It knows no framework. A rank that fails stops the others; so does one that shows no sign of life.
+Ctrl-C, SIGTERM and the time limit ask the ranks to commit a checkpoint and leave, where they have
+a pulse to hear it by, and stop them otherwise. It returns only when every process is gone. Who
+failed first is decided in `report`.
 """
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from allranks.errors import PlaceError
+from allranks.launch.hang import Hang, find_hang
 from allranks.launch.server import Exit, ForkServer
+from allranks.launch.signals import Signals
+from allranks.pulse import Pulses
 
 TICK_S = 0.1
 EVIDENCE_S = 0.2
-GRACE_S = 2.0
+GRACE_S = 1.5
+COMMIT_S = 120.0
+SUSPENDED_S = 1.0
+NEVER = float("inf")
 
 
 @dataclass(frozen=True)
@@ -36,83 +44,165 @@ class Process:
 
 
 @dataclass(frozen=True)
+class Care:
+    """What is watched beside the exits, for processes that have a pulse.
+
+    `hang_timeout_s` 0 waits for ever; `stop_at` is on the monotonic clock. `ended_well(rank)` says
+    whether a process that left with a bad exit code had done its work all the same.
+    """
+
+    pulses: Pulses
+    hang_timeout_s: float = 0.0
+    stop_at: float = NEVER
+    ended_well: Callable[[int], bool] = lambda rank: False
+
+
+@dataclass(frozen=True)
 class Ended:
-    """All processes are gone. `exits` by rank; `stopped` are the ranks that were told to stop."""
+    """All processes are gone. `exits` by rank; `stopped` are the ranks that were told to stop.
+
+    `reason` says why the job was asked to stop ("SIGTERM", "time limit"; "" if it was not).
+    """
 
     exits: dict[int, Exit]
     stopped: frozenset[int]
-    interrupted: bool
+    reason: str = ""
+    hang: Hang | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        return self.reason != ""
 
 
 def supervise(
-    server: ForkServer, processes: list[Process], on_tick: Callable[[], None] = lambda: None
+    server: ForkServer,
+    processes: list[Process],
+    on_tick: Callable[[], None] = lambda: None,
+    care: Care | None = None,
+    signals: Signals | None = None,
 ) -> Ended:
-    """Run all `processes` to their end; one that fails, or an interrupt, stops the rest."""
-    alive: dict[int, int] = {}  # ticket -> rank
-    exits: dict[int, Exit] = {}
-    stopped: frozenset[int] = frozenset()
-    stop_at = kill_at = float("inf")
-    with _Interrupts() as interrupts, _nothing_left(server, alive):
-        for process in processes:
-            ticket = server.spawn(
-                process.target, process.argument, process.environment, process.log
-            )
-            alive[ticket] = process.rank
-        while alive:
-            for ended in server.exits(TICK_S):
-                if ended.ticket in alive:
-                    exits[alive.pop(ended.ticket)] = ended
-                    if ended.code != 0:
-                        stop_at = min(stop_at, time.monotonic() + EVIDENCE_S)
-            on_tick()
-            now = time.monotonic()
-            if (now >= stop_at or interrupts.seen) and not stopped:
-                stopped = frozenset(alive.values())
-                _signal_all(server, alive, signal.SIGTERM)
-                stop_at, kill_at = float("inf"), now + GRACE_S
-            if now >= kill_at:
-                _signal_all(server, alive, signal.SIGKILL)
-                kill_at = now + GRACE_S
-    return Ended(exits, stopped, interrupts.seen)
+    """Run all `processes` to their end; one that fails, or an interrupt, stops the rest.
 
-
-def _signal_all(server: ForkServer, alive: dict[int, int], number: int) -> None:
-    for ticket in alive:
-        server.signal(ticket, number)
-        server.signal(ticket, signal.SIGCONT)
-
-
-@contextmanager
-def _nothing_left(server: ForkServer, alive: dict[int, int]) -> Iterator[None]:
-    """If watching itself breaks, the processes are killed before the error goes on."""
-    try:
-        yield
-    except BaseException:
-        with suppress(PlaceError):
-            _signal_all(server, alive, signal.SIGKILL)
-            while alive:
-                for ended in server.exits(TICK_S):
-                    alive.pop(ended.ticket, None)
-        raise
-
-
-class _Interrupts:
-    """While ranks run, SIGINT and SIGTERM to the supervisor are noted, not raised in mid-message.
-
-    Only the main thread of a process can take signals; elsewhere nothing is changed.
+    `signals` are those that the caller holds already; without it they are held meanwhile.
     """
+    with ExitStack() as stack:
+        signals = signals or stack.enter_context(Signals())
+        watch = stack.enter_context(_Watch(server, care))
+        for process in processes:
+            watch.start(process)
+        while watch.alive:
+            watch.take_exits()
+            on_tick()
+            watch.look_for_a_hang()
+            watch.obey(signals)
+            watch.kill_what_is_due()
+    return Ended(watch.exits, watch.stopped, watch.reason, watch.hang)
 
-    seen = False
+
+@dataclass
+class _Watch:
+    """The processes of one `supervise`, and when which of them is to be stopped or killed."""
+
+    server: ForkServer
+    care: Care | None
+    alive: dict[int, int] = field(default_factory=dict)  # ticket -> rank
+    exits: dict[int, Exit] = field(default_factory=dict)
+    stopped: frozenset[int] = frozenset()
+    reason: str = ""
+    hang: Hang | None = None
+    stop_at: float = NEVER
+    kill_at: float = NEVER
+
+    def __post_init__(self) -> None:
+        self.awake_since = self.looked_at = time.monotonic()
+        self.stacks: dict[int, int] = {}  # rank -> nameless file
+
+    def start(self, process: Process) -> None:
+        rank, pulse = process.rank, self.care.pulses.fd if self.care is not None else None
+        if pulse is not None:
+            self.stacks[rank] = os.memfd_create(f"allranks-stacks-{rank}")
+        ticket = self.server.spawn(
+            process.target,
+            process.argument,
+            process.environment,
+            process.log,
+            self.stacks.get(rank),
+            pulse,
+        )
+        self.alive[ticket] = rank
+
+    def take_exits(self) -> None:
+        """Wait a moment for processes that end; a fault among them stops the rest soon."""
+        exits = self.server.exits(TICK_S)
+        if not exits:
+            self.server.wake()
+        for ended in exits:
+            if ended.ticket not in self.alive:
+                continue
+            rank = self.alive.pop(ended.ticket)
+            self.exits[rank] = ended
+            fine = ended.code == 0 or (self.care is not None and self.care.ended_well(rank))
+            if not fine:
+                self.stop_at = min(self.stop_at, time.monotonic() + EVIDENCE_S)
+
+    def look_for_a_hang(self) -> None:
+        """If the ranks show no life, take down where each of them stands, and kill them all.
+
+        While nobody looked, because all was suspended, the ranks had no time to show any.
+        """
+        now = time.monotonic()
+        if now - self.looked_at > SUSPENDED_S:
+            self.awake_since = now
+        self.looked_at = now
+        if self.care is None or not self.care.hang_timeout_s or self.hang or self.stopped:
+            return
+        pids = {rank: self.server.pid(ticket) for ticket, rank in self.alive.items()}
+        self.hang = find_hang(
+            self.care.pulses.read(),
+            {rank: pid for rank, pid in pids.items() if pid is not None},
+            self.care.hang_timeout_s,
+            self.awake_since,
+            self.stacks,
+        )
+        if self.hang is not None:
+            self.stopped = frozenset(self.alive.values())
+            self.kill_at = 0.0
+
+    def obey(self, signals: Signals) -> None:
+        """Do what signals and the time limit ask for: once politely, if there is a way to."""
+        now = time.monotonic()
+        if self.care is not None and signals.take_saves():
+            self.care.pulses.ask_to_save()
+        asked = signals.reason
+        if not asked and self.care is not None and now >= self.care.stop_at:
+            asked = "time limit"
+        if asked and not self.reason:
+            self.reason = asked
+            self.stop_at = now
+            if self.care is not None:
+                self.care.pulses.ask_to_stop()
+                self.stop_at = now + COMMIT_S
+        if signals.insists:
+            self.stop_at = 0.0
+
+    def kill_what_is_due(self) -> None:
+        now = time.monotonic()
+        if now >= self.stop_at and not self.stopped:
+            self.stopped = frozenset(self.alive.values())
+            # those with a pulse were asked by it, or are victims: they pass over SIGTERM
+            self._signal_all(signal.SIGTERM if self.care is None else signal.SIGKILL)
+            self.stop_at, self.kill_at = NEVER, now + GRACE_S
+        if now >= self.kill_at:
+            self._signal_all(signal.SIGKILL)
+            self.kill_at = now + GRACE_S
+
+    def _signal_all(self, number: int) -> None:
+        for ticket in self.alive:
+            self.server.signal(ticket, number)
+            self.server.signal(ticket, signal.SIGCONT)
 
     def __enter__(self) -> Self:
-        self._before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
         return self
-
-    def _note(self, number: int, frame: object) -> None:
-        self.seen = True
 
     def __exit__(
         self,
@@ -120,5 +210,12 @@ class _Interrupts:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        """If watching itself broke, the processes are killed before the error goes on."""
+        with suppress(PlaceError):
+            if error is not None:
+                self._signal_all(signal.SIGKILL)
+            while self.alive:
+                for ended in self.server.exits(TICK_S):
+                    self.alive.pop(ended.ticket, None)
+        for fd in self.stacks.values():
+            os.close(fd)

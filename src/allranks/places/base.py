@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from allranks.job import Job
+from allranks.job_file import redacted
+from allranks.units import printable
 from allranks.world import World
 
 
@@ -41,13 +43,17 @@ class Plan:
     notes: tuple[str, ...]
 
     def to_data(self) -> dict[str, Any]:
-        """The plan as plain data, for `--dry-run --json`."""
-        return dataclasses.asdict(self)
+        """The plan as plain data, for `--dry-run --json`; without secrets."""
+        data = dataclasses.asdict(self)
+        data["job"]["task"] = redacted(self.job.task)
+        data["shape"]["fields"] = redacted(self.shape.fields)
+        return data
 
     def __str__(self) -> str:
         lines = [f"{key} = {value}" for key, value in self.job.to_data().items() if key != "task"]
-        lines += ["", "task:"] + [f"  {k} = {v}" for k, v in self.shape.fields.items()]
+        lines += ["", "task:"] + [f"  {k} = {v}" for k, v in redacted(self.shape.fields).items()]
         for rank in self.ranks:
             variables = " ".join(f"{k}={v}" for k, v in rank.environment.items())
             lines += ["", f"rank {rank.world.rank}: {variables}"]
-        return "\n".join([*lines, "", *(f"note: {note}" for note in self.notes)])
+        lines += ["", *(f"note: {note}" for note in self.notes)]
+        return "\n".join(printable(line) for line in lines)

@@ -1,0 +1,109 @@
+"""What a run could leave behind, found by the name that all of it carries, and removed.
+
+Every fork server has an owner: the id and the start time of the process that made it, and where
+these hold, which no other process ever has. The name of the owner stands in the environment of all
+its descendants, also of those that left its process group or session, and in the names of its
+temporary folders. Nothing without such a name is ever touched, and nothing of other machines and
+containers: whether their processes live cannot be seen here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+from allranks.launch.linux import started_at, state_of
+
+VARIABLE = "ALLRANKS_OWNER"
+SCRATCH = "allranks-scratch-"
+PATIENCE_S = 5.0
+_OWNER = re.compile(r"([0-9]{1,9})\.([0-9]{1,20})\.([0-9a-f]{8})")
+
+
+def owner() -> str:
+    """The name of this process, as its descendants carry it."""
+    return f"{os.getpid()}.{started_at(os.getpid())}.{_here()}"
+
+
+def _here() -> str:
+    """Where process ids are those of this process: this machine, and the container on it."""
+    space = os.readlink("/proc/self/ns/pid")
+    return f"{zlib.crc32(f'{socket.gethostname()} {space}'.encode()):08x}"
+
+
+def is_dead(name: str) -> bool:
+    """Whether this is the name of an owner that ran here, and runs no more (it may be a zombie)."""
+    named = _OWNER.fullmatch(name)
+    if named is None or named[3] != _here():
+        return False
+    pid = int(named[1])
+    return started_at(pid) != named[2] or state_of(pid) in ("", "Z", "X")
+
+
+def processes_of(mark: str) -> list[int]:
+    """The living processes of this user whose environment says that they belong to `mark`."""
+    return [pid for pid, name in _marked() if name == mark]
+
+
+def end_processes_of(mark: str) -> None:
+    """Kill them all, those that are started meanwhile too, and wait until they are gone."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (pids := processes_of(mark)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # an orphan that this process adopted
+                os.waitpid(pid, 0)
+            remove_shared_memory(pid)
+        time.sleep(0.005)
+
+
+def sweep() -> None:
+    """End the processes and remove the folders of owners that are dead, however they died."""
+    for mark in {name for _, name in _marked() if is_dead(name.partition("/")[0])}:
+        end_processes_of(mark)
+    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):  # another start sweeps too, and was quicker
+            there = path.lstat()
+            ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
+            if ours and is_dead(path.name.removeprefix(SCRATCH).partition("-")[0]):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder that carries the name of this process."""
+    return tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{owner()}-")
+
+
+def remove_shared_memory(pid: int) -> None:
+    """Remove what torch's data loaders keep in shared memory under the id of a process that ended."""
+    for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _marked() -> list[tuple[int, str]]:
+    """(process, mark) of all living processes of this user that carry one, but this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        try:
+            if pid == os.getpid() or folder.stat().st_uid != os.geteuid():
+                continue
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        prefix = f"{VARIABLE}=".encode()
+        for variable in variables:
+            if variable.startswith(prefix) and state_of(pid) not in ("", "Z"):
+                found.append((pid, variable.removeprefix(prefix).decode(errors="replace")))
+    return found

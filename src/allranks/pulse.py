@@ -1,0 +1,163 @@
+"""The pulse of every rank, in memory that the supervisor shares with the ranks of its node.
+
+A rank writes where it is, at every step and every change of phase, from the thread that trains: a
+thread of its own would go on beating in a deadlock. The supervisor reads it, and writes back what
+it wants of the ranks (to stop, to save). The memory has no name, so no death leaves it behind.
+
+    [ wanted: stop, save | rank 0: beats, step, phase, since, collectives, whether the thread that
+      saves waits for others, seconds per phase | … ]
+
+Numbers are doubles, eight bytes aligned: each is read whole or not yet.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass, field
+
+PHASES = ("start", "data", "compute", "exchange", "evaluate", "save", "done")
+_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+_BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _SECONDS = range(7)
+_ROW = _SECONDS + len(PHASES)
+_WANTED = 2
+_STOP, _SAVE = range(_WANTED)
+
+
+def _size(ranks: int) -> int:
+    return 8 * (_WANTED + ranks * _ROW)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last said: `step` of the job (-1 before the first), and since when (monotonic).
+
+    `save_waits`: the thread that saves, beside the training, waits for the other ranks.
+    """
+
+    rank: int
+    beats: int
+    step: int
+    phase: str
+    since: float
+    collectives: int
+    seconds: dict[str, float]
+    save_waits: bool = False
+
+
+class Pulse:
+    """A rank's end. Without a supervisor (`fd` < 0) it is kept in memory that nobody reads."""
+
+    def __init__(self, fd: int = -1, rank: int = 0, ranks: int = 1) -> None:
+        memory = mmap.mmap(fd, _size(ranks) if fd >= 0 else _size(1))
+        self._all = memoryview(memory).cast("d")
+        start = _WANTED + (rank if fd >= 0 else 0) * _ROW
+        self._row = self._all[start : start + _ROW]
+        self._phase = int(self._row[_PHASE])
+        self._row[_STEP] = -1
+        self._since = self._row[_SINCE] = time.monotonic()
+        self._saves = 0.0
+
+    def enter(self, phase: str) -> str:
+        """This rank is in `phase` from now on; returns the phase it was in."""
+        row, now, before = self._row, time.monotonic(), self._phase
+        row[_SECONDS + before] += now - self._since
+        self._phase = number = _NUMBER[phase]
+        self._since = row[_SINCE] = now
+        row[_PHASE] = number
+        row[_BEATS] += 1
+        return PHASES[before]
+
+    def at_step(self, step: int) -> None:
+        """This rank works on step `step` of the job from now on."""
+        self._row[_STEP] = step
+
+    def collective(self) -> None:
+        """This rank takes part in one more collective."""
+        self._row[_COLLECTIVES] += 1
+
+    def aside(self) -> Aside:
+        """For the thread that saves."""
+        return Aside(self._row)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The time spent in each phase so far, without the one that is going on."""
+        return {phase: self._row[_SECONDS + number] for phase, number in _NUMBER.items()}
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether the supervisor wants the job to stop."""
+        return bool(self._all[_STOP])
+
+    def wants_save(self) -> bool:
+        """Whether the supervisor asked for a checkpoint since the last call."""
+        asked, self._saves = self._all[_SAVE] > self._saves, self._all[_SAVE]
+        return asked
+
+
+class Aside:
+    """The end of the thread that saves: it only says whether it waits for other ranks.
+
+    A rank that waits for its own thread waits for nobody, unless that thread waits for somebody.
+    """
+
+    def __init__(self, row: memoryview[float]) -> None:
+        self._row = row
+
+    def enter(self, phase: str) -> str:
+        """Like `Pulse.enter`, but the phase of the rank stays what it is."""
+        self._row[_SAVE_WAITS] = phase == "exchange"
+        return "save"
+
+    def collective(self) -> None:
+        """Not counted: the threads of all ranks go their own way."""
+
+
+@dataclass
+class Pulses:
+    """The supervisor's end, for one attempt of `ranks` ranks; hand `fd` to each of them."""
+
+    ranks: int
+    fd: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fd = os.memfd_create("allranks-pulse")
+        os.ftruncate(self.fd, _size(self.ranks))
+        self._memory = memoryview(mmap.mmap(self.fd, _size(self.ranks))).cast("d")
+        for rank in range(self.ranks):
+            self._memory[_WANTED + rank * _ROW + _STEP] = -1
+
+    def read(self) -> list[Beat]:
+        """What every rank last said."""
+        beats = []
+        for rank in range(self.ranks):
+            start = _WANTED + rank * _ROW
+            row: list[float] = self._memory[start : start + _ROW].tolist()  # type: ignore[assignment]
+            seconds = dict(zip(PHASES, row[_SECONDS:], strict=True))
+            beats.append(
+                Beat(
+                    rank,
+                    int(row[_BEATS]),
+                    int(row[_STEP]),
+                    PHASES[int(row[_PHASE])],
+                    row[_SINCE],
+                    int(row[_COLLECTIVES]),
+                    seconds,
+                    bool(row[_SAVE_WAITS]),
+                )
+            )
+        return beats
+
+    def ask_to_stop(self) -> None:
+        """Every rank finishes its step, commits a checkpoint and leaves."""
+        self._memory[_STOP] = 1
+
+    def ask_to_save(self) -> None:
+        """Every rank commits a checkpoint after its step, and goes on."""
+        self._memory[_SAVE] += 1
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self._memory.release()

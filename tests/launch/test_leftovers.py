@@ -1,0 +1,162 @@
+"""Leftovers: what a dead owner left is removed by its name, and nothing else is ever touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allranks.launch import leftovers
+from allranks.launch.leftovers import VARIABLE, is_dead, owner, scratch_folder, sweep
+from allranks.launch.linux import started_at
+
+Start = Callable[[str | None], subprocess.Popen[bytes]]
+OWNER_OF_ITS_OWN = "from allranks.launch.leftovers import owner; print(owner())"
+
+
+@pytest.fixture
+def dead() -> str:
+    """The name of an owner that has ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", OWNER_OF_ITS_OWN], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a process that carries this mark in its environment (or none)."""
+    started = []
+
+    def run(mark: str | None) -> subprocess.Popen[bytes]:
+        environment = {"PATH": os.environ["PATH"], **({} if mark is None else {VARIABLE: mark})}
+        process = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
+        started.append(process)
+        deadline = time.monotonic() + 10  # until it is `sleep`, with its own environment
+        while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
+            assert time.monotonic() < deadline
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ended(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(0.3)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def test_the_name_of_a_process_is_its_own_and_no_other_ever_has_it(dead: str) -> None:
+    assert not is_dead(owner())
+    assert is_dead(dead)
+    pid, start, here = owner().split(".")
+    assert (pid, start) == (str(os.getpid()), started_at(os.getpid()))
+    assert is_dead(f"{pid}.{int(start) + 1}.{here}"), "the id was used again"
+
+
+def test_a_zombie_is_dead() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER_OF_ITS_OWN], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    name = process.stdout.read().strip()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert is_dead(name)
+    process.communicate()
+
+
+def test_of_another_machine_or_container_nothing_is_known(dead: str) -> None:
+    pid, start, here = dead.split(".")
+    assert not is_dead(f"{pid}.{start}.{int(here, 16) ^ 1:08x}")
+
+
+@pytest.mark.parametrize("name", ["", "foo", "1", "1.", ".1", "1.2", "².5.00000000", "9" * 5000])
+def test_what_is_no_name_of_ours_is_not_dead(name: str) -> None:
+    assert not is_dead(name)
+
+
+@given(st.text())
+def test_any_text_is_answered(text: str) -> None:
+    assert not is_dead(text)
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+def test_processes_of_a_dead_owner_are_ended_and_no_others(dead: str, start: Start) -> None:
+    left = [start(f"{dead}/1"), start(f"{dead}/2")]
+    spared = [start(mark) for mark in (None, f"{owner()}/1", "", "mine", "1.2.3/1", "x" * 80)]
+    sweep()
+    assert all(ended(process) for process in left)
+    assert not any(ended(process) for process in spared)
+
+
+def test_of_one_server_only_what_it_started_is_ended(start: Start) -> None:
+    own, others = start(f"{owner()}/7"), start(f"{owner()}/77")
+    leftovers.end_processes_of(f"{owner()}/7")
+    assert ended(own) and not ended(others)
+
+
+# --- folders ------------------------------------------------------------------------------------
+
+
+def test_a_scratch_folder_is_removed_when_its_owner_is_dead(
+    dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pid, start, here = dead.split(".")
+    elsewhere = f"{int(here, 16) ^ 1:08x}"
+    (tmp_path / f"allranks-scratch-{dead}-abc" / "logs").mkdir(parents=True)
+    spared = {
+        *(f"allranks-scratch-{name}" for name in ("", "-", "mine", "².5-x", "1.2-x", "9" * 200)),
+        f"allranks-scratch-{pid}.{start}.{elsewhere}-abc",
+        f"allranks-other-{dead}-abc",
+    }
+    for name in spared:
+        (tmp_path / name).mkdir()
+    (tmp_path / f"allranks-scratch-{dead}-file").touch()
+    (tmp_path / f"allranks-scratch-{dead}-link").symlink_to(tmp_path / "allranks-scratch-mine")
+    with scratch_folder() as own:
+        sweep()
+        assert Path(own).is_dir(), "of the living"
+    there = {path.name for path in tmp_path.iterdir()}
+    files = {f"allranks-scratch-{dead}-file", f"allranks-scratch-{dead}-link"}
+    assert there == spared | files, "only folders, and only those of dead owners of this place"
+
+
+def test_a_scratch_folder_that_another_start_removes_meanwhile_is_no_error(
+    dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = tmp_path / f"allranks-scratch-{dead}-gone"
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([gone]))
+    monkeypatch.setattr(leftovers, "_marked", list)
+    sweep()
+
+
+def test_shared_memory_of_an_ended_process_is_removed_by_its_number() -> None:
+    names = [f"/dev/shm/torch_{os.getpid()}{rest}" for rest in ("_1_0", "0_1_0", "")]
+    for name in names:
+        Path(name).touch()
+    try:
+        leftovers.remove_shared_memory(os.getpid())
+        assert [Path(name).exists() for name in names] == [False, True, True]
+    finally:
+        for name in names:
+            Path(name).unlink(missing_ok=True)

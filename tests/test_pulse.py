@@ -1,0 +1,146 @@
+"""The pulse: what a rank says is what the supervisor reads, whole, and back; no name is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allranks.pulse import PHASES, Pulse, Pulses
+
+
+@pytest.fixture
+def pulses() -> Iterator[Pulses]:
+    with closing(Pulses(3)) as made:
+        yield made
+
+
+def in_a_child(what: Callable[[], None]) -> int:
+    """Run something in a forked process, as ranks are; returns its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            what()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_before_any_rank_has_come_all_are_at_the_start(pulses: Pulses) -> None:
+    for beat in pulses.read():
+        assert (beat.phase, beat.beats, beat.since, beat.collectives) == ("start", 0, 0.0, 0)
+
+
+def test_what_each_rank_says_is_read_as_its_own(pulses: Pulses) -> None:
+    ranks = [Pulse(pulses.fd, rank, 3) for rank in range(3)]
+    for rank, pulse in enumerate(ranks):
+        pulse.at_step(10 + rank)
+        assert pulse.enter("data") == "start"
+        assert pulse.enter(PHASES[2 + rank]) == "data"
+        for _ in range(rank):
+            pulse.collective()
+    now = time.monotonic()
+    for rank, beat in enumerate(pulses.read()):
+        assert (beat.rank, beat.step, beat.phase) == (rank, 10 + rank, PHASES[2 + rank])
+        assert (beat.beats, beat.collectives) == (2, rank)
+        assert now - 5 < beat.since <= now
+
+
+def test_a_rank_that_came_and_has_no_step_says_so(pulses: Pulses) -> None:
+    Pulse(pulses.fd, 1, 3)
+    assert pulses.read()[1].step == -1 and pulses.read()[1].since > 0
+
+
+def test_time_is_counted_for_the_phase_that_it_was_spent_in(
+    pulses: Pulses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("allranks.pulse.time.monotonic", lambda: now[0])
+    pulse = Pulse(pulses.fd, 2, 3)
+    for phase, spent in (("data", 1.0), ("compute", 2.0), ("data", 4.0), ("exchange", 8.0)):
+        now[0] += spent
+        pulse.enter(phase)
+    seconds = {"start": 1.0, "data": 10.0, "compute": 4.0}
+    wanted = {phase: seconds.get(phase, 0.0) for phase in PHASES}
+    assert pulse.seconds == pulses.read()[2].seconds == wanted, "exchange still goes on"
+
+
+def test_a_fork_writes_into_the_same_memory(pulses: Pulses) -> None:
+    def beats() -> None:
+        pulse = Pulse(pulses.fd, 1, 3)
+        pulse.at_step(7)
+        pulse.enter("evaluate")
+
+    assert in_a_child(beats) == 0
+    beat = pulses.read()[1]
+    assert (beat.step, beat.phase) == (7, "evaluate")
+    assert pulses.read()[0].beats == 0
+
+
+def test_the_thread_that_saves_says_when_it_waits_and_nothing_else(pulses: Pulses) -> None:
+    pulse = Pulse(pulses.fd, 1, 3)
+    pulse.enter("save")
+    aside, before = pulse.aside(), pulses.read()[1]
+    assert aside.enter("exchange") == "save"
+    assert pulses.read()[1] == dataclasses.replace(before, save_waits=True)
+    aside.collective()
+    assert aside.enter("save") == "save"
+    assert pulses.read()[1] == before
+
+
+def test_what_the_supervisor_wants_reaches_every_rank(pulses: Pulses) -> None:
+    ranks = [Pulse(pulses.fd, rank, 3) for rank in range(3)]
+    assert not any(pulse.wants_stop or pulse.wants_save() for pulse in ranks)
+    pulses.ask_to_save()
+    pulses.ask_to_save()
+    assert [pulse.wants_save() for pulse in ranks] == [True] * 3, "asked twice, saved once"
+    assert not any(pulse.wants_save() for pulse in ranks)
+    assert not any(pulse.wants_stop for pulse in ranks)
+    pulses.ask_to_save()
+    pulses.ask_to_stop()
+    assert all(pulse.wants_save() and pulse.wants_stop for pulse in ranks)
+    assert all(pulse.wants_stop for pulse in ranks), "until it has stopped"
+
+
+def test_it_reaches_a_fork(pulses: Pulses) -> None:
+    def hears() -> None:
+        pulse = Pulse(pulses.fd, 2, 3)
+        signal.alarm(30)
+        while not pulse.wants_stop:
+            pass
+
+    pulses.ask_to_stop()
+    assert in_a_child(hears) == 0
+
+
+def test_without_a_supervisor_nobody_wants_anything() -> None:
+    pulse = Pulse(-1, 5, 8)  # whatever rank it is
+    pulse.at_step(3)
+    assert pulse.enter("compute") == "start" and pulse.enter("data") == "compute"
+    assert not pulse.wants_stop and not pulse.wants_save()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(PHASES), st.integers(-1, 2**53)), max_size=40
+    )
+)
+def test_a_rank_never_writes_into_the_row_of_another(said: list[tuple[int, str, int]]) -> None:
+    with closing(Pulses(4)) as pulses:
+        ranks = [Pulse(pulses.fd, rank, 4) for rank in range(4)]
+        wanted = {rank: ("start", -1, 0) for rank in range(4)}
+        for rank, phase, step in said:
+            ranks[rank].enter(phase)
+            ranks[rank].at_step(step)
+            wanted[rank] = phase, step, wanted[rank][2] + 1
+        found = {b.rank: (b.phase, b.step, b.beats) for b in pulses.read()}
+        assert found == wanted
+        assert not any(rank.wants_stop or rank.wants_save() for rank in ranks)
