@@ -1,0 +1,41 @@
+"""The parts that a checkpoint is planned in: what a rank writes of a tensor, what it reads of a chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from allranks.manifest import Chunk
+
+WHOLE, SHARD = "whole", "shard"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank writes of one tensor: `shape` is the tensor's, the box its part of it.
+
+    A `kind` of WHOLE may be held by several ranks alike, and is written by one.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    kind: str = WHOLE
+
+
+@dataclass(frozen=True)
+class Read:
+    """What fills `target`: the `part` of a `chunk`."""
+
+    path: str
+    chunk: Chunk
+    part: tuple[slice, ...]
+    target: Tensor
+
+
+def holds(chunk: Chunk) -> bool:
+    """Whether there is any number in it: an empty one may lie where another begins."""
+    return 0 not in chunk.sizes

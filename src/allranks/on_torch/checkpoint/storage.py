@@ -1,0 +1,142 @@
+"""The bytes of a checkpoint: a snapshot in memory, the file that is made of it, and reading it back.
+
+The snapshot lies in one buffer of the host as the file will have it, so that training waits for one
+copy in memory and no more; the buffer is kept from save to save.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from allranks.checkpoint_folder import BLOCK_BYTES
+from allranks.manifest import (
+    DIGEST_BYTES,
+    BadCheckpoint,
+    SavedFile,
+    SavedTensor,
+    nothing,
+    piece_name,
+)
+from allranks.on_torch.checkpoint.parts import Part
+from allranks.on_torch.checkpoint.plan import load_plan
+from allranks.on_torch.checkpoint.tree import DTYPES
+from allranks.tensor_file import Layout, Piece, lay_out
+
+Tell = Callable[[str], None]
+
+
+class Snapshot:
+    """Copies of tensors, laid out as their file. Taking another one writes over the last."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[Part, Tensor] = {}
+        self.layout = lay_out({})
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes after the header."""
+        return self._buffer.numpy().data[: self.layout.data_bytes]
+
+    def take(self, tensors: dict[Part, Tensor]) -> None:
+        """Copy the tensors; returns when they may change again."""
+        on_gpu = self.make_room(tensors)
+        for part, tensor in tensors.items():
+            self._places[part].copy_(tensor, non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def make_room(self, tensors: dict[Part, Tensor]) -> bool:
+        """Take the memory for copies of these tensors; returns whether any is on a GPU."""
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        if tensors.keys() != self._places.keys():
+            self._lay_out(list(tensors), on_gpu)
+        return on_gpu
+
+    def _lay_out(self, parts: list[Part], on_gpu: bool) -> None:
+        named = {piece_name(p.path, p.shape, p.offsets, p.sizes): p for p in parts}
+        self.layout = lay_out({name: Piece(p.dtype, p.sizes) for name, p in named.items()})
+        self._places = {}
+        if self._buffer.numel() < self.layout.data_bytes:
+            size = self.layout.data_bytes
+            try:
+                self._buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+            except RuntimeError as error:  # torch's way to say so
+                raise MemoryError(f"no memory for a copy of {size} bytes") from error
+            self._buffer[:: mmap.PAGESIZE] = 0  # a page that was never touched costs the first copy
+        for name, part in named.items():
+            piece = self.layout.pieces[name]
+            flat = self._buffer[piece.begin : piece.end].view(DTYPES[piece.dtype])
+            self._places[part] = flat.view(piece.shape)
+
+
+def write_file(path: Path, layout: Layout, data: memoryview, reach: Tell = nothing) -> SavedFile:
+    """Write a new file, whole and lasting when this returns; raises OSError, and then it is gone.
+
+    All of its room is taken before the first byte is written: a full disk shows at once.
+    """
+    total = len(layout.header) + layout.data_bytes
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(fd, 0, total)
+        digest = _write(fd, memoryview(layout.header), data, reach)
+        reach("save:fsync")
+        os.fsync(fd)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+    return SavedFile(total, digest)
+
+
+def _write(fd: int, header: memoryview, data: memoryview, reach: Tell) -> str:
+    running = blake2b(digest_size=DIGEST_BYTES)
+    half = len(data) // 2
+    _write_all(fd, header, running)
+    _write_all(fd, data[:half], running)
+    reach("save:half")
+    _write_all(fd, data[half:], running)
+    return running.hexdigest()
+
+
+def _write_all(fd: int, data: memoryview, running: blake2b) -> None:
+    for start in range(0, len(data), BLOCK_BYTES):
+        block = data[start : start + BLOCK_BYTES]
+        running.update(block)
+        while block:
+            block = block[os.write(fd, block) :]
+
+
+def read_files(folder: Path, saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> None:
+    """Fill `targets` from the files of a checkpoint, each with what it needs of any chunk.
+
+    Raises `BadCheckpoint` if a file is not what the manifest says; the digests are not read.
+    """
+    reads = load_plan(saved, targets)
+    for file in sorted({read.chunk.file for read in reads}):
+        try:
+            with safe_open(str(folder / file), framework="pt") as there:
+                for read in reads:
+                    if read.chunk.file == file:
+                        tensor, sizes = saved[read.path], read.chunk.sizes
+                        name = piece_name(read.path, tensor.shape, read.chunk.offsets, sizes)
+                        whole = there.get_tensor(name)
+                        _check(file, name, whole, tensor.dtype, sizes)
+                        read.target.copy_(whole[read.part])
+        except (SafetensorError, OSError) as error:
+            raise BadCheckpoint(f"{file}: {error}") from None
+
+
+def _check(file: str, name: str, found: Tensor, dtype: str, sizes: tuple[int, ...]) -> None:
+    if found.dtype != DTYPES[dtype] or tuple(found.shape) != sizes:
+        what = f"{found.dtype} of shape {tuple(found.shape)}"
+        raise BadCheckpoint(f"{file}: {name} is {what}, not {dtype} of shape {sizes}")

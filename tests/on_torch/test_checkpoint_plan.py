@@ -1,0 +1,54 @@
+"""The plain plan of whole tensors, beside what the planner of torch.distributed.checkpoint makes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allranks.errors import RequestError
+from allranks.on_torch.checkpoint import dcp
+from allranks.on_torch.checkpoint.parts import Part
+from allranks.on_torch.checkpoint.plan import _global
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+def whole(path: str, shape: tuple[int, ...]) -> Part:
+    return Part(path, "F32", shape, (0,) * len(shape), shape)
+
+
+def planned(ranks: list[list[Part]]) -> list[list[Part]]:
+    texts = [json.dumps([astuple(part) for part in parts]) for parts in ranks]
+    return [list(parts) for parts in _global(texts).parts]
+
+
+@given(st.lists(SHAPES, max_size=12), st.integers(1, 5), st.lists(SHAPES, max_size=3))
+def test_each_part_is_written_once_as_the_planner_of_torch_has_it(
+    shapes: list[tuple[int, ...]], ranks: int, own: list[tuple[int, ...]]
+) -> None:
+    shared = [whole(f"common/{number}", shape) for number, shape in enumerate(shapes)]
+    held = [
+        [*shared, *(whole(f"own/{rank}/{n}", shape) for n, shape in enumerate(own))]
+        for rank in range(ranks)
+    ]
+    ours, theirs = planned(held), dcp.global_parts(held)
+    written = [part for parts in ours for part in parts]
+    assert sorted(written, key=str) == sorted((p for parts in theirs for p in parts), key=str)
+    assert all(part in held[rank] for rank, parts in enumerate(ours) for part in parts)
+
+
+def test_the_work_is_shared_out_by_bytes() -> None:
+    parts = [whole(f"common/{n}", (size,)) for n, size in enumerate((70, 40, 30, 10, 10))]
+    sizes = [sum(part.shape[0] for part in own) for own in planned([parts, parts])]
+    assert sorted(sizes) == [80, 80]
+
+
+def test_what_ranks_hold_unlike_is_refused() -> None:
+    with pytest.raises(RequestError, match="all ranks hold"):
+        planned([[whole("common/a", (2,))], [whole("common/a", (3,))]])
+    with pytest.raises(RequestError, match="not on the other"):
+        planned([[whole("common/a", (2,))], []])
