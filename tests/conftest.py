@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from allranks.config import resolve
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result, run_job
 from allranks.launch.supervisor import Ended, Process, supervise
+from launch_host import Host
 
 ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # so that ranks can import test workers
@@ -40,10 +42,27 @@ hypothesis.settings.register_profile("allranks", deadline=None, database=None)
 hypothesis.settings.load_profile("allranks")  # no test fails for being slow, none leaves a file
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="ordeals in their whole number")
+
+
+@pytest.fixture(scope="session")
+def full(pytestconfig: pytest.Config) -> bool:
+    """Whether the ordeals (launches disturbed, ranks killed) are to be run in their whole number."""
+    return bool(pytestconfig.getoption("full"))
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
     """A fork server that has imported torch once, for all tests."""
     with ForkServer(MODULES) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def host() -> Iterator[Host]:
+    """Starts whole launches of the command line, each in processes of its own."""
+    with closing(Host()) as running:
         yield running
 
 
@@ -91,18 +110,19 @@ def on_ranks(server: ForkServer, tmp_path: Path) -> Callable[..., Ended]:
 
 
 def _descendants(pid: int) -> set[int]:
-    found = set()
-    try:
-        tasks = os.listdir(f"/proc/{pid}/task")
-        children = [
-            int(child)
-            for task in tasks
-            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-        ]
-    except (FileNotFoundError, ProcessLookupError):
-        return found
-    for child in children:
-        found |= {child, *_descendants(child)}
+    """All processes below one, from the parents in /proc: its lists of children are not reliable."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found, ahead = set(), [pid]
+    while ahead:
+        below = children.get(ahead.pop(), [])
+        found.update(below)
+        ahead += below
     return found
 
 

@@ -13,7 +13,20 @@ SOURCE = Path(__file__).parent.parent / "src" / "allranks"
 
 FLOORS = [
     {"", "errors", "units", "card", "choice", "fields", "shards", "tree"},
-    {"job", "config", "cards", "catalog", "world", "record", "order"},
+    {
+        "job",
+        "config",
+        "cards",
+        "catalog",
+        "world",
+        "record",
+        "order",
+        "pulse",
+        "testing",
+        "resume",
+        "job_file",
+    }
+    | {"tensor_file", "manifest", "checkpoint_folder", "export"},
     {"places"},
     {"launch"},
     {"on_torch", "programs"},
@@ -91,7 +104,7 @@ def test_there_is_no_cycle_of_imports() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("verb", ["", "train", "strategies", "runs", "show"])
+@pytest.mark.parametrize("verb", ["", "train", "strategies", "runs", "show", "checkpoints"])
 def test_the_command_line_imports_no_framework(verb: str) -> None:
     """In a fresh interpreter: help, of all verbs and of each, needs no framework and no numpy."""
     code = (

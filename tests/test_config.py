@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.config import Resolved, read_job_file, resolve, threads_per_rank, write_toml
+from allranks.config import Resolved, resolve, threads_per_rank
 from allranks.errors import RequestError
 from allranks.job import Job
+from allranks.job_file import read_job_file, write_toml
 from allranks.record import RunFolder
 
 PLAIN = st.text() | st.integers() | st.booleans() | st.floats(allow_nan=False)
@@ -109,6 +110,57 @@ def test_job_toml_holds_the_source_of_every_value(tmp_path: Path) -> None:
     assert data["schema"] == 1 and data["task"] == {"lr": "0.1"}
     assert data["source"] == first.sources
     assert not {"trace", "replay"} & set(data)
+
+
+# --- the run that is gone on with ------------------------------------------------------------
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """A run folder as a job leaves it, without a checkpoint."""
+    flags = {"ranks": 3, "seed": 7, "steps": 9, "inject": "kill@step=3", "run_dir": "gone"}
+    asked = resolve("digits", flags, ("lr=0.1", "width=8"))
+    folder = RunFolder(tmp_path / "left")
+    folder.write_job(asked)
+    folder.close()
+    return folder.path
+
+
+def test_what_is_not_said_again_stays_as_it_was(left: Path, tmp_path: Path) -> None:
+    """Command line > job file > run > default; a fault on purpose is made once."""
+    path = job_file(tmp_path, "steps = 20\nkeep = 5\n[task]\nwidth = 16\n")
+    found = resolve("", {"run_dir": str(left), "keep": 2}, ("lr=0.2",), path)
+    job, sources = found.job, found.sources
+    assert (job.program, job.ranks, job.seed, job.steps, job.keep) == ("digits", 3, 7, 20, 2)
+    assert job.task == {"lr": "0.2", "width": 16}
+    assert (job.inject, job.resume, job.run_dir) == ("", "", str(left))
+    assert sources["ranks"] == sources["program"] == f"run {left}"
+    assert sources["steps"] == sources["task.width"] == f"file {path}"
+    assert sources["keep"] == sources["task.lr"] == "command line"
+    assert sources["inject"] == "default"
+    assert found.base is not None and found.base.goes_on
+
+
+def test_never_takes_nothing_over(left: Path) -> None:
+    found = resolve("digits", {"run_dir": str(left), "resume": "never"})
+    assert found.base is None and (found.job.seed, found.job.task) == (0, {})
+    assert found.job.resume == ""
+
+
+def test_the_strategy_follows_the_ranks_when_a_run_outgrows_one_process(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "one")
+    folder.write_job(resolve("digits", {}))
+    folder.close()
+    assert resolve("", {"run_dir": str(folder.path), "ranks": 4}).job.strategy == "ddp"
+    with pytest.raises(RequestError):
+        resolve("", {"run_dir": str(folder.path), "ranks": 4, "strategy": "single"})
+
+
+@pytest.mark.parametrize("name", ["program", "run_dir", "resume"])
+def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        resolve("", {"program": "digits", name: "a\0b"})
+    assert refused.value.found == "a NUL in it"
 
 
 # --- what is refused ------------------------------------------------------------------------

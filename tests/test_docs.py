@@ -5,8 +5,12 @@ folder, and the commands of the section run there in order:
 
     a line "`name.py`:" before a block      the block is that file
     ```sh, or ```sh exit=2                  one command per line, with the exit code of the last
+    ```sh same=weights                      ... and the lines that begin so are all the same
+    allranks …  # kill -TERM while it trains    a signal, once the job has made some steps
     ```text after a sh block                lines of its output, in order, whatever the numbers are;
                                             … stands for anything
+
+The file `mytask.py` of README.md is in every folder.
 """
 
 from __future__ import annotations
@@ -14,10 +18,13 @@ from __future__ import annotations
 import contextlib
 import html
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +32,22 @@ from typing import Any
 
 import pytest
 
+from allranks import resume
 from allranks.cards import CARDS
 from allranks.cli.main import main
 from allranks.launch.server import ForkServer
+from allranks.launch.signals import Signals
+from allranks.testing import faults
 from conftest import ROOT
 
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")))
 }
-FENCE = re.compile(r"^```(\w+)(?: exit=(\d+))?\n(.*?)^```$", re.M | re.S)
+FENCE = re.compile(r"^```(\w+)(?: exit=(\d+)| same=(\w+))?\n(.*?)^```$", re.M | re.S)
 FILE_NAME = re.compile(r"`([\w.-]+)`:\n\n$")
 SECTION = re.compile(r"^## ", re.M)
+SIGNAL = re.compile(r"  # (?:kill -(\w+)|Ctrl-C) while it trains$")
 LINK = re.compile(r"\]\(([^)]+)\)")
 PRINTED = re.compile(r'<text class="[\w-]+-r\d+" x="[\d.]+" y="([\d.]+)".*?>(.*?)</text>')
 ELSEWHERE = "github.com", "arxiv.org"
@@ -45,11 +56,15 @@ TERMINAL = ROOT / "docs" / "terminal.svg"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, the file that it is (or ""), the exit code, its text."""
+    """A fenced block: its language, the file that it is (or ""), the exit code, its text.
+
+    `same` is how the lines begin that must be the same in the output of all its commands.
+    """
 
     language: str
     file: str
     exit: int
+    same: str
     text: str
 
 
@@ -71,7 +86,8 @@ def blocks_of(text: str) -> list[Block]:
     found = []
     for match in FENCE.finditer(text):
         name = FILE_NAME.search(text[: match.start()])
-        found.append(Block(match[1], name[1] if name else "", int(match[2] or 0), match[3]))
+        file = name[1] if name else ""
+        found.append(Block(match[1], file, int(match[2] or 0), match[3] or "", match[4]))
     return found
 
 
@@ -151,13 +167,42 @@ def run(
         ),
         "pip": lambda words: Done(shlex.join(words), 0, "", ""),
     }
-    return lambda line: ways.get((words := shlex.split(line))[0], process)(words)
+
+    def type_line(line: str) -> Done:
+        words = shlex.split(line, comments=True)
+        found = SIGNAL.search(line)
+        with signal_meanwhile(words, found[1] or "INT") if found else contextlib.nullcontext():
+            return ways.get(words[0], process)(words)
+
+    return type_line
+
+
+@contextlib.contextmanager
+def signal_meanwhile(words: list[str], name: str) -> Iterator[None]:
+    """Send this process a signal as soon as the job of a command line has made some steps."""
+    metrics = Path(words[words.index("--run-dir") + 1]) / "metrics.jsonl"
+    over = threading.Event()
+
+    def send() -> None:
+        while not over.wait(0.02):
+            if metrics.is_file() and metrics.stat().st_size:
+                os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+                return
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def write_files(document: str) -> None:
-    for block in blocks_of(DOCUMENTS[document]):
-        if block.file:
-            Path(block.file).write_text(block.text)
+    for name in ("README.md", document):
+        for block in blocks_of(DOCUMENTS[name]):
+            if block.file and (name == document or block.file == "mytask.py"):
+                Path(block.file).write_text(block.text)
 
 
 def run_blocks(section: str, run: Run) -> list[Done]:
@@ -171,11 +216,19 @@ def run_blocks(section: str, run: Run) -> list[Done]:
             printed = "\n".join(result.out + result.err for result in results)
             codes = [result.code for result in results]
             assert codes == [0] * (len(lines) - 1) + [block.exit], f"{lines}\n{codes}\n{printed}"
+            assert_same(block.same, results)
             done += results
         elif block.language == "text" and printed:
             assert output_pattern(block.text).search(printed), f"{block.text}\nis not in\n{printed}"
             printed = ""
     return done
+
+
+def assert_same(begin: str, results: list[Done]) -> None:
+    """Every command printed one line that begins so, and it is the same line."""
+    if begin:
+        printed = [re.findall(rf"^{begin} .*$", done.out, re.M) for done in results]
+        assert all(len(lines) == 1 and lines == printed[0] for lines in printed), printed
 
 
 @pytest.mark.parametrize(("document", "section"), [*sections()])
@@ -244,6 +297,22 @@ def test_the_terminal_shows_what_its_commands_print(run: Run) -> None:
 @pytest.mark.parametrize("strategy", CARDS)
 def test_every_strategy_is_named(strategy: str) -> None:
     assert f"| `{strategy}` |" in DOCUMENTS["docs/tour.md"]
+
+
+def test_every_fault_on_purpose_is_named() -> None:
+    page = DOCUMENTS["docs/when_it_fails.md"]
+    assert all(f"\n| `{action}` |" in page for action in faults.ACTIONS)
+    assert all(f"\n| `{point}` | {when} |\n" in page for point, when in faults.POINTS.items())
+    assert all(number.name in page for number in (*Signals.STOP, signal.SIGUSR2))
+
+
+def test_all_that_may_change_is_named() -> None:
+    (section,) = (s for s in SECTION.split(DOCUMENTS["docs/checkpoints.md"]) if "on the way\n" in s)
+    flags = ["--" + name.replace("_", "-") for name in resume.FREE]
+    only_one = {"--nodes", "--place"}  # value of them is there in this version
+    ours = {"--run-dir", "--resume"}  # how to say from where
+    assert not [f for f in flags if f"`{f}`" not in section and f not in only_one | ours]
+    assert all(f"`{name}`" in section for name in resume.POSITION_FIELDS)
 
 
 def test_a_block_of_output_is_compared_but_for_its_numbers() -> None:

@@ -12,6 +12,9 @@ from typing import Any
 
 from allranks.errors import RequestError, nearest
 
+WHOLE = "whole, the same on every rank"
+APART = "every rank its own"
+
 
 @dataclass(frozen=True)
 class Exact:
@@ -107,6 +110,8 @@ class Card:
     can_be_bitwise: bool
     options: tuple[Option, ...] = ()
     paper: str = ""
+    state: str = WHOLE
+    """What a checkpoint of it holds: strategies with the same words here go on from each other's."""
 
     def read_options(self, given: dict[str, str]) -> dict[str, Any]:
         """Every option with its value: what was given, checked, and the defaults for the rest."""

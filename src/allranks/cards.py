@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from allranks.card import Card, Exact, Option, Reference, Workload
+from allranks.card import APART, Card, Exact, Option, Reference, Workload
 from allranks.choice import Choice, parse_choice
 from allranks.errors import RequestError, nearest
 from allranks.shards import owned_shards
@@ -99,6 +99,7 @@ CARDS = {
             memory="weights + gradients + optimizer on every rank",
             many_ranks=True,
             can_be_bitwise=False,
+            state=APART,
         ),
     )
 }

@@ -21,6 +21,7 @@ VERBS = {
     "strategies": ("allranks.cli.strategies:strategies", "What each strategy promises."),
     "runs": ("allranks.cli.runs:runs", "The run folders there are."),
     "show": ("allranks.cli.runs:show", "One run: its result, or its first fault."),
+    "checkpoints": ("allranks.cli.checkpoints:checkpoints", "The checkpoints of a run."),
 }
 
 ENGINES = {"torch": "allranks.on_torch.worker"}
@@ -36,6 +37,8 @@ REDUCERS = {
     "mean": "allranks.on_torch.reducers.mean:Mean",
     "tree": "allranks.on_torch.reducers.tree:Tree",
 }
+
+PLANNER = "allranks.on_torch.checkpoint.dcp"
 
 PROGRAMS = {
     "digits": "allranks.programs.digits:Digits",

@@ -1,25 +1,33 @@
-"""Where the values of a job come from: command line > job file > default, and nothing else.
+"""Where the values of a job come from: command line > job file > run gone on with > default.
 
-`resolve` makes the job and remembers the source of every value; `write_toml` and `read_job_file`
-are the two directions of `job.toml`, so the job of any run folder can be run again with `--job`.
+`resolve` makes the job, checked as far as it can be, and remembers the source of every value.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import tomllib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.cards import resolved_strategy
+from allranks.cards import card_for, resolved_strategy
+from allranks.choice import parse_choice
 from allranks.errors import RequestError, nearest
-from allranks.fields import read_value
-from allranks.job import DEVICES, PLACES, PRECISIONS, Job
+from allranks.job import BAD_STEPS, DEVICES, PLACES, PRECISIONS, Job
+from allranks.job_file import HIDDEN, NOT_SETTABLE, read_job_file
+from allranks.resume import Base, base_of, changed
+from allranks.testing import faults
 
-SCHEMA = 1
-NOT_SETTABLE = ("task", "trace", "replay")
+LEAST = {  # of each number: the bound, and whether it is allowed itself
+    **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
+    **dict.fromkeys(("checkpoint_every", "keep", "verify_every"), (1, True)),
+    **dict.fromkeys(("seed", "loader_workers", "max_restarts", "hang_timeout"), (0, True)),
+    "time_limit": (0, False),
+    "spike": (1, False),
+}
+BEST = re.compile(r"(max|min):\S+")
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class Resolved:
 
     job: Job
     sources: dict[str, str]
+    base: Base | None = None
 
 
 def resolve(
@@ -40,13 +49,9 @@ def resolve(
 
     `flags` holds only what was really given; raises `RequestError` for what cannot be.
     """
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    task: dict[str, Any] = {}
-    if job_file is not None:
-        values, task = read_job_file(job_file)
-        sources = dict.fromkeys(values, f"file {job_file}")
-        sources |= {f"task.{name}": f"file {job_file}" for name in task}
+    _check_names(flags)
+    flags, base = _base_of(flags)
+    values, task, sources = _inherited(base, job_file)
     if program:
         flags = {"program": program, **flags}
     for name, value in flags.items():
@@ -61,6 +66,46 @@ def resolve(
                 do=f"--set {setting}=VALUE",
             )
         task[name], sources[f"task.{name}"] = text, "command line"
+    _check_texts(values, task, sources)
+    job = Job(**values, task=task)
+    if not job.strategy or _outgrown(job, sources):
+        job = dataclasses.replace(job, strategy="ddp" if job.ranks > 1 else "single")
+    for field in dataclasses.fields(Job):
+        if field.name not in NOT_SETTABLE:
+            sources.setdefault(field.name, "default")
+    job = _checked(job)
+    if base is not None:
+        changed(base, job)
+    return Resolved(job, sources, base)
+
+
+def _inherited(
+    base: Base | None, job_file: str | None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The values of the run gone on with and of the job file over them, of the task too."""
+    values: dict[str, Any] = {}
+    task: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    layers = [] if base is None else [(base.values, base.task, f"run {base.path}")]
+    if job_file is not None:
+        layers.append((*read_job_file(job_file), f"file {job_file}"))
+    for more, more_task, where in layers:
+        values, task = {**values, **more}, {**task, **more_task}
+        sources |= dict.fromkeys([*more, *(f"task.{name}" for name in more_task)], where)
+    return values, task, sources
+
+
+def _check_texts(values: dict[str, Any], task: dict[str, Any], sources: dict[str, str]) -> None:
+    """Raise for texts that cannot be recorded, and for secrets that were not."""
+    for name, value in task.items():
+        if value == HIDDEN:
+            raise RequestError(
+                asked=f"{name} of the task",
+                found=f"{HIDDEN} in {sources[f'task.{name}']}",
+                why="secrets are not written into run folders",
+                do=f"give it again: --set {name}=…",
+            )
+    _check_names(values)
     for text in (*values.values(), *task, *task.values()):
         if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
             raise RequestError(
@@ -69,13 +114,41 @@ def resolve(
                 why="the job is recorded as text, and could not be read again",
                 do="give it a name in UTF-8",
             )
-    job = Job(**values, task=task)
-    if not job.strategy:
-        job = dataclasses.replace(job, strategy="ddp" if job.ranks > 1 else "single")
-    for field in dataclasses.fields(Job):
-        if field.name not in NOT_SETTABLE:
-            sources.setdefault(field.name, "default")
-    return Resolved(_checked(job), sources)
+
+
+def _check_names(values: dict[str, Any]) -> None:
+    """Raise for names that no file can have."""
+    for name in ("program", "run_dir", "resume"):
+        if "\0" in str(values.get(name, "")):
+            raise RequestError(
+                asked=f"{name} = {values[name]!r}",
+                found="a NUL in it",
+                why="no file and no folder can have such a name",
+                do="give it another name",
+            )
+
+
+def _base_of(flags: dict[str, Any]) -> tuple[dict[str, Any], Base | None]:
+    """The flags without `auto` and `never`, and the run that they ask to go on from."""
+    resume = str(flags.get("resume", "auto"))
+    flags = {name: value for name, value in flags.items() if name != "resume"}
+    if resume == "never":
+        return flags, None
+    goes_on = resume == "auto"
+    if goes_on:
+        path = Path(flags["run_dir"]) if flags.get("run_dir") else None
+        if path is None or not os.path.isfile(path / "job.toml"):
+            return flags, None
+    else:
+        path = Path(resume)
+        flags["resume"] = os.path.abspath(path)
+    return flags, base_of(path, goes_on)
+
+
+def _outgrown(job: Job, sources: dict[str, str]) -> bool:
+    """Whether a strategy that nobody asked for this time is one process, and the job now is many."""
+    inherited = sources.get("strategy", "").startswith("run ")
+    return inherited and job.ranks > 1 and not card_for(parse_choice(job.strategy)).many_ranks
 
 
 def _checked(job: Job) -> Job:
@@ -87,21 +160,31 @@ def _checked(job: Job) -> Job:
             why="there is nothing to train",
             do="name a task: allranks train digits",
         )
-    for name in ("ranks", "nodes", "micro_batch", "steps", "threads"):
+    for name, (least, inclusive) in LEAST.items():
         value = getattr(job, name)
-        if value is not None and value < 1:
-            raise _out_of_range(name, value, "at least 1")
-    for name in ("seed", "loader_workers"):
-        if not 0 <= getattr(job, name) < 2**63:
-            raise _out_of_range(name, getattr(job, name), "0 or more")
-    for name, known in (("precision", PRECISIONS), ("device", DEVICES), ("place", PLACES)):
+        if value is not None and not (value >= least if inclusive else value > least):
+            raise _out_of_range(name, value, f"at least {least}" if inclusive else f"over {least}")
+    if job.best and not BEST.fullmatch(job.best):
+        raise RequestError(
+            asked=f"--best {job.best}",
+            found="neither max:METRIC nor min:METRIC",
+            why="the best is the one with the largest or the smallest value of a metric",
+            do="for example --best max:accuracy",
+        )
+    faults.parse(job.inject)
+    for name, known in (
+        *(("precision", PRECISIONS), ("device", DEVICES), ("place", PLACES)),
+        ("on_bad_step", BAD_STEPS),
+    ):
         if getattr(job, name) not in known:
             raise RequestError(
-                asked=f"--{name} {getattr(job, name)}",
+                asked=f"--{name.replace('_', '-')} {getattr(job, name)}",
                 found=f"no {name} of that name in this version",
                 why=f"{name} is one of {', '.join(known)}",
                 do=nearest(getattr(job, name), known),
             )
+    if job.seed >= 2**63:
+        raise _out_of_range("seed", job.seed, "below 2**63")
     if job.nodes > 1:
         raise RequestError(
             asked=f"--nodes {job.nodes}",
@@ -120,7 +203,7 @@ def _checked(job: Job) -> Job:
     return dataclasses.replace(job, strategy=str(choice))
 
 
-def _out_of_range(name: str, value: int, wanted: str) -> RequestError:
+def _out_of_range(name: str, value: float, wanted: str) -> RequestError:
     flag = "--" + name.replace("_", "-")
     return RequestError(
         asked=f"{flag} {value}",
@@ -135,65 +218,3 @@ def threads_per_rank(job: Job) -> int:
     if job.threads is not None:
         return job.threads
     return 1 if job.bitwise else max(1, len(os.sched_getaffinity(0)) // job.ranks)
-
-
-def read_job_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a job file, and those of its `[task]` table; raises `RequestError`."""
-    try:
-        data = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RequestError(
-            asked=f"--job {path}",
-            found=str(error),
-            why="a job file is TOML text, as `job.toml` in a run folder",
-            do="check the path and the line",
-        ) from None
-    schema = data.pop("schema", SCHEMA)
-    data.pop("source", None)
-    task = data.pop("task", {})
-    if schema != SCHEMA or not isinstance(task, dict):
-        raise RequestError(
-            asked=f"--job {path}",
-            found=f"schema {schema}",
-            why=f"this version reads schema {SCHEMA}, with the task's fields in a table [task]",
-            do="start from the job.toml of a run folder",
-        )
-    hints = {f.name: f.type for f in dataclasses.fields(Job)}
-    kinds = {"str": str, "int": int, "bool": bool, "int | None": int | None}
-    known = {name: kinds[str(kind)] for name, kind in hints.items() if name not in NOT_SETTABLE}
-    for name, value in data.items():
-        if name not in known:
-            raise RequestError(
-                asked=f"{name} = {value!r} in {path}",
-                found=f"no value {name!r} in a job",
-                why="a misspelt line must not be passed over",
-                do=nearest(name, known),
-            )
-        data[name] = read_value(name, value, known[name], f"{name} = {value!r} in {path}")
-    data.pop("run_dir", None)
-    return data, task
-
-
-def write_toml(values: dict[str, Any]) -> str:
-    """A mapping of plain values and of tables of them as TOML; `None` is left out."""
-    plain = {name: value for name, value in values.items() if not isinstance(value, dict)}
-    lines = [f"{_key(n)} = {_toml(v)}" for n, v in plain.items() if v is not None]
-    for name, table in values.items():
-        if isinstance(table, dict):
-            lines += ["", f"[{_key(name)}]"]
-            lines += [f"{_key(n)} = {_toml(v)}" for n, v in table.items() if v is not None]
-    return "\n".join(lines) + "\n"
-
-
-def _key(name: str) -> str:
-    bare = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
-    return name if bare else _toml(name)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text) + '"'

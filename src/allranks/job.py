@@ -13,6 +13,7 @@ from typing import Any
 PRECISIONS = ("fp32", "fp64")
 DEVICES = ("cpu", "cuda")
 PLACES = ("local",)
+BAD_STEPS = ("stop", "skip", "warn")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,15 @@ class Job:
     the task are over); `micro_batch` samples through the model at once on one rank (None: all
     that the rank owns); `threads` intra-op threads of a rank (None: the cores shared out, 1 under
     `bitwise`); `loader_workers` processes that read data for each rank.
+
+    What protects it: a checkpoint after every `checkpoint_every` global batches (None: only when it
+    is stopped), of which the `keep` newest stay, and the one with the `best` metric ("max:accuracy",
+    "min:loss"). `resume` is a run folder or checkpoint to start from. After a fault the ranks are
+    started again up to `max_restarts` times; one without a sign of life for `hang_timeout` seconds
+    (0: for ever) is a fault. After `time_limit` seconds the job stops as if asked to. `on_bad_step`
+    says what happens with a step whose loss or gradient is not finite, or whose gradient is `spike`
+    times longer than usual; every `verify_every` steps the weights of all ranks are compared.
+    `inject` lists faults to make on purpose (`allranks.testing.faults`).
     """
 
     program: str = ""
@@ -39,6 +49,17 @@ class Job:
     steps: int | None = None
     threads: int | None = None
     loader_workers: int = 0
+    checkpoint_every: int | None = None
+    keep: int = 3
+    best: str = ""
+    resume: str = ""
+    max_restarts: int = 0
+    hang_timeout: float = 1800.0
+    time_limit: float | None = None
+    on_bad_step: str = "stop"
+    spike: float | None = None
+    verify_every: int | None = None
+    inject: str = ""
     run_dir: str = ""
     trace: bool = False
     replay: str = ""

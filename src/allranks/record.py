@@ -5,42 +5,54 @@
     events-R.jsonl      what rank R has to say                           (rank R)
     metrics.jsonl       loss, rate, samples of each step                 (leader)
     logs/rank-RRR.log   what rank R printed, raw                         (rank R)
+    logs/hang-A.txt     where every rank stood when attempt A hung       (supervisor)
+    checkpoints/        a folder for each, good only with its manifest   (all ranks, then the leader)
     weights.safetensors the weights at the end                           (leader)
     trace/              with `check` only: every step in full            (each rank its own files)
 
 A run folder in use holds a lock that the kernel drops when its supervisor dies, however it dies.
+Values that look like secrets are not written into it.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
-from allranks.config import SCHEMA, Resolved, write_toml
+from allranks.config import Resolved
 from allranks.errors import RequestError
+from allranks.job_file import SCHEMA, redacted, write_toml
 
 FLUSH_EVERY_S = 0.25
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunFolder:
     """A run folder that this process owns: created, locked, and removed again if nothing ran."""
 
-    def __init__(self, path: Path) -> None:
-        """Create `path` and lock it; raises `RequestError` if it is in use, or not empty."""
-        self.path = path
+    def __init__(self, path: Path, *, goes_on: bool = False) -> None:
+        """Create `path` and lock it; raises `RequestError` if it is in use, or not empty.
+
+        With `goes_on` it is there already, left by the job that goes on; it is never removed.
+        """
+        self.path, self.goes_on = path, goes_on
         try:
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            there = path.exists() and (not path.is_dir() or any(path.iterdir()))
+            if there and (not goes_on or is_in_use(path)):
                 raise _taken(path)
             self._made = [p for p in (path, *path.parents) if not p.exists()]
-            (path / "logs").mkdir(parents=True)
+            (path / "logs").mkdir(parents=True, exist_ok=goes_on)
         except FileExistsError:
             raise _taken(path) from None
         except OSError as error:
@@ -51,21 +63,50 @@ class RunFolder:
                 do="name a folder that can be written",
             ) from None
         self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # somebody was quicker
+            os.close(self._lock)
+            raise _taken(path) from None
+        self.attempts: int = sum(
+            row["event"] == "attempt" for row in read_rows(path / "events.jsonl")
+        )
+        self._job_before = _content(path / "job.toml")
+        self._sizes_before = {file: file.stat().st_size for file in self._told()}
+        self._remove_leftovers()
         self.events = JsonLines(path / "events.jsonl")
+
+    def _told(self) -> list[Path]:
+        """The files that a job only ever adds to, whatever it does."""
+        return [*self.path.glob("events*.jsonl"), *(self.path / "logs").iterdir()]
+
+    def _remove_leftovers(self) -> None:
+        """What a killed supervisor left here under names of ours."""
+        for name in (".store-*", ".job.toml.*", ".metrics.jsonl.*", ".weights.safetensors"):
+            for path in self.path.glob(name):
+                path.unlink()
 
     def write_job(self, resolved: Resolved) -> None:
         """Write `job.toml` whole: under another name first, then renamed."""
         values = resolved.job.to_data()
         for name in ("trace", "replay"):
             values.pop(name)
-        task = {name: "none" if v is None else v for name, v in values["task"].items()}
+        task = {n: "none" if v is None else v for n, v in redacted(values["task"]).items()}
         values = {"schema": SCHEMA, **values, "task": task, "source": resolved.sources}
         write_whole(self.path / "job.toml", write_toml(values).encode())
 
     def remove(self) -> None:
         """Leave no trace: nothing was trained. Folders that were made for it go, no others."""
         self.close()
+        if self.goes_on:
+            for file in self._told():
+                if file not in self._sizes_before:
+                    file.unlink()
+                elif file.stat().st_size > self._sizes_before[file]:
+                    os.truncate(file, self._sizes_before[file])
+            if self._job_before is not None:
+                write_whole(self.path / "job.toml", self._job_before)
+            return
         for inside in self.path.iterdir():
             shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
         for parent in self._made:
@@ -75,9 +116,9 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the lock; the folder stays."""
-        self.events.close()
+        with suppress(OSError):  # what a full disk did not take; it hides no other error
+            self.events.close()
         if self._lock >= 0:
-            (self.path / ".lock").unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = -1
 
@@ -107,6 +148,10 @@ def is_in_use(path: Path) -> bool:
     return False
 
 
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole or not at all: a name beside it, fsync, rename."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -118,18 +163,27 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 class JsonLines:
-    """A file of JSON lines with one writer. Lines are kept for a moment, so that a step is cheap."""
+    """A file of JSON lines with one writer. Lines are kept for a moment, so that a step is cheap.
 
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = open(path, "a", encoding="utf-8")
+    The torn last line of a writer that was killed is cut off; `stamp` is added to every event. What
+    a full disk does not take is kept, and written with what comes next; only `close` raises then.
+    """
+
+    def __init__(self, path: Path, **stamp: Any) -> None:
+        _cut_torn_line(path)
+        self._stamp = stamp
+        self._lock = threading.Lock()  # a save reports from a thread of its own
+        self._file = open(path, "ab", buffering=0)
         self._lines: list[str] = []
+        self._rest = b""  # of what was to be written, what is not in the file yet
         self._flushed = time.monotonic()
 
     def event(self, name: str, **values: Any) -> None:
         """Write one event at once, with the wall clock and this host's monotonic clock."""
         now = {"event": name, "time": time.time(), "monotonic": time.monotonic()}
-        self._lines.append(as_json({**now, **values}))
-        self.flush()
+        with self._lock:
+            self._lines.append(as_json({**now, **self._stamp, **values}))
+            self._write()
 
     def row(self, values: dict[str, Any]) -> None:
         """Add one row; it reaches the file within `FLUSH_EVERY_S` of the next row, or at close."""
@@ -138,15 +192,27 @@ class JsonLines:
             self.flush()
 
     def flush(self) -> None:
-        if self._lines and not self._file.closed:
-            self._file.write("\n".join(self._lines) + "\n")
-            self._file.flush()
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        if not self._file.closed:
+            self._rest += "".join(f"{line}\n" for line in self._lines).encode()
         self._lines.clear()
         self._flushed = time.monotonic()
+        try:
+            while self._rest:
+                self._rest = self._rest[self._file.write(self._rest) or 0 :]
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def close(self) -> None:
         self.flush()
         self._file.close()
+        rest, self._rest = self._rest, b""
+        if rest:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
 
     def __enter__(self) -> Self:
         return self
@@ -158,6 +224,19 @@ class JsonLines:
         tb: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    content = _content(path) or b""
+    if content and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def keep_rows(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a JSON-lines file with only those rows, whole; nobody may be writing to it."""
+    if path.exists():
+        kept = [as_json(row) + "\n" for row in read_rows(path) if is_kept(row)]
+        write_whole(path, "".join(kept).encode())
 
 
 _encode = json.JSONEncoder(allow_nan=False).encode

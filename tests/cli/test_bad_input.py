@@ -98,6 +98,90 @@ def test_the_command_line_refuses(
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "do"),
+    [
+        ("--checkpoint-every", "0", "give --checkpoint-every a number that is at least 1"),
+        ("--checkpoint-every", "-5", "give --checkpoint-every a number that is at least 1"),
+        ("--keep", "0", "give --keep a number that is at least 1"),
+        ("--best", "accuracy", "for example --best max:accuracy"),
+        ("--best", "max:", "for example --best max:accuracy"),
+        ("--best", "most:accuracy", "for example --best max:accuracy"),
+        ("--best", "max:two words", "for example --best max:accuracy"),
+        ("--resume", "nowhere", "name a run folder (see `allranks runs`)"),
+        ("--resume", "misspelt.toml", "name a run folder (see `allranks runs`)"),
+        ("--resume", ".", "name a run folder (see `allranks runs`)"),
+        ("--resume", "", "name a run folder (see `allranks runs`)"),
+        ("--resume", "x" * 5000, "name a run folder (see `allranks runs`)"),
+        ("--max-restarts", "-1", "give --max-restarts a number that is at least 0"),
+        ("--hang-timeout", "-1", "give --hang-timeout a number that is at least 0"),
+        ("--hang-timeout", "nan", "give --hang-timeout a number that is at least 0"),
+        ("--time-limit", "0", "give --time-limit a number that is over 0"),
+        ("--on-bad-step", "ignore", "known: skip, stop, warn"),
+        ("--on-bad-step", "skp", "did you mean 'skip'?"),
+        ("--spike", "1", "give --spike a number that is over 1"),
+        ("--spike", "nan", "give --spike a number that is over 1"),
+        ("--spike", "-3", "give --spike a number that is over 1"),
+        ("--verify-every", "0", "give --verify-every a number that is at least 1"),
+        ("--inject", "kil@step=1", "did you mean 'kill'?"),
+        ("--inject", "kill@stop=1", "did you mean 'step'?"),
+        ("--inject", "kill@at=savee:write", "did you mean 'save:write'?"),
+        ("--inject", "kill@step=soon", "give step a value of that type"),
+        ("--inject", "@", "known: abort, "),
+    ],
+)
+def test_a_bad_value_of_what_protects_a_job(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    flag: str,
+    value: str,
+    do: str,
+) -> None:
+    (folder / "misspelt.toml").write_text("no checkpoint")
+    before = set(folder.rglob("*"))
+    code, text = door(monkeypatch, capfd, "train", "digits", flag, value)
+    assert code == 2
+    assert FOUR_PARTS.match(text), text
+    assert f"\ndo:    {do}" in text
+    assert set(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--checkpoint-every", "often"),
+        ("--checkpoint-every", "1.5"),
+        ("--keep", "all"),
+        ("--max-restarts", "many"),
+        ("--hang-timeout", "soon"),
+        ("--time-limit", "1h30"),
+        ("--time-limit", "1:\u00b2"),
+        ("--time-limit", ""),
+        ("--time-limit", "-5"),
+        ("--time-limit", "inf"),
+        ("--spike", "x"),
+        ("--verify-every", "2e1"),
+    ],
+)
+def test_a_value_of_another_kind(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    """The parser of the command line refuses it, by the name of the flag."""
+    code, text = door(monkeypatch, capfd, "train", "digits", flag, value)
+    assert code == 2
+    assert f"Invalid value for '{flag}'" in text and repr(value) in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("words", [["--steps", "5", "--epochs", "2"]])
+def test_two_ends_of_one_training(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    code, text = door(monkeypatch, capfd, "train", "digits", *words)
+    assert code == 2 and "say two things about one end" in text
+
+
 # --- found when the program is loaded ---------------------------------------------------------
 
 

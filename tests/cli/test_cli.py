@@ -19,6 +19,7 @@ from allranks.cards import CARDS
 from allranks.catalog import VERBS
 from allranks.cli.main import main
 from allranks.config import Resolved, resolve
+from allranks.job import Job
 from allranks.record import JsonLines, RunFolder, rank_events_path, read_events
 
 SUMMARY: dict[str, Any] = {
@@ -79,6 +80,67 @@ def test_every_verb_has_help(door: Door, verb: str) -> None:
         assert code == 0 and usage.startswith("Usage: ") and f" {verb} [OPTIONS]" in usage
 
 
+PROTECTING = (
+    *("--checkpoint-every", "--keep", "--best", "--resume", "--max-restarts", "--hang-timeout"),
+    *("--time-limit", "--on-bad-step", "--spike", "--verify-every", "--inject"),
+)
+
+
+def test_help_names_what_protects_a_job_where_it_can_be_asked_for(door: Door) -> None:
+    _, out, _ = door("train", "--help")
+    for flag in PROTECTING:
+        (line,) = [line for line in out.splitlines() if line.strip().startswith(f"{flag} ")]
+        assert len(line.split()) > 3, "and says what it does"
+    _, out, _ = door("check", "--help")
+    assert not [flag for flag in PROTECTING if f"{flag} " in out], "a check is over in 20 steps"
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--time-limit", "1h30m"], "time_limit", 5400.0),
+        (["--time-limit", "1:30:00"], "time_limit", 5400.0),
+        (["--hang-timeout", "0"], "hang_timeout", 0.0),
+        (
+            ["--inject", "kill@step=1", "--inject", "slow@rank=1"],
+            "inject",
+            "kill@step=1 slow@rank=1",
+        ),
+        (["--best", "min:loss"], "best", "min:loss"),
+        (["--keep", "1"], "keep", 1),
+        (["--spike", "1.5"], "spike", 1.5),
+    ],
+)
+def test_flags_reach_the_job(
+    door: Door, monkeypatch: pytest.MonkeyPatch, words: list[str], name: str, value: Any
+) -> None:
+    job = job_of(door, monkeypatch, "train", "digits", *words)
+    assert getattr(job, name) == value
+
+
+def test_epochs_are_the_end_whatever_a_file_says_of_steps(
+    door: Door, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "asked.toml").write_text('program = "digits"\nsteps = 7\n')
+    job = job_of(door, monkeypatch, "train", "--job", "asked.toml")
+    assert job.steps == 7
+    job = job_of(door, monkeypatch, "train", "--job", "asked.toml", "--epochs", "3")
+    assert job.steps is None and job.task == {"epochs": "3"}
+
+
+def job_of(door: Door, monkeypatch: pytest.MonkeyPatch, *words: str) -> Job:
+    """The job that a command line asks for; nothing is run."""
+    asked: list[Job] = []
+
+    def run(resolved: Resolved, **keywords: Any) -> None:
+        asked.append(resolved.job)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("allranks.cli.train.run_job", run)
+    door(*words)
+    return asked[0]
+
+
 def test_the_version(door: Door) -> None:
     code, out, _ = door("--version")
     assert code == 0 and out.strip().endswith(allranks.__version__)
@@ -87,7 +149,7 @@ def test_the_version(door: Door) -> None:
 def test_an_unknown_verb_names_the_nearest(door: Door) -> None:
     code, _, err = door("trian")
     assert code == 2
-    assert "no verb 'trian'; did you mean 'train'? known: check, runs, show, strategies" in err
+    assert "no verb 'trian'; did you mean 'train'? known: check, checkpoints, runs, show, " in err
 
 
 def test_ctrl_c_at_any_moment_is_130(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +305,7 @@ def test_one_broken_folder_does_not_hide_the_others(door: Door, runs_folder: Pat
 def test_a_whole_process_trains_and_is_shown(door: Door, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "allranks.cli.main", "train", "bad_tasks:Diverges"]
     done = subprocess.run(
-        [*command, "--ranks", "2", "--run-dir", "runs/one"],
+        [*command, "--ranks", "2", "--on-bad-step", "warn", "--run-dir", "runs/one"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -252,7 +314,7 @@ def test_a_whole_process_trains_and_is_shown(door: Door, tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert "train loss nan over the last epoch" in done.stdout
-    assert "note: " not in done.stderr
+    assert "step 0: the loss is nan" in done.stderr
     code, out, _ = door("show", "runs/one")
     assert code == 0 and "done" in out.splitlines()[0]
 
@@ -277,6 +339,7 @@ def test_ctrl_c_of_a_training_ends_it_with_130(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert (process.returncode, out) == (130, "")
-    assert "allranks: interrupted; every rank is stopped." in err
+    assert "allranks: stopped (SIGINT) after step " in err
+    assert f"go on with: allranks train --run-dir {tmp_path / 'run'}" in err
     assert "Traceback" not in err
-    assert read_events(tmp_path / "run")[-1]["event"] == "interrupted"
+    assert read_events(tmp_path / "run")[-1]["event"] == "stopped"

@@ -26,6 +26,17 @@ seed = 7
 steps = 3
 threads = 1
 loader_workers = 0
+checkpoint_every = None
+keep = 3
+best = 
+resume = 
+max_restarts = 0
+hang_timeout = 1800.0
+time_limit = None
+on_bad_step = stop
+spike = None
+verify_every = None
+inject = 
 run_dir = /somewhere/run
 trace = False
 replay = 
@@ -35,10 +46,10 @@ task:
   lr = 0.1
 
 rank 0: RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 \
-ALLRANKS_STORE=/somewhere/run/.store GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+ALLRANKS_STORE=/somewhere/run/.store ALLRANKS_ATTEMPT=0 ALLRANKS_RESTARTS=0 ALLRANKS_PULSE=-1 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 rank 1: RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 \
-ALLRANKS_STORE=/somewhere/run/.store GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+ALLRANKS_STORE=/somewhere/run/.store ALLRANKS_ATTEMPT=0 ALLRANKS_RESTARTS=0 ALLRANKS_PULSE=-1 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 """
 
 

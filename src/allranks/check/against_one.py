@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from allranks.card import Exact
 from allranks.cards import card_for
@@ -35,6 +36,12 @@ NOISE_FACTOR = 10.0
 NOISE_FLOOR = 1e-6
 NOISE_CEILING = 1e-3
 MADE_IN_A_STEP = ("gradient", "clipped gradient", "buffer")
+UNDISTURBED: dict[
+    str, Any
+] = {  # a job file may say otherwise: both start at step 0 and come to the end
+    **{"resume": "", "inject": "", "checkpoint_every": None, "best": "", "max_restarts": 0},
+    **{"time_limit": None},
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Verdict:
 
 def check_against_one(resolved: Resolved, folder: Path, server: ForkServer) -> Verdict:
     """Run the job and its reference under `folder`, which the caller owns, and compare them."""
-    job = dataclasses.replace(resolved.job, trace=True)
+    job = dataclasses.replace(resolved.job, trace=True, **UNDISTURBED)
     card = card_for(parse_choice(job.strategy))
     if job.ranks > 1 and not isinstance(card.guarantee, Exact):
         raise RequestError(

@@ -12,7 +12,7 @@ import click
 from allranks.catalog import preload_for
 from allranks.check.against_one import Verdict, check_against_one
 from allranks.cli.options import job_options, resolved_from
-from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError
+from allranks.errors import EXIT_DIFFERENCE_FOUND, Interrupted, ProgramError, Stopped
 from allranks.job import Job
 from allranks.launch.server import ForkServer
 from allranks.record import as_json
@@ -46,6 +46,8 @@ def check(program: str | None, keep_runs: str | None, as_object: bool, **flags: 
     ):
         try:
             verdict = check_against_one(resolved, Path(keep_runs or scratch), server)
+        except (Stopped, Interrupted) as error:  # what it ran goes on nowhere
+            raise Interrupted("the check was stopped before it had an answer") from error
         except ProgramError as error:
             if keep_runs:
                 raise

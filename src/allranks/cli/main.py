@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from contextlib import suppress
 
 import click
 
@@ -35,25 +38,49 @@ def cli() -> None:
     """One training program on any number of ranks, and proof that the result is the same.
 
     Exit codes: 0 done, 1 the program failed, 2 the request or the task was wrong, 3 the place
-    failed, 5 a check found a difference, 130 interrupted.
+    failed, 4 stopped early after a checkpoint, 5 a check found a difference, 130 interrupted.
     """
 
 
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> None:
-    """Run the command line; an error becomes its message and its exit code."""
+    """Run the command line; an error becomes its message and its exit code.
+
+    A terminal or a reader that is gone changes no exit code.
+    """
+    try:
+        _run()
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:  # Python would try again as it ends, and leave with 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def _run() -> None:
+    signal.signal(signal.SIGTERM, _interrupt)  # before and after a job, which notes it by itself
     try:
         cli(prog_name="allranks", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        with suppress(OSError):
+            error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("allranks: interrupted", err=True)
+        _say("allranks: interrupted")
         sys.exit(EXIT_INTERRUPTED)
     except AllranksError as error:
         lead = "this cannot be done\n" if isinstance(error, RequestError) else ""
         text = f"allranks: {lead}{error}"
-        click.echo("\n".join(printable(line) for line in text.splitlines()), err=True)
+        _say("\n".join(printable(line) for line in text.splitlines()))
         sys.exit(error.exit_code)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal may be what ended the job
+        click.echo(text, err=True)
 
 
 if __name__ == "__main__":

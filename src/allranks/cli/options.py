@@ -8,8 +8,24 @@ from typing import Any
 import click
 
 from allranks.config import Resolved, resolve
+from allranks.units import parse_duration
 
-SHARED: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+Options = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]
+    """Seconds, or a text like 30m, 1h30m or 1:30:00."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        seconds = parse_duration(str(value))
+        if seconds is None:
+            self.fail(f"{value!r} is no duration: write 90, 90s, 30m, 1h30m or 1:30:00")
+        return seconds
+
+
+SHARED: Options = (
     (("--ranks",), {"type": int, "help": "World size over all nodes."}),
     (("--nodes",), {"type": int, "help": "Nodes to use (default 1)."}),
     (("--place",), {"help": "Where ranks run: local."}),
@@ -25,10 +41,45 @@ SHARED: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--job", "job_file"), {"help": "Take the job from a TOML file; flags go first."}),
 )
 
+PROTECTION: Options = (
+    (("--checkpoint-every",), {"type": int, "help": "Steps between checkpoints."}),
+    (("--keep",), {"type": int, "help": "How many checkpoints to keep (default 3)."}),
+    (("--best",), {"help": "Keep the best one too: max:METRIC or min:METRIC."}),
+    (("--resume",), {"help": "auto (default), never, or a run or checkpoint to start from."}),
+    (("--max-restarts",), {"type": int, "help": "Start again after a fault (default 0)."}),
+    (
+        ("--hang-timeout",),
+        {"type": float, "help": "Seconds without a sign of life (default 1800; 0: for ever)."},
+    ),
+    (("--time-limit",), {"type": Duration(), "help": "Save and leave after 90, 30m or 1:30:00."}),
+    (("--on-bad-step",), {"help": "stop, skip or warn when a step is not finite."}),
+    (
+        ("--spike",),
+        {"type": float, "help": "A step is bad if its gradient is so many times usual."},
+    ),
+    (
+        ("--verify-every",),
+        {"type": int, "help": "Steps between comparisons of all ranks' weights."},
+    ),
+    (
+        ("--inject", "inject"),
+        {"multiple": True, "help": "Break it on purpose: kill@rank=1,step=30."},
+    ),
+)
+
 
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the shared options to a command."""
-    for names, keywords in reversed(SHARED):
+    """Add the options that decide the result to a command."""
+    return _with(SHARED, command)
+
+
+def protection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that protect a job, and go on with one."""
+    return _with(PROTECTION, command)
+
+
+def _with(options: Options, command: Callable[..., Any]) -> Callable[..., Any]:
+    for names, keywords in reversed(options):
         command = click.option(*names, **keywords)(command)
     return command
 
@@ -41,5 +92,10 @@ def resolved_from(program: str | None, flags: dict[str, Any]) -> Resolved:
         raise click.UsageError("--steps and --epochs say two things about one end: give one")
     if epochs is not None:
         settings = (*settings, f"epochs={epochs}")
+    inject = " ".join(flags.pop("inject", ()))
     given = {name: value for name, value in flags.items() if value is not None}
+    if epochs is not None:
+        given["steps"] = None  # also where a file or the run gone on with has some
+    if inject:
+        given["inject"] = inject
     return resolve(program or "", given, settings, job_file)

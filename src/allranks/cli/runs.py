@@ -13,6 +13,8 @@ from allranks.errors import RequestError
 from allranks.record import as_json, is_in_use, read_events
 from allranks.units import printable
 
+ENDS = ("done", "stopped", "failed", "interrupted")
+
 
 @click.command()
 @click.argument("folder", default="runs")
@@ -30,7 +32,7 @@ def runs(folder: str, as_object: bool) -> None:
         line = f"{row['run_dir']}  {row['state']:<11} {row['program']} × {row['ranks']}  {metrics}"
         click.echo(printable(line.rstrip()))
     if not rows:
-        click.echo(f"no run folder in {folder}", err=True)
+        click.echo(printable(f"no run folder in {folder}"), err=True)
 
 
 @click.command()
@@ -51,12 +53,13 @@ def show(run: str, as_object: bool) -> None:
     if as_object:
         click.echo(as_json({**row, "job": job}))
         return
-    click.echo(f"{row['program']} × {row['ranks']}: {row['state']}")
+    click.echo(printable(f"{row['program']} × {row['ranks']}: {row['state']}"))
     if row["summary"]:
         click.echo(in_sentences(row["summary"]))
     if row["fault"]:
         click.echo("\n".join(printable(line) for line in row["fault"].splitlines()))
-    click.echo("\n" + (path / "job.toml").read_text())
+    text = (path / "job.toml").read_text()
+    click.echo("\n" + "\n".join(printable(line) for line in text.splitlines()))
 
 
 def _job(path: Path) -> dict[str, Any]:
@@ -81,11 +84,17 @@ def _row(path: Path) -> dict[str, Any]:
         nothing = {"program": None, "ranks": None, "summary": None, "fault": None}
         return {"run_dir": str(path), "state": "unreadable", **nothing}
     state = "running" if is_in_use(path) else "killed"
+    restarts = 0
     for event in read_events(path):
-        if event["rank"] is None and event["event"] in ("done", "failed", "interrupted"):
-            state, fault = event["event"], event.get("report")
+        if event["rank"] is None and event["event"] in ENDS:
+            if state != "running":
+                state, fault = event["event"], event.get("report")
+        elif event["event"] == "attempt":
+            summary, fault = None, None
+            state = "running" if state == "running" else "killed"
         elif event["rank"] == 0 and event["event"] == "done":
-            summary = {"run_dir": str(path), **event["summary"]}
+            summary = {"run_dir": str(path), **event["summary"], "restarts": restarts}
+        restarts = 0 if event["event"] == "started" else restarts + (event["event"] == "restart")
     return {
         "run_dir": str(path),
         "state": state,

@@ -27,6 +27,7 @@ class Buckets:
     ) -> None:
         self.reducer = reducer
         self.flats: list[Tensor] = []
+        self.gradients: list[Tensor] = []  # of each bucket, without what rides on it
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         self._bucket_of = [0] * len(parameters)
         self._members: list[int] = []
@@ -44,6 +45,7 @@ class Buckets:
                 self._bucket_of[position] = bucket
                 start += parameter.numel()
             self.flats.append(flat)
+            self.gradients.append(flat[:size])
             self._members.append(len(positions))
         self.tally = self.flats[-1][start : start + tally_size]
         self._pending: list[int] = []

@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from allranks.errors import PeerLost, RequestError
+from allranks.pulse import Aside, Pulse
 from allranks.world import World
 
 CPU = torch.device("cpu")
 _joins = itertools.count()
-TIMEOUT = timedelta(minutes=30)
-PEER_LOST = ("onnection closed", "onnection reset", "roken pipe", "imed out", "onnection refused")
+TIMEOUT = timedelta(minutes=40)  # longer than --hang-timeout usually is: it names who is missing
+PEER_LOST = ("onnection closed", "onnection reset", "roken pipe", "onnection refused")
+TIMED_OUT = "imed out"
 
 all_gather_single: Callable[..., Any] = (
     getattr(
@@ -37,7 +39,13 @@ all_gather_single: Callable[..., Any] = (
 
 
 def _translated(error: RuntimeError) -> RuntimeError | PeerLost:
+    """The error that says what a broken collective means; Gloo names neither rank nor reason."""
     message = str(error)
+    if TIMED_OUT in message:
+        waited = f"{TIMEOUT.total_seconds():.0f} s"
+        return PeerLost(
+            f"another rank did not take part in a collective within {waited}: {message}"
+        )
     return PeerLost(message) if any(sign in message for sign in PEER_LOST) else error
 
 
@@ -46,13 +54,18 @@ class Pending:
     """A collective under way; `wait` returns when its result is there."""
 
     work: Any = None
+    pulse: Pulse | Aside | None = None
 
     def wait(self) -> None:
-        if self.work is not None:
-            try:
-                self.work.wait()
-            except RuntimeError as error:
-                raise _translated(error) from error
+        if self.work is None:
+            return
+        before = self.pulse.enter("exchange") if self.pulse is not None else ""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise _translated(error) from error
+        if self.pulse is not None:
+            self.pulse.enter(before)
 
 
 @dataclass
@@ -70,19 +83,32 @@ class Comm:
         default_factory=lambda: {"gradients": 0.0, "outputs": 0.0, "control": 0.0}
     )
     owns_group: bool = False
+    group: Any = None
+    pulse: Pulse | Aside | None = None
+    leave_out_next: bool = False
+
+    def leave_out_one(self) -> None:
+        """A fault on purpose: the next collective is not made."""
+        self.leave_out_next = True
 
     def leave(self) -> None:
-        """Leave the process group, if joining made it. Always called, also after a failure."""
+        """Leave the process group, if it was made here. Always called, also after a failure."""
         if self.owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(self.group)
         self.owns_group = False
 
     def _count(self, kind: str, sent: float) -> None:
         self.sent[kind] += sent
 
     def _begin(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
+        if self.leave_out_next:
+            self.leave_out_next = False
+            return Pending()
+        if self.pulse is not None:
+            self.pulse.collective()
         try:
-            return Pending(collective(*args, async_op=True, **kwargs))
+            kwargs.setdefault("group", self.group)
+            return Pending(collective(*args, async_op=True, **kwargs), self.pulse)
         except RuntimeError as error:
             raise _translated(error) from error
 
@@ -132,8 +158,37 @@ class Comm:
         if self.size > 1:
             self.all_reduce(torch.zeros(1, device=self.device), "control").wait()
 
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text, in rank order, on every rank. Sends N-1 times the longest, and a size."""
+        if self.size == 1:
+            return [text]
+        data = text.encode()
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        own = torch.tensor([len(data)], device=self.device)
+        self.all_gather(sizes, own, "control").wait()
+        part = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8, device=self.device)
+        part[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
+            : len(data)
+        ]
+        whole = part.new_empty(self.size * part.numel())
+        self.all_gather(whole, part, "control").wait()
+        rows = whole.cpu().numpy().reshape(self.size, -1)
+        return [bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
-def join(world: World, device: torch.device) -> Comm:
+    def aside(self) -> Comm:
+        """The same ranks on a group of their own, over the host, for a thread beside the training.
+
+        Every rank calls this, from the thread that trains, and `leave` at the end. What is sent
+        there is counted there.
+        """
+        if self.size == 1:
+            return Comm()
+        group = dist.new_group(list(range(self.size)), timeout=TIMEOUT, backend="gloo")
+        pulse = self.pulse.aside() if isinstance(self.pulse, Pulse) else None
+        return Comm(self.rank, self.size, CPU, owns_group=True, group=group, pulse=pulse)
+
+
+def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm:
     """Meet the other ranks of `world`; every rank calls this, and `leave` at the end.
 
     A process group that is there already is used as it is, and left to whoever made it. Each join
@@ -148,13 +203,13 @@ def join(world: World, device: torch.device) -> Comm:
                 why="the ranks would share out the data in one way, and the sums in another",
                 do="set RANK and WORLD_SIZE as the group has them, or let the trainer make it",
             )
-        return Comm(*there, device)
+        return Comm(*there, device, pulse=pulse)
     if world.size == 1:
-        return Comm(device=device)
+        return Comm(device=device, pulse=pulse)
     where: dict[str, Any] = {"init_method": "env://"}
     if world.store:
         store = FileStore(world.store, world.size)
-        where = {"store": PrefixStore(f"join-{next(_joins)}", store)}
+        where = {"store": PrefixStore(f"attempt-{world.attempt}/join-{next(_joins)}", store)}
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
@@ -162,4 +217,4 @@ def join(world: World, device: torch.device) -> Comm:
         )
     except RuntimeError as error:
         raise _translated(error) from error
-    return Comm(world.rank, world.size, device, owns_group=True)
+    return Comm(world.rank, world.size, device, owns_group=True, pulse=pulse)

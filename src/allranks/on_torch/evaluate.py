@@ -33,7 +33,9 @@ def evaluate(
 
     Sends one table of 16 bytes per chunk and metric. `chunk` is in samples.
     """
-    comm = strategy.comm if strategy.replicas_agree else Comm(device=strategy.comm.device)
+    comm = strategy.comm
+    if not strategy.replicas_agree:
+        comm = Comm(device=comm.device, pulse=comm.pulse)
     samples = len(source)
     chunks = [range(start, min(start + chunk, samples)) for start in range(0, samples, chunk)]
     own = range(comm.rank, len(chunks), comm.size)
@@ -42,6 +44,8 @@ def evaluate(
     table, names = torch.empty(0), list[str]()
     with _evaluating(strategy.model):
         for number, data in zip(visited, source.batches(wanted), strict=True):
+            if comm.pulse is not None:
+                comm.pulse.enter("evaluate")  # a sign of life for every chunk
             pairs = _pairs(task, strategy, data, len(chunks[number]), floating)
             if not names:
                 names = list(pairs)
@@ -63,12 +67,13 @@ def evaluate(
 @torch.no_grad()
 def try_evaluation(
     task: Task, strategy: Strategy, source: Source, chunk: int, floating: torch.dtype
-) -> None:
-    """Evaluate the first samples and forget it: what is wrong is found before the first update."""
+) -> dict[str, float]:
+    """Evaluate the first samples: what is wrong is found before the first update, and every name."""
     samples = min(chunk, len(source))
     (data,) = source.batches([(0, np.arange(samples))])
     with _evaluating(strategy.model):
-        _pairs(task, strategy, data, samples, floating)
+        pairs = _pairs(task, strategy, data, samples, floating)
+    return task.finalize({name: total / count for name, (total, count) in pairs.items() if count})
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     forward and backward of every micro-batch                                    `accumulate`
     (the strategy sums gradients and tally over all ranks)
-    division by the weight, regularizer, clipping, schedule, update, BatchNorm   `finish`
+    division by the weight, regularizer, guard, clipping, update, BatchNorm      `finish`
 
 The engine owns the division. Losses are per sample: what is differentiated is their weighted sum
 over the nominal samples of the global batch, so a plain sum over micro-batches and ranks is the
@@ -12,10 +12,10 @@ ratio samples / weight, which is the same number on every rank.
 
 from __future__ import annotations
 
-import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,17 @@ from allranks.errors import RequestError
 from allranks.on_torch.batch_loss import BatchLoss
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch, Leaf, MicroBatch
+from allranks.on_torch.guard import Bad, Guard, length
 from allranks.on_torch.layers import Scope
 from allranks.on_torch.losses import forward, weighted_losses
-from allranks.on_torch.tally import Tally, TallyLayout
+from allranks.on_torch.nested import map_tensors
+from allranks.on_torch.tally import NOTHING, Asked, Tally, TallyLayout
 from allranks.on_torch.task import Task
+from allranks.on_torch.trainable import trainable
+from allranks.on_torch.user_buffers import UserBuffers
+from allranks.order import random_key
+
+REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,8 @@ class StepResult:
     """One step of the job, the same on every rank. `loss` is the mean over the global batch.
 
     `samples` 0 means that no rank had a sample (the end of a stream); `updated` is false where the
-    weights were left as they were; `grad_norm` is known only where the gradient is clipped.
+    weights were left as they were; `grad_norm` is the length of the gradient before clipping.
+    `asked` is what the supervisor of any rank wants; `bad` says what is wrong with a bad step.
     """
 
     batch_index: int
@@ -48,6 +56,8 @@ class StepResult:
     learning_rate: float
     updated: bool
     grad_norm: float | None = None
+    asked: Asked = NOTHING
+    bad: str = ""
 
 
 Taken = tuple[Tensor, float, Callable[[], None]]
@@ -68,6 +78,8 @@ class SharedStep:
 
     `parameters` are those that the optimizer updates, in the order of the model; `on_gradient`,
     if set, is called with the position of each whose gradient a backward pass has finished.
+    `asked` is what this rank tells all others with its next step. `flats`, if a strategy has them,
+    hold the gradients of all parameters and nothing else.
     """
 
     def __init__(
@@ -76,14 +88,19 @@ class SharedStep:
         self.task, self.model, self.optimizer = task, model, optimizer
         self.scope = scope
         self.probe: Probe | None = None
+        self.asked = NOTHING
         self.on_gradient: Callable[[int], None] | None = None
-        self.names, self.parameters = _trainable(model, optimizer)
+        self.names, self.parameters = trainable(model, optimizer)
+        self.guard = Guard()
+        self.user_buffers = UserBuffers(model)
+        self.flats: list[Tensor] = []
         self.layout = TallyLayout(model, self.parameters)
         self.used = [False] * len(self.parameters)
         self._scales: dict[tuple[int, torch.dtype], Tensor] = {}
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._has_schedule = task.overrides("schedule")
         self._has_regularizer = task.overrides("regularizer")
+        self._poison_next = self._poisoned = False
         self._batch_loss = BatchLoss(task, comm) if task.loss_over == "batch" else None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._marker(position))
@@ -118,6 +135,8 @@ class SharedStep:
         """
         if self.probe is not None:
             self.probe.begin(batch)
+        self._poisoned, self._poison_next = self._poison_next, False
+        self.user_buffers.begin()
         take = self._take_sample_losses(batch)
         if self._batch_loss is not None:
             take = self._take_batch_losses(batch, self._batch_loss)
@@ -133,23 +152,44 @@ class SharedStep:
                 backward()
                 if self.scope.moments or self.scope.calls != calls:
                     raise _computed_again()
-            tally.close(self.used)
+            tally.close(batch.index, self.used, self.asked)
             leaf_done(leaf)
         self.scope.leave()
+        self.user_buffers.end(batch)
+
+    def poison_next(self) -> None:
+        """A fault on purpose: the loss of this rank's first sample in its next step is NaN."""
+        self._poison_next = True
+
+    def output(self, batch: Batch, micro: MicroBatch) -> Any:
+        """The output of the model for a micro-batch of a step; the same whenever it is computed."""
+        self.scope.enter(batch.index, micro.pieces, micro.samples)
+        output = forward(self.task, self.model, micro.data)
+        if self._poisoned and self._batch_loss is not None:
+            return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
+        return output
+
+    def losses(self, batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """The weighted losses of a micro-batch, a row per sample, and their weights."""
+        output = self.output(batch, micro)
+        losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
+        if self._poisoned and micro is batch.micros[0]:
+            factors = losses.new_ones(losses.shape)
+            factors[0] = math.nan
+            losses = losses * factors
+        return losses, weights
 
     def _take_sample_losses(self, batch: Batch) -> Take:
         def take(micro: MicroBatch) -> Taken:
-            self.scope.enter(batch.index, micro.pieces, micro.samples)
-            output = forward(self.task, self.model, micro.data)
-            losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
+            losses, weights = self.losses(batch, micro)
             total = losses.sum()
             weight = losses.numel() if weights is None else float(weights.sum())
-            scale = self._scale(batch.nominal, total)
+            scale = self.scale(batch.nominal, total)
             return total.detach(), weight, lambda: total.backward(scale)
 
         return take
 
-    def _scale(self, nominal: int, like: Tensor) -> Tensor:
+    def scale(self, nominal: int, like: Tensor) -> Tensor:
         """1 / nominal: by this the sum of losses is scaled before anything is exchanged."""
         key = nominal, like.dtype
         if key not in self._scales:
@@ -159,9 +199,8 @@ class SharedStep:
     def _take_batch_losses(self, batch: Batch, batch_loss: BatchLoss) -> Take:
         moments = {}
 
-        def forward_one(micro: MicroBatch) -> object:
-            self.scope.enter(batch.index, micro.pieces, micro.samples)
-            output = forward(self.task, self.model, micro.data)
+        def forward_one(micro: MicroBatch) -> Any:
+            output = self.output(batch, micro)
             moments[micro.pieces] = dict(self.scope.moments)
             self.scope.moments.clear()
             return output
@@ -184,36 +223,78 @@ class SharedStep:
 
     def finish(self, batch: Batch, tally: Tally) -> StepResult:
         """The update, from gradients and tally that are summed over all ranks. No communication."""
-        totals = tally.totals()
+        totals = tally.totals(batch.index)
         weight, samples = totals.weight, totals.samples
         updates = samples > 0 and not (
             batch.sizes is None and self.task.last_batch == "drop" and samples < batch.nominal
         )
         rate = float(self.optimizer.param_groups[0]["lr"])
         if not updates:
-            return StepResult(batch.index, batch.epoch, float("nan"), samples, weight, rate, False)
+            nothing = float("nan")
+            return StepResult(
+                batch.index, batch.epoch, nothing, samples, weight, rate, False, asked=totals.asked
+            )
         if weight <= 0:
             raise _weightless(batch, weight)
         for position in totals.unused:  # as in one process: no gradient, not one of zeros
             self.parameters[position].grad = None
-        present = [p.grad for p in self.parameters if p.grad is not None]
         if weight != batch.nominal:
-            for gradient in present:
+            for gradient in self._gradients():
                 gradient.mul_(batch.nominal / weight)
-        loss = totals.loss / weight + self._add_regularizer()
+        loss = totals.loss / weight + self._add_regularizer(batch)
         if self.probe is not None:
             self.probe.gradients("gradient", self)
-        norm = None
+        norm = self._gradient_norm(unused=bool(totals.unused))
+        bad, updated, text = self.guard.judge(loss, norm), True, ""
+        if bad is not None:
+            text, updated = self._decide(batch, bad)
+        if updated:
+            self._update(batch, norm)
+            tally.update_norms()
+        return StepResult(
+            batch.index, batch.epoch, loss, samples, weight, rate, updated, norm, totals.asked, text
+        )
+
+    def _gradient_norm(self, unused: bool) -> float:
+        """The length of the gradient; not finite exactly if one of its elements is not."""
         if self.task.clip_norm is not None:
-            present = [p.grad for p in self.parameters if p.grad is not None]
-            total = get_total_norm(present)
+            norm = float(get_total_norm(self._gradients()))
+        elif self.flats and not (unused and self._has_regularizer):
+            norms = [torch.linalg.vector_norm(flat) for flat in self.flats]
+            norm = norms[0].item() if len(norms) == 1 else math.hypot(*torch.stack(norms).tolist())
+        else:
+            norm = length(self._gradients())
+        return norm if math.isfinite(norm) else length(self._gradients(), torch.float64)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _decide(self, batch: Batch, bad: Bad) -> tuple[str, bool]:
+        """What there is to say of a bad step, and whether it updates; if not, it never was."""
+        update = False
+        try:
+            verdict = self.guard.decide(batch, bad)
+            update = verdict.update
+            return verdict.text, update
+        finally:
+            if not update:
+                self.user_buffers.undo()
+
+    def _update(self, batch: Batch, norm: float) -> None:
+        if self.task.clip_norm is not None:
+            total = self.parameters[0].new_tensor(norm, requires_grad=False)
             clip_grads_with_norm_(self.parameters, self.task.clip_norm, total)
-            norm = float(total)
             if self.probe is not None:
                 self.probe.gradients("clipped gradient", self)
+        self._key_generator(batch, UPDATE)
         self.optimizer.step()
-        tally.update_norms()
-        return StepResult(batch.index, batch.epoch, loss, samples, weight, rate, True, norm)
+
+    def _key_generator(self, batch: Batch, purpose: int) -> None:
+        """What is drawn next is the same on every rank, whichever shard it was keyed for last."""
+        key = random_key(self.scope.seed, batch.index, -1, -1, purpose)
+        torch.default_generator.manual_seed(key)
+        if self.scope.device.type == "cuda":
+            torch.cuda.manual_seed(key)
 
     def set_rate(self, update: int) -> None:
         """Set the learning rates for update number `update` of the job."""
@@ -222,49 +303,22 @@ class SharedStep:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
 
-    def _add_regularizer(self) -> float:
+    def regularizer(self, batch: Batch) -> Tensor | None:
+        """The regularizer of a step, the same on every rank; `None` if the task has none."""
+        if not self._has_regularizer:
+            return None
+        self._key_generator(batch, REGULARIZER)
+        return self.task.regularizer(self.model)
+
+    def _add_regularizer(self, batch: Batch) -> float:
         """Add the gradient of the regularizer, alike on every rank; returns its value."""
-        value = self.task.regularizer(self.model) if self._has_regularizer else None
+        value = self.regularizer(batch)
         if value is None:
             return 0.0
         on_gradient, self.on_gradient = self.on_gradient, None
         value.backward()
         self.on_gradient = on_gradient
         return float(value.detach())
-
-
-def _trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[nn.Parameter]]:
-    """The parameters that the optimizer updates, in the order of the model, with their names."""
-    if not isinstance(optimizer, Optimizer):
-        raise RequestError(
-            asked="optimizer(model) of the task",
-            found=f"a {type(optimizer).__name__}",
-            why="the engine updates the weights with a torch optimizer",
-            do="return one: torch.optim.AdamW(model.parameters(), …)",
-        )
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    strange = updated - {id(p) for p in model.parameters()}
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if strange or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise RequestError(
-            asked="optimizer(model) of the task",
-            found=f"{len(strange)} parameters that are not in the model"
-            if strange
-            else f"{type(optimizer).__name__}, which needs a closure",
-            why="the engine sums the gradients of the model's parameters, once for each step",
-            do="make every trained parameter part of the model"
-            if strange
-            else "use an optimizer whose step() needs no closure",
-        )
-    named = [(n, p) for n, p in model.named_parameters() if id(p) in updated and p.requires_grad]
-    if not named:
-        raise RequestError(
-            asked="optimizer(model) of the task",
-            found="no parameter of the model in it",
-            why="there would be nothing to train",
-            do="make it from the model it is given: torch.optim.AdamW(model.parameters(), …)",
-        )
-    return [name for name, _ in named], [parameter for _, parameter in named]
 
 
 def _computed_again() -> RequestError:

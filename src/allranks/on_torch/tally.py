@@ -1,10 +1,13 @@
 """The tally: what a step reports, as numbers that are summed with the last bucket of gradients.
 
-    [ loss sum | weight, samples, used? per parameter | BatchNorm: weight, mean, variance per layer ]
+    [ loss sum | weight, samples, leaves, position, stop, save, used? per parameter
+      | BatchNorm: weight, mean, variance per layer ]
 
 It rides on the gradients, so that no step sends a message for bookkeeping: every rank knows after
 the step the loss and the weight of the whole global batch, whether anybody had a sample, which
-parameters any rank used, and the moments for the running statistics.
+parameters any rank used, whether any rank was asked to stop or to save, and the moments for the
+running statistics. `position` is where in the job each leaf stands: a rank that left a collective
+out, and whose step was added to another step of the rest, shows at once.
 """
 
 from __future__ import annotations
@@ -13,9 +16,22 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from allranks.errors import NOT_AT_THE_SAME_STEP, ProgramError
 from allranks.on_torch.layers import Scope, shard_norms
 
-CACHED_COUNTS = 64
+CACHED_COUNTS = 256
+POSITIONS = 16  # small, so that the counts of a usual step come from a small cache
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the supervisor wants of this rank, for all ranks to hear with the step."""
+
+    stop: bool = False
+    save: bool = False
+
+
+NOTHING = Asked()
 
 
 @dataclass(frozen=True)
@@ -25,6 +41,7 @@ class Totals:
     loss: float
     weight: float
     samples: int
+    asked: Asked
     unused: tuple[int, ...]
 
 
@@ -34,14 +51,15 @@ class TallyLayout:
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
         self.like = parameters[0]
         self.parameters = len(parameters)
-        self.counts = slice(1, 3 + len(parameters))
+        self.counts = slice(1, 7 + len(parameters))
         self.norms = shard_norms(model)
         self.moments = []
         self.size = self.counts.stop
         for norm in self.norms:
             start, self.size = self.size, self.size + 1 + 2 * norm.num_features
             self.moments.append(slice(start, self.size))
-        self._cache: dict[tuple[float, int], Tensor] = {}
+        self.leaves: float | None = None  # of all ranks, as the first step had them
+        self._cache: dict[tuple[float, int, int, Asked], Tensor] = {}
 
     def tally(self, tensor: Tensor | None = None) -> Tally:
         """A tally over `tensor`, (size,); a new one of zeros if there is none."""
@@ -49,15 +67,18 @@ class TallyLayout:
             tensor = self.like.new_zeros(self.size, requires_grad=False)
         return Tally(self, tensor)
 
-    def counts_of(self, weight: float, samples: int, used: list[bool]) -> Tensor:
-        """Weight, samples and flags as a tensor; those of a usual step are made once."""
-        if not all(used):
-            return self.like.new_tensor([weight, samples, *used])
-        found = self._cache.get((weight, samples))
+    def counts_of(
+        self, weight: float, samples: int, step: int, asked: Asked, used: list[bool]
+    ) -> Tensor:
+        """The counts of one leaf as a tensor; those of a usual step are made once."""
+        position = step % POSITIONS
+        key = weight, samples, position, asked
+        found = self._cache.get(key) if all(used) else None
         if found is None:
-            found = self.like.new_tensor([weight, samples, *used])
-            if len(self._cache) < CACHED_COUNTS:
-                self._cache[weight, samples] = found
+            counts = [weight, samples, 1.0, position, asked.stop, asked.save, *used]
+            found = self.like.new_tensor(counts)
+            if all(used) and len(self._cache) < CACHED_COUNTS:
+                self._cache[key] = found
         return found
 
 
@@ -80,16 +101,23 @@ class Tally:
             if found is not None:
                 self.tensor[where].add_(found)
 
-    def close(self, used: list[bool]) -> None:
+    def close(self, step: int, used: list[bool], asked: Asked = NOTHING) -> None:
         """The leaf is complete; `used` says which parameters got a gradient."""
-        self._counts.add_(self.layout.counts_of(self._weight, self._samples, used))
+        self._counts.add_(self.layout.counts_of(self._weight, self._samples, step, asked, used))
         self._weight, self._samples = 0.0, 0
 
-    def totals(self) -> Totals:
-        """Read the sums."""
-        loss, weight, samples, *flags = self._head.tolist()
+    def totals(self, step: int) -> Totals:
+        """Read the sums; raises `ProgramError` if they are not all of this step."""
+        loss, weight, samples, leaves, position, stop, save, *flags = self._head.tolist()
+        usual = self.layout.leaves = self.layout.leaves or leaves
+        if leaves != usual or position != leaves * (step % POSITIONS):
+            raise ProgramError(
+                f"{NOT_AT_THE_SAME_STEP}: this one is at {step}, and was given the sums "
+                "of another. A rank left out a collective, or made one more than the others: look "
+                "for a call of torch.distributed in the task that not every rank makes."
+            )
         unused = () if min(flags) > 0 else tuple(i for i, flag in enumerate(flags) if not flag)
-        return Totals(loss, weight, int(samples), unused)
+        return Totals(loss, weight, int(samples), Asked(stop > 0, save > 0), unused)
 
     def update_norms(self) -> None:
         """One update of all running statistics, from the moments of all shards."""

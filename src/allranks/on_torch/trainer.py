@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -27,17 +28,23 @@ from allranks.choice import parse_choice
 from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.on_torch.comm import join
-from allranks.on_torch.data import Batch, GlobalBatches, Progress
-from allranks.on_torch.evaluate import evaluate, try_evaluation
-from allranks.on_torch.layers import Scope, restore_layers, shard_norms, swap_layers
-from allranks.on_torch.sources import StreamSource, seed_generators, source_of
+from allranks.on_torch.data import Batch, Progress
+from allranks.on_torch.diagnose import guard_of
+from allranks.on_torch.layers import Scope, restore_layers, swap_layers
+from allranks.on_torch.limits import check_limits
+from allranks.on_torch.machine import device_of, make_reproducible
+from allranks.on_torch.replicas import verify
+from allranks.on_torch.saving import Saving
+from allranks.on_torch.sources import seed_generators
+from allranks.on_torch.state import random_streams, set_random_streams
 from allranks.on_torch.step import StepResult
 from allranks.on_torch.strategies.base import Setting, Strategy
+from allranks.on_torch.tally import Asked
 from allranks.on_torch.task import Task, check_task
-from allranks.shards import largest_shard
+from allranks.on_torch.task_data import FLOATING, TaskData
+from allranks.pulse import Pulse
+from allranks.testing.faults import Faults
 from allranks.world import World
-
-FLOATING = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Trainer:
@@ -45,24 +52,40 @@ class Trainer:
 
     Every rank makes one and calls the same methods in the same order. Making it joins the ranks,
     builds the model and broadcasts it once. Raises `RequestError` for what cannot be trained.
+    `report(event, **values)` hears of checkpoints, from another thread too.
     """
 
-    def __init__(self, task: Task, job: Job | None = None, *, world: World | None = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        job: Job | None = None,
+        *,
+        world: World | None = None,
+        report: Callable[..., None] = lambda event, **values: None,
+    ) -> None:
         self.world = World.from_environment() if world is None else world
         self.task, self.job = task, _for_world(job or Job(), self.world)
         check_task(task, type(task).__name__)
-        self.device = _device(self.job, self.world)
+        self.device = device_of(self.job, self.world)
         self.progress = Progress()
         self.user_buffers: list[str] = []
-        self.comm = join(self.world, self.device)
-        self._undo = _make_reproducible(self.job)
-        self._data: GlobalBatches | None = None
-        self._eval_source: Any = None
+        self.before_save: Callable[[], None] = lambda: None
+        self.pulse = Pulse(self.world.pulse, self.world.local_rank, self.world.local_size)
+        self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
+        self.comm = join(self.world, self.device, self.pulse)
+        self._undo = make_reproducible(self.job)
+        self._stop_at: int | None = None
         try:
             self._scope = Scope(self.job.seed, self.device)
             self.strategy = self._strategy()
             self.swapped = self._place_model()
-            self._check_limits()
+            check_limits(self.task, self.job, self.strategy)
+            self.guard = guard_of(self.strategy, self.job, self.world.rank)
+            self.faults.tensors = lambda: self.strategy.step.parameters
+            self.faults.leave_out = self.comm.leave_out_one
+            self.faults.poison = self.strategy.step.poison_next
+            self.task_data = TaskData(self.task, self.job, self.strategy)
+            self._saving = self._made_saving(report) if self.job.run_dir else None
         except BaseException:
             self.comm.leave()
             self._undo()
@@ -111,54 +134,59 @@ class Trainer:
         last_epoch = self.task.epochs if epochs is None else epochs
         if limit is not None and epochs is None:
             last_epoch = 2**31  # steps were asked for: epochs do not end them
-        yield from self.data.after(self.progress, last_epoch, limit)
+        upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
+        while True:
+            self.pulse.enter("data")
+            batch = next(upcoming, None)
+            if batch is None:
+                return
+            yield batch
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step on one global batch; every rank calls this. Sends what the card says."""
         done = self.progress
+        self.pulse.at_step(batch.index)
+        self.pulse.enter("compute")
+        self.faults.reach("step", batch.index)
+        self.strategy.step.asked = Asked(self.pulse.wants_stop, self.pulse.wants_save())
         self.strategy.step.set_rate(done.updates)
-        before = self._buffer_versions() if done.batch_index == 0 else {}
         result = self.strategy.train_step(batch)
-        if before:
-            self._check_buffers(before)
-        if batch.sizes is None and not result.updated:  # a stream has ended, on all ranks alike
-            self.data.dry = True
+        if len(self.strategy.step.user_buffers.written) != len(self.user_buffers):
+            self._check_buffers()
+        nothing_done = not (result.updated or result.bad)
+        if batch.sizes is None and nothing_done:  # a stream has ended, on all ranks alike
+            self.task_data.batches.dry = True
             self.progress = dataclasses.replace(done, epoch=done.epoch + 1, step_in_epoch=0)
             return result
+        goes_on = batch.epoch == done.epoch and done.step_in_epoch > 0
+        before_it = done if goes_on else Progress()
+        loss, weight = (result.loss * result.weight, result.weight) if result.updated else (0, 0)
         self.progress = Progress(
             epoch=batch.epoch,
             step_in_epoch=batch.step_in_epoch + 1,
             batch_index=done.batch_index + 1,
             samples_seen=done.samples_seen + result.samples,
             updates=done.updates + result.updated,
+            loss_sum=before_it.loss_sum + loss,
+            weight_sum=before_it.weight_sum + weight,
         )
+        every = self.job.verify_every
+        if every is not None and self.progress.batch_index % every == 0:
+            verify(self.strategy)
+        self.faults.reach("stepped", batch.index)
         return result
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """The metrics over `data` (the task's own if `None`), exact; every rank calls this."""
-        source = self._eval_data() if data is None else self._source(data, "eval_data")
-        if source is None:
-            return {}
-        chunk = largest_shard(self.task.batch_size, self.task.shards)
-        floating = FLOATING[self.job.precision]
-        return evaluate(self.task, self.strategy, source, chunk, floating)
+        before = self.pulse.enter("evaluate")
+        self.faults.reach("evaluate")
+        metrics = self.task_data.evaluate(data)
+        self.pulse.enter(before)
+        return metrics
 
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update."""
-        _ = self.data  # opens it
-        source = self._eval_data()
-        if source is not None:
-            chunk = largest_shard(self.task.batch_size, self.task.shards)
-            floating = FLOATING[self.job.precision]
-            try_evaluation(self.task, self.strategy, source, chunk, floating)
-
-    def _eval_data(self) -> Any:
-        """The evaluation data of the task, opened when it is first needed; `None` if it has none."""
-        if self._eval_source is None:
-            seed_generators(self.job.seed)
-            if (own := self.task.eval_data()) is not None:
-                self._eval_source = self._source(own, "eval_data")
-        return self._eval_source
+        self.task_data.rehearse()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, by name in sorted order; every rank calls this."""
@@ -167,18 +195,128 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """All that the rest of the training depends on: weights, optimizer, how far it is."""
         state = copy.deepcopy(self.strategy.state())  # training goes on in the tensors themselves
-        return {"strategy": state, "progress": dataclasses.asdict(self.progress)}
+        random = {"ranks": self.comm.size, **random_streams(self.device)}
+        return {"strategy": state, "random": random, **self._rest()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state` returned, on any number of ranks; every rank calls this."""
+        _ = self.task_data.batches
         self.strategy.load_state(copy.deepcopy(state["strategy"]))
+        self._load_rest(state)
+        if state["random"]["ranks"] == self.comm.size:
+            set_random_streams(state["random"], self.device)
+
+    def _rest(self) -> dict[str, Any]:
+        """What of the state is not the strategy's."""
+        return {"progress": dataclasses.asdict(self.progress), "guard": self.guard.state()}
+
+    def _load_rest(self, state: dict[str, Any]) -> None:
         self.progress = Progress(**state["progress"])
+        self.guard.load_state(state["guard"])
+
+    # --- checkpoints ----------------------------------------------------------------------
+
+    def save(self, *, wait: bool = True, in_a_hurry: bool = False) -> bool:
+        """Save a checkpoint into the run folder of the job; every rank calls this.
+
+        Training waits for a copy in memory; a thread writes, and with `wait` its end is waited for.
+        Returns whether what was waited for is committed: a full disk costs a checkpoint, not the
+        training. Where the job keeps the best checkpoint it evaluates first, unless `in_a_hurry`.
+        """
+        saving = self._saves()
+        metrics = self.evaluate() if self.job.best and not in_a_hurry else {}
+        before = self.pulse.enter("save")
+        self.before_save()
+        if self.job.verify_every is not None:
+            verify(self.strategy)  # what differs between ranks is never saved
+        saving.save(self.progress.batch_index, self._rest(), metrics)
+        committed = saving.checkpointer.wait() if wait else True
+        self.pulse.enter(before)
+        return committed
+
+    def resume(self) -> int | None:
+        """Go on from the newest good checkpoint; every rank calls this, before the first step.
+
+        That of the job's run folder, else that which the job says to start from. Returns the
+        global batches that are done, or `None` where there is no checkpoint. Raises `RequestError`
+        if it belongs to another job.
+        """
+        before = self.pulse.enter("save")
+        _ = self.task_data.batches  # opening it seeds the streams that the checkpoint brings back
+        state = self._saves().load()
+        self.pulse.enter(before)
+        if state is None:
+            return None
+        self._load_rest(state)
+        return int(state["step"])
+
+    def save_if_due(self, result: StepResult) -> bool:
+        """After a step: save where the job or a signal asks for it. Returns whether to stop now.
+
+        Ranks that train apart do not hear of each other's signals with the step, so they agree to
+        stop together after the last of the steps that they have reached.
+        """
+        step = self.progress.batch_index
+        stop = result.asked.stop
+        if not self.strategy.replicas_agree and (stop or self._stop_at is not None):
+            if self._stop_at is None:
+                self._meet(asked_to_stop=True)
+            stop = self._stop_at is not None and step >= self._stop_at
+        every = self.job.checkpoint_every
+        asked = result.asked.save and self.strategy.replicas_agree
+        if asked:
+            self.pulse.wants_save()  # heard from another rank first: not again with the next step
+        if stop or asked or (every is not None and step % every == 0):
+            self.save(wait=stop, in_a_hurry=stop)
+        elif every is not None and not self._saves().is_prepared:
+            self._saves().prepare(self._rest())
+        return stop
+
+    def come_to_the_end(self) -> bool:
+        """After the last step: save, where checkpoints are made. Returns whether it is a stop.
+
+        It is one if ranks that train apart were asked to stop before they came to theirs: all ranks
+        save then, and all end as stopped.
+        """
+        stop = self._stop_at is not None
+        if not self.strategy.replicas_agree and not stop:
+            stop = self._meet(asked_to_stop=False)
+        if stop or self.job.checkpoint_every is not None:
+            self.save(in_a_hurry=stop)
+        return stop
+
+    def _meet(self, asked_to_stop: bool) -> bool:
+        """Ranks that train apart agree on the last step; returns whether any was asked to stop.
+
+        Each calls this once: when it is asked to stop, or at its end.
+        """
+        own = json.dumps([self.progress.batch_index, asked_to_stop])
+        said = [json.loads(text) for text in self.comm.gather_texts(own)]
+        self._stop_at = max(step for step, _ in said)
+        return any(asked for _, asked in said)
+
+    def _saves(self) -> Saving:
+        if self._saving is None:
+            raise RequestError(
+                asked="to save or resume a training",
+                found="no run folder in its job",
+                why="checkpoints live in the run folder",
+                do='Trainer(task, Job(run_dir="runs/mine"))',
+            )
+        return self._saving
+
+    def _made_saving(self, report: Callable[..., None]) -> Saving:
+        return Saving(
+            self.task, self.job, self.strategy, self.world.attempt, self.faults.reach, report
+        )
 
     def close(self) -> None:
         """Leave the other ranks, and give model and process back as they were."""
+        if self._saving is not None:
+            self._saving.checkpointer.close()
         self.strategy.close()
         restore_layers(self.strategy.model)
-        self._data = None
+        self.task_data.close()
         self.comm.leave()
         self._undo()
 
@@ -195,56 +333,10 @@ class Trainer:
 
     # --- how it is put together -----------------------------------------------------------
 
-    @property
-    def data(self) -> GlobalBatches:
-        """The data of the training, opened when it is first needed."""
-        if self._data is None:
-            seed_generators(self.job.seed)  # a split drawn there is the same on every rank
-            source = self._source(self.task.train_data(), "train_data")
-            if isinstance(source, StreamSource) and self.task.loss_over == "batch":
-                raise RequestError(
-                    asked='a stream with loss_over = "batch"',
-                    found="nobody knows how many samples the other ranks have",
-                    why="the outputs of all ranks are gathered, so their sizes must be known",
-                    do="read the data as a map-style data set",
-                )
-            self._data = GlobalBatches(
-                source=source,
-                batch_size=self.task.batch_size,
-                shards=self.task.shards,
-                last_batch=self.task.last_batch,
-                seed=self.job.seed,
-                rank=self.strategy.data_rank,
-                ranks=self.strategy.data_size,
-                micro_batch=self.job.micro_batch,
-                shard_alone=self.strategy.shard_alone,
-                device=self.device,
-                floating=FLOATING[self.job.precision],
-            )
-        return self._data
-
-    def _source(self, data: Any, name: str) -> Any:
-        source = source_of(data, self.task, self.job.seed, self.job.loader_workers, name)
-        if isinstance(source, StreamSource) and name == "eval_data":
-            raise RequestError(
-                asked="eval_data() of the task",
-                found="a stream",
-                why="each sample is evaluated once, so how many there are must be known",
-                do="return tensors or a map-style data set",
-            )
-        return source
-
-    def _buffer_versions(self) -> dict[str, int]:
-        """How often each buffer was written, but for those that the engine itself keeps."""
-        own = {id(b) for norm in shard_norms(self.strategy.model) for b in norm.buffers()}
-        named = self.strategy.model.named_buffers()
-        return {name: buffer._version for name, buffer in named if id(buffer) not in own}
-
-    def _check_buffers(self, before: dict[str, int]) -> None:
+    def _check_buffers(self) -> None:
         """Remember the buffers that the model writes in forward; under `bitwise` refuse them."""
-        after = self._buffer_versions()
-        self.user_buffers = sorted(name for name in before if after[name] != before[name])
-        if self.user_buffers and self.job.bitwise:
+        self.user_buffers = sorted(self.strategy.step.user_buffers.written)
+        if self.job.bitwise:
             raise RequestError(
                 asked="--bitwise",
                 found=f"the model writes {', '.join(self.user_buffers)} in its forward pass",
@@ -276,45 +368,18 @@ class Trainer:
         self.strategy.setup(model, self.task.optimizer)
         return swapped
 
-    def _check_limits(self) -> None:
-        largest = largest_shard(self.task.batch_size, self.task.shards)
-        norms = shard_norms(self.strategy.model)
-        if largest == 1 and norms:
-            raise RequestError(
-                asked=f"batch_size = {self.task.batch_size} with shards = {self.task.shards}",
-                found="one sample in each shard, in a model with BatchNorm",
-                why="one sample has no variance, so nothing would ever be normalised",
-                do=f"--set shards={max(1, self.task.batch_size // 2)}, or a larger batch",
-            )
-        if (
-            not self.strategy.replicas_agree
-            and self.task.loss_over == "batch"
-            and self.comm.size > 1
-        ):
-            raise RequestError(
-                asked=f'--strategy {self.job.strategy} with loss_over = "batch"',
-                found=f"{self.comm.size} ranks that exchange nothing",
-                why="the loss would need the outputs of all of them",
-                do="--strategy ddp",
-            )
-        limit = self.job.micro_batch
-        if limit is not None and limit < largest and norms:
-            raise RequestError(
-                asked=f"--micro-batch {limit}",
-                found=f"shards of {largest} samples, in a model with BatchNorm",
-                why="BatchNorm takes the statistics of a whole shard, so it cannot be cut",
-                do=f"--micro-batch {largest}, or --set shards={-(-self.task.batch_size // limit)}",
-            )
-
 
 def fit(
     trainer: Trainer, on_step: Callable[[Batch, StepResult], None] = lambda batch, result: None
-) -> None:
-    """Train to the end: the loop of `allranks train`."""
+) -> bool:
+    """Train to the end: the loop of `allranks train`. Returns False if it was asked to stop before."""
     for batch in trainer.batches():
         result = trainer.step(batch)
-        if result.updated:
+        if result.updated or result.bad:
             on_step(batch, result)
+        if trainer.save_if_due(result):
+            return False
+    return not trainer.come_to_the_end()
 
 
 def _for_world(job: Job, world: World) -> Job:
@@ -322,49 +387,3 @@ def _for_world(job: Job, world: World) -> Job:
     name = job.strategy or ("ddp" if world.size > 1 else "single")
     choice = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise)
     return dataclasses.replace(job, ranks=world.size, strategy=str(choice))
-
-
-def _device(job: Job, world: World) -> torch.device:
-    if job.device == "cpu":
-        return torch.device("cpu")
-    check_devices(job, world.local_size)
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
-
-
-def check_devices(job: Job, local_size: int) -> None:
-    """Raise `RequestError` unless this node has a device for each of its ranks."""
-    if job.device != "cuda":
-        return
-    found = torch.cuda.device_count()
-    if found < local_size:
-        raise RequestError(
-            asked=f"--device cuda --ranks {local_size}",
-            found=f"{found} CUDA devices"
-            + ("" if torch.version.cuda else " (a CPU build of torch)"),
-            why="every rank needs a device of its own",
-            do=f"--device cuda --ranks {found}" if found else "--device cpu",
-        )
-
-
-def _make_reproducible(job: Job) -> Callable[[], None]:
-    """Under `bitwise`: deterministic kernels, one thread. Returns what puts everything back.
-
-    Deterministic mode also fills all memory that is handed out, to show reads of unwritten
-    memory; that costs up to a tenth of a step and decides no bit, so it is left out.
-    """
-    if not job.bitwise:
-        return lambda: None
-    memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    filled = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False
-    torch.set_num_threads(1)
-
-    def undo() -> None:
-        torch.use_deterministic_algorithms(before[0])
-        memory.fill_uninitialized_memory = filled
-        torch.set_num_threads(before[1])
-
-    return undo

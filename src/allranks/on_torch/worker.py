@@ -6,7 +6,6 @@ written as an event before the process leaves, so that the supervisor can tell w
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import traceback
 from pathlib import Path
@@ -22,12 +21,14 @@ from allranks.fields import with_settings
 from allranks.job import Job
 from allranks.on_torch.data import Batch
 from allranks.on_torch.digest import weights_sha256
+from allranks.on_torch.machine import check_devices, facts
+from allranks.on_torch.saving import plain_fields
 from allranks.on_torch.sources import seed_generators
 from allranks.on_torch.step import StepResult
 from allranks.on_torch.task import Task, check_task
 from allranks.on_torch.trace import Trace
-from allranks.on_torch.trainer import Trainer, check_devices, fit
-from allranks.record import JsonLines, rank_events_path
+from allranks.on_torch.trainer import Trainer, fit
+from allranks.record import JsonLines, keep_rows, rank_events_path
 from allranks.world import World
 
 DIGEST_LIMIT_BYTES = 16 * 2**30
@@ -62,10 +63,11 @@ def describe(argument: dict[str, Any]) -> int:
         except AllranksError as error:
             events.event("failed", **_failure(error, 0, None))
             return error.exit_code
-        values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
-        plain = (bool, int, float, str, type(None))
-        fields = {n: v for n, v in values.items() if isinstance(v, plain)}
-        shape = {"fields": fields, "batch_size": task.batch_size, "shards": task.shards}
+        shape = {
+            "fields": plain_fields(task),
+            "batch_size": task.batch_size,
+            "shards": task.shards,
+        }
         events.event("described", shape=shape)
     return 0
 
@@ -74,7 +76,8 @@ def main(argument: dict[str, Any]) -> int:
     """Train as one rank; returns the exit code of the process."""
     job, world = Job.from_data(argument), World.from_environment()
     torch.set_num_threads(threads_per_rank(job))
-    with JsonLines(rank_events_path(Path(job.run_dir), world.rank)) as events:
+    path = rank_events_path(Path(job.run_dir), world.rank)
+    with JsonLines(path, attempt=world.attempt) as events:
         run = _Run(job, world, events)
         try:
             run.train()
@@ -92,6 +95,7 @@ def _failure(error: BaseException, updates: int, step: int | None) -> dict[str, 
         "message": str(error),
         "traceback": "".join(traceback.format_exception(error)),
         "peer_lost": isinstance(error, PeerLost),
+        "passing": error.passing if isinstance(error, AllranksError) else True,
         "request": error.to_data() if isinstance(error, RequestError) else None,
         "updates": updates,
         "step": step,
@@ -107,45 +111,82 @@ class _Run:
         self.trainer: Trainer | None = None
         self.trace: Trace | None = None
         self.metrics: JsonLines | None = None
-        self.epoch_loss = [0, 0.0, 0.0]  # epoch, weighted sum, weight
         self.last_step_at = 0.0
+        self.first_step = True
+        self.resumed_from: int | None = None
+        self.seen_before = 0
 
     def train(self) -> None:
-        """From the job to the event `done` with its summary."""
-        trainer = self.trainer = Trainer(load_task(self.job), self.job, world=self.world)
-        self.events.event("ready", swapped=trainer.swapped, machine=_machine())
+        """From the job to the event `done` with its summary, or `stopped` with its checkpoint."""
+        task = load_task(self.job)
+        report = self.events.event
+        trainer = self.trainer = Trainer(task, self.job, world=self.world, report=report)
+        self.events.event("ready", swapped=trainer.swapped, machine=facts(self.job))
         if self.job.trace:
             trace = self.run_dir / "trace"
             self.trace = Trace(trace, self.world.rank, trainer.strategy, self.job.replay)
-        if self.world.is_leader:
-            self.metrics = JsonLines(self.run_dir / "metrics.jsonl")
         trainer.rehearse()
+        self.resumed_from = trainer.resume()
+        self.seen_before = trainer.progress.samples_seen
+        if self.world.is_leader:
+            self.metrics = self._open_metrics(trainer.progress.batch_index)
+            trainer.before_save = self.metrics.flush  # no step is saved that they do not know
         trainer.comm.barrier()
+        trainer.faults.reach("start")
         start = self.last_step_at = time.perf_counter()
-        fit(trainer, self._after_step)
+        came_to_the_end = fit(trainer, self._after_step)
         seconds = self.last_step_at - start
+        if came_to_the_end:
+            self._conclude(trainer, seconds)
+        else:
+            self._stop(trainer)
+
+    def _open_metrics(self, step: int) -> JsonLines:
+        """The metrics so far, without steps that a checkpoint does not know of."""
+        path = self.run_dir / "metrics.jsonl"
+        keep_rows(path, lambda row: int(row["step"]) < step)
+        return JsonLines(path)
+
+    def _conclude(self, trainer: Trainer, seconds: float) -> None:
         if self.world.is_leader:
             self._save_weights(trainer)
         evaluation = trainer.evaluate()
-        for file in (self.metrics, self.trace):
-            if file is not None:
-                file.close()
+        self._close_files()
         summary = self._summary(trainer, seconds, evaluation)
         trainer.comm.barrier()
         trainer.close()
-        self.events.event("done", summary=summary)
+        self.events.event("done", summary=summary, seconds=trainer.pulse.seconds)
+        trainer.pulse.enter("done")
+        trainer.faults.reach("done")
+
+    def _stop(self, trainer: Trainer) -> None:
+        """Asked to stop: the checkpoint is committed, or could not be."""
+        self._close_files()
+        committed = trainer.save(in_a_hurry=True)  # the same step: known to all, not written again
+        trainer.comm.barrier()
+        trainer.close()
+        step = trainer.progress.batch_index
+        self.events.event("stopped", step=step, checkpoint=committed)
+        trainer.pulse.enter("done")
+
+    def _close_files(self) -> None:
+        for file in (self.metrics, self.trace):
+            if file is not None:
+                file.close()
 
     def _after_step(self, batch: Batch, result: StepResult) -> None:
         if self.trace is not None:
             self.trace.finished(batch, result)
         self.last_step_at = time.perf_counter()
-        if self.epoch_loss[0] != result.epoch:
-            self.epoch_loss = [result.epoch, 0.0, 0.0]
-        self.epoch_loss[1] += result.loss * result.weight
-        self.epoch_loss[2] += result.weight
+        if self.first_step:
+            self.first_step = False
+            self.events.event("training", step=result.batch_index)
+        alone = self.trainer is not None and not self.trainer.strategy.replicas_agree
+        if result.bad and (self.world.is_leader or alone):
+            self.events.event("bad_step", step=result.batch_index, bad=result.bad)
         if self.metrics is None:
             return
-        row = {
+        row: dict[str, Any] = {
             "step": result.batch_index,
             "epoch": result.epoch,
             "loss": result.loss,
@@ -155,6 +196,8 @@ class _Run:
         }
         if result.grad_norm is not None:
             row["grad_norm"] = result.grad_norm
+        if result.bad:
+            row["bad"] = result.bad
         self.metrics.row(row)
 
     def _summary(
@@ -163,7 +206,9 @@ class _Run:
         size = sum(tensor.nbytes for _, tensor in trainer.weights())
         digest = weights_sha256(trainer.weights()) if size <= DIGEST_LIMIT_BYTES else None
         done = trainer.progress
-        seen = torch.tensor([done.samples_seen], dtype=torch.float64, device=trainer.device)
+        seen = torch.tensor(
+            [done.samples_seen - self.seen_before], dtype=torch.float64, device=trainer.device
+        )
         if not trainer.strategy.replicas_agree:  # each rank has counted its own
             trainer.comm.all_reduce(seen, "control").wait()
         return {
@@ -171,12 +216,12 @@ class _Run:
             "nodes": self.job.nodes,
             "strategy": self.job.strategy,
             "steps": done.updates,
-            "train_loss": self.epoch_loss[1] / self.epoch_loss[2] if self.epoch_loss[2] else None,
+            "train_loss": done.loss_sum / done.weight_sum if done.weight_sum else None,
             "eval": evaluation,
             "samples_per_s": float(seen) / seconds if float(seen) else None,
             "weights_sha256": digest,
             "restarts": 0,
-            "resumed_from_step": None,
+            "resumed_from_step": self.resumed_from,
             "sent_bytes": {kind: round(sent) for kind, sent in trainer.comm.sent.items()},
             "card_bytes_per_step": trainer.strategy.promised_bytes(),
             "user_randomness": trainer.swapped["user_randomness"],
@@ -188,13 +233,3 @@ class _Run:
         beside = self.run_dir / ".weights.safetensors"
         save_file({n: t.contiguous().cpu() for n, t in trainer.weights()}, beside)
         beside.rename(self.run_dir / "weights.safetensors")
-
-
-def _machine() -> dict[str, Any]:
-    """What decides which bits come out, beside the job."""
-    return {
-        "torch": torch.__version__,
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }

@@ -20,6 +20,13 @@ from allranks.cards import CARDS
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch
 from allranks.on_torch.layers import Scope
+from allranks.on_torch.state import (
+    hyper_parameters,
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+)
 from allranks.on_torch.step import SharedStep, StepResult
 from allranks.on_torch.task import Task
 
@@ -75,6 +82,7 @@ class Strategy(ABC):
                 self.comm.broadcast(tensor)
         optimizer = make_optimizer(model)
         self.step = SharedStep(self.task, model, optimizer, self.setting.scope, self.comm)
+        self.made = hyper_parameters(optimizer)
         self.prepare()
 
     def prepare(self) -> None:
@@ -102,14 +110,14 @@ class Strategy(ABC):
     def state(self) -> dict[str, Any]:
         """All that a step depends on but the data: weights, buffers, optimizer."""
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.step.optimizer.state_dict(),
+            "model": model_state(self.model),
+            "optimizer": optimizer_state(self.model, self.step.optimizer, self.made),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up a state that `state` returned; every rank calls this."""
-        self.model.load_state_dict(state["model"])
-        self.step.optimizer.load_state_dict(state["optimizer"])
+        load_model_state(self.model, state["model"])
+        load_optimizer_state(self.model, self.step.optimizer, state["optimizer"], self.made)
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer whole, by name in sorted order, one at a time."""

@@ -32,6 +32,8 @@ class DDP(Strategy):
         )
         self.tally = self.step.layout.tally(self.buckets.tally)
         self.step.on_gradient = self.buckets.gradient_finished
+        if not self.shard_alone:  # there the length too is the same, to the bit, on any ranks
+            self.step.flats = self.buckets.gradients
 
     def messages(self) -> tuple[int, ...]:
         return tuple(flat.nbytes for flat in self.buckets.flats)

@@ -1,0 +1,141 @@
+"""`allranks checkpoints list|verify|export RUN`: what can be resumed, whether it holds, its weights."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from allranks.checkpoint_folder import FOLDER, bad, committed, step_of, uncommitted, verify_files
+from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError
+from allranks.export import export_weights
+from allranks.manifest import NAME, BadCheckpoint, read_manifest
+from allranks.record import as_json
+from allranks.units import format_bytes, printable
+
+as_object_option = click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def checkpoints() -> None:
+    """The checkpoints of a run. RUN is a run folder, or a single checkpoint in it."""
+
+
+@checkpoints.command("list")
+@click.argument("run")
+@as_object_option
+def list_(run: str, as_object: bool) -> None:
+    """List the checkpoints of RUN, the newest first, and what is there but cannot be loaded."""
+    good, others = _there(run)
+    rows = [_row(folder) for folder in good]
+    rows += [{"path": str(folder), "state": state} for folder, state in others]
+    if as_object:
+        click.echo(as_json(rows))
+        return
+    for row in rows:
+        click.echo(printable(_line(row)))
+    if not rows:
+        click.echo(printable(f"no checkpoint in {run}"), err=True)
+
+
+@checkpoints.command()
+@click.argument("run")
+@as_object_option
+def verify(run: str, as_object: bool) -> None:
+    """Read every file of every committed checkpoint of RUN. Exit code 5: a digest does not hold."""
+    good, _ = _there(run)
+    if not good:
+        raise _none(run)
+    found = {str(folder): _problems(folder) for folder in good}
+    if as_object:
+        rows = [{"path": path, "problems": problems} for path, problems in found.items()]
+        click.echo(as_json(rows))
+    else:
+        for path, problems in found.items():
+            click.echo(printable(f"{path}  {'; '.join(problems) or 'holds'}"))
+    if any(found.values()):
+        sys.exit(EXIT_DIFFERENCE_FOUND)
+
+
+@checkpoints.command()
+@click.argument("run")
+@click.option("--to", "target", required=True, type=click.Path(), help="The file to write.")
+@click.option("--step", type=int, help="Which checkpoint (default: the newest).")
+@as_object_option
+def export(run: str, target: str, step: int | None, as_object: bool) -> None:
+    """Write the weights of RUN's model to one safetensors file. Exit code 5: they do not hold."""
+    good, _ = _there(run)
+    chosen = [folder for folder in good if step in (None, step_of(folder))]
+    if not chosen:
+        raise _none(run if step is None else f"{run} at step {step}")
+    try:
+        names = export_weights(chosen[0], Path(target))
+    except BadCheckpoint as error:
+        click.echo(printable(f"{chosen[0]}: {error}"), err=True)
+        click.echo("nothing was written; --step N takes an older one", err=True)
+        sys.exit(EXIT_DIFFERENCE_FOUND)
+    size = Path(target).stat().st_size
+    if as_object:
+        said = {"from": str(chosen[0]), "to": target, "tensors": len(names), "bytes": size}
+        click.echo(as_json(said))
+    else:
+        click.echo(printable(f"{target}: {len(names)} tensors, {format_bytes(size)}"))
+
+
+def _there(run: str) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """The committed checkpoints of a run, and the folders that are none, with their state."""
+    path = Path(run)
+    if (path / NAME).exists() or step_of(path) >= 0:
+        return [path], []
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    others = [(f, "not committed") for f in uncommitted(folder)]
+    others += [(f, "set aside") for f in bad(folder)]
+    good = committed(folder)
+    if folder == path and not good and not others:
+        raise _none(run)
+    return good, others
+
+
+def _none(run: str) -> RequestError:
+    return RequestError(
+        asked=f"the checkpoints of {run}",
+        found="none that is committed",
+        why="a checkpoint is a folder with a manifest.json, in the run's folder `checkpoints`",
+        do="see `allranks runs` for the runs, and `allranks checkpoints list RUN` for the steps",
+    )
+
+
+def _problems(folder: Path) -> list[str]:
+    try:
+        manifest = read_manifest(folder)
+        return verify_files(folder, manifest, manifest.files)
+    except BadCheckpoint as error:
+        return [str(error)]
+
+
+def _row(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = read_manifest(folder)
+    except BadCheckpoint as error:
+        return {"path": str(folder), "state": f"bad: {error}"}
+    return {
+        "path": str(folder),
+        "state": "committed",
+        "step": manifest.step,
+        "created": manifest.created,
+        "bytes": manifest.bytes,
+        "ranks": manifest.ranks,
+        "metrics": manifest.metrics,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    if row["state"] != "committed":
+        return f"{row['path']}  {row['state']}"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created"]))
+    metrics = "  ".join(f"{name} {value:.4f}" for name, value in row["metrics"].items())
+    size = format_bytes(row["bytes"])
+    return f"{row['path']}  {when}  {size}  × {row['ranks']}  {metrics}".rstrip()

@@ -1,0 +1,145 @@
+"""The guard: what a job does with a step that went bad.
+
+A step is bad if its loss or its gradient is not finite or, with `spike`, if its gradient is many
+times longer than it was lately. After the exchange every rank holds the same sums, so all ranks
+see it alike and decide alike, and nobody sends a message for it. Only for a bad step is it then
+found out who brought it in (`diagnose`), which costs that step twice and a good step nothing.
+
+    stop   nothing is updated, and every rank raises `BadStep`
+    skip   nothing is updated, the next batch follows; a long row of them ends the job
+    warn   the update is made, and the step is marked
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.errors import BadStep
+from allranks.on_torch.data import Batch
+
+WINDOW = 100  # good steps that say how long a gradient usually is
+ENOUGH = 20  # of them, before anything is called a spike
+SKIPPED_IN_A_ROW = 20
+
+
+@dataclass(frozen=True)
+class Bad:
+    """What is wrong with a step; `spiked` if all is finite and the gradient only too long."""
+
+    what: str
+    spiked: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is done with a bad step, and what there is to say of it."""
+
+    text: str
+    update: bool
+
+
+class Guard:
+    """Judges every step of a job by `policy`. `find(batch, spiked)` says who brought it in."""
+
+    def __init__(
+        self,
+        policy: str = "stop",
+        spike: float | None = None,
+        find: Callable[[Batch, bool], str] = lambda batch, spiked: "",
+    ) -> None:
+        self.policy, self.spike, self.find = policy, spike, find
+        self.skipped_in_a_row = 0
+        self._lately = _Lately()
+
+    def judge(self, loss: float, norm: float) -> Bad | None:
+        """What is wrong with a step of this loss and this gradient norm; `None` if nothing is."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return Bad(_not_finite(loss, norm))
+        if self.spike is not None:
+            usual = self._lately.median()
+            if usual and norm > self.spike * usual:
+                times = f"{norm / usual:.3g} times the usual {usual:.4g}"
+                return Bad(f"the gradient is {norm:.4g} long, {times}", spiked=True)
+            self._lately.add(norm)
+        self.skipped_in_a_row = 0
+        return None
+
+    def decide(self, batch: Batch, bad: Bad) -> Verdict:
+        """What is done with this step; all ranks that share weights call this. Raises `BadStep`."""
+        found = self.find(batch, bad.spiked)
+        text = f"step {batch.index}: {bad.what}" + (f"; {found}" if found else "")
+        if self.policy == "warn":
+            self.skipped_in_a_row = 0
+            return Verdict(text, update=True)
+        if self.policy == "stop":
+            raise BadStep(
+                f"{text}. Nothing was updated. Started again, it would go bad again: mend the data "
+                "or the loss, or pass over such steps with --on-bad-step skip."
+            )
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= SKIPPED_IN_A_ROW:
+            raise BadStep(
+                f"{text}. It is the last of {SKIPPED_IN_A_ROW} bad steps in a row, which were all "
+                "skipped: nothing is learnt any more."
+            )
+        return Verdict(text, update=False)
+
+    def state(self) -> dict[str, Any]:
+        """What later decisions depend on, as plain values."""
+        return {
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "norms": list(self._lately.norms),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned."""
+        self.skipped_in_a_row = int(state["skipped_in_a_row"])
+        self._lately = _Lately()
+        for norm in state["norms"]:
+            self._lately.add(float(norm))
+
+
+class _Lately:
+    """The gradient norms of the last good steps, also kept sorted."""
+
+    def __init__(self) -> None:
+        self.norms: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, norm: float) -> None:
+        self.norms.append(norm)
+        insort(self._sorted, norm)
+        if len(self.norms) > WINDOW:
+            del self._sorted[bisect_left(self._sorted, self.norms.popleft())]
+
+    def median(self) -> float | None:
+        """The upper median; `None` while there are too few."""
+        return self._sorted[len(self._sorted) // 2] if len(self._sorted) >= ENOUGH else None
+
+
+def length(gradients: list[Tensor], kind: torch.dtype | None = None) -> float:
+    """The norm of all `gradients` together, each squared and summed as `kind` if given."""
+    if not gradients:
+        return 0.0
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    if kind is not None:
+        dense = [g.to(torch.promote_types(g.dtype, kind)) for g in dense]
+    norms = torch._foreach_norm(dense)
+    if norms[0].device.type == "cpu":
+        return math.hypot(*(norm.item() for norm in norms))
+    return math.hypot(*torch.stack(norms).tolist())  # waits for the device once
+
+
+def _not_finite(loss: float, norm: float) -> str:
+    wrong = [] if math.isfinite(loss) else [f"the loss is {loss}"]
+    if not math.isfinite(norm):
+        wrong.append("the gradient is not finite")
+    return " and ".join(wrong)

@@ -1,0 +1,134 @@
+"""Saving one training and going on with it: what is saved, and what must be as it was.
+
+The trainer decides when; `checkpoint` knows how it gets to the disk and back. What every rank holds
+is saved once; the random streams of user code, and everything of ranks that train apart, belong to
+one rank and are taken up again only where the number of ranks is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.job import Job
+from allranks.job_file import redacted
+from allranks.on_torch.checkpoint.checkpointer import About, Checkpointer
+from allranks.on_torch.checkpoint.loading import Loaded
+from allranks.on_torch.machine import differing, facts
+from allranks.on_torch.state import random_streams, set_random_streams
+from allranks.on_torch.strategies.base import Strategy
+from allranks.on_torch.task import Task
+from allranks.resume import CHECKPOINTS, Base, changed, changed_fields, sources_of
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def plain_fields(task: Task) -> dict[str, Any]:
+    """The fields of a task that text can carry."""
+    values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
+    return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
+
+
+class Saving:
+    """The checkpoints of one training, in the run folder of its job. Every rank makes one."""
+
+    def __init__(
+        self,
+        task: Task,
+        job: Job,
+        strategy: Strategy,
+        attempt: int,
+        reach: Callable[[str, int], None],
+        report: Callable[..., None],
+    ) -> None:
+        self.task, self.job, self.strategy, self.report = task, job, strategy, report
+        self.is_prepared = False
+        self.folder = Path(job.run_dir) / CHECKPOINTS
+        self.checkpointer = Checkpointer(
+            self.folder,
+            strategy.comm,
+            keep=job.keep,
+            best=job.best,
+            attempt=attempt,
+            reach=reach,
+            report=report,
+        )
+
+    def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save the strategy's state and the `rest` of the training; a thread goes on with it."""
+        self.checkpointer.save(step, *self._parts(rest), self._about(rest, metrics))
+
+    def prepare(self, rest: dict[str, Any]) -> None:
+        """After the first step: a thread takes the memory that saves need."""
+        self.is_prepared = True
+        self.checkpointer.prepare(*self._parts(rest))
+
+    def _parts(self, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What all ranks hold, and what is this rank's own."""
+        state = {**self.strategy.state(), **rest}
+        apart = not self.strategy.replicas_agree
+        own = {"random": random_streams(self.strategy.comm.device), **(state if apart else {})}
+        return {} if apart else state, own
+
+    def _about(self, rest: dict[str, Any], metrics: dict[str, float]) -> About:
+        job = {**self.job.to_data(), "task": redacted(plain_fields(self.task))}
+        return About(job, rest["progress"], facts(self.job), metrics)
+
+    def load(self) -> dict[str, Any] | None:
+        """Take up the newest good checkpoint; returns the rest of the state, `None` if there is none.
+
+        That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
+        the job is another one.
+        """
+        sources = [self.folder]
+        if self.job.resume:
+            sources += sources_of(Path(self.job.resume))
+        loaded = self.checkpointer.load(sources)
+        if loaded is None:
+            self._check_not_asked_for()
+            return None
+        was = loaded.manifest.job
+        base = Base(loaded.path, False, was, was.get("task", {}))
+        fields = changed_fields(base, plain_fields(self.task))
+        changes = {**changed(base, self.job), **fields}
+        differs = differing(loaded.manifest.facts, facts(self.job), self.job.bitwise)
+        state = self._state_in(loaded)
+        self.strategy.load_state(state)
+        random = None if loaded.own is None else loaded.own["random"]
+        if random is not None:
+            set_random_streams(random, self.strategy.comm.device)
+        if self.strategy.comm.rank == 0:
+            self.report(
+                "resumed",
+                step=loaded.step,
+                path=str(loaded.path),
+                ranks_were=loaded.manifest.ranks,
+                changes=changes,
+                differs=differs,
+                random_streams_restored=random is not None,
+            )
+        return {**state, "step": loaded.step}
+
+    def _state_in(self, loaded: Loaded) -> dict[str, Any]:
+        if self.strategy.replicas_agree:
+            return dict(loaded.common)
+        if loaded.own is None:
+            raise RequestError(
+                asked=f"to go on from {loaded.path} on {self.strategy.comm.size} ranks",
+                found=f"the states of {loaded.manifest.ranks} ranks that trained apart",
+                why="each of them is a training of its own",
+                do=f"--ranks {loaded.manifest.ranks}",
+            )
+        return dict(loaded.own)
+
+    def _check_not_asked_for(self) -> None:
+        if self.job.resume:
+            raise RequestError(
+                asked=f"--resume {self.job.resume}",
+                found="no checkpoint in it whose digests hold",
+                why="starting anew instead would pass over what was asked",
+                do="see `allranks checkpoints verify` for what is wrong with each",
+            )

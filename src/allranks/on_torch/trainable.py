@@ -1,0 +1,44 @@
+"""Which parameters are trained: those that the task's optimizer updates, in the order of the model."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+from torch.optim import Optimizer
+
+from allranks.errors import RequestError
+
+
+def trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[nn.Parameter]]:
+    """The parameters that the optimizer updates, in the order of the model, with their names."""
+    if not isinstance(optimizer, Optimizer):
+        raise RequestError(
+            asked="optimizer(model) of the task",
+            found=f"a {type(optimizer).__name__}",
+            why="the engine updates the weights with a torch optimizer",
+            do="return one: torch.optim.AdamW(model.parameters(), …)",
+        )
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    strange = updated - {id(p) for p in model.parameters()}
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if strange or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise RequestError(
+            asked="optimizer(model) of the task",
+            found=f"{len(strange)} parameters that are not in the model"
+            if strange
+            else f"{type(optimizer).__name__}, which needs a closure",
+            why="the engine sums the gradients of the model's parameters, once for each step",
+            do="make every trained parameter part of the model"
+            if strange
+            else "use an optimizer whose step() needs no closure",
+        )
+    named = [(n, p) for n, p in model.named_parameters() if id(p) in updated and p.requires_grad]
+    if not named:
+        raise RequestError(
+            asked="optimizer(model) of the task",
+            found="no parameter of the model in it",
+            why="there would be nothing to train",
+            do="make it from the model it is given: torch.optim.AdamW(model.parameters(), …)",
+        )
+    return [name for name, _ in named], [parameter for _, parameter in named]

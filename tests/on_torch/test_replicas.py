@@ -1,0 +1,127 @@
+"""Ranks that draw apart, or that leave out a collective: found and named, never passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.errors import ProgramError, ReplicasDiffer
+from allranks.on_torch.comm import Comm
+from allranks.on_torch.replicas import compare_replicas
+from conftest import Train
+
+OnRanks = Callable[..., Any]
+
+
+def differ(ranks: int, odd: dict[int, str], on_ranks: OnRanks, words: str | None) -> None:
+    argument = {"odd": {str(rank): name for rank, name in odd.items()}, "words": words}
+    on_ranks(ranks, "replicas_workers:compare", argument)
+
+
+def test_equal_replicas_send_32_bytes_to_each_other_rank(on_ranks: OnRanks) -> None:
+    differ(3, {}, on_ranks, None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "odd", "words"),
+    [
+        (4, {2: "b"}, "rank 2 differs from ranks 0, 1, 3; first in b."),
+        (3, {0: "c"}, "rank 0 differs from ranks 1, 2; first in c."),
+        (4, {1: "c", 3: "a"}, "rank 3 differs from ranks 0, 1, 2; first in a."),
+        (2, {1: "b"}, "rank 0 / rank 1 differ from each other, and no majority tells"),
+        (4, {1: "b", 2: "b"}, "ranks 0, 3 / ranks 1, 2 differ from each other, and no majority"),
+        (3, {0: "+", 1: "+"}, None),
+    ],
+    ids=str,
+)
+def test_the_first_tensor_and_the_odd_ranks_are_named(
+    ranks: int, odd: dict[int, str], words: str, on_ranks: OnRanks
+) -> None:
+    """`+` is a name that one rank does not give: it is left out."""
+    differ(ranks, odd, on_ranks, words)
+
+
+def test_one_rank_has_nothing_to_compare() -> None:
+    def never() -> Any:
+        raise AssertionError
+        yield
+
+    compare_replicas(never(), Comm())
+    assert ReplicasDiffer.passing
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp-plain", "ddp:reduce=tree"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_flipped_bit_is_found_within_the_steps_asked_for(
+    ranks: int, strategy: str, train: Train
+) -> None:
+    """Flipped after step 4; the ranks are compared after steps 2, 5, 8."""
+    corrupt = "corrupt@rank=1,step=4,at=stepped"
+    with pytest.raises(ProgramError) as raised:
+        train(
+            "contract_tasks:Images",
+            **{"ranks": ranks, "strategy": strategy, "steps": 20},
+            **{"inject": corrupt, "verify_every": 3, "max_restarts": 0},
+        )
+    text = str(raised.value)
+    assert "ReplicasDiffer" in text and "first in 0.weight" in text
+    who = {2: "rank 0 / rank 1 differ from each other", 3: "rank 1 differs from ranks 0, 2"}
+    assert who[ranks] in text
+    assert " at step 6: " in text  # progress: six steps are done
+
+
+def test_without_a_comparison_nobody_would_know(train: Train) -> None:
+    job = {"ranks": 2, "steps": 8, "inject": "corrupt@rank=1,step=4,at=stepped"}
+    assert train("contract_tasks:Images", **job).summary["steps"] == 8
+
+
+@pytest.mark.parametrize("task", ["Images", "Words", "Uneven", "Experts", "Pairs"])
+def test_ranks_that_agree_are_left_alone(task: str, train: Train) -> None:
+    job = {"ranks": 3, "steps": 8, "verify_every": 1}
+    assert train(f"contract_tasks:{task}", **job).summary["steps"] == 8
+
+
+def test_buffers_that_follow_the_samples_of_a_rank_are_no_difference(train: Train) -> None:
+    job = {"ranks": 3, "steps": 4, "verify_every": 1}
+    result = train("guard_tasks:BadImages", "kind=none", **job)
+    assert "10.seen" in result.summary["user_buffers"]
+
+
+def test_ranks_that_train_alone_are_not_compared(train: Train) -> None:
+    job = {"ranks": 2, "steps": 4, "verify_every": 1, "strategy": "independent"}
+    assert train("contract_tasks:Plain", **job).summary["steps"] == 4
+
+
+def left_out(step: int, rank: int, train: Train, **job: Any) -> str:
+    """What the report of a job says in which one rank leaves out a collective."""
+    inject = f"skip-collective@rank={rank},step={step}"
+    with pytest.raises(ProgramError) as raised:
+        train("contract_tasks:Plain", steps=8, inject=inject, hang_timeout=8.0, **job)
+    return str(raised.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_collective_left_out_shows_in_the_tally(ranks: int, rank: int, train: Train) -> None:
+    """One bucket: the sums of two steps fit into each other, and only their position does not."""
+    text = left_out(3, rank, train, ranks=ranks, strategy="ddp")
+    assert "the ranks are not at the same step" in text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("step", [3, 7])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp-plain"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_collective_left_out_never_ends_well(
+    ranks: int, strategy: str, step: int, train: Train
+) -> None:
+    """Also in the last step. Messages of other sizes make Gloo abort the process, without a word."""
+    for rank in (0, 1):
+        text = left_out(step, rank, train, ranks=ranks, strategy=strategy)
+        seen = ("not at the same step", "SIGABRT", "no sign of life")
+        assert any(words in text for words in seen), text
