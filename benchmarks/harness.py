@@ -46,6 +46,8 @@ class Interval:
 class Comparison:
     """One contender beside another, from pairs: `kind` is `ratio` or `difference_us`.
 
+    A `value_s` stands beside nothing but its bar; `over` is empty.
+
     `met` is `yes` if the whole interval is within the bar, `no` if none of it is, otherwise (and
     where the pairs are too few for an interval) `undecided`; `null` where no bar was set.
     """
@@ -78,7 +80,7 @@ def median_interval(values: list[float], confidence: float = 0.95) -> Interval:
 
     def covered(k: int) -> float:
         """How often the median lies between the k-th smallest and the k-th largest, k from 1."""
-        return 1 - 2 * sum(math.comb(count, i) for i in range(k)) / 2**count
+        return 1.0 - 2 * sum(math.comb(count, i) for i in range(k)) / float(2**count)
 
     k = max((k for k in range(1, count // 2 + 1) if covered(k) >= confidence), default=1)
     return Interval(
@@ -100,6 +102,11 @@ def difference_us(
     """The median of the differences `of` - `over`, pair by pair, of values in seconds."""
     interval = median_interval([(a - b) * 1e6 for a, b in pairs])
     return Comparison(what, "difference_us", metric, of, over, interval, bar)
+
+
+def value_s(what: str, metric: str, of: str, values: list[float], bar: float | None) -> Comparison:
+    """The median of `values`, in seconds, against a bar that is in seconds itself."""
+    return Comparison(what, "value_s", metric, of, "", median_interval(values), bar)
 
 
 def order_of(names: list[str], turn: int) -> list[str]:
@@ -125,7 +132,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "commit": _commit(),
+        "commit": commit_of(Path(__file__).resolve().parent),
         "load_1min_at_start": round(load_1min, 2),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -156,11 +163,14 @@ def finish_record(record: dict[str, Any], comparisons: list[Comparison], folder:
 
 def in_words(comparison: Comparison) -> str:
     """One comparison on one line."""
-    i, unit = comparison.interval, " us" if comparison.kind == "difference_us" else ""
-    digits = 0 if unit else 3
-    sign = "-" if unit else "/"
+    i, unit = (
+        comparison.interval,
+        {"difference_us": " us", "value_s": " s"}.get(comparison.kind, ""),
+    )
+    digits = 0 if comparison.kind == "difference_us" else 3
+    sign = {"difference_us": f" - {comparison.over}", "ratio": f" / {comparison.over}"}
     text = (
-        f"{comparison.what}, {comparison.metric}: {comparison.of} {sign} {comparison.over}"
+        f"{comparison.what}, {comparison.metric}: {comparison.of}{sign.get(comparison.kind, '')}"
         f" = {i.median:.{digits}f}{unit} [{i.low:.{digits}f}, {i.high:.{digits}f}] at {i.confidence:.0%}, {i.pairs} pairs"
     )
     if comparison.bar is not None:
@@ -197,13 +207,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    """The commit of this checkout, with `+changes` if files differ from it."""
-    here = Path(__file__).resolve().parent
+def commit_of(checkout: Path) -> str | None:
+    """The commit of a checkout, with `+changes` if files differ from it."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty=+changes", "--abbrev=12"],
-            cwd=here,
+            cwd=checkout,
             capture_output=True,
             text=True,
             check=True,

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
 BEGIN = "<!-- the records begin here; written by page.py -->"
 END = "<!-- the records end here -->"
-BENCHMARKS = ("launch", "step", "bitwise")
+BENCHMARKS = ("launch", "step", "bitwise", "checkpoint", "restart")
 
 
 def newest(name: str, folder: Path) -> tuple[str, dict[str, Any]] | None:
@@ -41,13 +41,24 @@ def section(name: str, folder: Path) -> str:
     lines = [f"### {name}", "", _where(file, record), ""]
     lines += ["| what | measured | ratio or difference | interval | pairs | bar | met |"]
     lines += ["|---|---|---|---|---|---|---|", *map(_comparison, record["comparisons"]), ""]
-    metrics = [key for key in record["rows"][0] if key not in ("what", "contender")]
     lines += ["Medians (they say something only beside each other):", ""]
-    lines += [f"| what | contender | {' | '.join(metrics)} |", "|---|---|" + "---|" * len(metrics)]
-    for row in record["rows"]:
-        values = " | ".join(_number(row[metric]) for metric in metrics)
-        lines.append(f"| {row['what']} | {row['contender']} | {values} |")
-    return "\n".join([*lines, ""])
+    for metrics, rows in _tables(record["rows"]):
+        head = f"| what | contender | {' | '.join(metrics)} |"
+        lines += [head, "|---|---|" + "---|" * len(metrics)]
+        for row in rows:
+            values = " | ".join(_number(row[metric]) for metric in metrics)
+            lines.append(f"| {row['what']} | {row['contender']} | {values} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _tables(rows: list[dict[str, Any]]) -> list[tuple[list[str], list[dict[str, Any]]]]:
+    """The rows with what they measure in common, in a table for each."""
+    tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        metrics = tuple(key for key in row if key not in ("what", "contender"))
+        tables.setdefault(metrics, []).append(row)
+    return [(list(metrics), rows) for metrics, rows in tables.items()]
 
 
 def _where(file: str, record: dict[str, Any]) -> str:
@@ -65,14 +76,18 @@ def _where(file: str, record: dict[str, Any]) -> str:
 
 
 def _comparison(c: dict[str, Any]) -> str:
-    i, is_ratio = c["interval"], c["kind"] == "ratio"
-    digits, unit, sign = (3, "", "/") if is_ratio else (0, " µs", "−")
+    i = c["interval"]
+    digits, unit, beside = {
+        "ratio": (3, "", f" / {c['over']}"),
+        "difference_us": (0, " µs", f" − {c['over']}"),
+        "value_s": (2, " s", ""),
+    }[c["kind"]]
     bar = "" if c["bar"] is None else f"≤ {c['bar']:g}{unit}"
     cells = (
         c["what"],
-        f"{c['of']} {sign} {c['over']}, {c['metric']}",
-        f"{i['median']:.{digits}f}{unit}",
-        f"{i['low']:.{digits}f} … {i['high']:.{digits}f} ({i['confidence']:.0%})",
+        f"{c['of']}{beside}, {c['metric']}",
+        f"{i['median']:,.{digits}f}{unit}",
+        f"{i['low']:,.{digits}f} … {i['high']:,.{digits}f} ({i['confidence']:.0%})",
         str(i["pairs"]),
         bar,
         c["met"] or "",
@@ -80,8 +95,12 @@ def _comparison(c: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _number(value: float) -> str:
-    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    if abs(value) < 0.1:
+        return f"{value:.3f}"
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def rendered(page: str, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
     python benchmarks/step.py              a tiny MLP and a small CNN on 2 ranks
     python benchmarks/step.py --bitwise    equal bits: a small CNN and a gradient-heavy MLP, 4 ranks
+    python benchmarks/step.py --against P  this tree beside that in the folder P, a tiny MLP
 
 Every rank is a process that holds all contenders (`contenders.py` says what each does and logs),
 on one Gloo group, with one thread. A round gives each contender one block of steps, in turns; a
@@ -12,6 +13,9 @@ processes share the rounds. Before anything is timed, the first losses of all co
 alike must agree. Objects that live through the measurement are taken out of the garbage
 collector's sight, which otherwise runs as usual.
 
+Two trees cannot live in one process: with --against each has a set of its own, and the sets hand on
+a turn to each other, A B, B A and so on, so that one waits while the other is timed. `before` is P.
+
 `raw` runs on all ranks at once without communication: the ceiling, measured in the same rounds.
 With more ranks than cores, time per step is mostly Gloo's threads waking each other.
 """
@@ -20,18 +24,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 from dataclasses import dataclass
-from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from harness import RECORDS, Comparison, difference_us, finish_record, ratio, say, start_record
+from harness import (
+    RECORDS,
+    Comparison,
+    commit_of,
+    difference_us,
+    finish_record,
+    ratio,
+    say,
+    start_record,
+)
+from ranks import start_ranks, wait_for
 
+HERE = Path(__file__).resolve().parent
 METRIC = "step_us"
 Samples = dict[str, list[float]]
 
@@ -103,60 +116,70 @@ BITWISE = tuple(
     for workload, block, bar in (("small CNN", 5, 1.15), ("gradient-heavy MLP", 5, None))
 )
 
+AGAINST = tuple(
+    Plan(
+        "tiny MLP",
+        ranks,
+        50,
+        ("raw", "allranks"),
+        (
+            ("allranks", "before allranks", "difference_us", None),
+            ("raw", "before raw", "difference_us", None),
+        ),
+    )
+    for ranks in (2, 1)
+)
 
-def measure(plan: Plan, pairs: int, sets: int) -> Samples:
+
+def measure(plan: Plan, pairs: int, sets: int, against: Path | None = None) -> Samples:
     """Microseconds per step of every contender, one value for each of `pairs` rounds."""
-    samples: Samples = {name: [] for name in plan.contenders}
+    samples: Samples = {}
     for number in range(sets):
         rounds = pairs // sets + (number < pairs % sets)
         if not rounds:
             continue
-        found = _one_set(plan, rounds, len(samples[plan.contenders[0]]))
-        for name in plan.contenders:
-            samples[name] += found[name]
+        found = _one_set(plan, rounds, pairs * number // sets, against)
+        for name, values in found.items():
+            samples.setdefault(name, []).extend(values)
         say(
             f"{plan.workload}, {plan.ranks} ranks, set {number + 1}/{sets}: "
-            + "  ".join(f"{name} {statistics.median(found[name]):.0f}" for name in plan.contenders)
+            + "  ".join(f"{name} {statistics.median(found[name]):.0f}" for name in found)
         )
     return samples
 
 
-def _one_set(plan: Plan, rounds: int, first_turn: int) -> Samples:
-    """Run one fresh set of rank processes to its end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["step_rank"])
-    with tempfile.TemporaryDirectory(prefix="benchmark-step-") as folder:
-        arguments = [(plan, rank, rounds, first_turn, folder) for rank in range(plan.ranks)]
-        ranks: list[BaseProcess] = [
-            context.Process(target=_rank, args=arguments[r], name=f"rank {r}")
-            for r in range(plan.ranks)
-        ]
-        for process in ranks:
-            process.start()
-        _wait(plan.workload, ranks)
-        samples: Samples = json.loads((Path(folder) / "samples.json").read_text())
-        return samples
+def _one_set(plan: Plan, rounds: int, first_turn: int, against: Path | None) -> Samples:
+    """Run one fresh set of rank processes to its end; with `against`, a second one beside it."""
+    trees = {"": HERE.parent} if against is None else {"": HERE.parent, "before ": against}
+    preload = ["step_rank"] if against is None else ["torch.distributed"]
+    samples: Samples = {}
+    with tempfile.TemporaryDirectory(prefix="benchmark-step-") as name:
+        folders = [Path(name) / str(number) for number in range(len(trees))]
+        for folder in folders:
+            folder.mkdir()
+            os.mkfifo(folder / "turn")
+        ranks = []
+        for number, tree in enumerate(trees.values()):
+            turns = [str(folder) for folder in (folders[number:] + folders[:number])]
+            arguments = (plan, rounds, first_turn, str(tree / "src"), turns)
+            ranks += start_ranks(plan.ranks, _rank, arguments, preload)
+        wait_for(plan.workload, ranks)
+        for prefix, folder in zip(trees, folders, strict=True):
+            found: Samples = json.loads((folder / "samples.json").read_text())
+            samples |= {prefix + contender: values for contender, values in found.items()}
+    return samples
 
 
-def _wait(workload: str, ranks: list[BaseProcess]) -> None:
-    """Until all have ended well; one that fails ends the others, which would wait for it."""
-    running = {process.sentinel: process for process in ranks}
-    while running:
-        for sentinel in connection.wait(list(running)):
-            process = running.pop(sentinel)  # type: ignore[arg-type]
-            process.join()
-            if process.exitcode:
-                for other in running.values():
-                    other.kill()
-                raise SystemExit(f"{workload}: {process.name} ended with {process.exitcode}")
-
-
-def _rank(plan: Plan, rank: int, rounds: int, first_turn: int, folder: str) -> None:
+def _rank(
+    rank: int, plan: Plan, rounds: int, first_turn: int, source: str, folders: list[str]
+) -> None:
     """In a rank's process: what follows imports torch, which the command itself never does."""
+    sys.path.insert(0, source)
     from step_rank import measure_as_rank  # noqa: PLC0415
 
     names = list(plan.contenders)
-    measure_as_rank(plan.workload, plan.ranks, rank, names, plan.block, rounds, first_turn, folder)
+    turns = range(first_turn, first_turn + rounds)
+    measure_as_rank(plan.workload, plan.ranks, rank, names, plan.block, turns, source, folders)
 
 
 def compare(plan: Plan, samples: Samples) -> tuple[list[dict[str, Any]], list[Comparison]]:
@@ -183,23 +206,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--bitwise", action="store_true", help="equal bits beside ddp, on 4 ranks")
-    parser.add_argument("--pairs", type=int, help="rounds (default 120; 60 with --bitwise)")
+    parser.add_argument("--against", type=Path, help="another checkout of this repository")
+    parser.add_argument(
+        "--pairs", type=int, help="rounds (default 120; --bitwise 60, --against 300)"
+    )
     parser.add_argument("--sets", type=int, default=3, help="fresh sets of processes")
     parser.add_argument("--workload", help="only this one, by the start of its name")
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")
     asked = parser.parse_args()
-    pairs = asked.pairs or (60 if asked.bitwise else 120)
+    pairs = asked.pairs or (300 if asked.against else 60 if asked.bitwise else 120)
     plans = [
         plan
-        for plan in (BITWISE if asked.bitwise else STEP)
+        for plan in (AGAINST if asked.against else BITWISE if asked.bitwise else STEP)
         if plan.workload.startswith(asked.workload or "")
     ]
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    name = "bitwise" if asked.bitwise else "step"
-    record = start_record(name, {"pairs": pairs, "sets": asked.sets, "threads_per_rank": 1})
+    name = "against" if asked.against else "bitwise" if asked.bitwise else "step"
+    settings = {"pairs": pairs, "sets": asked.sets, "threads_per_rank": 1}
+    if asked.against:
+        settings["against"] = commit_of(asked.against)
+    record = start_record(name, settings)
     record["rows"], record["samples"], comparisons = [], {}, []
     for plan in plans:
-        samples = measure(plan, pairs, asked.sets)
+        samples = measure(plan, pairs, asked.sets, asked.against)
         rows, compared = compare(plan, samples)
         record["rows"] += rows
         record["samples"][f"{plan.workload}, {plan.ranks} ranks"] = {METRIC: samples}

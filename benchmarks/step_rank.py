@@ -9,6 +9,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from contenders import CONTENDERS, Contender
 from harness import order_of
 from workloads import WORKLOADS
 
+import allranks
 from allranks.world import World
 
 CHECKED_STEPS = 5
@@ -29,16 +31,27 @@ def measure_as_rank(
     rank: int,
     names: list[str],
     block: int,
-    rounds: int,
-    first_turn: int,
-    folder: str,
+    turns: range,
+    source: str,
+    folders: list[str],
 ) -> None:
-    """Time `rounds` rounds as `rank` of `ranks`; the leader writes `samples.json`."""
+    """Time the rounds `turns` as `rank` of `ranks`; the leader writes `samples.json`.
+
+    `folders` are that of this set and, if there is one, of the set that it takes turns with;
+    `source` is where allranks has to come from.
+    """
+    found = Path(allranks.__file__).parent.parent
+    if found != Path(source):
+        raise SystemExit(f"allranks is that of {found}, not of {source}")
+    folder = folders[0]
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     world = World(rank, ranks, rank, ranks, 0, str(Path(folder) / "store"))
     os.environ.update(world.variables(), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     torch.set_num_threads(1)
-    slowest = _measured(workload, world, names, block, range(first_turn, first_turn + rounds))
+    if ranks == 1:  # a Trainer that is alone makes no group, but the barriers here want one
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    with Turns(folders if world.is_leader else []) as taking:
+        slowest = _measured(workload, world, names, block, turns, taking)
     if world.is_leader:
         (Path(folder) / "samples.json").write_text(json.dumps(slowest))
     gc.unfreeze()  # every DistributedDataParallel must be gone before the group is: one that holds
@@ -47,8 +60,44 @@ def measure_as_rank(
     dist.destroy_process_group()
 
 
+class Turns:
+    """Who is timed, of two sets of processes side by side: A, B B, A A, and so on; else nobody waits.
+
+    The leader reads a byte when its set may go on; its other ranks wait for it in a barrier.
+    """
+
+    def __init__(self, folders: list[str]) -> None:
+        pipes = [os.open(f"{folder}/turn", os.O_RDWR) for folder in folders]
+        self._own, self._other = pipes if len(pipes) == 2 else (-1, -1)
+        self._is_first = folders == sorted(folders)
+
+    def before(self, number: int) -> None:
+        """Wait for the turn, where it is the other set's; the first waits till the other is there."""
+        if self._own >= 0 and number == 0 and not self._is_first:
+            os.write(self._other, b"t")
+        if self._own >= 0 and self._is_other(number - 1):
+            os.read(self._own, 1)
+
+    def after(self, number: int) -> None:
+        """Hand on the turn, where it is the other set's."""
+        if self._own >= 0 and self._is_other(number):
+            os.write(self._other, b"t")
+
+    def _is_other(self, number: int) -> bool:
+        """Whether the other set comes after round `number`: the first after even ones."""
+        return number < 0 or (number % 2 == 0) == self._is_first
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """The other set is not left waiting."""
+        if self._own >= 0:
+            os.write(self._other, b"t")
+
+
 def _measured(
-    workload: str, world: World, names: list[str], block: int, turns: range
+    workload: str, world: World, names: list[str], block: int, turns: range, taking: Turns
 ) -> dict[str, list[float]]:
     """Microseconds per step of each contender in each round, on the slowest rank."""
     contenders = _make(workload, names, world)
@@ -58,9 +107,11 @@ def _measured(
     gc.collect()
     gc.freeze()
     own: dict[str, list[float]] = {name: [] for name in names}
-    for turn in turns:
+    for number, turn in enumerate(turns):
+        taking.before(number)
         for name in order_of(names, turn):
             own[name].append(_timed_block_s(contenders[name], block) / block * 1e6)
+        taking.after(number)
     return {name: _slowest(values) for name, values in own.items()}
 
 

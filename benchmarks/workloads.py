@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from allranks.on_torch import Task
 from allranks.order import Order
@@ -32,6 +32,7 @@ class Workload:
     shape: tuple[int, ...]
     make_model: Callable[[], nn.Module]
     has_batchnorm: bool = False
+    is_adamw: bool = False
 
     def model(self) -> nn.Module:
         """The model with its initial weights: the same on every rank, for every contender."""
@@ -39,6 +40,8 @@ class Workload:
         return self.make_model()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
+        if self.is_adamw:
+            return AdamW(model.parameters(), lr=1e-4)
         return SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def data(self) -> tuple[Tensor, Tensor]:
@@ -97,6 +100,11 @@ def _mlp(features: int, width: int) -> nn.Module:
     )
 
 
+def _deep_mlp(width: int, depth: int) -> nn.Module:
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(width, CLASSES))
+
+
 def _cnn() -> nn.Module:
     def block(channels: int, more: int) -> list[nn.Module]:
         convolution = nn.Conv2d(channels, more, 3, padding=1, bias=False)
@@ -112,5 +120,6 @@ WORKLOADS = {
         Workload("tiny MLP", 32, 4096, (64,), lambda: _mlp(64, 64)),
         Workload("small CNN", 32, 1024, (3, 32, 32), _cnn, has_batchnorm=True),
         Workload("gradient-heavy MLP", 32, 1024, (1024,), lambda: _mlp(1024, 1024)),
+        Workload("17 M MLP", 8, 1024, (1024,), lambda: _deep_mlp(1024, 16), is_adamw=True),
     )
 }
