@@ -28,6 +28,7 @@ ENGINES = {"torch": "allranks.on_torch.worker"}
 
 STRATEGIES = {
     "single": "allranks.on_torch.strategies.single:Single",
+    "dp": "allranks.on_torch.strategies.dp:DP",
     "ddp-plain": "allranks.on_torch.strategies.ddp_plain:DDPPlain",
     "ddp": "allranks.on_torch.strategies.ddp:DDP",
     "independent": "allranks.on_torch.strategies.independent:Independent",
@@ -36,13 +37,20 @@ STRATEGIES = {
 REDUCERS = {
     "mean": "allranks.on_torch.reducers.mean:Mean",
     "tree": "allranks.on_torch.reducers.tree:Tree",
+    "fp16": "allranks.on_torch.reducers.half:FP16",
+    "bf16": "allranks.on_torch.reducers.half:BF16",
 }
 
 PLANNER = "allranks.on_torch.checkpoint.dcp"
 
 PROGRAMS = {
+    "cifar10": "allranks.programs.cifar10:Cifar10",
     "digits": "allranks.programs.digits:Digits",
+    "fashion": "allranks.programs.mnist:Fashion",
+    "imagenet": "allranks.programs.imagenet:ImageNet",
+    "mnist": "allranks.programs.mnist:Mnist",
     "synthetic": "allranks.programs.synthetic:Synthetic",
+    "text": "allranks.programs.text:Text",
 }
 
 
@@ -141,6 +149,8 @@ def _import_module(name: str, program: str) -> ModuleType:
 
 
 def _does_not_load(program: str, error: BaseException, where: str) -> RequestError:
+    if isinstance(error, RequestError):  # its own words say it
+        return error
     line = ""
     if isinstance(error, SyntaxError):
         line = f" at line {error.lineno} of {error.filename}"
