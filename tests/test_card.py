@@ -19,7 +19,7 @@ CARD = Card(
     many_ranks=True,
     can_be_bitwise=False,
     options=(
-        Option("reduce", "mean", "how", ("mean", "tree")),
+        Option("reduce", "mean", "how", ("mean", "tree"), {"tree": Approximate("never")}),
         Option("every", 4, "steps between two exchanges"),
         Option("ratio", 0.5, "part that is sent"),
     ),
@@ -58,6 +58,11 @@ def test_an_unknown_option_names_the_nearest() -> None:
     with pytest.raises(RequestError) as refused:
         CARD.read_options({"evry": "4"})
     assert refused.value.do == "did you mean 'every'? known: every, ratio, reduce"
+
+
+def test_an_option_may_change_what_is_promised() -> None:
+    assert CARD.guarantee_of(CARD.read_options({"every": "2"})) == Exact()
+    assert CARD.guarantee_of(CARD.read_options({"reduce": "tree"})) == Approximate("never")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from allranks.card import Workload
+from allranks.card import Exact, Reference, Workload
 from allranks.cards import CARDS, card_for, resolved_strategy
 from allranks.catalog import REDUCERS, STRATEGIES
 from allranks.choice import Choice
@@ -14,20 +14,24 @@ from allranks.errors import RequestError
 from allranks.tree import PAIRS_LIMIT_BYTES
 
 RANKS = (1, 2, 3, 4, 8)
-GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together
+GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together, 1760 with 800 gradients of 16 bit
 # 8 shards: roots of the busiest rank are 1, 1, 2, 1, 1
 GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("single", ""): (0, 0, 0, 0, 0),
+    ("dp", ""): (0, 0, 0, 0, 0),
     ("independent", ""): (0, 0, 0, 0, 0),
     ("ddp-plain", ""): (0, 3360, 4480, 5040, 5880),
     ("ddp", "mean"): (0, 3360, 4480, 5040, 5880),
     ("ddp", "tree"): (0, 3360, 6720, 6720, 10080),
+    ("ddp", "fp16"): (0, 1760, 2347, 2640, 3080),
+    ("ddp", "bf16"): (0, 1760, 2347, 2640, 3080),
 }
 
 
 def bytes_of(name: str, reduce: str, ranks: int, shards: int = 8) -> int:
     options: dict[str, Any] = CARDS[name].read_options({"reduce": reduce} if reduce else {})
-    return CARDS[name].bytes_sent(Workload((GRADIENTS + TALLY,), ranks, shards), options)
+    work = Workload((GRADIENTS + TALLY,), ranks, shards, gradients=GRADIENTS // 4, tally=TALLY)
+    return CARDS[name].bytes_sent(work, options)
 
 
 @pytest.mark.parametrize(("name", "reduce"), GOLDEN, ids="-".join)
@@ -40,6 +44,13 @@ def test_every_strategy_has_golden_bytes_a_card_and_a_class() -> None:
     assert {reduce for _, reduce in GOLDEN if reduce} == set(REDUCERS)
     (choices,) = (o.choices for o in CARDS["ddp"].options if o.name == "reduce")
     assert set(choices) == set(REDUCERS)
+
+
+@pytest.mark.parametrize(("reduce", "kind"), [("tree", Exact), ("bf16", Reference)])
+def test_the_reducer_decides_what_ddp_promises(reduce: str, kind: type) -> None:
+    card = CARDS["ddp"]
+    assert isinstance(card.guarantee_of(card.read_options({})), Exact)
+    assert isinstance(card.guarantee_of(card.read_options({"reduce": reduce})), kind)
 
 
 def test_the_bytes_of_the_tree_follow_its_roots() -> None:
@@ -87,6 +98,7 @@ def test_bitwise_asks_for_the_tree(text: str, ranks: int, bitwise: bool, wanted:
         ("ddp-plain", 2, True, "use single or ddp"),
         ("independent", 2, True, "use single or ddp"),
         ("ddp:reduce=mean", 2, True, "leave reduce out, or drop --bitwise"),
+        ("ddp:reduce=bf16", 2, True, "leave reduce out, or drop --bitwise"),
         ("ddp:bucket_mb=0", 2, False, "for example bucket_mb=25.0"),
         ("ddp:bucket=1", 2, False, "did you mean 'bucket_mb'? known: bucket_mb, reduce"),
     ],

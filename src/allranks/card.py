@@ -6,8 +6,8 @@ documentation and the contract test, which holds every strategy to exactly what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.errors import RequestError, nearest
@@ -52,22 +52,29 @@ class Workload:
     """What the bytes of a step depend on: `messages` are the sizes in bytes that are summed.
 
     The last message carries the tally: loss, weight, samples, which parameters were used, moments
-    of BatchNorm.
+    of BatchNorm. `gradients` (how many numbers) and `tally` (its bytes) tell the two apart, for
+    reducers that send gradients in another type.
     """
 
     messages: tuple[int, ...]
     ranks: int
     shards: int
+    gradients: int = 0
+    tally: int = 0
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a strategy: its type is the type of its default; `choices` limits it."""
+    """An option of a strategy: its type is the type of its default; `choices` limits it.
+
+    `guarantees` are those of a choice that promises something else than the card does.
+    """
 
     name: str
     default: Any
     meaning: str
     choices: tuple[str, ...] = ()
+    guarantees: Mapping[str, Guarantee] = field(default_factory=dict)
 
     def read(self, text: str, asked: str) -> Any:
         """The typed value of `text`, or a `RequestError`."""
@@ -97,6 +104,7 @@ class Option:
 class Card:
     """The promise of one strategy.
 
+    `guarantee` is what it promises unless an option says otherwise: ask `guarantee_of`.
     `bytes_sent(workload, options)` is per step, for the rank that sends most.
     """
 
@@ -112,6 +120,11 @@ class Card:
     paper: str = ""
     state: str = WHOLE
     """What a checkpoint of it holds: strategies with the same words here go on from each other's."""
+
+    def guarantee_of(self, options: dict[str, Any]) -> Guarantee:
+        """What the strategy promises with these options, as `read_options` gives them."""
+        found = (o.guarantees.get(str(options[o.name])) for o in self.options)
+        return next((guarantee for guarantee in found if guarantee is not None), self.guarantee)
 
     def read_options(self, given: dict[str, str]) -> dict[str, Any]:
         """Every option with its value: what was given, checked, and the defaults for the rest."""

@@ -40,11 +40,22 @@ def _tree(work: Workload, options: dict[str, Any]) -> int:
     return round(sent)
 
 
+def _half(work: Workload, options: dict[str, Any]) -> int:
+    """An all-to-all and an all-gather, without the few bytes that make all chunks of one size."""
+    return round(2 * (work.ranks - 1) / work.ranks * (2 * work.gradients + work.tally))
+
+
 def _by_reducer(work: Workload, options: dict[str, Any]) -> int:
-    return {"mean": _all_reduce, "tree": _tree}[options["reduce"]](work, options)
+    ways = {"mean": _all_reduce, "tree": _tree, "fp16": _half, "bf16": _half}
+    return ways[options["reduce"]](work, options)
 
 
 RING = "2(N-1)/N · (gradients + tally)"
+HALF = "2(N-1)/N · (2 bytes per gradient + tally)"
+ROUNDED = Reference(
+    "a loop that rounds the gradient of each rank to 16 bit, adds them in float32 in the order of "
+    "the ranks, and rounds the sum; `single` when N = 1"
+)
 TREE = (
     "log2(N) · message up to 2 MiB where ranks pair up along the tree (2, 4, 8 ranks on 8 shards), "
     "else (roots + 1)(N-1)/N · message; roots = 1 where N divides the shards, else <= 3"
@@ -64,6 +75,19 @@ CARDS = {
             can_be_bitwise=True,
         ),
         Card(
+            name="dp",
+            summary="One process, a replica of the model per device, a thread for each.",
+            guarantee=Exact(),
+            bytes_sent=_nothing,
+            bytes_formula="0 (between the devices: (replicas - 1) · (weights + buffers + gradients), "
+            "and the inputs and outputs of all but the first replica)",
+            memory="weights + gradients on every device; the first one holds the optimizer too, and "
+            "gathers the inputs and outputs of the whole micro-batch",
+            many_ranks=False,
+            can_be_bitwise=False,
+            options=(Option("replicas", 2, "how many: on cuda:0, cuda:1, …, or all on the CPU"),),
+        ),
+        Card(
             name="ddp-plain",
             summary="All-reduce each gradient after backward: the specification of `ddp`.",
             guarantee=Exact(),
@@ -78,12 +102,19 @@ CARDS = {
             summary="Gradients in buckets, each sent as soon as backward has finished it.",
             guarantee=Exact(),
             bytes_sent=_by_reducer,
-            bytes_formula=f"mean: {RING}; tree: {TREE}",
-            memory="weights + gradients + optimizer on every rank; tree: roots + 2 more gradients",
+            bytes_formula=f"mean: {RING}; tree: {TREE}; fp16, bf16: {HALF}",
+            memory="weights + gradients + optimizer on every rank; tree: roots + 2 more gradients; "
+            "fp16, bf16: 1 more",
             many_ranks=True,
             can_be_bitwise=True,
             options=(
-                Option("reduce", "mean", "how gradients are summed", ("mean", "tree")),
+                Option(
+                    "reduce",
+                    "mean",
+                    "how gradients are summed",
+                    ("mean", "tree", "fp16", "bf16"),
+                    {"fp16": ROUNDED, "bf16": ROUNDED},
+                ),
                 Option("bucket_mb", 25.0, "MiB of gradients that leave in one message"),
             ),
             paper="Li et al. 2020, PyTorch Distributed, arXiv 2006.15704",
@@ -115,6 +146,12 @@ def card_for(choice: Choice) -> Card:
             do=nearest(choice.name, CARDS),
         )
     return CARDS[choice.name]
+
+
+def devices_of_a_rank(strategy: str) -> int:
+    """How many devices one rank works on: the replicas of `dp`, one of every other strategy."""
+    choice = parse_choice(strategy)
+    return int(card_for(choice).read_options(choice.options).get("replicas", 1))
 
 
 def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> Choice:

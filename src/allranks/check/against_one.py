@@ -63,11 +63,13 @@ class Verdict:
 def check_against_one(resolved: Resolved, folder: Path, server: ForkServer) -> Verdict:
     """Run the job and its reference under `folder`, which the caller owns, and compare them."""
     job = dataclasses.replace(resolved.job, trace=True, **UNDISTURBED)
-    card = card_for(parse_choice(job.strategy))
-    if job.ranks > 1 and not isinstance(card.guarantee, Exact):
+    choice = parse_choice(job.strategy)
+    card = card_for(choice)
+    guarantee = card.guarantee_of(card.read_options(choice.options))
+    if job.ranks > 1 and not isinstance(guarantee, Exact):
         raise RequestError(
             asked=f"check --strategy {job.strategy} --ranks {job.ranks}",
-            found=f"its card says: {card.guarantee}",
+            found=f"its card says: {guarantee}",
             why="it does not promise to equal one process, so a difference would mean nothing",
             do="check it with --ranks 1, or another strategy",
         )

@@ -26,7 +26,23 @@ def strategies(name: str | None, as_object: bool) -> None:
     else:
         width = max(len(card.name) for card in cards)
         for card in cards:
-            click.echo(f"{card.name:<{width}}  {card.summary}\n{'':<{width}}  {card.guarantee}")
+            promise = f"{card.guarantee}{_otherwise(card)}"
+            click.echo(f"{card.name:<{width}}  {card.summary}\n{'':<{width}}  {promise}")
+
+
+def _guarantees(card: Card) -> dict[str, str]:
+    """What its options make of the guarantee: `reduce=fp16 or reduce=bf16` -> the guarantee."""
+    found: dict[str, list[str]] = {}
+    for option in card.options:
+        for choice, guarantee in option.guarantees.items():
+            found.setdefault(str(guarantee), []).append(f"{option.name}={choice}")
+    return {" or ".join(settings): guarantee for guarantee, settings in found.items()}
+
+
+def _otherwise(card: Card) -> str:
+    """In a few words: ` (reduce=fp16 or reduce=bf16: REFERENCE)`."""
+    kinds = [f"{what}: {text.partition(':')[0]}" for what, text in _guarantees(card).items()]
+    return f" ({'; '.join(kinds)})" if kinds else ""
 
 
 def _as_data(card: Card) -> dict[str, Any]:
@@ -39,7 +55,12 @@ def _as_data(card: Card) -> dict[str, Any]:
         "bitwise": card.can_be_bitwise,
         "many_ranks": card.many_ranks,
         "options": {
-            o.name: {"default": o.default, "choices": list(o.choices), "meaning": o.meaning}
+            o.name: {
+                "default": o.default,
+                "choices": list(o.choices),
+                "meaning": o.meaning,
+                "guarantees": {choice: str(g) for choice, g in o.guarantees.items()},
+            }
             for o in card.options
         },
         "paper": card.paper or None,
@@ -50,6 +71,7 @@ def _whole(card: Card) -> str:
     lines = [
         f"{card.name}: {card.summary}",
         f"  guarantee  {card.guarantee}",
+        *(f"             with {what}, {text}" for what, text in _guarantees(card).items()),
         f"  --bitwise  {'yes' if card.can_be_bitwise else 'no'}",
         f"  sends      {card.bytes_formula} bytes per rank and step",
         f"  stores     {card.memory}",

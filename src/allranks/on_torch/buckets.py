@@ -40,7 +40,7 @@ class Buckets:
             start = 0
             for position in positions:
                 parameter = parameters[position]
-                view = flat[start : start + parameter.numel()].view(parameter.shape)
+                view = _laid_out_as(parameter, flat[start : start + parameter.numel()])
                 self._views.append((parameter, view))
                 self._bucket_of[position] = bucket
                 start += parameter.numel()
@@ -48,6 +48,7 @@ class Buckets:
             self.gradients.append(flat[:size])
             self._members.append(len(positions))
         self.tally = self.flats[-1][start : start + tally_size]
+        reducer.prepare(self.flats, self.gradients)
         self._pending: list[int] = []
         self._finished: set[int] = set()
         self._left = 0
@@ -100,6 +101,15 @@ class Buckets:
         flat = self.flats[self._left]
         self.reducer.launch(self._left, flat, (shards.start, shards.stop))
         self._left += 1
+
+
+def _laid_out_as(parameter: Tensor, flat: Tensor) -> Tensor:
+    """`flat` in the shape of a parameter, and in its order of memory (channels-last weights)."""
+    if parameter.is_contiguous():
+        return flat.view(parameter.shape)
+    return flat.as_strided(
+        parameter.shape, torch.empty_like(parameter).stride(), flat.storage_offset()
+    )
 
 
 def _grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[int]]:

@@ -26,6 +26,12 @@ class Reducer(ABC):
         """The number of elements of a bucket must be a multiple of this."""
         return 1
 
+    def prepare(self, flats: list[Tensor], gradients: list[Tensor]) -> None:
+        """Learn the buckets, once: each whole, and the gradients it begins with.
+
+        What follows them in the last bucket is the tally: numbers that must never be rounded.
+        """
+
     @abstractmethod
     def add(self, bucket: int, flat: Tensor, leaf: Span) -> None:
         """Take in a leaf that is not the last of this rank, and leave `flat` zero."""

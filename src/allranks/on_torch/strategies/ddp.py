@@ -2,11 +2,13 @@
 
 Gradients live in a few flat buckets, in the order in which backward finishes them. As soon as the
 last backward pass of a step has filled a bucket, its sum over all ranks is under way; the tally
-rides on the bucket that leaves last. Li et al. 2020, PyTorch Distributed, arXiv 2006.15704.
+rides on the bucket that leaves last. Li et al. 2020, PyTorch Distributed, arXiv 2006.15704. How a
+bucket is summed is the reducer's: `reduce=tree` for equal bits, `bf16` or `fp16` for half the bytes.
 """
 
 from __future__ import annotations
 
+from allranks.card import Workload
 from allranks.catalog import REDUCERS, load
 from allranks.on_torch.buckets import Buckets
 from allranks.on_torch.data import Batch, Leaf
@@ -15,7 +17,7 @@ from allranks.on_torch.strategies.base import Strategy
 
 
 class DDP(Strategy):
-    """All-reduce buckets of gradients, overlapped with backward; `reduce=tree` for equal bits."""
+    """Sum buckets of gradients over all ranks, overlapped with backward."""
 
     name = "ddp"
 
@@ -37,6 +39,17 @@ class DDP(Strategy):
 
     def messages(self) -> tuple[int, ...]:
         return tuple(flat.nbytes for flat in self.buckets.flats)
+
+    def promised_bytes(self) -> int:
+        gradients = sum(gradients.numel() for gradients in self.buckets.gradients)
+        work = Workload(
+            self.messages(),
+            self.comm.size,
+            self.task.shards,
+            gradients=gradients,
+            tally=self.buckets.tally.nbytes,
+        )
+        return self.card.bytes_sent(work, self.setting.options)
 
     def train_step(self, batch: Batch) -> StepResult:
         self.buckets.begin()
