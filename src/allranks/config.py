@@ -7,27 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.cards import card_for, resolved_strategy
+from allranks.cards import card_for
 from allranks.choice import parse_choice
-from allranks.errors import RequestError, nearest
-from allranks.job import BAD_STEPS, DEVICES, PLACES, PRECISIONS, Job
+from allranks.errors import RequestError
+from allranks.job import Job
 from allranks.job_file import HIDDEN, NOT_SETTABLE, read_job_file
+from allranks.job_limits import checked
 from allranks.resume import Base, base_of, changed
-from allranks.testing import faults
-
-LEAST = {  # of each number: the bound, and whether it is allowed itself
-    **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
-    **dict.fromkeys(("checkpoint_every", "keep", "verify_every"), (1, True)),
-    **dict.fromkeys(("seed", "loader_workers", "max_restarts", "hang_timeout"), (0, True)),
-    "time_limit": (0, False),
-    "spike": (1, False),
-}
-BEST = re.compile(r"(max|min):\S+")
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ def resolve(
     for field in dataclasses.fields(Job):
         if field.name not in NOT_SETTABLE:
             sources.setdefault(field.name, "default")
-    job = _checked(job)
+    job = checked(job)
     if base is not None:
         changed(base, job)
     return Resolved(job, sources, base)
@@ -149,68 +139,6 @@ def _outgrown(job: Job, sources: dict[str, str]) -> bool:
     """Whether a strategy that nobody asked for this time is one process, and the job now is many."""
     inherited = sources.get("strategy", "").startswith("run ")
     return inherited and job.ranks > 1 and not card_for(parse_choice(job.strategy)).many_ranks
-
-
-def _checked(job: Job) -> Job:
-    """The job, if its values can be; the strategy with its options resolved."""
-    if not job.program:
-        raise RequestError(
-            asked="allranks train",
-            found="no PROGRAM, and no job file that names one",
-            why="there is nothing to train",
-            do="name a task: allranks train digits",
-        )
-    for name, (least, inclusive) in LEAST.items():
-        value = getattr(job, name)
-        if value is not None and not (value >= least if inclusive else value > least):
-            raise _out_of_range(name, value, f"at least {least}" if inclusive else f"over {least}")
-    if job.best and not BEST.fullmatch(job.best):
-        raise RequestError(
-            asked=f"--best {job.best}",
-            found="neither max:METRIC nor min:METRIC",
-            why="the best is the one with the largest or the smallest value of a metric",
-            do="for example --best max:accuracy",
-        )
-    faults.parse(job.inject)
-    for name, known in (
-        *(("precision", PRECISIONS), ("device", DEVICES), ("place", PLACES)),
-        ("on_bad_step", BAD_STEPS),
-    ):
-        if getattr(job, name) not in known:
-            raise RequestError(
-                asked=f"--{name.replace('_', '-')} {getattr(job, name)}",
-                found=f"no {name} of that name in this version",
-                why=f"{name} is one of {', '.join(known)}",
-                do=nearest(getattr(job, name), known),
-            )
-    if job.seed >= 2**63:
-        raise _out_of_range("seed", job.seed, "below 2**63")
-    if job.nodes > 1:
-        raise RequestError(
-            asked=f"--nodes {job.nodes}",
-            found="--place local, which is one node",
-            why="this version starts the ranks of one machine only",
-            do="--nodes 1",
-        )
-    if job.bitwise and job.threads not in (None, 1):
-        raise RequestError(
-            asked=f"--bitwise --threads {job.threads}",
-            found=f"{job.threads} threads in each rank",
-            why="the order of sums inside a kernel follows its threads",
-            do="leave --threads out: --bitwise runs one thread per rank",
-        )
-    choice = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
-    return dataclasses.replace(job, strategy=str(choice))
-
-
-def _out_of_range(name: str, value: float, wanted: str) -> RequestError:
-    flag = "--" + name.replace("_", "-")
-    return RequestError(
-        asked=f"{flag} {value}",
-        found=str(value),
-        why=f"{flag} must be {wanted}",
-        do=f"give {flag} a number that is {wanted}, or leave it out",
-    )
 
 
 def threads_per_rank(job: Job) -> int:

@@ -10,8 +10,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-PRECISIONS = ("fp32", "fp64")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp64")
 DEVICES = ("cpu", "cuda")
+LOGS = ("csv", "tensorboard")
 PLACES = ("local",)
 BAD_STEPS = ("stop", "skip", "warn")
 
@@ -33,6 +34,15 @@ class Job:
     says what happens with a step whose loss or gradient is not finite, or whose gradient is `spike`
     times longer than usual; every `verify_every` steps the weights of all ranks are compared.
     `inject` lists faults to make on purpose (`allranks.testing.faults`).
+
+    How the arithmetic is done: `loss_scale` of fp16 ("dynamic", with options, or a number);
+    `channels_last` images; `compile` by that backend of torch.compile; `activation_checkpointing`
+    keeps no activations of repeated blocks. `devices` are the numbers of those to use ("0,1,4,5");
+    `prefetch` batches are made ready ahead of the step.
+
+    What is learnt on the way: an evaluation every `eval_every` steps ("100", or "epoch"); the
+    training ends when `patience` of them in a row have not bettered the metric `early_stop`
+    ("max:accuracy"); `log` lists further files to write ("csv,tensorboard").
     """
 
     program: str = ""
@@ -49,6 +59,16 @@ class Job:
     steps: int | None = None
     threads: int | None = None
     loader_workers: int = 0
+    prefetch: int = 2
+    devices: str = ""
+    loss_scale: str = "dynamic"
+    channels_last: bool = False
+    compile: str = ""
+    activation_checkpointing: bool = False
+    eval_every: str = ""
+    early_stop: str = ""
+    patience: int = 3
+    log: str = ""
     checkpoint_every: int | None = None
     keep: int = 3
     best: str = ""

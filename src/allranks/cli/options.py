@@ -30,15 +30,31 @@ SHARED: Options = (
     (("--nodes",), {"type": int, "help": "Nodes to use (default 1)."}),
     (("--place",), {"help": "Where ranks run: local."}),
     (("--device",), {"help": "cpu or cuda."}),
-    (("--precision",), {"help": "fp32 or fp64."}),
+    (("--devices",), {"help": "Numbers of the devices to use, as 0,1,4,5."}),
+    (("--precision",), {"help": "fp32, tf32, bf16, fp16 or fp64."}),
+    (("--loss-scale",), {"help": "Of fp16: dynamic (default), or a number."}),
+    (("--channels-last",), {"is_flag": True, "default": None, "help": "Images in NHWC order."}),
+    (("--compile",), {"help": "Compile the model: inductor, or another backend."}),
+    (
+        ("--activation-checkpointing",),
+        {"is_flag": True, "default": None, "help": "Compute activations of blocks again."},
+    ),
     (("--bitwise",), {"is_flag": True, "default": None, "help": "Equal bits on any ranks."}),
     (("--micro-batch",), {"type": int, "help": "Samples through the model at once."}),
     (("--loader-workers",), {"type": int, "help": "Processes that read data, per rank."}),
+    (("--prefetch",), {"type": int, "help": "Batches made ready ahead (default 2)."}),
     (("--threads",), {"type": int, "help": "Threads of each rank."}),
     (("--seed",), {"type": int, "help": "Seed of everything random (default 0)."}),
     (("--steps",), {"type": int, "help": "Optimizer steps of the job, instead of epochs."}),
     (("--set", "settings"), {"multiple": True, "help": "Set a field of the task: field=value."}),
     (("--job", "job_file"), {"help": "Take the job from a TOML file; flags go first."}),
+)
+
+COURSE: Options = (
+    (("--eval-every",), {"help": "Evaluate after so many steps, or after each `epoch`."}),
+    (("--early-stop",), {"help": "End when max:METRIC or min:METRIC gets no better."}),
+    (("--patience",), {"type": int, "help": "Evaluations without a better one (default 3)."}),
+    (("--log",), {"help": "Further files to write: csv, tensorboard, or both."}),
 )
 
 PROTECTION: Options = (
@@ -71,6 +87,11 @@ PROTECTION: Options = (
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that decide the result to a command."""
     return _with(SHARED, command)
+
+
+def course_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what is done between the steps to a command."""
+    return _with(COURSE, command)
 
 
 def protection_options(command: Callable[..., Any]) -> Callable[..., Any]:

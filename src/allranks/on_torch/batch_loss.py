@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
+from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch, MicroBatch
 from allranks.on_torch.losses import weighted_losses
-from allranks.on_torch.nested import map_tensors, replaced, tensors_in
+from allranks.on_torch.nested import concatenated, map_tensors, replaced, tensors_in
 from allranks.on_torch.task import Task
 from allranks.shards import owned_shards
 
@@ -27,12 +28,12 @@ from allranks.shards import owned_shards
 class BatchLoss:
     """Prepares one step: forward passes, gathering, the loss; then gives micro-batches backward."""
 
-    def __init__(self, task: Task, comm: Comm) -> None:
-        self.task, self.comm = task, comm
+    def __init__(self, task: Task, comm: Comm, arithmetic: Arithmetic) -> None:
+        self.task, self.comm, self.arithmetic = task, comm, arithmetic
         self._empty: Any = None  # (output, data) of no samples, for a rank that has none
 
     def prepare(
-        self, batch: Batch, forward: Callable[[MicroBatch], Any]
+        self, batch: Batch, forward: Callable[[MicroBatch], Any], loss_scale: float = 1.0
     ) -> Callable[[MicroBatch], tuple[Tensor, float, Callable[[], None]]]:
         """Run all forward passes and the loss of the whole batch.
 
@@ -41,7 +42,7 @@ class BatchLoss:
         """
         outputs = [forward(micro) for micro in batch.micros]
         detached = [map_tensors(Tensor.detach, output) for output in outputs]
-        own = _concatenated([*zip(detached, (m.data for m in batch.micros), strict=True)])
+        own = concatenated([*zip(detached, (m.data for m in batch.micros), strict=True)])
         if own is not None:
             self._empty = map_tensors(lambda tensor: tensor[:0], own)
         elif self._empty is None:
@@ -49,8 +50,9 @@ class BatchLoss:
         whole, rows_before = self._gathered(batch, self._empty if own is None else own)
         output = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), whole[0])
         with torch.enable_grad():
-            losses, weights = weighted_losses(self.task, output, whole[1], batch.nominal)
-            (losses.sum() / batch.nominal).backward()
+            with self.arithmetic.context():
+                losses, weights = weighted_losses(self.task, output, whole[1], batch.nominal)
+            (losses.sum() * (loss_scale / batch.nominal)).backward()
         gradients = [tensor.grad for tensor in tensors_in(output)]
         waiting = deque(outputs)
         row = rows_before
@@ -98,14 +100,6 @@ class BatchLoss:
         parts = whole.view(self.comm.size, -1)
         flat = torch.cat([part[: n * row_bytes] for part, n in zip(parts, rows, strict=True)])
         return flat.view(own.dtype).view(sum(rows), *own.shape[1:])
-
-
-def _concatenated(values: list[Any]) -> Any:
-    """Structures of tensors joined along dimension 0; `None` for an empty list."""
-    if not values:
-        return None
-    columns = zip(*(tensors_in(value) for value in values), strict=True)
-    return replaced(values[0], (torch.cat(column) for column in columns))
 
 
 def _no_sample(batch: Batch) -> RequestError:

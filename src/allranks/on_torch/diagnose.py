@@ -70,6 +70,7 @@ def _set_aside(step: SharedStep) -> Iterator[None]:
     """Within, the buffers hold what they did before the step, and nothing that is done stays."""
     gradients = [parameter.grad for parameter in step.parameters]
     on_gradient, step.on_gradient = step.on_gradient, None
+    forward, step.forward = step.forward, None  # by this model alone: it is the one that is watched
     used, buffers = list(step.used), step.user_buffers.copies()
     step.user_buffers.undo()
     _forget_gradients(step)
@@ -79,7 +80,7 @@ def _set_aside(step: SharedStep) -> Iterator[None]:
         step.scope.leave()
         step.scope.moments.clear()
         put_back(buffers)
-        step.used[:], step.on_gradient = used, on_gradient
+        step.used[:], step.on_gradient, step.forward = used, on_gradient, forward
         for parameter, gradient in zip(step.parameters, gradients, strict=True):
             parameter.grad = gradient
 

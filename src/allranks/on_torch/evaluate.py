@@ -19,16 +19,13 @@ from torch import Tensor, nn
 from allranks.errors import RequestError
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.losses import forward, weighted_losses
-from allranks.on_torch.nested import placed
 from allranks.on_torch.sources import Source
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.task import Task
 
 
 @torch.no_grad()
-def evaluate(
-    task: Task, strategy: Strategy, source: Source, chunk: int, floating: torch.dtype
-) -> dict[str, float]:
+def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict[str, float]:
     """The metrics of the task, and its mean `loss`, over all of `source`; every rank calls this.
 
     Sends one table of 16 bytes per chunk and metric. `chunk` is in samples.
@@ -46,7 +43,7 @@ def evaluate(
         for number, data in zip(visited, source.batches(wanted), strict=True):
             if comm.pulse is not None:
                 comm.pulse.enter("evaluate")  # a sign of life for every chunk
-            pairs = _pairs(task, strategy, data, len(chunks[number]), floating)
+            pairs = _pairs(task, strategy, data, len(chunks[number]))
             if not names:
                 names = list(pairs)
                 table = torch.zeros(len(chunks), len(names), 2, dtype=torch.float64)
@@ -65,14 +62,12 @@ def evaluate(
 
 
 @torch.no_grad()
-def try_evaluation(
-    task: Task, strategy: Strategy, source: Source, chunk: int, floating: torch.dtype
-) -> dict[str, float]:
+def try_evaluation(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict[str, float]:
     """Evaluate the first samples: what is wrong is found before the first update, and every name."""
     samples = min(chunk, len(source))
     (data,) = source.batches([(0, np.arange(samples))])
     with _evaluating(strategy.model):
-        pairs = _pairs(task, strategy, data, samples, floating)
+        pairs = _pairs(task, strategy, data, samples)
     return task.finalize({name: total / count for name, (total, count) in pairs.items() if count})
 
 
@@ -109,16 +104,18 @@ def _other_metrics(found: str) -> RequestError:
 
 
 def _pairs(
-    task: Task, strategy: Strategy, data: Any, samples: int, floating: torch.dtype
+    task: Task, strategy: Strategy, data: Any, samples: int
 ) -> dict[str, tuple[float, float]]:
     """(sum, count) of every metric over one chunk."""
-    data = placed(data, strategy.comm.device, floating)
-    output = strategy.eval_step(data, lambda model, batch: forward(task, model, batch))
+    arithmetic = strategy.setting.arithmetic
+    data = arithmetic.placed(data)
     pairs: dict[str, tuple[Any, Any]] = {}
-    if task.loss_over == "sample":
-        losses, weights = weighted_losses(task, output, data, samples)
-        pairs["loss"] = (losses.sum(), losses.numel() if weights is None else weights.sum())
-    found = task.metrics(output, data)
+    with arithmetic.context():
+        output = strategy.eval_step(data, lambda model, batch: forward(task, model, batch))
+        if task.loss_over == "sample":
+            losses, weights = weighted_losses(task, output, data, samples)
+            pairs["loss"] = (losses.sum(), losses.numel() if weights is None else weights.sum())
+        found = task.metrics(output, data)
     for name, pair in found.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise RequestError(

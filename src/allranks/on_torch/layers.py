@@ -13,6 +13,8 @@ Samples are expected along dimension 0; a layer may see several rows per sample 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +32,16 @@ DROPOUTS: dict[type[nn.Module], int] = {
     nn.Dropout2d: 2,
     nn.Dropout3d: 3,
 }
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point in a forward pass: what goes through, and how often each layer has drawn."""
+
+    step: int
+    pieces: Micro
+    samples: int
+    calls: dict[int, int]
 
 
 @dataclass
@@ -65,6 +77,21 @@ class Scope:
         """No step is in progress: the layers behave as torch's own."""
         self.pieces = ()
 
+    def moment(self) -> Moment:
+        """What is going through the model right now, to come back to with `again`."""
+        return Moment(self.step, self.pieces, self.samples, dict(self.calls))
+
+    @contextmanager
+    def again(self, moment: Moment) -> Iterator[None]:
+        """Within, it is `moment`: the same is drawn as then, and nothing of it is counted."""
+        now = self.step, self.pieces, self.samples, self.calls, self.moments
+        self.step, self.pieces, self.samples = moment.step, moment.pieces, moment.samples
+        self.calls, self.moments = dict(moment.calls), {}
+        try:
+            yield
+        finally:
+            self.step, self.pieces, self.samples, self.calls, self.moments = now
+
     def rows(self, layer: str, tensor: Tensor) -> list[int]:
         """How many rows of `tensor` belong to each piece."""
         per_sample, rest = divmod(tensor.shape[0], self.samples)
@@ -91,7 +118,7 @@ class ShardBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         moments = scope.moments.get(self.index)
         if moments is None:
-            moments = input.new_zeros(1 + 2 * self.num_features)
+            moments = input.new_zeros(1 + 2 * self.num_features, dtype=_full(input.dtype))
             scope.moments[self.index] = moments
         rows = scope.rows("BatchNorm", input)
         outputs = []
@@ -102,7 +129,7 @@ class ShardBatchNorm(_BatchNorm):
                     F.batch_norm(part, mean, var, self.weight, self.bias, False, 0.0, self.eps)
                 )
                 continue
-            found = input.new_zeros(2, self.num_features)  # (mean, unbiased variance)
+            found = moments.new_zeros(2, self.num_features)  # (mean, unbiased variance)
             outputs.append(
                 F.batch_norm(part, found[0], found[1], self.weight, self.bias, True, 1.0, self.eps)
             )
@@ -124,6 +151,11 @@ class ShardBatchNorm(_BatchNorm):
         mean, var = (moments[1:] / weight).view(2, self.num_features)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
         self.running_var.lerp_(var.to(self.running_var.dtype), rate)
+
+
+def _full(kind: torch.dtype) -> torch.dtype:
+    """The type for statistics over what is of this type: 16 bits would not hold them."""
+    return torch.promote_types(kind, torch.float32)
 
 
 class ShardDropout(nn.Module):
@@ -218,3 +250,13 @@ def shard_norms(model: nn.Module) -> list[ShardBatchNorm]:
     """The swapped BatchNorm layers that keep running statistics, in the order of the model."""
     layers = (m for m in model.modules() if isinstance(m, ShardBatchNorm))
     return [layer for layer in layers if layer.track_running_stats]
+
+
+def computed_again() -> RequestError:
+    """What to say where a layer of a shard ran once more, in backward, and nobody told its scope."""
+    return RequestError(
+        asked="activation checkpointing around BatchNorm or dropout",
+        found="such a layer ran again during backward",
+        why="it would draw another mask, and count its moments twice",
+        do="leave these layers outside of the checkpointed part",
+    )

@@ -28,6 +28,13 @@ def check_limits(task: Task, job: Job, strategy: Strategy) -> None:
             why="the loss would need the outputs of all of them",
             do="--strategy ddp",
         )
+    if job.compile and not strategy.can_be_compiled:
+        raise RequestError(
+            asked=f"--strategy {job.strategy} --compile {job.compile}",
+            found=f"{strategy.name!r} runs copies of the model in threads",
+            why="a compiled model is one model in one thread, so they would run uncompiled",
+            do=f"--strategy ddp --compile {job.compile}, or leave --compile out",
+        )
     limit = job.micro_batch
     if limit is not None and limit < largest and norms:
         raise RequestError(

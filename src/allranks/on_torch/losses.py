@@ -5,15 +5,17 @@ Called in every forward pass: by the shared step, by the loss over a batch, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.on_torch.task import Task
 
 
-def forward(task: Task, model: nn.Module, data: Any) -> Any:
+def forward(task: Task, model: Callable[..., Any], data: Any) -> Any:
     """The output of the model for one collated batch."""
     inputs = task.inputs(data)
     if isinstance(inputs, dict):
@@ -28,6 +30,8 @@ def weighted_losses(
     losses = task.loss(output, data)
     if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != samples:
         raise _not_per_sample(losses, samples)
+    if losses.dtype in (torch.float16, torch.bfloat16):
+        losses = losses.float()  # they are summed over samples: 16 bits would not hold that
     weight = task.weight(data)
     if weight is None:
         return losses, None

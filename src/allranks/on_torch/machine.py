@@ -1,14 +1,14 @@
-"""The machine under a training: its devices, what decides which bits come out, and how to fix it."""
+"""The machine under a training: its devices, and what decides which bits come out."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from allranks.cards import devices_of_a_rank
 from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.world import World
@@ -26,41 +26,21 @@ def device_of(job: Job, world: World) -> torch.device:
 
 
 def check_devices(job: Job, local_size: int) -> None:
-    """Raise `RequestError` unless this node has a device for each of its ranks."""
+    """Raise `RequestError` unless this node has a device for each of its ranks, or replicas."""
     if job.device != "cuda":
         return
-    found = torch.cuda.device_count()
-    if found < local_size:
+    found, replicas = torch.cuda.device_count(), devices_of_a_rank(job.strategy)
+    if found < local_size * replicas:
+        asked = f"--ranks {local_size}" if replicas == 1 else f"--strategy {job.strategy}"
+        fits = f"--ranks {found}" if replicas == 1 else f"--strategy dp:replicas={found}"
         raise RequestError(
-            asked=f"--device cuda --ranks {local_size}",
+            asked=f"--device cuda {asked}",
             found=f"{found} CUDA devices"
-            + ("" if torch.version.cuda else " (a CPU build of torch)"),
-            why="every rank needs a device of its own",
-            do=f"--device cuda --ranks {found}" if found else "--device cpu",
+            + ("" if torch.version.cuda else " (a CPU build of torch)")
+            + (f" among --devices {job.devices}" if job.devices else ""),
+            why=f"every {'rank' if replicas == 1 else 'replica'} needs a device of its own",
+            do=f"--device cuda {fits}" if found else "--device cpu",
         )
-
-
-def make_reproducible(job: Job) -> Callable[[], None]:
-    """Under `bitwise`: deterministic kernels, one thread. Returns what puts everything back.
-
-    Deterministic mode also fills all memory that is handed out, to show reads of unwritten
-    memory; that costs up to a tenth of a step and decides no bit, so it is left out.
-    """
-    if not job.bitwise:
-        return lambda: None
-    memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    filled = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False
-    torch.set_num_threads(1)
-
-    def undo() -> None:
-        torch.use_deterministic_algorithms(before[0])
-        memory.fill_uninitialized_memory = filled
-        torch.set_num_threads(before[1])
-
-    return undo
 
 
 def facts(job: Job) -> dict[str, Any]:

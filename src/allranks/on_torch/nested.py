@@ -39,10 +39,9 @@ def replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
     return map_tensors(lambda _: next(tensors), value)
 
 
-def placed(value: Any, device: torch.device, floating: torch.dtype) -> Any:
-    """The structure on `device`, its floating-point tensors as `floating`."""
-
-    def place(tensor: Tensor) -> Tensor:
-        return tensor.to(device, floating if tensor.is_floating_point() else None)
-
-    return map_tensors(place, value)
+def concatenated(values: list[Any]) -> Any:
+    """Structures of tensors joined along dimension 0; `None` for an empty list."""
+    if not values:
+        return None
+    columns = zip(*(tensors_in(value) for value in values), strict=True)
+    return replaced(values[0], (torch.cat(column) for column in columns))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,11 +24,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from allranks.errors import RequestError
+from allranks.loss_scale import LossScale
+from allranks.on_torch.arithmetic import Arithmetic
+from allranks.on_torch.averaging import MovingAverage
 from allranks.on_torch.batch_loss import BatchLoss
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch, Leaf, MicroBatch
 from allranks.on_torch.guard import Bad, Guard, length
-from allranks.on_torch.layers import Scope
+from allranks.on_torch.layers import Scope, computed_again
 from allranks.on_torch.losses import forward, weighted_losses
 from allranks.on_torch.nested import map_tensors
 from allranks.on_torch.tally import NOTHING, Asked, Tally, TallyLayout
@@ -46,6 +50,7 @@ class StepResult:
     `samples` 0 means that no rank had a sample (the end of a stream); `updated` is false where the
     weights were left as they were; `grad_norm` is the length of the gradient before clipping.
     `asked` is what the supervisor of any rank wants; `bad` says what is wrong with a bad step.
+    `loss_scale` is that of this step under fp16; with `overflow` it was too large, and is smaller now.
     """
 
     batch_index: int
@@ -58,6 +63,13 @@ class StepResult:
     grad_norm: float | None = None
     asked: Asked = NOTHING
     bad: str = ""
+    loss_scale: float | None = None
+    overflow: bool = False
+
+    @property
+    def taken(self) -> bool:
+        """Whether it was a step of the job, updated or not, and no end of a stream."""
+        return self.updated or self.overflow or bool(self.bad)
 
 
 Taken = tuple[Tensor, float, Callable[[], None]]
@@ -79,14 +91,26 @@ class SharedStep:
     `parameters` are those that the optimizer updates, in the order of the model; `on_gradient`,
     if set, is called with the position of each whose gradient a backward pass has finished.
     `asked` is what this rank tells all others with its next step. `flats`, if a strategy has them,
-    hold the gradients of all parameters and nothing else.
+    hold the gradients of all parameters and nothing else. `call` is what forward passes go
+    through: the model, or what a compiler has made of it; `forward`, where a strategy has one of
+    its own, is called with the data of a micro-batch in its place.
     """
 
     def __init__(
-        self, task: Task, model: nn.Module, optimizer: Optimizer, scope: Scope, comm: Comm
+        self,
+        task: Task,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scope: Scope,
+        comm: Comm,
+        arithmetic: Arithmetic,
     ) -> None:
         self.task, self.model, self.optimizer = task, model, optimizer
-        self.scope = scope
+        self.call: Callable[..., Any] = model
+        self.forward: Callable[[Any], Any] | None = None
+        self.scope, self.arithmetic = scope, arithmetic
+        self.loss_scale: LossScale | None = None
+        self.average: MovingAverage | None = None
         self.probe: Probe | None = None
         self.asked = NOTHING
         self.on_gradient: Callable[[int], None] | None = None
@@ -96,14 +120,14 @@ class SharedStep:
         self.flats: list[Tensor] = []
         self.layout = TallyLayout(model, self.parameters)
         self.used = [False] * len(self.parameters)
-        self._scales: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._has_schedule = task.overrides("schedule")
         self._has_regularizer = task.overrides("regularizer")
         self._poison_next = self._poisoned = False
-        self._batch_loss = BatchLoss(task, comm) if task.loss_over == "batch" else None
+        self._batch_loss = BatchLoss(task, comm, arithmetic) if task.loss_over == "batch" else None
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._marker(position))
+            parameter.register_post_accumulate_grad_hook(self.marker(position))
             for position, parameter in enumerate(self.parameters)
         ]
 
@@ -112,7 +136,7 @@ class SharedStep:
         for hook in self._hooks:
             hook.remove()
 
-    def _marker(self, position: int) -> Callable[[Tensor], None]:
+    def marker(self, position: int) -> Callable[[Tensor], None]:
         def mark(parameter: Tensor) -> None:
             self.used[position] = True
             if self.on_gradient is not None:
@@ -151,7 +175,7 @@ class SharedStep:
                 calls = dict(self.scope.calls)
                 backward()
                 if self.scope.moments or self.scope.calls != calls:
-                    raise _computed_again()
+                    raise computed_again()
             tally.close(batch.index, self.used, self.asked)
             leaf_done(leaf)
         self.scope.leave()
@@ -164,7 +188,8 @@ class SharedStep:
     def output(self, batch: Batch, micro: MicroBatch) -> Any:
         """The output of the model for a micro-batch of a step; the same whenever it is computed."""
         self.scope.enter(batch.index, micro.pieces, micro.samples)
-        output = forward(self.task, self.model, micro.data)
+        with self.arithmetic.context():
+            output = (self.forward or partial(forward, self.task, self.call))(micro.data)
         if self._poisoned and self._batch_loss is not None:
             return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
         return output
@@ -172,7 +197,8 @@ class SharedStep:
     def losses(self, batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """The weighted losses of a micro-batch, a row per sample, and their weights."""
         output = self.output(batch, micro)
-        losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
+        with self.arithmetic.context():
+            losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
         if self._poisoned and micro is batch.micros[0]:
             factors = losses.new_ones(losses.shape)
             factors[0] = math.nan
@@ -190,10 +216,14 @@ class SharedStep:
         return take
 
     def scale(self, nominal: int, like: Tensor) -> Tensor:
-        """1 / nominal: by this the sum of losses is scaled before anything is exchanged."""
-        key = nominal, like.dtype
+        """By this the sum of losses is scaled before anything is exchanged: 1 / nominal.
+
+        Under fp16 times the loss scale, which the gradients lose again after the exchange.
+        """
+        factor = 1 / nominal if self.loss_scale is None else self.loss_scale.value / nominal
+        key = factor, like.dtype
         if key not in self._scales:
-            self._scales[key] = like.new_tensor(1 / nominal)
+            self._scales[key] = like.new_tensor(factor)
         return self._scales[key]
 
     def _take_batch_losses(self, batch: Batch, batch_loss: BatchLoss) -> Take:
@@ -206,7 +236,8 @@ class SharedStep:
             return output
 
         self.used[:] = [False] * len(self.used)
-        take_rows = batch_loss.prepare(batch, forward_one)
+        loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        take_rows = batch_loss.prepare(batch, forward_one, loss_scale)
         if any(self.used):
             raise RequestError(
                 asked='loss(output, batch) of a task with loss_over = "batch"',
@@ -238,22 +269,49 @@ class SharedStep:
             raise _weightless(batch, weight)
         for position in totals.unused:  # as in one process: no gradient, not one of zeros
             self.parameters[position].grad = None
-        if weight != batch.nominal:
+        loss_scale = None if self.loss_scale is None else self.loss_scale.value
+        factor = batch.nominal / weight if weight != batch.nominal else 1.0
+        if loss_scale is not None:
+            factor /= loss_scale
+        if factor != 1:
             for gradient in self._gradients():
-                gradient.mul_(batch.nominal / weight)
+                gradient.mul_(factor)
         loss = totals.loss / weight + self._add_regularizer(batch)
         if self.probe is not None:
             self.probe.gradients("gradient", self)
         norm = self._gradient_norm(unused=bool(totals.unused))
-        bad, updated, text = self.guard.judge(loss, norm), True, ""
-        if bad is not None:
+        overflow = self.loss_scale is not None and self.loss_scale.explains(loss, norm)
+        updated, text = not overflow, ""
+        if overflow:
+            self.user_buffers.undo()
+        elif (bad := self.guard.judge(loss, norm)) is not None:
             text, updated = self._decide(batch, bad)
         if updated:
             self._update(batch, norm)
             tally.update_norms()
+        self._adapt_loss_scale(overflow, updated)
         return StepResult(
-            batch.index, batch.epoch, loss, samples, weight, rate, updated, norm, totals.asked, text
+            batch.index,
+            batch.epoch,
+            loss,
+            samples,
+            weight,
+            rate,
+            updated,
+            norm,
+            totals.asked,
+            text,
+            loss_scale,
+            overflow,
         )
+
+    def _adapt_loss_scale(self, overflow: bool, updated: bool) -> None:
+        if self.loss_scale is None:
+            return
+        if overflow:
+            self.loss_scale.overflowed()
+        elif updated:
+            self.loss_scale.went_well()
 
     def _gradient_norm(self, unused: bool) -> float:
         """The length of the gradient; not finite exactly if one of its elements is not."""
@@ -288,6 +346,8 @@ class SharedStep:
                 self.probe.gradients("clipped gradient", self)
         self._key_generator(batch, UPDATE)
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
 
     def _key_generator(self, batch: Batch, purpose: int) -> None:
         """What is drawn next is the same on every rank, whichever shard it was keyed for last."""
@@ -319,15 +379,6 @@ class SharedStep:
         value.backward()
         self.on_gradient = on_gradient
         return float(value.detach())
-
-
-def _computed_again() -> RequestError:
-    return RequestError(
-        asked="activation checkpointing around BatchNorm or dropout",
-        found="such a layer ran again during backward",
-        why="it would draw another mask, and count its moments twice",
-        do="leave these layers outside of the checkpointed part",
-    )
 
 
 def _weightless(batch: Batch, weight: float) -> RequestError:

@@ -8,6 +8,7 @@ calls these methods; a task never communicates.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -26,7 +27,8 @@ class Task:
 
     `batch_size` is the number of samples of one optimizer step over *all* ranks; `shards` the
     number of fixed slices it is cut into, which ranks own whole; `last_batch` what happens with
-    the rest of an epoch; `clip_norm` the largest norm of the whole gradient.
+    the rest of an epoch; `clip_norm` the largest norm of the whole gradient;
+    `ema` the decay of an exponential moving average of the weights, which is then evaluated.
     """
 
     batch_size: int = 256
@@ -34,6 +36,7 @@ class Task:
     shards: int = 8
     last_batch: Literal["keep", "drop"] = "keep"
     clip_norm: float | None = None
+    ema: float | None = None
 
     loss_over: ClassVar[str] = "sample"
     """`"batch"`: `loss` couples samples, and gets the outputs and the batch of all ranks."""
@@ -72,6 +75,34 @@ class Task:
     def inputs(self, batch: Any) -> Any:
         """What goes into the model: a tensor, a tuple of arguments, or a dict of keywords."""
         return (batch[0],) if isinstance(batch, (tuple, list)) else batch
+
+    def pretrained(self) -> Any:
+        """Weights to start from: a path of a safetensors file, or a mapping from names to tensors.
+
+        Every name in it must be one of the model, in its shape; weights that it does not name
+        keep their initial values. `None`: all do.
+        """
+        return None
+
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The parts whose activations `--activation-checkpointing` computes again in backward.
+
+        The default: what the model says as `checkpointed_blocks`; else the members of
+        every `nn.ModuleList`, and those of every `nn.Sequential` that have parts of their own.
+        """
+        offered: Any = getattr(model, "checkpointed_blocks", None)
+        if offered is not None:
+            yield from offered
+            return
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList):
+                yield from module
+            elif isinstance(module, nn.Sequential):
+                yield from (part for part in module if any(True for _ in part.children()))
+
+    def callbacks(self) -> Sequence[Any]:
+        """What is to be done between the steps: some `allranks.on_torch.callback.Callback`s."""
+        return ()
 
     def weight(self, batch: Any) -> Tensor | None:
         """The weight of each value that `loss` returns, in its shape. `None`: all 1."""
@@ -131,6 +162,13 @@ def check_task(task: Task, program: str) -> None:
                 why="without the decorator its fields cannot be set, and their values are passed over",
                 do=f"write @dataclass(kw_only=True) above class {base.__name__}",
             )
+    if task.ema is not None and not 0 <= task.ema < 1:
+        raise RequestError(
+            asked=f"ema = {task.ema}",
+            found=str(task.ema),
+            why="the decay of a moving average is at least 0 and below 1",
+            do="--set ema=0.999, or --set ema=none",
+        )
     for name in ("batch_size", "epochs", "shards"):
         if getattr(task, name) < 1:
             raise RequestError(
@@ -153,3 +191,28 @@ def check_task(task: Task, program: str) -> None:
             why="a shard without samples has no outputs to gather",
             do=f"--set shards={task.batch_size}",
         )
+
+
+def task_of_parts(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    loss: Callable[[Any, Any], Tensor],
+    train_data: Any,
+    fields: dict[str, Any],
+) -> Task:
+    """A task whose methods return what is there already; `fields` are those of `Task`."""
+
+    class Parts(Task):
+        def model(self) -> nn.Module:
+            return model
+
+        def optimizer(self, model: nn.Module) -> Optimizer:
+            return make_optimizer(model)
+
+        def train_data(self) -> Any:
+            return train_data
+
+        def loss(self, output: Any, batch: Any) -> Tensor:
+            return loss(output, batch)
+
+    return Parts(**fields)

@@ -13,35 +13,36 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.cards import CARDS, resolved_strategy
-from allranks.catalog import STRATEGIES, load
-from allranks.choice import parse_choice
+from allranks.cards import resolved_strategy
 from allranks.errors import RequestError
 from allranks.job import Job
+from allranks.on_torch.arithmetic import set_kernels
+from allranks.on_torch.build import Built, build_model, build_strategy, compiled
+from allranks.on_torch.callback import Callback
 from allranks.on_torch.comm import join
+from allranks.on_torch.course import Course
 from allranks.on_torch.data import Batch, Progress
 from allranks.on_torch.diagnose import guard_of
-from allranks.on_torch.layers import Scope, restore_layers, swap_layers
+from allranks.on_torch.ending import Ending
+from allranks.on_torch.flops import Meter, peak_of
+from allranks.on_torch.layers import Scope, restore_layers
 from allranks.on_torch.limits import check_limits
-from allranks.on_torch.machine import device_of, make_reproducible
+from allranks.on_torch.machine import device_of
 from allranks.on_torch.replicas import verify
 from allranks.on_torch.saving import Saving
-from allranks.on_torch.sources import seed_generators
 from allranks.on_torch.state import random_streams, set_random_streams
 from allranks.on_torch.step import StepResult
-from allranks.on_torch.strategies.base import Setting, Strategy
 from allranks.on_torch.tally import Asked
-from allranks.on_torch.task import Task, check_task
-from allranks.on_torch.task_data import FLOATING, TaskData
+from allranks.on_torch.task import Task, check_task, task_of_parts
+from allranks.on_torch.task_data import TaskData
 from allranks.pulse import Pulse
 from allranks.testing.faults import Faults
 from allranks.world import World
@@ -52,7 +53,8 @@ class Trainer:
 
     Every rank makes one and calls the same methods in the same order. Making it joins the ranks,
     builds the model and broadcasts it once. Raises `RequestError` for what cannot be trained.
-    `report(event, **values)` hears of checkpoints, from another thread too.
+    `report(event, **values)` hears of checkpoints, from another thread too; `fit` calls `callbacks`
+    before those of the task.
     """
 
     def __init__(
@@ -62,23 +64,25 @@ class Trainer:
         *,
         world: World | None = None,
         report: Callable[..., None] = lambda event, **values: None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.world = World.from_environment() if world is None else world
         self.task, self.job = task, _for_world(job or Job(), self.world)
         check_task(task, type(task).__name__)
         self.device = device_of(self.job, self.world)
-        self.progress = Progress()
+        self.progress, self.course = Progress(), Course(self.job)
+        self.callbacks = [*callbacks, *task.callbacks()]
         self.user_buffers: list[str] = []
-        self.before_save: Callable[[], None] = lambda: None
         self.pulse = Pulse(self.world.pulse, self.world.local_rank, self.world.local_size)
         self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
+        self.meter = Meter(self.job, peak_of(self.job, self.device))
         self.comm = join(self.world, self.device, self.pulse)
-        self._undo = make_reproducible(self.job)
-        self._stop_at: int | None = None
+        self._undo = [set_kernels(self.job)]
         try:
             self._scope = Scope(self.job.seed, self.device)
-            self.strategy = self._strategy()
-            self.swapped = self._place_model()
+            self.strategy = build_strategy(task, self.job, self.comm, self._scope)
+            self.built = self._place_model()
+            self._ending = Ending(self.comm, self.strategy.replicas_agree)
             check_limits(self.task, self.job, self.strategy)
             self.guard = guard_of(self.strategy, self.job, self.world.rank)
             self.faults.tensors = lambda: self.strategy.step.parameters
@@ -88,7 +92,7 @@ class Trainer:
             self._saving = self._made_saving(report) if self.job.run_dir else None
         except BaseException:
             self.comm.leave()
-            self._undo()
+            self._put_back()
             raise
 
     @classmethod
@@ -107,20 +111,7 @@ class Trainer:
         `loss(output, batch)` gives one value per sample; `make_optimizer(model)` the optimizer.
         """
 
-        class Parts(Task):
-            def model(self) -> nn.Module:
-                return model
-
-            def optimizer(self, model: nn.Module) -> Optimizer:
-                return make_optimizer(model)
-
-            def train_data(self) -> Any:
-                return train_data
-
-            def loss(self, output: Any, batch: Any) -> Tensor:
-                return loss(output, batch)
-
-        return cls(Parts(**fields), job)
+        return cls(task_of_parts(model, make_optimizer, loss, train_data, fields), job)
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -135,7 +126,7 @@ class Trainer:
         if limit is not None and epochs is None:
             last_epoch = 2**31  # steps were asked for: epochs do not end them
         upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
-        while True:
+        while not self.course.is_over:
             self.pulse.enter("data")
             batch = next(upcoming, None)
             if batch is None:
@@ -150,11 +141,11 @@ class Trainer:
         self.faults.reach("step", batch.index)
         self.strategy.step.asked = Asked(self.pulse.wants_stop, self.pulse.wants_save())
         self.strategy.step.set_rate(done.updates)
-        result = self.strategy.train_step(batch)
+        with self.meter.watching(batch.own_samples):
+            result = self.strategy.train_step(batch)
         if len(self.strategy.step.user_buffers.written) != len(self.user_buffers):
             self._check_buffers()
-        nothing_done = not (result.updated or result.bad)
-        if batch.sizes is None and nothing_done:  # a stream has ended, on all ranks alike
+        if batch.sizes is None and not result.taken:  # a stream has ended, on all ranks alike
             self.task_data.batches.dry = True
             self.progress = dataclasses.replace(done, epoch=done.epoch + 1, step_in_epoch=0)
             return result
@@ -180,9 +171,27 @@ class Trainer:
         """The metrics over `data` (the task's own if `None`), exact; every rank calls this."""
         before = self.pulse.enter("evaluate")
         self.faults.reach("evaluate")
-        metrics = self.task_data.evaluate(data)
+        average = self.strategy.step.average
+        with nullcontext() if average is None else average.in_place():
+            metrics = self.task_data.evaluate(data)
         self.pulse.enter(before)
         return metrics
+
+    def evaluate_if_due(self) -> dict[str, float] | None:
+        """After a step: evaluate where the job asks for it; `None` where it does not."""
+        if not self.course.is_due(self.progress, self.task_data.batches.steps_per_epoch):
+            return None
+        metrics = self.evaluate()
+        self.course.take(metrics, self.progress)
+        return metrics
+
+    @property
+    def total_steps(self) -> int | None:
+        """The optimizer steps of the whole job; `None` for a stream that is read to its end."""
+        per_epoch = self.task_data.batches.steps_per_epoch
+        if self.job.steps is not None:
+            return self.job.steps
+        return None if per_epoch is None else per_epoch * self.task.epochs
 
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update."""
@@ -208,11 +217,20 @@ class Trainer:
 
     def _rest(self) -> dict[str, Any]:
         """What of the state is not the strategy's."""
-        return {"progress": dataclasses.asdict(self.progress), "guard": self.guard.state()}
+        scale = self.strategy.step.loss_scale
+        return {
+            "progress": dataclasses.asdict(self.progress),
+            "guard": self.guard.state(),
+            "course": self.course.state(),
+            "loss_scale": None if scale is None else scale.state(),
+        }
 
     def _load_rest(self, state: dict[str, Any]) -> None:
         self.progress = Progress(**state["progress"])
         self.guard.load_state(state["guard"])
+        self.course.load_state(state["course"])
+        if self.strategy.step.loss_scale is not None:
+            self.strategy.step.loss_scale.load_state(state["loss_scale"])
 
     # --- checkpoints ----------------------------------------------------------------------
 
@@ -224,9 +242,12 @@ class Trainer:
         training. Where the job keeps the best checkpoint it evaluates first, unless `in_a_hurry`.
         """
         saving = self._saves()
-        metrics = self.evaluate() if self.job.best and not in_a_hurry else {}
+        metrics = self.course.metrics_of(self.progress)
+        if metrics is None:
+            metrics = self.evaluate() if self.job.best and not in_a_hurry else {}
         before = self.pulse.enter("save")
-        self.before_save()
+        for callback in self.callbacks:
+            callback.on_save(self)
         if self.job.verify_every is not None:
             verify(self.strategy)  # what differs between ranks is never saved
         saving.save(self.progress.batch_index, self._rest(), metrics)
@@ -257,16 +278,13 @@ class Trainer:
         stop together after the last of the steps that they have reached.
         """
         step = self.progress.batch_index
-        stop = result.asked.stop
-        if not self.strategy.replicas_agree and (stop or self._stop_at is not None):
-            if self._stop_at is None:
-                self._meet(asked_to_stop=True)
-            stop = self._stop_at is not None and step >= self._stop_at
+        stop = self._ending.is_at(step, result.asked.stop)
         every = self.job.checkpoint_every
         asked = result.asked.save and self.strategy.replicas_agree
         if asked:
             self.pulse.wants_save()  # heard from another rank first: not again with the next step
-        if stop or asked or (every is not None and step % every == 0):
+        due = every is not None and step % every == 0
+        if stop or asked or due or self.course.wants_save(self.progress):
             self.save(wait=stop, in_a_hurry=stop)
         elif every is not None and not self._saves().is_prepared:
             self._saves().prepare(self._rest())
@@ -278,22 +296,10 @@ class Trainer:
         It is one if ranks that train apart were asked to stop before they came to theirs: all ranks
         save then, and all end as stopped.
         """
-        stop = self._stop_at is not None
-        if not self.strategy.replicas_agree and not stop:
-            stop = self._meet(asked_to_stop=False)
+        stop = self._ending.at_own_end(self.progress.batch_index)
         if stop or self.job.checkpoint_every is not None:
             self.save(in_a_hurry=stop)
         return stop
-
-    def _meet(self, asked_to_stop: bool) -> bool:
-        """Ranks that train apart agree on the last step; returns whether any was asked to stop.
-
-        Each calls this once: when it is asked to stop, or at its end.
-        """
-        own = json.dumps([self.progress.batch_index, asked_to_stop])
-        said = [json.loads(text) for text in self.comm.gather_texts(own)]
-        self._stop_at = max(step for step, _ in said)
-        return any(asked for _, asked in said)
 
     def _saves(self) -> Saving:
         if self._saving is None:
@@ -315,10 +321,14 @@ class Trainer:
         if self._saving is not None:
             self._saving.checkpointer.close()
         self.strategy.close()
-        restore_layers(self.strategy.model)
         self.task_data.close()
         self.comm.leave()
-        self._undo()
+        self._put_back()
+        restore_layers(self.strategy.model)
+
+    def _put_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def __enter__(self) -> Self:
         return self
@@ -344,42 +354,16 @@ class Trainer:
                 do="compute it from parameters, or drop --bitwise",
             )
 
-    def _strategy(self) -> Strategy:
-        choice = parse_choice(self.job.strategy)
-        options = CARDS[choice.name].read_options(choice.options)
-        setting = Setting(self.task, self.comm, self._scope, options, self.job.bitwise)
-        strategy: Strategy = load(STRATEGIES[choice.name])(setting)
-        return strategy
-
-    def _place_model(self) -> dict[str, list[str]]:
-        """Build the model from the job's seed and hand it to the strategy."""
-        seed_generators(self.job.seed)
-        torch.manual_seed(self.job.seed)
-        model = self.task.model()
-        if not isinstance(model, nn.Module):
-            raise RequestError(
-                asked="model() of the task",
-                found=f"a {type(model).__name__}",
-                why="the engine trains torch modules",
-                do="return an nn.Module",
-            )
-        model = model.to(self.device, FLOATING[self.job.precision])
-        swapped = swap_layers(model, self._scope)
-        self.strategy.setup(model, self.task.optimizer)
-        return swapped
-
-
-def fit(
-    trainer: Trainer, on_step: Callable[[Batch, StepResult], None] = lambda batch, result: None
-) -> bool:
-    """Train to the end: the loop of `allranks train`. Returns False if it was asked to stop before."""
-    for batch in trainer.batches():
-        result = trainer.step(batch)
-        if result.updated or result.bad:
-            on_step(batch, result)
-        if trainer.save_if_due(result):
-            return False
-    return not trainer.come_to_the_end()
+    def _place_model(self) -> Built:
+        """Build the model and hand it to the strategy."""
+        arithmetic = self.strategy.setting.arithmetic
+        built = build_model(self.task, self.job, self._scope, arithmetic)
+        self._undo.append(built.undo)
+        self.strategy.setup(built.model, self.task.optimizer)
+        if self.job.compile:
+            self.strategy.step.call, undo = compiled(built.model, self.job.compile)
+            self._undo.append(undo)
+        return built
 
 
 def _for_world(job: Job, world: World) -> Job:

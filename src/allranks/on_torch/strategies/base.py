@@ -17,9 +17,13 @@ from torch.optim import Optimizer
 
 from allranks.card import Card, Workload
 from allranks.cards import CARDS
+from allranks.loss_scale import LossScale
+from allranks.on_torch.arithmetic import Arithmetic
+from allranks.on_torch.averaging import MovingAverage
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch
 from allranks.on_torch.layers import Scope
+from allranks.on_torch.placement import held
 from allranks.on_torch.state import (
     hyper_parameters,
     load_model_state,
@@ -29,6 +33,7 @@ from allranks.on_torch.state import (
 )
 from allranks.on_torch.step import SharedStep, StepResult
 from allranks.on_torch.task import Task
+from allranks.placement import Placed
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,9 @@ class Setting:
     comm: Comm
     scope: Scope
     options: dict[str, Any]
+    arithmetic: Arithmetic
     bitwise: bool = False
+    loss_scale: LossScale | None = None
 
 
 class Strategy(ABC):
@@ -48,6 +55,8 @@ class Strategy(ABC):
     name: ClassVar[str]
     replicas_agree: ClassVar[bool] = True
     """Whether all ranks hold the same weights after a step."""
+    can_be_compiled: ClassVar[bool] = True
+    """Whether forward passes may go through what a compiler made of the model."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -81,7 +90,13 @@ class Strategy(ABC):
             for tensor in (*model.parameters(), *model.buffers()):
                 self.comm.broadcast(tensor)
         optimizer = make_optimizer(model)
-        self.step = SharedStep(self.task, model, optimizer, self.setting.scope, self.comm)
+        setting = self.setting
+        self.step = SharedStep(
+            self.task, model, optimizer, setting.scope, self.comm, setting.arithmetic
+        )
+        self.step.loss_scale = setting.loss_scale
+        if (decay := self.task.ema) is not None:
+            self.step.average = MovingAverage(self.step.names, self.step.parameters, decay)
         self.made = hyper_parameters(optimizer)
         self.prepare()
 
@@ -92,9 +107,9 @@ class Strategy(ABC):
     def train_step(self, batch: Batch) -> StepResult:
         """The whole algorithm of one step; every rank calls this with its part of the batch."""
 
-    def eval_step(self, data: Any, forward: Callable[[nn.Module, Any], Any]) -> Any:
+    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """The output of the model for evaluation data of this rank alone. No communication."""
-        return forward(self.model, data)
+        return forward(self.step.call, data)
 
     def messages(self) -> tuple[int, ...]:
         """The sizes in bytes of what is summed over the ranks in a step, the tally included."""
@@ -107,17 +122,26 @@ class Strategy(ABC):
         work = Workload(self.messages(), self.comm.size, self.task.shards)
         return self.card.bytes_sent(work, self.setting.options)
 
+    def placement(self, *, updated: bool) -> list[Placed]:
+        """What this rank holds and where; what the optimizer keeps is unknown before it `updated`."""
+        step = self.step
+        return list(held(self.model, step.names, step.optimizer, step.average, updated=updated))
+
     def state(self) -> dict[str, Any]:
         """All that a step depends on but the data: weights, buffers, optimizer."""
-        return {
+        state = {
             "model": model_state(self.model),
             "optimizer": optimizer_state(self.model, self.step.optimizer, self.made),
         }
+        average = self.step.average
+        return state if average is None else {**state, "average": average.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up a state that `state` returned; every rank calls this."""
         load_model_state(self.model, state["model"])
         load_optimizer_state(self.model, self.step.optimizer, state["optimizer"], self.made)
+        if self.step.average is not None:
+            self.step.average.load_state(state.get("average"))
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer whole, by name in sorted order, one at a time."""

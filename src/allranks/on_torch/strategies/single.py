@@ -6,6 +6,8 @@ fixed tree, exactly as the ranks of `ddp:reduce=tree` add them together.
 
 from __future__ import annotations
 
+import torch
+
 from allranks.on_torch.data import Batch, Leaf
 from allranks.on_torch.reducers.tree import TreeSum
 from allranks.on_torch.step import StepResult
@@ -35,7 +37,7 @@ class Single(Strategy):
         def start(leaf: Leaf) -> Tally:
             tally.tensor.zero_()
             for parameter in self.step.parameters:
-                parameter.grad = parameter.new_zeros(parameter.shape, requires_grad=False)
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
             return tally
 
         def add(leaf: Leaf) -> None:

@@ -1,0 +1,192 @@
+"""What the values of a job can be, each by itself and together, as far as its program is not needed.
+
+Every refusal names what was asked, what was found, why it cannot be, and what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from allranks.cards import devices_of_a_rank, resolved_strategy
+from allranks.errors import RequestError, nearest
+from allranks.job import BAD_STEPS, DEVICES, LOGS, PLACES, PRECISIONS, Job
+from allranks.loss_scale import loss_scale_of
+from allranks.testing import faults
+
+LEAST = {  # of each number: the bound, and whether it is allowed itself
+    **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
+    **dict.fromkeys(("checkpoint_every", "keep", "verify_every", "patience"), (1, True)),
+    **dict.fromkeys(("seed", "loader_workers", "max_restarts", "hang_timeout"), (0, True)),
+    "prefetch": (1, True),
+    "time_limit": (0, False),
+    "spike": (1, False),
+}
+METRIC = re.compile(r"(max|min):\S+")
+
+
+def checked(job: Job) -> Job:
+    """The job, if its values can be; the strategy with its options resolved."""
+    if not job.program:
+        raise RequestError(
+            asked="allranks train",
+            found="no PROGRAM, and no job file that names one",
+            why="there is nothing to train",
+            do="name a task: allranks train digits",
+        )
+    for name, (least, inclusive) in LEAST.items():
+        value = getattr(job, name)
+        if value is not None and not (value >= least if inclusive else value > least):
+            raise _out_of_range(name, value, f"at least {least}" if inclusive else f"over {least}")
+    if job.seed >= 2**63:
+        raise _out_of_range("seed", job.seed, "below 2**63")
+    faults.parse(job.inject)
+    _check_names(job)
+    if job.nodes > 1:
+        raise RequestError(
+            asked=f"--nodes {job.nodes}",
+            found="--place local, which is one node",
+            why="this version starts the ranks of one machine only",
+            do="--nodes 1",
+        )
+    _check_arithmetic(job)
+    _check_course(job)
+    choice = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
+    _check_devices(job, devices_of_a_rank(job.strategy))
+    return dataclasses.replace(job, strategy=str(choice))
+
+
+def _check_names(job: Job) -> None:
+    """Every value that is one of a few names."""
+    asked = [(name, getattr(job, name)) for name in ("precision", "device", "place", "on_bad_step")]
+    known = {
+        "precision": PRECISIONS,
+        "device": DEVICES,
+        "place": PLACES,
+        "on_bad_step": BAD_STEPS,
+        "log": LOGS,
+    }
+    asked += [("log", name) for name in logs_of(job)]
+    for name, value in asked:
+        if value not in known[name]:
+            raise RequestError(
+                asked=f"--{name.replace('_', '-')} {value}",
+                found=f"no {name} of that name in this version",
+                why=f"{name} is one of {', '.join(known[name])}",
+                do=nearest(value, known[name]),
+            )
+
+
+def _check_devices(job: Job, each: int) -> None:
+    """Which devices, where every rank works on `each` of them."""
+    numbers = devices_of(job)
+    if not numbers:
+        return
+    if job.device == "cpu":
+        raise RequestError(
+            asked=f"--devices {job.devices}",
+            found="--device cpu",
+            why="the processor has no numbered devices to choose from",
+            do=f"--device cuda --devices {job.devices}, or leave --devices out",
+        )
+    needed = job.ranks * each
+    if len(numbers) < needed:
+        who = f"--ranks {job.ranks}" if each == 1 else f"--strategy {job.strategy}"
+        fits = f"--ranks {len(numbers)}" if each == 1 else f"replicas={len(numbers)}"
+        raise RequestError(
+            asked=f"--devices {job.devices} {who}",
+            found=f"{len(numbers)} devices",
+            why=f"every {'rank' if each == 1 else 'replica'} needs a device of its own",
+            do=f"{fits}, or name {needed} devices",
+        )
+
+
+def _check_arithmetic(job: Job) -> None:
+    """How numbers are computed: precision, kernels, threads."""
+    if job.bitwise and job.threads not in (None, 1):
+        raise RequestError(
+            asked=f"--bitwise --threads {job.threads}",
+            found=f"{job.threads} threads in each rank",
+            why="the order of sums inside a kernel follows its threads",
+            do="leave --threads out: --bitwise runs one thread per rank",
+        )
+    if job.bitwise and job.compile:
+        raise RequestError(
+            asked=f"--bitwise --compile {job.compile}",
+            found="a compiled model",
+            why="what a compiler makes of a shape follows from the shapes that it saw before, "
+            "which differ from rank to rank",
+            do="drop --compile, or drop --bitwise",
+        )
+    if job.precision == "tf32" and job.device == "cpu":
+        raise RequestError(
+            asked="--precision tf32 --device cpu",
+            found="a processor",
+            why="TF32 is a mode of the tensor cores of NVIDIA's GPUs",
+            do="--precision fp32 or bf16, or --device cuda",
+        )
+    scale = loss_scale_of(job.loss_scale)
+    if job.precision != "fp16" and job.loss_scale != Job.loss_scale:
+        raise RequestError(
+            asked=f"--loss-scale {job.loss_scale} --precision {job.precision}",
+            found=f"a scale of {scale.value:g}",
+            why=f"the exponents of {job.precision} reach as far as those of fp32: nothing underflows",
+            do="--precision fp16, or leave --loss-scale out",
+        )
+
+
+def _check_course(job: Job) -> None:
+    """When a job evaluates, and when it ends."""
+    for name in ("best", "early_stop"):
+        value = getattr(job, name)
+        if value and not METRIC.fullmatch(value):
+            flag = "--" + name.replace("_", "-")
+            raise RequestError(
+                asked=f"{flag} {value}",
+                found="neither max:METRIC nor min:METRIC",
+                why="the best is the one with the largest or the smallest value of a metric",
+                do=f"for example {flag} max:accuracy",
+            )
+    every = job.eval_every
+    if every and every != "epoch" and not (every.isdecimal() and int(every) >= 1):
+        raise RequestError(
+            asked=f"--eval-every {every}",
+            found=repr(every),
+            why="an evaluation follows every so many steps, or every epoch",
+            do="--eval-every 100, or --eval-every epoch",
+        )
+    if job.early_stop and not every:
+        raise RequestError(
+            asked=f"--early-stop {job.early_stop}",
+            found="no --eval-every",
+            why="without evaluations on the way there is nothing to judge by",
+            do=f"--early-stop {job.early_stop} --eval-every epoch",
+        )
+
+
+def devices_of(job: Job) -> tuple[int, ...]:
+    """The numbers of `--devices`; none if it was not given. Raises `RequestError`."""
+    parts = [part.strip() for part in job.devices.split(",")] if job.devices else []
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+        raise RequestError(
+            asked=f"--devices {job.devices}",
+            found="not a list of different numbers",
+            why="devices are told apart by their numbers, from 0",
+            do="for example --devices 0,1,4,5",
+        )
+    return tuple(int(part) for part in parts)
+
+
+def logs_of(job: Job) -> tuple[str, ...]:
+    """The names of `--log`."""
+    return tuple(part.strip() for part in job.log.split(",")) if job.log else ()
+
+
+def _out_of_range(name: str, value: float, wanted: str) -> RequestError:
+    flag = "--" + name.replace("_", "-")
+    return RequestError(
+        asked=f"{flag} {value}",
+        found=str(value),
+        why=f"{flag} must be {wanted}",
+        do=f"give {flag} a number that is {wanted}, or leave it out",
+    )

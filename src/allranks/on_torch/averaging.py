@@ -1,0 +1,55 @@
+"""The exponential moving average of the weights: what is evaluated, and kept beside them.
+
+    average <- decay * average + (1 - decay) * weight        after every update
+
+Only weights that are trained are averaged; buffers are the model's own. Polyak and Juditsky 1992;
+Tarvainen and Valpola 2017, arXiv 1703.01780.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class MovingAverage:
+    """The average of `parameters`, which starts as they are."""
+
+    def __init__(self, names: list[str], parameters: list[nn.Parameter], decay: float) -> None:
+        self.decay = decay
+        self._parameters = parameters
+        self._tensors = [parameter.detach().clone() for parameter in parameters]
+        self.names = names
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights as they are after an update. No communication."""
+        torch._foreach_lerp_(self._tensors, list(self._parameters), 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the model holds the average."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for parameter, tensor in zip(self._parameters, self._tensors, strict=True):
+            parameter.data, tensor.data = tensor.data, parameter.data
+
+    def state(self) -> dict[str, Tensor]:
+        """The averages by the names of their weights; the tensors themselves."""
+        return dict(zip(self.names, self._tensors, strict=True))
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor] | None) -> None:
+        """Take up what `state` returned; without one, begin with the weights as they are."""
+        for name, tensor, parameter in zip(
+            self.names, self._tensors, self._parameters, strict=True
+        ):
+            tensor.copy_(parameter if state is None else state[name])

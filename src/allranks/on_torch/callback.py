@@ -1,0 +1,32 @@
+"""What may be done between the steps of a training: a small protocol, every method of it optional.
+
+`Task.callbacks()` returns some, and `Trainer(…, callbacks=…)` takes more. Every rank calls every
+method, in the order of the list, so a callback may communicate if it does so on all ranks alike.
+What it raises ends the job.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allranks.on_torch.data import Batch
+from allranks.on_torch.step import StepResult
+
+
+class Callback:
+    """Does nothing. Derive from it, and write what you need; `trainer` is the `Trainer`."""
+
+    def on_start(self, trainer: Any) -> None:
+        """The first step follows; a checkpoint is loaded if there was one."""
+
+    def on_step(self, trainer: Any, batch: Batch, result: StepResult) -> None:
+        """A step was made, or skipped (`result.updated` is false)."""
+
+    def on_evaluation(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """An evaluation on the way (`--eval-every`) is done."""
+
+    def on_save(self, trainer: Any) -> None:
+        """A checkpoint of the weights as they are now follows."""
+
+    def on_end(self, trainer: Any) -> None:
+        """No step follows: the training came to its end, or was asked to stop."""

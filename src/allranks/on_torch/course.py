@@ -1,0 +1,71 @@
+"""The course of a training: when it evaluates, what was best so far, and when enough is learnt.
+
+Every rank keeps one and sees the same metrics, so all decide alike without a message. Ranks that
+train apart each judge their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allranks.best import Best
+from allranks.job import Job
+from allranks.on_torch.data import Progress
+
+
+class Course:
+    """What happens to `job` between its steps. `found` are the metrics of the newest evaluation."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.found: dict[str, float] = {}
+        self.found_at = -1
+        self.is_best = False
+        self._best = Best(job.best) if job.best else None
+        self._stop = Best(job.early_stop) if job.early_stop else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the metric of `early_stop` has not been bettered for `patience` evaluations."""
+        return self._stop is not None and self._stop.in_vain >= self.job.patience
+
+    def is_due(self, done: Progress, steps_per_epoch: int | None) -> bool:
+        """Whether an evaluation follows the step that was made last; a stream knows no length."""
+        every = self.job.eval_every
+        if not every or done.batch_index == 0:
+            return False
+        if every == "epoch":
+            return done.step_in_epoch == (steps_per_epoch or 0)
+        return done.batch_index % int(every) == 0 and done.batch_index != self.found_at
+
+    def take(self, metrics: dict[str, float], done: Progress) -> None:
+        """Take in an evaluation on the way."""
+        self.found, self.found_at = metrics, done.batch_index
+        self.is_best = self._best is not None and self._best.take(metrics)
+        if self._stop is not None:
+            self._stop.take(metrics)
+
+    def metrics_of(self, done: Progress) -> dict[str, float] | None:
+        """The metrics of the weights as they are now, if they are known."""
+        return self.found if self.found_at == done.batch_index else None
+
+    def wants_save(self, done: Progress) -> bool:
+        """Whether the weights as they are now are the best so far, and to be kept."""
+        return self.is_best and self.found_at == done.batch_index
+
+    def state(self) -> dict[str, Any]:
+        """What later decisions depend on, as plain values."""
+        return {
+            "found": self.found,
+            "found_at": self.found_at,
+            "best": None if self._best is None else self._best.state(),
+            "stop": None if self._stop is None else self._stop.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned."""
+        self.found, self.found_at = dict(state["found"]), int(state["found_at"])
+        self.is_best = False
+        for own, was in ((self._best, state["best"]), (self._stop, state["stop"])):
+            if own is not None and was is not None:
+                own.load_state(was)

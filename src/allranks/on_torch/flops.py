@@ -1,0 +1,75 @@
+"""Model FLOPs utilisation: how much of what the devices can do goes into the model's own arithmetic.
+
+    MFU = operations per sample * samples per second / (devices * peak of one device)
+
+The operations are those of the products (matrices, convolutions, attention) of one real step,
+forward and backward, counted by torch; a product of m x k by k x n counts 2mkn. They are counted
+once, in the first step, and only where the peak of the device is known. What is computed twice
+(activation checkpointing) would be counted twice, and a compiled model cannot be looked into:
+there it stays unknown. Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from allranks.job import Job
+
+TERA = 1e12
+PEAKS: tuple[
+    tuple[str, dict[str, float]], ...
+] = (  # in the name of the device; 10^12 operations per second, dense, by the vendor's data sheets
+    ("H200", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.7, "fp32": 66.9}),
+    ("H100 80GB HBM3", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.7, "fp32": 66.9}),
+    ("H100 PCIe", {"bf16": 756.5, "fp16": 756.5, "tf32": 378.0, "fp32": 51.2}),
+    ("A100", {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}),
+    ("V100-SXM2", {"fp16": 125.0, "fp32": 15.7}),
+    ("A10G", {}),  # its name begins like that of the A10, which it is not
+    ("A10", {"bf16": 125.0, "fp16": 125.0, "tf32": 62.5, "fp32": 31.2}),
+)
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Operations per second of a device at its best; `None` where nobody here knows."""
+    for known, peaks in PEAKS:
+        if known in name:
+            found = peaks.get(precision)
+            return None if found is None else found * TERA
+    return None
+
+
+def peak_of(job: Job, device: torch.device) -> float | None:
+    """The peak of the device of this rank for the precision of the job."""
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), job.precision)
+
+
+class Meter:
+    """Counts the first step of one rank, and says what came of its device."""
+
+    def __init__(self, job: Job, peak: float | None) -> None:
+        self.peak = peak
+        self.flops_per_sample: float | None = None
+        self._waits = peak is not None and not (job.compile or job.activation_checkpointing)
+
+    @contextmanager
+    def watching(self, samples: int) -> Iterator[None]:
+        """A step of this rank with so many samples; the first one that has any is counted."""
+        if not (self._waits and samples):
+            yield
+            return
+        self._waits = False
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self.flops_per_sample = counter.get_total_flops() / samples
+
+    def utilisation(self, samples_per_s: float | None, devices: int) -> float | None:
+        """The MFU at this rate of the whole job; `None` where something of it is unknown."""
+        if self.flops_per_sample is None or self.peak is None or samples_per_s is None:
+            return None
+        return self.flops_per_sample * samples_per_s / (devices * self.peak)

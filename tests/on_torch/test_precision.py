@@ -1,0 +1,100 @@
+"""Half precision: it learns, it is equal where equality is promised, and an overflow leaves no trace."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_tasks
+from allranks.job import Job
+from allranks.on_torch import Trainer
+from allranks.record import read_rows
+from conftest import Train
+
+OnRanks = Callable[..., Any]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_digits_are_learnt(precision: str, train: Train) -> None:
+    result = train("digits", "epochs=14", ranks=2, precision=precision)
+    assert result.summary["eval"]["accuracy"] >= 0.96
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_equal_bits_on_any_ranks(precision: str, train: Train) -> None:
+    """BatchNorm, dropout, clipping, an uneven last batch; under fp16 the scale grows on the way."""
+    more = {"loss_scale": "dynamic:initial=64,every=2"} if precision == "fp16" else {}
+    digests = set()
+    for ranks in (1, 3):
+        flags = {"ranks": ranks, "precision": precision, "bitwise": True, "steps": 6}
+        result = train("contract_tasks:Images", **flags, **more)
+        digests.add(result.summary["weights_sha256"])
+        rows = read_rows(result.run_dir / "metrics.jsonl")
+        scales = [row.get("loss_scale") for row in rows]
+        assert scales == [2.0 ** (6 + n // 2) if more else None for n in range(6)]
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "job"),
+    [
+        (1, {"strategy": "single"}),
+        (2, {"strategy": "ddp"}),
+        (3, {"bitwise": True}),
+        (2, {"strategy": "ddp-plain"}),
+    ],
+    ids=str,
+)
+def test_an_overflow_leaves_every_rank_untouched(
+    ranks: int, job: dict[str, Any], on_ranks: OnRanks
+) -> None:
+    on_ranks(ranks, "trainer_tasks:overflow", {"job": job})
+
+
+def test_too_large_a_scale_is_brought_down(train: Train) -> None:
+    """Steps are skipped until the scale fits; they count as steps of the job, not as updates."""
+    flags = {"precision": "fp16", "loss_scale": "dynamic:initial=1e12", "steps": 40, "ranks": 2}
+    result = train("trainer_tasks:Steep", **flags)
+    rows = read_rows(result.run_dir / "metrics.jsonl")
+    scales = [row["loss_scale"] for row in rows]
+    skipped = sum(1 for before, after in itertools.pairwise(scales) if after < before)
+    assert skipped > 3 and scales[-1] == scales[-2] and scales[:2] == [1e12, 5e11]
+    assert result.summary["steps"] == 40 - skipped
+    assert not any("bad" in row for row in rows)
+
+
+def test_weights_stay_whole_and_activations_are_half() -> None:
+    seen = []
+    with Trainer(trainer_tasks.Blocks(), Job(precision="bf16", threads=1)) as trainer:
+        hook = trainer.strategy.model.last.register_forward_hook(
+            lambda module, inputs, output: seen.append(output.dtype)
+        )
+        result = trainer.step(next(trainer.batches()))
+        hook.remove()
+        assert {t.dtype for _, t in trainer.weights() if t.is_floating_point()} == {torch.float32}
+        assert all(p.grad.dtype == torch.float32 for p in trainer.strategy.step.parameters)
+    assert set(seen) == {torch.bfloat16} and result.loss_scale is None
+
+
+def test_images_in_channels_last_order() -> None:
+    """The layout that convolutions see; the result is the same up to the order of sums."""
+    losses = []
+    for channels_last in (False, True):
+        seen = []
+        with Trainer(trainer_tasks.Steep(), Job(channels_last=channels_last)) as trainer:
+            model = trainer.strategy.model
+            assert isinstance(model, nn.Sequential)
+            hook = model[0].register_forward_pre_hook(
+                lambda module, inputs, seen=seen: seen.append(
+                    inputs[0].is_contiguous(memory_format=torch.channels_last)
+                )
+            )
+            losses.append([trainer.step(batch).loss for batch in trainer.batches(steps=4)])
+            hook.remove()
+        assert set(seen) == {channels_last}
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
