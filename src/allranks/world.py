@@ -1,7 +1,8 @@
 """Who am I: the rank of this process and its place among the others. The only reader of them.
 
 The standard variables of the field (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, …) and the few of ours are
-written in `variables` and read in `World.from_environment`, nowhere else.
+written in `variables` and read in `World.from_environment`, nowhere else; which devices a process
+may use (`CUDA_VISIBLE_DEVICES`) is read and written in `Visible` alone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import ClassVar
 
 from allranks.errors import RequestError
 
@@ -85,3 +88,46 @@ class World:
                 do="set both, or unset both to run alone",
             )
         return world
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The devices that this process may use, as CUDA names them; `None` where all are visible.
+
+    `numbers` are indices of the machine, or names like `GPU-8932f937…`. A process counts its
+    devices from 0 among them.
+    """
+
+    numbers: tuple[str, ...] | None = None
+
+    VARIABLE: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Visible:
+        """What the environment says; as in CUDA, -1 hides itself and all that follow."""
+        given = (os.environ if environment is None else environment).get(cls.VARIABLE)
+        if given is None:
+            return cls()
+        numbers = [part.strip() for part in given.split(",")] if given.strip() else []
+        return cls(tuple(takewhile(lambda number: number != "-1", numbers)))
+
+    def chosen(self, wanted: tuple[int, ...]) -> Visible:
+        """Those of these devices that are `wanted`, counted among them; raises `RequestError`."""
+        if self.numbers is None:
+            return Visible(tuple(map(str, wanted)))
+        beyond = [number for number in wanted if number >= len(self.numbers)]
+        if beyond:
+            listed, count = ",".join(self.numbers), len(self.numbers)
+            raise RequestError(
+                asked=f"--devices {','.join(map(str, wanted))}",
+                found=f"{self.VARIABLE}={listed} in the environment: {count} devices",
+                why=f"--devices counts within them, from 0, and {beyond[0]} is beyond",
+                do=f"--devices {','.join(map(str, range(count)))}, or unset {self.VARIABLE}"
+                if count
+                else f"unset {self.VARIABLE}",
+            )
+        return Visible(tuple(self.numbers[number] for number in wanted))
+
+    def variables(self) -> dict[str, str]:
+        """The environment in which a process sees these devices, and no other."""
+        return {} if self.numbers is None else {self.VARIABLE: ",".join(self.numbers)}

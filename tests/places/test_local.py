@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from allranks.config import resolve
 from allranks.errors import RequestError
 from allranks.job import Job
+from allranks.launch.server import ForkServer
+from allranks.launch.supervisor import Process, supervise
 from allranks.places.base import Plan, Shape
 from allranks.places.local import plan
+from allranks.world import Visible
+
+ALL = Visible()
 
 GOLDEN = """\
 program = digits
@@ -26,6 +33,16 @@ seed = 7
 steps = 3
 threads = 1
 loader_workers = 0
+prefetch = 2
+devices = 
+loss_scale = dynamic
+channels_last = False
+compile = 
+activation_checkpointing = False
+eval_every = 
+early_stop = 
+patience = 3
+log = 
 checkpoint_every = None
 keep = 3
 best = 
@@ -53,9 +70,10 @@ ALLRANKS_STORE=/somewhere/run/.store ALLRANKS_ATTEMPT=0 ALLRANKS_RESTARTS=0 ALLR
 """
 
 
-def plan_for(shards: int = 8, **values: Any) -> Plan:
-    job = Job(program="digits", strategy="ddp", run_dir="/somewhere/run", threads=1, **values)
-    return plan(job, Shape({"batch_size": 256, "lr": 0.1}, 256, shards))
+def plan_for(shards: int = 8, visible: Visible = ALL, **values: Any) -> Plan:
+    values = {"strategy": "ddp", **values}
+    job = Job(program="digits", run_dir="/somewhere/run", threads=1, **values)
+    return plan(job, Shape({"batch_size": 256, "lr": 0.1}, 256, shards), visible)
 
 
 def test_the_whole_plan_of_a_small_job() -> None:
@@ -97,3 +115,88 @@ def test_kernels_that_vary_are_ruled_out_on_a_gpu_under_bitwise_only() -> None:
     assert plan_for(bitwise=True, device="cuda").ranks[0].environment[name] == ":4096:8"
     assert name not in plan_for(bitwise=True).ranks[0].environment
     assert name not in plan_for(device="cuda").ranks[0].environment
+
+
+# --- which devices -------------------------------------------------------------------------------
+
+MASK = "CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "seen"),
+    [
+        (None, "", None),
+        (None, "0,1,4,5", "0,1,4,5"),
+        ("7,5,3,1", "", None),  # as it is inherited
+        ("7,5,3,1", "3,0", "1,7"),
+        ("GPU-8932f937, GPU-11aa", "1,0", "GPU-11aa,GPU-8932f937"),
+    ],
+)
+def test_every_rank_sees_the_devices_of_the_job_and_no_other(
+    visible: str | None, devices: str, seen: str | None
+) -> None:
+    environment = {} if visible is None else {MASK: visible}
+    found = plan_for(
+        ranks=2, device="cuda", devices=devices, visible=Visible.from_environment(environment)
+    )
+    assert [rank.environment.get(MASK) for rank in found.ranks] == [seen, seen]
+    assert [rank.world.local_rank for rank in found.ranks] == [0, 1], "renumbered"
+    assert str(found).count(f" {MASK}=") == (2 if seen else 0)
+
+
+def test_the_mask_reaches_the_processes(server: ForkServer, tmp_path: Path) -> None:
+    found = plan_for(ranks=2, device="cuda", devices="2,0", visible=Visible(("4", "5", "6")))
+    processes = [
+        Process(
+            rank.world.rank,
+            "places_workers:says_its_devices",
+            str(tmp_path / f"rank-{rank.world.rank}"),
+            rank.environment,
+            tmp_path / "log",
+        )
+        for rank in found.ranks
+    ]
+    assert {exit_.code for exit_ in supervise(server, processes).exits.values()} == {0}
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["6,4", "6,4"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "do"),
+    [
+        ("4,5", "0,2", "--devices 0,1, or unset CUDA_VISIBLE_DEVICES"),
+        ("", "0", "unset CUDA_VISIBLE_DEVICES"),
+        ("3,-1,4", "1", "--devices 0, or unset CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_device_beyond_those_that_are_visible_is_refused(
+    visible: str, devices: str, do: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        plan_for(device="cuda", devices=devices, visible=Visible.from_environment({MASK: visible}))
+    assert refused.value.do == do
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "enough", "do"),
+    [
+        ("ddp", 3, "0,1,2", "--ranks 2, or name 3 devices"),
+        ("dp:replicas=4", 1, "0,1,4,5", "replicas=2, or name 4 devices"),
+    ],
+)
+def test_fewer_devices_than_ranks_or_replicas_are_refused(
+    strategy: str, ranks: int, enough: str, do: str
+) -> None:
+    flags = {"strategy": strategy, "ranks": ranks, "device": "cuda"}
+    assert resolve("digits", {**flags, "devices": enough}).job.devices == enough
+    with pytest.raises(RequestError) as refused:
+        resolve("digits", {**flags, "devices": "0,1"})
+    assert refused.value.do == do
+
+
+def test_replicas_own_whole_shards_as_ranks_do() -> None:
+    (note,) = plan_for(strategy="dp:replicas=3").notes
+    assert note.startswith("3 replicas on 8 shards: replicas are busy 89% of the time; ")
+    assert plan_for(strategy="dp:replicas=4").notes == ()
+    with pytest.raises(RequestError) as refused:
+        plan_for(strategy="dp:replicas=9")
+    assert refused.value.do.startswith("--strategy dp:replicas=8, or --set shards=9 ")

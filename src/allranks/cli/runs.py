@@ -8,8 +8,10 @@ from typing import Any
 
 import click
 
+from allranks.cli.placement import table
 from allranks.cli.progress import in_sentences
 from allranks.errors import RequestError
+from allranks.placement import read_placements
 from allranks.record import as_json, is_in_use, read_events
 from allranks.units import printable
 
@@ -37,8 +39,9 @@ def runs(folder: str, as_object: bool) -> None:
 
 @click.command()
 @click.argument("run")
+@click.option("--placement", is_flag=True, help="What each rank holds on which device.")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
-def show(run: str, as_object: bool) -> None:
+def show(run: str, placement: bool, as_object: bool) -> None:
     """Show one run: its state, its result or its first fault, and its job."""
     path = Path(run)
     if not (path / "job.toml").is_file():
@@ -49,6 +52,9 @@ def show(run: str, as_object: bool) -> None:
             do="see `allranks runs` for those there are",
         )
     job = _job(path)
+    if placement:
+        _print_placement(path, int(job["ranks"]), as_object)
+        return
     row = _row(path)
     if as_object:
         click.echo(as_json({**row, "job": job}))
@@ -60,6 +66,21 @@ def show(run: str, as_object: bool) -> None:
         click.echo("\n".join(printable(line) for line in row["fault"].splitlines()))
     text = (path / "job.toml").read_text()
     click.echo("\n" + "\n".join(printable(line) for line in text.splitlines()))
+
+
+def _print_placement(path: Path, ranks: int, as_object: bool) -> None:
+    held = read_placements(path, ranks)
+    if not held:
+        raise RequestError(
+            asked=f"show {path} --placement",
+            found="no rank has said what it holds",
+            why="ranks record it after their first update",
+            do="wait for that, or ask beforehand: allranks train PROGRAM … --dry-run --placement",
+        )
+    if as_object:
+        click.echo(as_json({"run_dir": str(path), "placement": [p.to_data() for p in held]}))
+    else:
+        click.echo(table(held))
 
 
 def _job(path: Path) -> dict[str, Any]:

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from allranks.cards import devices_of_a_rank
 from allranks.config import threads_per_rank
 from allranks.errors import RequestError
 from allranks.job import Job
+from allranks.job_limits import devices_of
 from allranks.places.base import Plan, RankPlan, Shape
 from allranks.shards import busy_fraction
-from allranks.world import World
+from allranks.world import Visible, World
 
 STORE = ".store"
 
 
-def plan(job: Job, shape: Shape) -> Plan:
+def plan(job: Job, shape: Shape, visible: Visible) -> Plan:
     """The processes of `job` on this machine; raises `RequestError` where there is no work for all.
 
     The ranks meet through a file in the run folder, and Gloo is bound to `lo`: no socket of a
-    local job can be reached from another machine.
+    local job can be reached from another machine. Of the devices that are `visible`, ranks see
+    those that the job names; local rank r uses the r-th of them.
     """
-    if job.ranks > shape.shards:
-        raise RequestError(
-            asked=f"--ranks {job.ranks}",
-            found=f"the task cuts its batch into shards = {shape.shards}",
-            why="a rank owns whole shards, so the ranks above that number would have none",
-            do=f"--ranks {shape.shards}, or --set shards={job.ranks} (another job: it changes "
-            "what BatchNorm and dropout see)",
-        )
-    busy = busy_fraction(shape.shards, job.ranks)
-    notes = []
-    if busy < 1:
-        notes.append(
-            f"{job.ranks} ranks on {shape.shards} shards: ranks are busy {busy:.0%} of the time; "
-            f"--set shards={job.ranks * -(-shape.shards // job.ranks)} would keep all busy, as another job"
-        )
+    notes = _notes(job, shape)
     store = str(Path(job.run_dir) / STORE) if job.ranks > 1 else ""
     threads = threads_per_rank(job)
+    devices = devices_seen(job, visible)
     ranks = []
     for rank in range(job.ranks):
         world = World(rank, job.ranks, rank, job.ranks, 0, store)
@@ -45,8 +35,42 @@ def plan(job: Job, shape: Shape) -> Plan:
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
+            **devices,
         }
         if job.bitwise and job.device == "cuda":
             environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         ranks.append(RankPlan(world, environment))
-    return Plan(job, shape, tuple(ranks), tuple(notes))
+    return Plan(job, shape, tuple(ranks), notes)
+
+
+def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
+    """What the user should know beforehand; raises where a rank or a replica would have no shard."""
+    replicas = devices_of_a_rank(job.strategy)
+    workers, what = (job.ranks, "rank") if replicas == 1 else (replicas, "replica")
+    if workers > shape.shards:
+        asked, fits = f"--ranks {job.ranks}", f"--ranks {shape.shards}"
+        if replicas > 1:
+            asked, fits = f"--strategy {job.strategy}", f"--strategy dp:replicas={shape.shards}"
+        raise RequestError(
+            asked=asked,
+            found=f"the task cuts its batch into shards = {shape.shards}",
+            why=f"a {what} owns whole shards, so the {what}s above that number would have none",
+            do=f"{fits}, or --set shards={workers} (another job: it changes "
+            "what BatchNorm and dropout see)",
+        )
+    busy = busy_fraction(shape.shards, workers)
+    if busy == 1:
+        return ()
+    return (
+        f"{workers} {what}s on {shape.shards} shards: {what}s are busy {busy:.0%} of the time; "
+        f"--set shards={workers * -(-shape.shards // workers)} would keep all busy, as another job",
+    )
+
+
+def devices_seen(job: Job, visible: Visible) -> dict[str, str]:
+    """What makes the processes of a job see the devices of `--devices` only; nothing without it.
+
+    Raises `RequestError` for one that is not among those that are `visible`.
+    """
+    numbers = devices_of(job)
+    return visible.chosen(numbers).variables() if numbers else {}

@@ -1,0 +1,111 @@
+"""The placement of a job as a table: what several ranks or replicas hold alike is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from allranks.placement import PARAMETER, Placed, RankPlacement, Totals
+from allranks.units import format_bytes, format_count, printable
+
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds something: a replica on a rank, and the device it is on."""
+
+    rank: int
+    replica: int
+    device: str
+
+
+def table(placements: Sequence[RankPlacement]) -> str:
+    """Every tensor, then the totals of each rank."""
+    many = len({row.replica for placement in placements for row in placement.rows}) > 1
+    rows = [["held by", "device", "dtype", "shape", "bytes", "name"]]
+    shown = [
+        (p.rank, replace(row, gradient_bytes=0, optimizer_bytes=0))  # those are in the totals
+        for p in placements
+        for row in p.rows
+    ]
+    for row, holders in _folded(shown):
+        shape = UNKNOWN
+        if row.shape is not None:
+            shape = " × ".join(map(str, row.shape)) or "one number"
+        name = row.name if row.kind == PARAMETER else f"{row.name} ({row.kind})"
+        size = UNKNOWN if row.bytes is None else format_count(row.bytes)
+        rows.append([_who(holders, many), _devices(holders), row.dtype, shape, size, name])
+    return "\n".join([*_aligned(rows, {4}), "", *_totals(placements, many)])
+
+
+def _totals(placements: Sequence[RankPlacement], many_replicas: bool) -> list[str]:
+    """The totals as lines; what is gathered in a step only where something is."""
+    held = [(p.rank, total) for p in placements for total in p.totals]
+    gathers = any(total.gathered_bytes != 0 for _, total in held)
+    head = ["held by", "device", "tensors", "gradients", "optimizer", "together"]
+    lines = [[*head, "gathered in a step"] if gathers else head]
+    for total, holders in _folded(held):
+        sizes = [total.bytes, total.gradient_bytes, total.optimizer_bytes, total.all_bytes]
+        sizes += [total.gathered_bytes] if gathers else []
+        lines.append([_who(holders, many_replicas), _devices(holders), *map(_size, sizes)])
+    return _aligned(lines, set(range(2, len(lines[0]))))
+
+
+def _folded(held: Sequence[tuple[int, Any]]) -> list[tuple[Any, list[Holder]]]:
+    """What is alike but for who holds it, once, with all its holders; in order."""
+    found: dict[Placed | Totals, list[Holder]] = {}
+    for rank, thing in held:
+        alike = replace(thing, replica=0, device=thing.device.partition(":")[0])
+        found.setdefault(alike, []).append(Holder(rank, thing.replica, thing.device))
+    return list(found.items())
+
+
+def _who(holders: list[Holder], many_replicas: bool) -> str:
+    """`rank 0`, `ranks 0-3`, `rank 0, replicas 1-2`."""
+    ranks = _numbers("rank", {holder.rank for holder in holders})
+    if not many_replicas:
+        return ranks
+    return f"{ranks}, {_numbers('replica', {holder.replica for holder in holders})}"
+
+
+def _devices(holders: list[Holder]) -> str:
+    """`cpu`, `cuda:0`, `cuda:0-3`."""
+    kind, _, number = holders[0].device.partition(":")
+    if not number:
+        return kind
+    numbers = {int(holder.device.partition(":")[2]) for holder in holders}
+    return f"{kind}:{_runs(numbers)}"
+
+
+def _numbers(word: str, numbers: set[int]) -> str:
+    return f"{word}{'s' if len(numbers) > 1 else ''} {_runs(numbers)}"
+
+
+def _runs(numbers: set[int]) -> str:
+    """`0-3`, `0, 2-3`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _size(count: int | None) -> str:
+    return UNKNOWN if count is None else format_bytes(count)
+
+
+def _aligned(rows: list[list[str]], right: set[int]) -> list[str]:
+    """Rows of cells as lines, every column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(printable("  ".join(cells).rstrip()))
+    return lines

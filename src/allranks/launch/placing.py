@@ -1,0 +1,47 @@
+"""What every rank of a plan would hold, found by setting all of them up; nothing is trained.
+
+Used by `train --dry-run --placement`. The ranks join, build the model and make the optimizer, in a
+scratch folder that is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from allranks.errors import Interrupted, PlaceError
+from allranks.launch.leftovers import scratch_folder
+from allranks.launch.report import error_of, first_fault
+from allranks.launch.server import ForkServer
+from allranks.launch.start import WORKER
+from allranks.launch.supervisor import Process, supervise
+from allranks.placement import RankPlacement, read_placements
+from allranks.places.base import Plan, RankPlan
+from allranks.places.local import STORE
+from allranks.record import rank_log_path
+
+
+def place_ranks(plan: Plan, server: ForkServer) -> list[RankPlacement]:
+    """What each rank holds; raises as a job would whose ranks cannot be set up."""
+    with scratch_folder() as scratch:
+        run_dir = Path(scratch)
+        (run_dir / "logs").mkdir()
+        ended = supervise(server, [_process(plan, rank, run_dir) for rank in plan.ranks])
+        if ended.interrupted:
+            raise Interrupted("interrupted while the ranks were set up; nothing was trained")
+        fault = first_fault(ended, run_dir)
+        if fault is not None:
+            raise error_of(fault, ended, run_dir)
+        found = read_placements(run_dir, plan.job.ranks)
+    if len(found) < plan.job.ranks:
+        raise PlaceError(f"{plan.job.ranks} ranks ended well, {len(found)} said what they hold")
+    return found
+
+
+def _process(plan: Plan, rank: RankPlan, run_dir: Path) -> Process:
+    job = dataclasses.replace(plan.job, run_dir=str(run_dir))
+    store = str(run_dir / STORE) if rank.world.store else ""
+    world = dataclasses.replace(rank.world, store=store)
+    environment = {**rank.environment, **world.variables()}
+    log = rank_log_path(run_dir, world.rank)
+    return Process(world.rank, f"{WORKER}:place", job.to_data(), environment, log)

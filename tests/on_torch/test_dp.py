@@ -1,0 +1,326 @@
+"""`dp`: replicas in threads, each with weights of its own, give what one process gives.
+
+What every strategy must give is in `tests/test_every_strategy.py`; here is what only replicas in
+one process can get wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import contract_tasks
+import trainer_tasks
+from allranks.errors import BadStep, RequestError
+from allranks.job import Job
+from allranks.on_torch import Trainer
+from allranks.on_torch.machine import check_devices
+from allranks.on_torch.strategies.dp import shares_of
+from allranks.shards import even_sizes, micro_batches
+from conftest import Train
+
+DP = "dp:replicas=3"
+STEPS = 5  # the fifth batch of `contract_tasks` has 5 samples, on 5 of 8 shards
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each(no_leaks: None) -> Iterator[None]:
+    """Three replicas with several threads each stand in each other's way on a small machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trained(task: Any, steps: int = STEPS, **job: Any) -> tuple[dict[str, Tensor], list[float]]:
+    """The state of the model after some steps in this process, and the losses."""
+    job = {"precision": "fp64", **job}
+    with Trainer(task, Job(**job)) as trainer:
+        losses = [trainer.step(batch).loss for batch in trainer.batches(steps=steps)]
+        state = {
+            name: tensor.clone() for name, tensor in trainer.strategy.model.state_dict().items()
+        }
+        return state, losses
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    assert found[1] == pytest.approx(wanted[1], rel=1e-12)
+    assert found[0].keys() == wanted[0].keys()
+    for name, tensor in wanted[0].items():
+        torch.testing.assert_close(found[0][name], tensor, rtol=1e-11, atol=1e-13)
+
+
+def with_model(make: Callable[[], nn.Module], **methods: Any) -> Any:
+    return type("Changed", (contract_tasks.Plain,), {"model": lambda self: make(), **methods})()
+
+
+# --- the same as one process ----------------------------------------------------------------
+
+
+class KeepsItsWeights(nn.Module):
+    """An LSTM (which lists its weights), a list of its own, a tied weight, its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(1, 4, batch_first=True)
+        self.inner, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.again = nn.Linear(4, 4)
+        self.again.weight = self.inner.weight
+        self.listed = [self.inner.bias]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.to(next(self.parameters()).dtype)
+        hidden = self.again(torch.relu(self.inner(self.lstm(inputs.unsqueeze(2))[0][:, -1])))
+        out: Tensor = self.out(hidden) + sum(bias.sum() for bias in self.listed)
+        return out
+
+
+class Changing(contract_tasks.Plain):
+    """Its callback changes a rate of dropout, freezes a weight, and leaves a layer in evaluation."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1)
+        )
+
+    def callbacks(self) -> list[Any]:
+        return [self]
+
+    def on_start(self, trainer: Any) -> None:
+        self.on_step(trainer, None, None)
+
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        model, step = trainer.strategy.model, trainer.progress.batch_index
+        model[2].p = 0.1 * step
+        model[1].train(step != 2)
+        model[3].bias.requires_grad_(step < 3)
+
+
+@dataclass(kw_only=True)
+class Few(contract_tasks.Images):
+    """Batches of 7 samples on 8 shards: with 8 replicas one has none."""
+
+    batch_size: int = 20
+    shards: int = 8
+
+
+@pytest.mark.parametrize(
+    ("task", "job"),
+    [
+        pytest.param(contract_tasks.Images(), {"micro_batch": 7}, id="micro-batches"),
+        pytest.param(contract_tasks.Pictures(), {"micro_batch": 2}, id="parts of shards"),
+        pytest.param(contract_tasks.Pairs(), {"micro_batch": 9}, id="loss over the batch"),
+        pytest.param(contract_tasks.Images(), {"strategy": "dp:replicas=8"}, id="many replicas"),
+        pytest.param(contract_tasks.Words(), {"strategy": "dp:replicas=1"}, id="one replica"),
+        pytest.param(trainer_tasks.Blocks(), {"activation_checkpointing": True}, id="recomputed"),
+        pytest.param(trainer_tasks.Blocks(frozen=True), {"channels_last": True}, id="frozen"),
+        pytest.param(with_model(KeepsItsWeights), {}, id="weights that a module keeps"),
+    ],
+)
+def test_equal_to_one_process(task: Any, job: dict[str, Any]) -> None:
+    wanted = trained(task, **{**job, "strategy": "single"})
+    assert_equal(trained(task, **{"strategy": DP, **job}), wanted)
+
+
+def test_what_is_changed_on_the_way_reaches_every_replica() -> None:
+    def run(strategy: str) -> tuple[dict[str, Tensor], list[float]]:
+        task = Changing()
+        losses = []
+        with Trainer(task, Job(strategy=strategy, precision="fp64")) as trainer:
+            task.on_start(trainer)
+            for batch in trainer.batches(steps=STEPS):
+                losses.append(trainer.step(batch).loss)
+                task.on_step(trainer, batch, None)
+            return {n: t.clone() for n, t in trainer.strategy.model.state_dict().items()}, losses
+
+    assert_equal(run(DP), run("single"))
+
+
+@given(samples=st.integers(1, 40), limit=st.none() | st.integers(1, 40), replicas=st.integers(1, 9))
+def test_replicas_share_whole_pieces_in_order(
+    samples: int, limit: int | None, replicas: int
+) -> None:
+    sizes = dict(enumerate(even_sizes(samples, 8)))
+    for pieces in micro_batches(sizes, limit):
+        shares = shares_of(pieces, replicas)
+        assert sum(shares, ()) == pieces
+        assert len(shares) == min(replicas, len(pieces))
+        counts = [len(share) for share in shares]
+        assert max(counts) - min(counts) <= 1
+
+
+# --- replicas and threads --------------------------------------------------------------------
+
+
+def test_every_replica_has_weights_a_thread_and_a_gradient_of_its_own() -> None:
+    """All forward passes meet at one barrier, so they run at the same time."""
+    meeting, seen = threading.Barrier(3, timeout=60), []
+
+    class Meets(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if not self.training:
+                return super().forward(inputs)
+            meeting.wait()
+            output = super().forward(inputs)
+            seen.append((id(self), self.weight.data_ptr(), threading.get_ident(), output.dtype))
+            assert torch.is_grad_enabled() and self.weight.is_leaf
+            return output
+
+    task = with_model(lambda: nn.Sequential(nn.Linear(4, 8), Meets(8, 1)))
+    with Trainer(task, Job(strategy=DP, precision="bf16")) as trainer:
+        replicas = [trainer.strategy.first, *trainer.strategy.copies]  # type: ignore[attr-defined]
+        grown: list[int] = []
+        for replica in replicas[1:]:
+            weight = replica.model[1].weight
+            weight.register_hook(lambda g, k=replica.number: grown.append(k))
+        for batch in trainer.batches(steps=2):
+            trainer.step(batch)
+            assert sorted(grown) == [1, 2]
+            grown.clear()
+            for replica in replicas[1:]:
+                assert all(weight.grad is None for weight in replica.model.parameters())
+        for column in range(3):
+            assert len({row[column] for row in seen}) == 3, "one each, the same in both steps"
+        assert {row[3] for row in seen} == {torch.bfloat16}, "arithmetic goes along"
+
+
+def test_the_first_error_of_a_replica_names_it_once_all_are_done() -> None:
+    done = []
+
+    class Fails(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if self.training and threading.current_thread() is not threading.main_thread():
+                done.append(threading.current_thread().name)
+                if (inputs[:, 0] == 7).any():
+                    raise ValueError("a sample that no replica can take")
+            return super().forward(inputs)
+
+    class Task(contract_tasks.Plain):
+        def model(self) -> nn.Module:
+            return Fails(4, 1)
+
+        def train_data(self) -> tuple[Tensor, Tensor]:
+            inputs, targets = super().train_data()
+            inputs[:, 0] = 7
+            return inputs, targets
+
+    with Trainer(Task(), Job(strategy=DP)) as trainer:
+        with pytest.raises(ValueError, match="no replica can take") as failed:
+            trainer.step(next(trainer.batches()))
+        assert len(done) == 3
+        told = "".join(traceback.format_exception(failed.value))
+        assert "in replica 0 of 3, on cpu" in told and "in forward" in told
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("replica")]
+
+
+def test_a_bad_sample_is_found_as_in_one_process() -> None:
+    told = []
+    for strategy in ("single", DP):
+        with Trainer(contract_tasks.Images(), Job(strategy=strategy)) as trainer:
+            batches = trainer.batches()
+            trainer.step(next(batches))
+            trainer.strategy.step.poison_next()
+            with pytest.raises(BadStep) as bad:
+                trainer.step(next(batches))
+            told.append(str(bad.value))
+    assert told[0] == told[1] and "the loss of sample" in told[0]
+
+
+# --- going on ----------------------------------------------------------------------------------
+
+
+def test_ddp_on_two_ranks_goes_on_where_dp_stopped(train: Train) -> None:
+    flags = {"precision": "fp64", "checkpoint_every": 3, "threads": 1}
+    first = train("contract_tasks:Images", strategy=DP, steps=3, **flags)
+    resumed = train(
+        "contract_tasks:Images",
+        strategy="ddp",
+        ranks=2,
+        steps=7,
+        resume=str(first.run_dir),
+        **flags,
+    )
+    assert resumed.summary["resumed_from_step"] == 3
+    wanted, _ = trained(contract_tasks.Images(), 7)
+    found = load_file(resumed.run_dir / "weights.safetensors")
+    for name, tensor in wanted.items():
+        np.testing.assert_allclose(found[name], tensor.numpy(), rtol=1e-10, atol=1e-12)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+class RunsAgain(nn.Module):
+    """Checkpoints its dropout by hand where the thread is that of the last replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+        self.outer = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if threading.current_thread().name.startswith("replica-2"):
+            return self.outer(checkpoint(self.inner, inputs, use_reentrant=False))
+        return self.outer(self.inner(inputs))
+
+
+class NoCopy(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is one of me")
+
+
+def no_rows(self: Any, samples: list[Any]) -> Any:
+    inputs, targets = zip(*samples, strict=True)
+    return torch.stack(inputs), torch.stack(targets), torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("task", "job", "found"),
+    [
+        (with_model(RunsAgain), {}, "such a layer ran again during backward"),
+        (with_model(lambda: NoCopy(4, 1)), {}, "TypeError: there is one of me"),
+        (
+            with_model(lambda: nn.Linear(4, 1)),
+            {"compile": "eager"},
+            "copies of the model in threads",
+        ),
+        (
+            with_model(lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0), Mean())),
+            {},
+            "an output of shape () for 9 samples",
+        ),
+        (
+            type("NoRows", (contract_tasks.Pictures,), {"collate": no_rows})(),
+            {},
+            "a tensor of shape (3,) in a batch of 24 samples",
+        ),
+    ],
+)
+def test_what_replicas_cannot_do_is_refused(task: Any, job: dict[str, Any], found: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        trained(task, 1, strategy=DP, **job)
+    assert found in refused.value.found
+
+
+class Mean(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.mean()
+
+
+def test_more_replicas_than_devices_are_refused() -> None:
+    with pytest.raises(RequestError) as refused:
+        check_devices(Job(device="cuda", strategy="dp:replicas=999"), 1)
+    assert refused.value.asked == "--device cuda --strategy dp:replicas=999"
+    assert "every replica needs a device of its own" in str(refused.value)
