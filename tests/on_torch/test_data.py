@@ -15,19 +15,22 @@ import contract_tasks
 from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.on_torch import Trainer
+from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.data import GlobalBatches, Progress
 from allranks.on_torch.digest import weights_sha256
 from allranks.on_torch.evaluate import evaluate
-from allranks.on_torch.sources import source_of
+from allranks.on_torch.open_data import open_data
 
-CPU = torch.device("cpu")
+FP64 = Arithmetic(torch.device("cpu"), torch.float64)
 
 
 def batches(ranks: int, rank: int, data: Any = None, workers: int = 0, **changes: Any) -> list[Any]:
     task = contract_tasks.Pictures()
-    source = source_of(task.train_data() if data is None else data, task, 5, workers, "train_data")
+    data = task.train_data() if data is None else data
+    opened = open_data(data, task, 5, workers, "train_data")
     fields = {
-        "source": source,
+        "source": opened.source,
+        "order": opened.order,
         "batch_size": 24,
         "shards": 8,
         "last_batch": "keep",
@@ -36,8 +39,7 @@ def batches(ranks: int, rank: int, data: Any = None, workers: int = 0, **changes
         "ranks": ranks,
         "micro_batch": None,
         "shard_alone": False,
-        "device": CPU,
-        "floating": torch.float64,
+        "arithmetic": FP64,
         **changes,
     }
     return list(GlobalBatches(**fields).after(Progress(), 2, None))
@@ -86,7 +88,7 @@ def test_every_kind_of_data_gives_the_same_batches() -> None:
     ]
     wanted = [(0, np.array([3, 1]))]
     for kind in kinds:
-        (found,) = source_of(kind, task, 0, 0, "train_data").batches(wanted)  # type: ignore[union-attr]
+        (found,) = open_data(kind, task, 0, 0, "train_data").source.batches(wanted)  # type: ignore[union-attr]
         assert torch.equal(found[0], inputs[[3, 1]])
         assert torch.equal(found[1], targets[[3, 1]])
 
@@ -97,7 +99,7 @@ def test_every_kind_of_data_gives_the_same_batches() -> None:
 )
 def test_data_that_cannot_be_read_is_refused(data: Any) -> None:
     with pytest.raises(RequestError):
-        source_of(data, contract_tasks.Plain(), 0, 0, "train_data")
+        open_data(data, contract_tasks.Plain(), 0, 0, "train_data")
 
 
 def test_dropping_the_only_batch_is_refused() -> None:
@@ -115,8 +117,8 @@ def test_evaluation_counts_every_sample_once() -> None:
     data = (contract_tasks.made(10, 4), torch.arange(10.0))
     task = Mean()
     with Trainer(task, Job(precision="fp64")) as trainer:
-        source = source_of(data, task, 0, 0, "eval_data")
-        found = evaluate(task, trainer.strategy, source, 3, torch.float64)  # type: ignore[arg-type]
+        source = open_data(data, task, 0, 0, "eval_data").source
+        found = evaluate(task, trainer.strategy, source, 3)  # type: ignore[arg-type]
         with torch.no_grad():
             output = trainer.strategy.model(data[0])
     assert found["target"] == 4.5

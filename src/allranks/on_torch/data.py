@@ -3,21 +3,36 @@
 Nobody communicates: which samples a step uses, how they are cut into shards, and which rank owns
 which shard are arithmetic (`order`, `shards`). A stream is the exception: only reading it tells
 how much is left, so the step itself finds out, and no step waits for a rank that has run dry.
+
+`prefetch` batches are made ahead of the step, where something beside it can make them (`sources`):
+so a rank holds that many and the one that it trains with. With two or more, what is made ahead is
+brought to the device while the device computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice, tee
 from typing import Any
 
 import numpy as np
-import torch
 
 from allranks.errors import RequestError
-from allranks.on_torch.nested import placed
-from allranks.on_torch.sources import Ids, Source, StreamSource, seed_generators
+from allranks.on_torch.arithmetic import Arithmetic
+from allranks.on_torch.copying import Copying, OnItsWay
+from allranks.on_torch.loaders import SamplerOrder, WholeLoader, rows_between
+from allranks.on_torch.sources import (
+    Ids,
+    MapSource,
+    Source,
+    StreamSource,
+    TensorSource,
+    seed_generators,
+)
+from allranks.on_torch.stages import one_ahead
 from allranks.order import Order, random_key
 from allranks.shards import Micro, even_sizes, micro_batches, owned_shards
 
@@ -87,11 +102,12 @@ class Batch:
 class GlobalBatches:
     """The batches of a job for the reader `rank` of `ranks`.
 
-    `shard_alone` makes every shard a leaf; floating-point data is cast to `floating`. `dry` is set
-    by the trainer once a step of a stream has found no sample on any rank.
+    `shard_alone` makes every shard a leaf; `arithmetic` places the data; `order` is that of a
+    sampler which came with the data. `dry` is set by the trainer once a step of a stream has found
+    no sample on any rank.
     """
 
-    source: Source | StreamSource
+    source: Source | StreamSource | WholeLoader
     batch_size: int
     shards: int
     last_batch: str
@@ -100,15 +116,18 @@ class GlobalBatches:
     ranks: int
     micro_batch: int | None
     shard_alone: bool
-    device: torch.device
-    floating: torch.dtype
+    arithmetic: Arithmetic
+    prefetch: int = 2
+    order: SamplerOrder | None = None
     dry: bool = False
 
     def __post_init__(self) -> None:
         self._leaves_of: dict[tuple[int, ...], tuple[Leaf, ...]] = {}
+        self._epoch = 0
+        self._open: weakref.WeakSet[Generator[Batch]] = weakref.WeakSet()
         self.owned = owned_shards(self.shards, self.ranks, self.rank)
         if self.steps_per_epoch == 0:
-            assert not isinstance(self.source, StreamSource)
+            assert not isinstance(self.source, (StreamSource, WholeLoader))
             raise RequestError(
                 asked="last_batch = drop",
                 found=f"{len(self.source)} samples, batch_size = {self.batch_size}",
@@ -118,42 +137,110 @@ class GlobalBatches:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of an epoch; `None` for a stream, which nobody can know."""
-        return None if isinstance(self.source, StreamSource) else self._order().steps_per_epoch
+        """Optimizer steps of an epoch, of this one where they differ; `None` if nobody can know."""
+        if isinstance(self.source, StreamSource):
+            return None
+        if isinstance(self.source, WholeLoader):
+            return self.source.steps_per_epoch
+        if self.order is not None:
+            return self.order.steps.get(self._epoch, self.order.first_guess)
+        return self._own_order().steps_per_epoch
 
-    def _order(self) -> Order:
-        assert not isinstance(self.source, StreamSource)
+    def _own_order(self) -> Order:
+        assert not isinstance(self.source, (StreamSource, WholeLoader))
         return Order(len(self.source), self.batch_size, self.seed, self.last_batch)
 
     def after(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
         """The batches that follow `done`, to the end of `epochs` epochs or of `steps` steps."""
         if isinstance(self.source, StreamSource):
-            yield from self._from_streams(self.source, done, epochs, steps)
-            return
-        ahead, now = tee(self._plans(done, epochs, steps))  # loader workers read ahead
-        data = self.source.batches((plan.epoch, ids) for plan in ahead for ids in self._ids(plan))
-        for plan in now:
-            leaves = tuple(
-                Leaf(leaf.shards, tuple(self._filled(m, next(data)) for m in leaf.micros))
-                for leaf in plan.leaves
-            )
-            yield replace(plan, leaves=leaves)
+            batches = self._from_streams(self.source, done, epochs, steps)
+        elif isinstance(self.source, WholeLoader):
+            batches = self._from_loader(self.source, done, epochs, steps)
+        else:
+            batches = self._by_number(self.source, done, epochs, steps)
+        self._open.add(batches)
+        return batches
+
+    def close(self) -> None:
+        """End what is being read, with the threads and processes that read it."""
+        for batches in list(self._open):
+            batches.close()
+
+    def _by_number(
+        self, source: Source, done: Progress, epochs: int, steps: int | None
+    ) -> Generator[Batch]:
+        for_data, plans = tee(self._plans(done, epochs, steps))  # data is read ahead
+        wanted = ((plan.epoch, ids) for plan in for_data for ids in self._ids(plan))
+        copying = Copying(self.arithmetic)
+        with (
+            closing(source.batches(wanted, self._micros_ahead, copying.begin)) as data,
+            closing(_with_data(plans, data)) as begun,
+            closing(one_ahead(begun) if self._copies_ahead else begun) as ready,
+        ):
+            for plan, parts in ready:
+                self._epoch = plan.epoch
+                yield self._filled(plan, iter([copying.finish(part) for part in parts]))
+
+    @property
+    def _copies_ahead(self) -> bool:
+        """Whether a thread of its own brings the next batch to a device, where nothing else does.
+
+        Not where this thread reads, as what is drawn there is keyed, nor where a sampler is drawn.
+        """
+        source = self.source
+        if self.arithmetic.device.type != "cuda" or self.prefetch < 2 or self.order is not None:
+            return False
+        if isinstance(source, MapSource):
+            return source.workers > 0 and not source.is_staged
+        return isinstance(source, TensorSource)
+
+    @property
+    def _micros_ahead(self) -> int:
+        """How many micro-batches the source makes ahead: with what follows, `prefetch` batches.
+
+        While the last micro-batch of a batch is waited for, the others of it are held here.
+        """
+        return (self.prefetch - 1) * self._micros_per_batch + (not self._copies_ahead)
+
+    @property
+    def _micros_per_batch(self) -> int:
+        full = self._leaves(even_sizes(self.batch_size, self.shards))
+        return max(1, sum(len(leaf.micros) for leaf in full))
+
+    @property
+    def note(self) -> str:
+        """Says so where more is read ahead than asked for."""
+        per_batch, source = self._micros_per_batch, self.source
+        if not isinstance(source, MapSource):
+            return ""
+        made = source.made_ahead(self._micros_ahead) + per_batch * self._copies_ahead
+        if made <= self.prefetch * per_batch:
+            return ""
+        what = "batches" if per_batch == 1 else "micro-batches"
+        return (
+            f"{source.workers} loader processes make a batch each: {made} {what} are read ahead, "
+            f"not --prefetch {self.prefetch}"
+        )
 
     def _plans(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
-        """The batches without their data: arithmetic only."""
-        order = self._order()
+        """The batches without their data: arithmetic only, but for a sampler that is drawn from."""
+        own = self._own_order()
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
-        while True:
-            if step >= order.steps_per_epoch:
+        while epoch < epochs and (steps is None or index < steps):
+            in_epoch = own.steps_per_epoch if self.order is None else self.order.steps_in(epoch)
+            if step >= in_epoch:
                 epoch, step = epoch + 1, 0
-            if epoch >= epochs or (steps is not None and index >= steps):
-                return
-            chosen = order.batch(epoch, step)
-            sizes = even_sizes(len(chosen), self.shards)
-            first = sum(sizes[: self.owned.start])
-            own = chosen[first : first + sum(sizes[k] for k in self.owned)]
-            yield Batch(index, epoch, step, len(chosen), sizes, self._leaves(sizes), own)
+                continue
+            chosen = (self.order or own).batch(epoch, step)
+            sizes, first, rows = self._cut(len(chosen))
+            own_ids = chosen[first : first + rows]
+            yield Batch(index, epoch, step, len(chosen), sizes, self._leaves(sizes), own_ids)
             step, index = step + 1, index + 1
+
+    def _cut(self, samples: int) -> tuple[tuple[int, ...], int, int]:
+        """The sizes of all shards of a batch; its first sample on this rank, and how many."""
+        sizes = even_sizes(samples, self.shards)
+        return sizes, sum(sizes[: self.owned.start]), sum(sizes[k] for k in self.owned)
 
     def _ids(self, plan: Batch) -> Iterator[Ids]:
         """The sample numbers of each micro-batch, in order."""
@@ -179,12 +266,37 @@ class GlobalBatches:
             )
         return self._leaves_of[sizes]
 
-    def _filled(self, micro: MicroBatch, data: Any) -> MicroBatch:
-        return MicroBatch(micro.pieces, micro.samples, placed(data, self.device, self.floating))
+    def _filled(self, plan: Batch, data: Iterator[Any]) -> Batch:
+        """The batch with the data of its micro-batches, in order."""
+        leaves = tuple(
+            Leaf(leaf.shards, tuple(replace(micro, data=next(data)) for micro in leaf.micros))
+            for leaf in plan.leaves
+        )
+        return replace(plan, leaves=leaves)
+
+    def _from_loader(
+        self, source: WholeLoader, done: Progress, epochs: int, steps: int | None
+    ) -> Generator[Batch]:
+        epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
+        while epoch < epochs:
+            for whole, samples in source.open(epoch, step):
+                if steps is not None and index >= steps:
+                    return
+                sizes, row, _ = self._cut(samples)
+                plan = Batch(index, epoch, step, samples, sizes, self._leaves(sizes), NO_IDS)
+                parts = []
+                for micro in plan.micros:
+                    parts.append(rows_between(whole, row, row + micro.samples, samples))
+                    row += micro.samples
+                yield self._filled(plan, map(self.arithmetic.placed, parts))
+                step, index = step + 1, index + 1
+            if step == 0:
+                raise _endless(epoch, "a DataLoader", "let it give batches")
+            epoch, step = epoch + 1, 0
 
     def _from_streams(
         self, source: StreamSource, done: Progress, epochs: int, steps: int | None
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch]:
         quota = even_sizes(self.batch_size, self.shards)
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
         while epoch < epochs:
@@ -197,29 +309,33 @@ class GlobalBatches:
                 for k, stream in streams.items():  # its randomness belongs to the shard and step
                     seed_generators(random_key(self.seed, epoch, k, step))
                     read[k] = list(islice(stream, quota[k]))
-                leaves = tuple(
-                    Leaf(
-                        leaf.shards,
-                        tuple(
-                            self._filled(m, source.collate(_samples(m.pieces, read)))
-                            for m in leaf.micros
-                        ),
-                    )
-                    for leaf in self._leaves(
-                        tuple(len(read.get(k, ())) for k in range(self.shards))
-                    )
-                )
-                yield Batch(index, epoch, step, self.batch_size, None, leaves, NO_IDS)
+                leaves = self._leaves(tuple(len(read.get(k, ())) for k in range(self.shards)))
+                plan = Batch(index, epoch, step, self.batch_size, None, leaves, NO_IDS)
+                samples = (_samples(micro.pieces, read) for micro in plan.micros)
+                placed = (self.arithmetic.placed(source.collate(own)) for own in samples)
+                yield self._filled(plan, placed)
                 step, index = step + 1, index + 1
             if step == 1:
-                raise RequestError(
-                    asked=f"epoch {epoch} of a stream",
-                    found="no sample in any shard",
-                    why="an epoch without a step would never end",
-                    do="let open(shard, epoch, seed, skip) yield samples",
-                )
+                do = "let open(shard, epoch, seed, skip) yield samples"
+                raise _endless(epoch, "a stream", do)
             epoch, step, index = epoch + 1, 0, index - 1
+
+
+def _with_data(
+    plans: Iterator[Batch], data: Iterator[OnItsWay]
+) -> Generator[tuple[Batch, list[OnItsWay]]]:
+    for plan in plans:
+        yield plan, [next(data) for _ in plan.micros]
 
 
 def _samples(pieces: Micro, read: dict[int, list[Any]]) -> list[Any]:
     return [s for piece in pieces for s in read[piece.shard][piece.start : piece.stop]]
+
+
+def _endless(epoch: int, what: str, do: str) -> RequestError:
+    return RequestError(
+        asked=f"epoch {epoch} of {what}",
+        found="no sample in it",
+        why="an epoch without a step would never end",
+        do=do,
+    )

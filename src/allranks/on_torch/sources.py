@@ -1,40 +1,53 @@
 """Where samples come from: tensors in memory, a map-style data set, or a stream per shard.
 
-A source turns sample numbers into a collated batch. Random choices made while a sample is read
+A source turns sample numbers into collated batches. Random choices made while a sample is read
 (augmentation, transforms inside a data set) draw from streams keyed by (seed, epoch, sample), so
-it does not matter which rank or which loader worker reads it.
+it does not matter which rank, which loader process or which thread reads it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate
 
 from allranks.errors import RequestError
 from allranks.launch.linux import die_with_parent
 from allranks.on_torch.nested import map_tensors, tensors_in
+from allranks.on_torch.stages import staged
 from allranks.on_torch.task import Task
 from allranks.order import random_key
 
-ONE_READER = "each rank reads its streams itself, sample after sample"
-
 Ids = NDArray[np.int64]  # sample numbers, (samples,)
 Key = tuple[int, int]  # (epoch, sample number)
+Wanted = Iterable[tuple[int, Ids]]  # (epoch, sample numbers) of each batch
+Place = Callable[[Any], Any]
+AHEAD = 2  # batches, where nobody says how many
+
+
+def as_it_is(data: Any) -> Any:
+    """What is not placed."""
+    return data
 
 
 class Source(Protocol):
-    """Samples by number. `batches` yields one collated batch for each (epoch, ids), in order."""
+    """Samples by number. `batches` yields one collated batch for each (epoch, ids), in order.
+
+    It is called in the thread that trains. Of the batches `ahead` are made before they are asked
+    for, where anything is, and `place` is applied to each as soon as it is there.
+    """
 
     def __len__(self) -> int: ...
 
-    def batches(self, wanted: Iterable[tuple[int, Ids]]) -> Iterator[Any]: ...
+    def batches(
+        self, wanted: Wanted, ahead: int = AHEAD, place: Place = as_it_is
+    ) -> Generator[Any]: ...
 
 
 class TensorSource:
@@ -47,14 +60,16 @@ class TensorSource:
     def __len__(self) -> int:
         return self._samples
 
-    def batches(self, wanted: Iterable[tuple[int, Ids]]) -> Iterator[Any]:
+    def batches(
+        self, wanted: Wanted, ahead: int = AHEAD, place: Place = as_it_is
+    ) -> Generator[Any]:
         for _, ids in wanted:
             index = torch.from_numpy(ids)
 
             def chosen(tensor: Tensor, index: Tensor = index) -> Tensor:
-                return tensor.index_select(0, index)
+                return tensor.index_select(0, index.to(tensor.device))
 
-            yield map_tensors(chosen, self.tensors)
+            yield place(map_tensors(chosen, self.tensors))
 
 
 def seed_generators(seed: int) -> None:
@@ -65,46 +80,197 @@ def seed_generators(seed: int) -> None:
 
 
 class MapSource:
-    """A data set with `__getitem__` and `__len__`, read here or by `workers` processes."""
+    """A data set with samples by number, read in the step or by `workers` beside it.
 
-    def __init__(self, dataset: Any, task: Task, seed: int, workers: int, augments: bool) -> None:
-        self.dataset, self.task, self.seed, self.workers = dataset, task, seed, workers
-        self._augments = augments
-        self._collate = task.collate if task.overrides("collate") else default_collate
+    Without workers the thread that trains reads: the generators of the process are keyed by the
+    sample then, so no other thread may. Else `workers` processes do, which have generators of
+    their own; or, of a data set with `read` and `decode` (see `allranks.readers`), as many threads
+    for each of the two. Such a data set, `collate` and `augment` draw from nothing but what they
+    are given.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        task: Task,
+        seed: int,
+        workers: int,
+        training: bool,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        self.dataset, self.task, self.seed, self.workers = _in_stages(dataset), task, seed, workers
+        self.is_staged = hasattr(self.dataset, "read") and hasattr(self.dataset, "decode")
+        self._training = training
+        self._augments = training and task.overrides("augment")
+        self._collate = task.collate if task.overrides("collate") else collate
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, key: Key) -> Any:
-        """One sample, with every generator that a data set may use keyed by it."""
+        """One sample, with every generator that may be drawn from keyed by it."""
+        if self.is_staged:
+            return self._decode(key, self._read(key))
         epoch, number = key
         seed = random_key(self.seed, epoch, number)
         seed_generators(seed)
         sample = self.dataset[number]
-        if self._augments:
-            sample = self.task.augment(sample, np.random.Generator(np.random.Philox(seed)))
-        return sample
+        return self.task.augment(sample, _generator(seed)) if self._augments else sample
 
-    def batches(self, wanted: Iterable[tuple[int, Ids]]) -> Iterator[Any]:
+    def _read(self, key: Key) -> Any:
+        return self.dataset.read(key[1])
+
+    def _decode(self, key: Key, raw: Any) -> Any:
+        if not self._training:
+            return self.dataset.decode(raw, None)
+        generator = _generator(random_key(self.seed, *key))
+        sample = self.dataset.decode(raw, generator)
+        return self.task.augment(sample, generator) if self._augments else sample
+
+    def batches(
+        self, wanted: Wanted, ahead: int = AHEAD, place: Place = as_it_is
+    ) -> Generator[Any]:
         keys = ([(epoch, int(number)) for number in ids] for epoch, ids in wanted)
         if not self.workers:
-            for batch in keys:
-                yield self._collate([self[key] for key in batch])
-            return
-        yield from DataLoader(
-            self,  # type: ignore[arg-type]
+            return (place(self._collate([self[key] for key in batch])) for batch in keys)
+        if self.is_staged:
+
+            def collate(samples: list[Any]) -> Any:
+                return place(self._collate(samples))
+
+            return staged(keys, self._read, self._decode, collate, self.workers, ahead)
+        loader: DataLoader[Any] = DataLoader(
+            _InProcess(self),  # type: ignore[arg-type]
             batch_sampler=keys,
             num_workers=self.workers,
-            collate_fn=self._collate,
+            prefetch_factor=self.made_ahead(ahead) // self.workers,
+            collate_fn=_collating(self._collate),
             multiprocessing_context="fork",
-            worker_init_fn=_start_worker,
+            worker_init_fn=_start_process,
         )
+        return _unless_refused(iter(loader), place)  # forked here and now, by this thread
+
+    def check_draws(self) -> None:
+        """Raise if reading a sample in stages draws from the generators of the process.
+
+        They belong to the thread that trains: what another one draws would differ from run to run.
+        """
+        if not (self.is_staged and self._training):
+            return
+        before = _drawn_from()
+        self._collate([self[0, 0]])
+        if _drawn_from() != before:
+            raise RequestError(
+                asked="train_data() of the task: a data set with read and decode",
+                found="a sample draws from the generators of Python, NumPy or torch themselves",
+                why="it is decoded and augmented by threads, which share these with the training",
+                do="draw from the `random` that decode(raw, random) and augment(sample, random) get",
+            )
+
+    def made_ahead(self, ahead: int) -> int:
+        """How many batches are under way if `ahead` are asked for: a loader process makes one."""
+        if not self.workers or self.is_staged:
+            return ahead
+        return self.workers * max(1, ahead // self.workers)
 
 
-def _start_worker(number: int) -> None:
-    """In a loader worker: end with the rank, and leave the other cores to the ranks."""
+def _drawn_from() -> bytes:
+    """What changes when anything is drawn from a generator of the process."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    torchs = torch.get_rng_state().numpy().tobytes()
+    return repr((random.getstate(), name, rest)).encode() + keys.tobytes() + torchs  # type: ignore[union-attr]
+
+
+def _generator(seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(seed))
+
+
+# --- in a loader process ------------------------------------------------------------------------
+
+
+class _Refused:
+    """A `RequestError` on its way out of a process; an exception would lose its parts there."""
+
+    def __init__(self, error: RequestError) -> None:
+        self.parts = error.to_data()
+
+
+class _InProcess:
+    """The samples of a source, for the loader's own processes."""
+
+    def __init__(self, source: MapSource) -> None:
+        self._source = source
+
+    def __getitem__(self, key: Key) -> Any:
+        try:
+            return self._source[key]
+        except RequestError as error:
+            return _Refused(error)
+
+
+def _collating(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def collated(samples: list[Any]) -> Any:
+        refused = next((sample for sample in samples if isinstance(sample, _Refused)), None)
+        return collate(samples) if refused is None else refused
+
+    return collated
+
+
+def _unless_refused(batches: Iterator[Any], place: Place) -> Generator[Any]:
+    """The batches; at their end, or at an error, the processes end too, whoever holds the error."""
+    try:
+        for batch in batches:
+            if isinstance(batch, _Refused):
+                raise RequestError(**batch.parts)
+            yield place(batch)
+    finally:
+        end = getattr(batches, "_shutdown_workers", None)  # torch ends them when the object goes
+        if end is not None:
+            end()
+
+
+def _start_process(number: int) -> None:
+    """End with the rank, and leave the other cores to the ranks."""
     die_with_parent()
     torch.set_num_threads(1)
+
+
+# --- parts of data sets, and streams ------------------------------------------------------------
+
+
+class _Part:
+    """What `random_split` makes of a data set with `read` and `decode`: it has them, too."""
+
+    def __init__(self, subset: Subset[Any]) -> None:
+        self._whole, self._numbers = _in_stages(subset.dataset), subset.indices
+        self.decode = self._whole.decode
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, number: int) -> Any:
+        return self._whole.read(self._numbers[number])
+
+
+def _in_stages(dataset: Any) -> Any:
+    """The data set, with the stages of the one that it is a part of."""
+    if type(dataset) is not Subset:
+        return dataset
+    whole = _in_stages(dataset.dataset)
+    return _Part(dataset) if hasattr(whole, "read") and hasattr(whole, "decode") else dataset
+
+
+class Rows:
+    """Tensors read row by row, for a task that wants to see each sample."""
+
+    def __init__(self, tensors: Any) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return int(next(tensors_in(self.tensors)).shape[0])
+
+    def __getitem__(self, number: int) -> Any:
+        return map_tensors(lambda tensor: tensor[number], self.tensors)
 
 
 class StreamSource:
@@ -123,76 +289,7 @@ class StreamSource:
                 yield sample
                 continue
             key = random_key(self.seed, epoch, shard, number)
-            yield self.task.augment(sample, np.random.Generator(np.random.Philox(key)))
+            yield self.task.augment(sample, _generator(key))
 
     def collate(self, samples: list[Any]) -> Any:
         return self._collate(samples)
-
-
-def source_of(data: Any, task: Task, seed: int, workers: int, name: str) -> Source | StreamSource:
-    """The source that reads `data`, which `task.<name>()` returned; raises `RequestError`.
-
-    Only training data is augmented.
-    """
-    augments = name == "train_data" and task.overrides("augment")
-    if hasattr(data, "open") and not hasattr(data, "__getitem__"):
-        if workers:
-            raise _unusable(name, f"a stream, with --loader-workers {workers}", ONE_READER)
-        return StreamSource(data, task, seed)
-    if isinstance(data, TensorDataset):
-        data = data.tensors
-    if isinstance(data, np.ndarray):
-        data = torch.from_numpy(data)
-    if isinstance(data, (Tensor, tuple, dict)):
-        source: Source = TensorSource(_as_tensors(data, name))
-        if augments or task.overrides("collate"):
-            source = MapSource(_Rows(source.tensors), task, seed, workers, augments)  # type: ignore[attr-defined]
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        source = MapSource(data, task, seed, workers, augments)
-    else:
-        raise _unusable(name, type(data).__name__, "it has neither samples by number nor `open`")
-    if len(source) == 0:
-        raise _unusable(name, "0 samples", "there is nothing to learn from")
-    return source
-
-
-class _Rows:
-    """Tensors read row by row, for a task that wants to see each sample."""
-
-    def __init__(self, tensors: Any) -> None:
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return int(next(tensors_in(self.tensors)).shape[0])
-
-    def __getitem__(self, number: int) -> Any:
-        return map_tensors(lambda tensor: tensor[number], self.tensors)
-
-
-def _as_tensors(data: Any, name: str) -> Any:
-    """Arrays as tensors; all must agree on the number of samples."""
-    if isinstance(data, dict):
-        data = {k: torch.as_tensor(v) for k, v in data.items() if _is_array(v, name)}
-    elif isinstance(data, tuple):
-        data = tuple(torch.as_tensor(v) for v in data if _is_array(v, name))
-    lengths = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_in(data)}
-    if len(lengths) != 1:
-        raise _unusable(name, f"lengths {sorted(lengths)}", "dimension 0 is the samples of each")
-    return data
-
-
-def _is_array(value: Any, name: str) -> bool:
-    if isinstance(value, (Tensor, np.ndarray)):
-        return True
-    raise _unusable(
-        name, f"a {type(value).__name__} among tensors", "all must be tensors or arrays"
-    )
-
-
-def _unusable(name: str, found: str, why: str) -> RequestError:
-    return RequestError(
-        asked=f"{name}() of the task",
-        found=found,
-        why=why,
-        do="return tensors, a map-style data set, or an object with open(shard, epoch, seed, skip)",
-    )

@@ -1,0 +1,244 @@
+"""Data that people have already: what is taken of it, what the job does itself, what is said."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import contract_tasks
+import foreign_tasks
+from allranks.errors import RequestError
+from allranks.on_torch.arithmetic import Arithmetic
+from allranks.on_torch.data import Batch, GlobalBatches, Progress
+from allranks.on_torch.open_data import open_data
+from allranks.record import read_events
+from conftest import Train
+from contract_tasks import SAMPLES
+from foreign_tasks import Lengths, Shuffled, named
+
+NOISY = contract_tasks.NoisyRows()
+LIBRARIES = ["stand-in"] + ["datasets"] * (importlib.util.find_spec("datasets") is not None)
+
+
+def batches_of(
+    data: Any, *, rank: int = 0, ranks: int = 1, workers: int = 0, **changes: Any
+) -> GlobalBatches:
+    opened = open_data(data, changes.pop("task", foreign_tasks.Named()), 5, workers, "train_data")
+    fields = {
+        "source": opened.source,
+        "order": opened.order,
+        "batch_size": 24,
+        "shards": 8,
+        "last_batch": "keep",
+        "seed": 5,
+        "rank": rank,
+        "ranks": ranks,
+        "micro_batch": None,
+        "shard_alone": False,
+        "arithmetic": Arithmetic(torch.device("cpu"), torch.float64),
+        **changes,
+    }
+    return GlobalBatches(**fields)
+
+
+def rows_in(batches: Iterator[Batch]) -> list[Tensor]:
+    """The rows of this rank, one tensor for each step."""
+    return [torch.cat([m.data["row"] for m in b.micros] or [torch.empty(0, 4)]) for b in batches]
+
+
+START = Progress()
+
+
+def steps_of(data: Any, done: Progress = START, **changes: Any) -> list[Tensor]:
+    return rows_in(batches_of(data, **changes).after(done, 2, None))
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "an order of the job": lambda: DataLoader(NOISY, 7, shuffle=True, collate_fn=named),
+    "a sampler": lambda: DataLoader(
+        NOISY, 7, sampler=WeightedRandomSampler([1.0, 0.0] * 50 + [1.0], 90), collate_fn=named
+    ),
+    "a batch sampler": lambda: DataLoader(NOISY, batch_sampler=Lengths(), collate_fn=named),
+    "a whole": lambda: DataLoader(Shuffled(), 24, collate_fn=named),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_ranks_share_a_loader_out_and_going_on_is_as_if_nothing_had_happened(kind: str) -> None:
+    whole = steps_of(LOADERS[kind]())
+    parts = [steps_of(LOADERS[kind](), rank=rank, ranks=3, micro_batch=5) for rank in range(3)]
+    for step, rows in enumerate(whole):
+        assert torch.equal(torch.cat([part[step] for part in parts]), rows)
+    half = len(whole) // 2
+    assert not torch.equal(whole[0], whole[half]), "every epoch is another one"
+    for epoch, step in ((0, 2), (0, half), (1, 1)):
+        index = epoch * half + step
+        rest = steps_of(LOADERS[kind](), Progress(epoch, step, index))
+        assert len(rest) == len(whole) - index
+        assert all(torch.equal(a, b) for a, b in zip(rest, whole[index:], strict=True))
+
+
+@pytest.mark.parametrize("kind", list(LOADERS)[:3])
+def test_loader_workers_read_what_a_loader_holds(kind: str) -> None:
+    alone, helped = steps_of(LOADERS[kind]()), steps_of(LOADERS[kind](), workers=2)
+    assert all(torch.equal(a, b) for a, b in zip(alone, helped, strict=True))
+
+
+def test_a_plain_loader_is_the_data_set_in_the_order_of_the_job() -> None:
+    found = batches_of(LOADERS["an order of the job"]())
+    task = type("Collating", (foreign_tasks.Named,), {"collate": lambda self, rows: named(rows)})()
+    wanted = batches_of(NOISY, task=task)
+    for a, b in zip(
+        found.after(Progress(), 2, None), wanted.after(Progress(), 2, None), strict=True
+    ):
+        assert a.ids.tolist() == b.ids.tolist()
+        assert torch.equal(a.micros[0].data["row"], b.micros[0].data["row"])
+
+
+def test_the_order_of_a_sampler_is_kept() -> None:
+    weighted = list(batches_of(LOADERS["a sampler"]()).after(Progress(), 1, None))
+    numbers = [int(number) for batch in weighted for number in batch.ids]
+    assert [batch.nominal for batch in weighted] == [24, 24, 24, 18]
+    assert len(numbers) == 90 and not any(number % 2 for number in numbers)
+
+    bucketed = list(batches_of(LOADERS["a batch sampler"]()).after(Progress(), 1, None))
+    assert sorted(batch.nominal for batch in bucketed) == sorted(Lengths.sizes)
+    assert sorted(n for batch in bucketed for n in batch.ids.tolist()) == list(range(SAMPLES))
+
+    fixed = DataLoader(NOISY, batch_sampler=[[3, 1], [2]], collate_fn=named)
+    assert [b.ids.tolist() for b in batches_of(fixed).after(Progress(), 1, None)] == [[3, 1], [2]]
+
+
+def test_a_loader_keeps_its_own_generator_keyed() -> None:
+    """One that it was made with is keyed by the job, as those of the process are."""
+
+    def drawn(seed: int) -> list[list[int]]:
+        own = torch.Generator().manual_seed(seed)
+        sampler = SubsetRandomSampler(range(30), generator=own)
+        loader = DataLoader(NOISY, 7, sampler=sampler, collate_fn=named)
+        return [b.ids.tolist() for b in batches_of(loader).after(Progress(), 2, None)]
+
+    assert drawn(1) == drawn(2)
+    assert sorted(drawn(1)[0] + drawn(1)[1]) == list(range(30)) and drawn(1)[0] != drawn(1)[2]
+
+
+def test_an_epoch_of_unknown_length_is_known_at_its_end() -> None:
+    batches = batches_of(LOADERS["a whole"]())
+    known = [batches.steps_per_epoch for _ in batches.after(Progress(), 2, None)]
+    assert known == [None] * 4 + [5] * 6
+    dropping = type("Dropping", (foreign_tasks.Named,), {})(last_batch="drop")
+    batches = batches_of(LOADERS["a whole"](), task=dropping, last_batch="drop")
+    assert [b.nominal for b in batches.after(Progress(), 1, None)] == [24] * 4
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 0
+
+
+class Texts(IterableDataset[str]):
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a", "b"])
+
+
+class Ragged(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"row": torch.ones(24, 4), "other": torch.ones(3)}])
+
+
+class Augmenting(foreign_tasks.Named):
+    def augment(self, sample: Any, random: Any) -> Any:
+        return sample
+
+
+class Nothing(Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([])
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("loader", "what", "changes"),
+    [
+        (lambda: DataLoader(Shuffled(), 7), "--set batch_size=7", {}),
+        (lambda: DataLoader(NOISY, batch_sampler=[[1] * 30]), "--set batch_size=30", {}),
+        (lambda: DataLoader(Shuffled(), 24), "--loader-workers 2", {"workers": 2}),
+        (lambda: DataLoader(Shuffled(), 24), "augment", {"task": Augmenting()}),
+        (lambda: DataLoader(NOISY, 7, sampler=Endless()), "__len__", {}),
+        (lambda: DataLoader(NOISY, 7, sampler=["a", "b"]), "whole numbers", {}),  # type: ignore[arg-type]
+        (lambda: DataLoader(NOISY, batch_sampler=Nothing()), "Nothing", {}),
+        (lambda: DataLoader(Texts(), 24), "let it give tensors", {}),
+        (lambda: DataLoader(Ragged(), None), "not one of 24 rows", {}),
+    ],
+)
+def test_loaders_that_cannot_be_shared_out_are_refused(
+    loader: Callable[[], Any], what: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(RequestError, match="DataLoader") as raised:
+        list(batches_of(loader(), **changes).after(Progress(), 1, None))
+    assert what in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: DataLoader(Shuffled(), 24),
+        lambda: DataLoader(NOISY, 24, sampler=SubsetRandomSampler(range(9))),
+        lambda: DataLoader(NOISY, 24, sampler=RandomSampler(NOISY, num_samples=9)),
+    ],
+)
+def test_only_whole_data_sets_are_evaluated(loader: Callable[[], Any]) -> None:
+    with pytest.raises(RequestError, match="Subset"):
+        open_data(loader(), foreign_tasks.Named(), 0, 0, "eval_data")
+
+
+def test_each_loader_says_what_is_not_as_it_was(train: Train) -> None:
+    """On two ranks as on one, bit by bit; and the one who handed it in hears what was replaced."""
+    flags = {"bitwise": True, "precision": "fp64", "steps": 7}
+    runs = [
+        train(f"foreign_tasks:{program}", ranks=ranks, eval_every="epoch", **flags)
+        for program, ranks in (("AsAWhole", 1), ("AsAWhole", 2), ("ByNumber", 2))
+    ]
+    assert runs[0].summary["weights_sha256"] == runs[1].summary["weights_sha256"]
+    for run, told in zip(
+        runs[1:], ("every rank reads all of it", "batch_size=24 over all ranks"), strict=True
+    ):
+        events = list(read_events(run.run_dir))
+        ((training, evaluated),) = [row["notes"] for row in events if row["event"] == "data_notes"]
+        assert training.startswith("train_data() is a DataLoader") and told in training
+        assert evaluated.startswith("eval_data() is a DataLoader")
+        assert [row["step"] for row in events if row["event"] == "evaluated"] == [5]
+
+
+def test_ranks_that_would_draw_different_epochs_are_told_apart(train: Train) -> None:
+    with pytest.raises(RequestError, match="not the same on all ranks"):
+        train("foreign_tasks:WithoutLaw", ranks=2, precision="fp64", steps=2)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_hugging_face_data_set_is_read_as_any_other(train: Train, library: str) -> None:
+    """Equal bits with the rows of a tensor, on one rank and on two, with workers and without."""
+    flags = {"bitwise": True, "steps": 7}
+    task = f"library={library}"
+    alone = train("foreign_tasks:HuggingFace", task, loader_workers=1, **flags)
+    pair = train("foreign_tasks:HuggingFace", task, ranks=2, **flags)
+    plain = train("foreign_tasks:InMemory", **flags)
+    digests = {run.summary["weights_sha256"] for run in (alone, pair, plain)}
+    assert len(digests) == 1
+    assert alone.summary["eval"] == pair.summary["eval"] == plain.summary["eval"]
