@@ -1,113 +1,98 @@
-"""What a person sees while a job runs: a few plain lines on stderr, and a result at the end."""
+"""What a person sees while a job runs, as plain lines on stderr; and its result at the end.
+
+On a terminal `display` takes the place of the lines: `progress_here` gives what suits.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 
+from allranks.catalog import load
+from allranks.cli.following import Follower, State
 from allranks.places.base import Plan
-from allranks.record import rank_events_path, rank_log_path
 from allranks.units import format_bytes, format_count, printable
 
 EVERY_S = 1.0
-MOST_AT_ONCE = 1 << 20
-LONGEST_LINE = 1 << 16
 MOST_OF_A_LINE = 1000  # in UTF-8 within what a writable pipe takes whole
-EVENTS = ("leader", "job")
+DISPLAY = "allranks.cli.display:open_display"
+CANNOT_MOVE_ITS_CURSOR = ("", "dumb", "unknown")
 
 
-class Progress:
-    """Follows the metrics and the events of a running job, and the output of its leader."""
-
-    def __init__(self) -> None:
-        self._files: dict[str, Path] = {}
-        self._read: dict[str, tuple[int, int]] = {}  # inode and offset
-        self._last: dict[str, Any] | None = None
-        self._shown: dict[str, Any] | None = None
-        self._next = 0.0
-        self._samples = 0  # since the last line that was shown
+class Progress(Protocol):
+    """What shows a running job. None of its methods waits for who reads."""
 
     def started(self, plan: Plan) -> None:
         """The run folder is there and the ranks are about to start."""
-        run_dir = Path(plan.job.run_dir)
-        self._files = {
-            "log": rank_log_path(run_dir, 0),
-            "job": run_dir / "events.jsonl",
-            "leader": rank_events_path(run_dir, 0),
-            "metrics": run_dir / "metrics.jsonl",
-        }
-        for name, path in self._files.items():  # of a run that goes on, only what is new
-            if path.exists():
-                self._read[name] = path.stat().st_ino, path.stat().st_size
-        job = plan.job
-        ranks = f"{job.ranks} rank{'s' if job.ranks > 1 else ''}"
-        _say(f"{job.program} on {ranks}, {job.strategy}: {run_dir}")
-        for note in plan.notes:
-            _say(f"note: {note}")
 
-    def tick(self, last: bool = False) -> None:
-        """Show what is new, at most once a second; called all the while."""
-        now = time.monotonic()
-        if now < self._next and not last:
+    def tick(self) -> None:
+        """Show what is new, if it is time; called all the while."""
+
+    def close(self) -> None:
+        """No rank is left: show what is new still. Also called where nothing was started."""
+
+
+def progress_here() -> Progress:
+    """A live display where standard error is a terminal that can be drawn on, else plain lines."""
+    if sys.stderr.isatty() and os.environ.get("TERM", "") not in CANNOT_MOVE_ITS_CURSOR:
+        with suppress(OSError):  # a terminal that cannot be opened once more
+            display: Progress = load(DISPLAY)(sys.stderr)
+            return display
+    return Lines()
+
+
+def opening_words(plan: Plan) -> list[str]:
+    """What is told before the first step."""
+    job = plan.job
+    ranks = f"{job.ranks} rank{'s' if job.ranks > 1 else ''}"
+    first = f"{job.program} on {ranks}, {job.strategy}: {job.run_dir}"
+    return [first, *(f"note: {note}" for note in plan.notes)]
+
+
+class Lines:
+    """A line for each thing that happens, and one a second for the newest step."""
+
+    def __init__(self) -> None:
+        self._follower: Follower | None = None
+        self._shown: dict[str, Any] | None = None
+        self._next = 0.0
+
+    def started(self, plan: Plan) -> None:
+        self._follower = Follower(plan)
+        for line in opening_words(plan):
+            _say(line)
+
+    def tick(self) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + EVERY_S
+            self._show()
+
+    def close(self) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        if self._follower is None:
             return
-        self._next = now + EVERY_S
-        for line in self._new_lines("log"):
-            _say(f"rank 0: {line}")
-        events = [event for name in EVENTS for event in self._new_rows(name)]
-        for event in sorted(events, key=lambda event: float(event["monotonic"])):
-            for told in in_words(event):
-                _say(told)
-        for row in self._new_rows("metrics"):
-            self._last = row
-            self._samples += row["samples"]
-        if self._last is not None and self._last is not self._shown:
-            self._show(self._last)
+        for line in self._follower.look():
+            _say(line)
+        state = self._follower.state
+        if state.row is not None and state.row is not self._shown:
+            self._shown = state.row
+            _say(step_in_words(state, state.row))
 
-    def _show(self, row: dict[str, Any]) -> None:
-        before, self._shown = self._shown, row
-        line = f"epoch {row['epoch']:>3}  step {row['step']:>6}  loss {float(row['loss']):.4f}"
-        if before is not None and row["monotonic"] > before["monotonic"]:
-            rate = self._samples / (row["monotonic"] - before["monotonic"])
-            line += f"  {format_count(rate)} samples/s"
-        self._samples = 0
-        _say(line)
 
-    def _new_rows(self, name: str) -> list[dict[str, Any]]:
-        """The new lines as JSON; what is none (a file written anew, read from its midst) is left."""
-        rows = []
-        for line in self._new_lines(name):
-            with suppress(ValueError):
-                rows.append(json.loads(line))
-        return [row for row in rows if isinstance(row, dict)]
-
-    def _new_lines(self, name: str) -> list[str]:
-        """The whole lines that were added to a file since the last call.
-
-        A new attempt writes the metrics anew, without the steps that were lost: what is left of
-        them is known, so reading goes on at its end. A line longer than `LONGEST_LINE` is told in
-        pieces.
-        """
-        path = self._files.get(name)
-        if path is None or not path.is_file():
-            return []
-        with open(path, "rb") as file:
-            inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
-            known, start = self._read.get(name, (inode, 0))
-            if inode != known:
-                start = size
-            file.seek(start)
-            new = file.read(MOST_AT_ONCE)
-        whole = new[: new.rfind(b"\n") + 1] or (new if len(new) > LONGEST_LINE else b"")
-        self._read[name] = inode, start + len(whole)
-        return whole.decode(errors="replace").splitlines()
+def step_in_words(state: State, row: dict[str, Any]) -> str:
+    """`epoch   3  step    119  loss 0.0075  18,324 samples/s`; both numbers count from 0."""
+    line = f"epoch {row['epoch']:>3}  step {row['step']:>6}  loss {float(row['loss']):.4f}"
+    if state.samples_per_s is not None:
+        line += f"  {format_count(state.samples_per_s)} samples/s"
+    return line
 
 
 def _say(line: str) -> None:
@@ -118,35 +103,6 @@ def _say(line: str) -> None:
         if not writable:
             return
     click.echo(text, err=True)
-
-
-def in_words(event: dict[str, Any]) -> list[str]:
-    """What a person should hear of an event while the job runs; most events are for the record."""
-    name = event["event"]
-    if name == "resumed":
-        told = f"goes on after step {event['step']}, from {event['path']}"
-        changes = {**event["changes"], **event["differs"]}
-        return [told, *(f"note: {n} was {was}, is {now}" for n, (was, now) in changes.items())]
-    if name == "restart":
-        first, *rest = event["report"].splitlines()
-        if first.startswith("no sign of life"):
-            first = f"{first}: {next(iter(rest), '')}"
-        return [
-            first,
-            f"starting again from step {event['resumes_from']}: {event['lost_steps']} steps lost",
-        ]
-    if name == "checkpoint_failed":
-        where = f"rank {event['rank']}: {event['error']}"
-        return [f"note: no checkpoint of step {event['step']} ({where}); training goes on"]
-    if name == "checkpoint_skipped":
-        return [f"note: {event['path']} is damaged, and passed over: {event['problems'][0]}"]
-    if name == "bad_step":
-        return [f"note: {event['bad']}"]
-    if name == "straggler":
-        own, usual = 1e3 * event["seconds_per_step"], 1e3 * event["usual_seconds_per_step"]
-        who = f"rank {event['rank']} on {event['host']} is slow in `{event['phase']}`"
-        return [f"note: {who}: {own:.1f} ms per step, the others {usual:.1f} ms"]
-    return []
 
 
 def in_sentences(summary: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """One rank of a job: a job comes in, a record goes out. Started by the launcher, by name.
 
-`describe` loads the task and says what a place must know of it; `main` trains. A failure is
-written as an event before the process leaves, so that the supervisor can tell who was first.
+`describe` loads the task and says what a place must know of it; `main` trains; `place` sets the
+rank up as `main` does, and says what it holds. A failure is written as an event before the process
+leaves, so that the supervisor can tell who was first.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from allranks.catalog import find_program
 from allranks.config import threads_per_rank
 from allranks.errors import AllranksError, PeerLost, RequestError
 from allranks.fields import with_settings
 from allranks.job import Job
+from allranks.on_torch.callback import Callback
 from allranks.on_torch.data import Batch
 from allranks.on_torch.digest import weights_sha256
+from allranks.on_torch.fit import fit
+from allranks.on_torch.logs import Logs, check_logs, open_logs
 from allranks.on_torch.machine import check_devices, facts
+from allranks.on_torch.placement import RecordPlacement, update_by_nothing
 from allranks.on_torch.saving import plain_fields
 from allranks.on_torch.sources import seed_generators
 from allranks.on_torch.step import StepResult
 from allranks.on_torch.task import Task, check_task
 from allranks.on_torch.trace import Trace
-from allranks.on_torch.trainer import Trainer, fit
+from allranks.on_torch.trainer import Trainer
+from allranks.placement import write_placement
 from allranks.record import JsonLines, keep_rows, rank_events_path
 from allranks.world import World
 
@@ -60,6 +67,7 @@ def describe(argument: dict[str, Any]) -> int:
         try:
             task = load_task(job)
             check_devices(job, job.ranks)
+            check_logs(job)
         except AllranksError as error:
             events.event("failed", **_failure(error, 0, None))
             return error.exit_code
@@ -89,6 +97,24 @@ def main(argument: dict[str, Any]) -> int:
     return 0
 
 
+def place(argument: dict[str, Any]) -> int:
+    """Set this rank up, write what it will hold once it has made an update, and leave."""
+    job, world = Job.from_data(argument), World.from_environment()
+    torch.set_num_threads(threads_per_rank(job))
+    run_dir = Path(job.run_dir)
+    with JsonLines(rank_events_path(run_dir, world.rank)) as events:
+        try:
+            with Trainer(load_task(job), job, world=world) as trainer:
+                step = trainer.strategy.step
+                update_by_nothing(step.parameters, step.optimizer)
+                write_placement(run_dir, world.rank, trainer.strategy.placement(updated=True))
+                trainer.comm.barrier()
+        except BaseException as error:
+            events.event("failed", **_failure(error, 0, None))
+            return error.exit_code if isinstance(error, AllranksError) else 1
+    return 0
+
+
 def _failure(error: BaseException, updates: int, step: int | None) -> dict[str, Any]:
     return {
         "kind": type(error).__name__,
@@ -102,8 +128,8 @@ def _failure(error: BaseException, updates: int, step: int | None) -> dict[str, 
     }
 
 
-class _Run:
-    """What `main` keeps while it trains."""
+class _Run(Callback):
+    """What `main` keeps while it trains: the record of this rank."""
 
     def __init__(self, job: Job, world: World, events: JsonLines) -> None:
         self.job, self.world, self.events = job, world, events
@@ -111,6 +137,7 @@ class _Run:
         self.trainer: Trainer | None = None
         self.trace: Trace | None = None
         self.metrics: JsonLines | None = None
+        self.logs = Logs()
         self.last_step_at = 0.0
         self.first_step = True
         self.resumed_from: int | None = None
@@ -120,21 +147,35 @@ class _Run:
         """From the job to the event `done` with its summary, or `stopped` with its checkpoint."""
         task = load_task(self.job)
         report = self.events.event
-        trainer = self.trainer = Trainer(task, self.job, world=self.world, report=report)
-        self.events.event("ready", swapped=trainer.swapped, machine=facts(self.job))
+        trainer = self.trainer = Trainer(
+            task,
+            self.job,
+            world=self.world,
+            report=report,
+            callbacks=[self, RecordPlacement(self.run_dir)],
+        )
+        built = trainer.built
+        self.events.event(
+            "ready",
+            swapped=built.swapped,
+            not_pretrained=built.not_pretrained,
+            machine=facts(self.job),
+        )
         if self.job.trace:
             trace = self.run_dir / "trace"
             self.trace = Trace(trace, self.world.rank, trainer.strategy, self.job.replay)
         trainer.rehearse()
+        if trainer.task_data.notes and self.world.is_leader:
+            self.events.event("data_notes", notes=trainer.task_data.notes)
         self.resumed_from = trainer.resume()
         self.seen_before = trainer.progress.samples_seen
         if self.world.is_leader:
             self.metrics = self._open_metrics(trainer.progress.batch_index)
-            trainer.before_save = self.metrics.flush  # no step is saved that they do not know
+            self.logs = open_logs(self.job, trainer.progress.batch_index)
         trainer.comm.barrier()
         trainer.faults.reach("start")
         start = self.last_step_at = time.perf_counter()
-        came_to_the_end = fit(trainer, self._after_step)
+        came_to_the_end = fit(trainer)
         seconds = self.last_step_at - start
         if came_to_the_end:
             self._conclude(trainer, seconds)
@@ -173,15 +214,31 @@ class _Run:
         for file in (self.metrics, self.trace):
             if file is not None:
                 file.close()
+        self.logs.close()
 
-    def _after_step(self, batch: Batch, result: StepResult) -> None:
+    def on_save(self, trainer: Trainer) -> None:
+        """No step is saved that the metrics do not know."""
+        if self.metrics is not None:
+            self.metrics.flush()
+        self.logs.flush()
+
+    def on_evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Record an evaluation on the way: the leader's, or each rank's own."""
+        if self.world.is_leader or not trainer.strategy.replicas_agree:
+            step, best = trainer.progress.batch_index, trainer.course.is_best
+            self.events.event("evaluated", step=step, metrics=metrics, best=best)
+        self.logs.evaluation(trainer.progress.batch_index, metrics)
+
+    def on_step(self, trainer: Trainer, batch: Batch, result: StepResult) -> None:
+        """Record a step."""
         if self.trace is not None:
             self.trace.finished(batch, result)
         self.last_step_at = time.perf_counter()
         if self.first_step:
             self.first_step = False
-            self.events.event("training", step=result.batch_index)
-        alone = self.trainer is not None and not self.trainer.strategy.replicas_agree
+            total = trainer.total_steps
+            self.events.event("training", step=result.batch_index, total_steps=total)
+        alone = not trainer.strategy.replicas_agree
         if result.bad and (self.world.is_leader or alone):
             self.events.event("bad_step", step=result.batch_index, bad=result.bad)
         if self.metrics is None:
@@ -196,9 +253,12 @@ class _Run:
         }
         if result.grad_norm is not None:
             row["grad_norm"] = result.grad_norm
+        if result.loss_scale is not None:
+            row["loss_scale"] = result.loss_scale
         if result.bad:
             row["bad"] = result.bad
         self.metrics.row(row)
+        self.logs.row(row)
 
     def _summary(
         self, trainer: Trainer, seconds: float, evaluation: dict[str, float]
@@ -211,6 +271,7 @@ class _Run:
         )
         if not trainer.strategy.replicas_agree:  # each rank has counted its own
             trainer.comm.all_reduce(seen, "control").wait()
+        samples_per_s = float(seen) / seconds if float(seen) else None
         return {
             "world_size": self.world.size,
             "nodes": self.job.nodes,
@@ -218,18 +279,29 @@ class _Run:
             "steps": done.updates,
             "train_loss": done.loss_sum / done.weight_sum if done.weight_sum else None,
             "eval": evaluation,
-            "samples_per_s": float(seen) / seconds if float(seen) else None,
+            "samples_per_s": samples_per_s,
+            "flops_per_sample": trainer.meter.flops_per_sample,
+            "mfu": trainer.meter.utilisation(samples_per_s, self.world.size),
             "weights_sha256": digest,
             "restarts": 0,
             "resumed_from_step": self.resumed_from,
             "sent_bytes": {kind: round(sent) for kind, sent in trainer.comm.sent.items()},
             "card_bytes_per_step": trainer.strategy.promised_bytes(),
-            "user_randomness": trainer.swapped["user_randomness"],
+            "ended_early": trainer.course.is_over,
+            "user_randomness": trainer.built.swapped["user_randomness"],
             "user_buffers": trainer.user_buffers,
         }
 
     def _save_weights(self, trainer: Trainer) -> None:
-        """`weights.safetensors`, whole or not at all: under another name first, then renamed."""
-        beside = self.run_dir / ".weights.safetensors"
-        save_file({n: t.contiguous().cpu() for n, t in trainer.weights()}, beside)
-        beside.rename(self.run_dir / "weights.safetensors")
+        """`weights.safetensors`, and `average.safetensors` where there is a moving average."""
+        self._write("weights.safetensors", dict(trainer.weights()))
+        average = trainer.strategy.step.average
+        if average is not None:
+            with average.in_place():
+                self._write("average.safetensors", dict(trainer.weights()))
+
+    def _write(self, name: str, weights: dict[str, Tensor]) -> None:
+        """A file that is whole or not there: under another name first, then renamed."""
+        beside = self.run_dir / f".{name}"
+        save_file({n: t.contiguous().cpu() for n, t in weights.items()}, beside)
+        beside.rename(self.run_dir / name)

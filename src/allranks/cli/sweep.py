@@ -1,0 +1,303 @@
+"""`allranks train PROGRAM --sweep lr=1e-3,3e-4 --slots 2`: a job for every combination of values."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from allranks.cli.options import resolved_from
+from allranks.errors import Interrupted, ProgramError, RequestError, Stopped
+from allranks.fields import TRUTH
+from allranks.job import Job
+from allranks.job_limits import devices_of
+from allranks.launch.packing import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    STOPPED,
+    Outcome,
+    PackedJob,
+    Packing,
+    Slot,
+    Sweep,
+    previous,
+    share_out,
+)
+from allranks.launch.slots import Watcher, run_packed
+from allranks.launch.start import new_run_dir
+from allranks.record import as_json
+from allranks.units import printable
+
+OF_THE_SWEEP = ("sweep", "slots", "run_dir", "dry_run", "placement", "as_object")
+NOT_SWEPT = ("set", "job", "resume", "inject", *OF_THE_SWEEP, "json")
+LONGEST_NAME = 150
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is swept: an option of the command or, without one, a field of the task; its values."""
+
+    name: str
+    values: tuple[str, ...]
+    option: click.Option | None
+
+    def words(self, value: str) -> list[str]:
+        """How one value is asked for on the command line."""
+        if self.option is None:
+            return [f"--set={self.name}={value}"]
+        if not self.option.is_flag:
+            return [f"{self.option.opts[0]}={value}"]
+        if value.lower() not in TRUTH:
+            raise _refused(f"{self.name}={value}", f"{self.name} takes true or false")
+        return [self.option.opts[0]] if TRUTH[value.lower()] else []
+
+
+def sweep(context: click.Context) -> None:
+    """Do what a command line of `train` asks for with --sweep; raises as one job would."""
+    asked = context.params
+    if asked["placement"]:
+        raise _refused("--placement", "a placement is of one job", "ask for it without --sweep")
+    packing = plan(context)
+    if asked["dry_run"]:
+        _print_plan(packing, asked["as_object"])
+        return
+    with Sweep(packing) as running:
+        reason = run_packed(running, Watcher(_tell_start, _tell_end))
+        outcomes = list(running.outcomes.values())
+        click.echo(table(outcomes), err=asked["as_object"])
+        if asked["as_object"]:
+            click.echo(as_json(running.to_data()))
+    _conclude(packing.folder, outcomes, reason)
+
+
+# --- the plan -----------------------------------------------------------------------------------
+
+
+def plan(context: click.Context) -> Packing:
+    """The jobs that a command line asks for, each checked as far as it can be without its task."""
+    axes = _axes(context)
+    combinations = [
+        dict(zip([axis.name for axis in axes], values, strict=True))
+        for values in itertools.product(*(axis.values for axis in axes))
+    ]
+    base = words_of(context)
+    words = [
+        (*base, *(word for axis in axes for word in axis.words(settings[axis.name])))
+        for settings in combinations
+    ]
+    first = _job(context, words[0])
+    slots = _slots(context, first, len(combinations), axes)
+    program = Path(first.program.partition(":")[0]).stem
+    folder = Path(context.params["run_dir"] or new_run_dir(f"{program}-sweep")).absolute()
+    known = previous(folder) or {"threads": {}}
+    jobs = []
+    for settings, own in zip(combinations, words, strict=True):
+        name = name_of(settings)
+        job = _job(context, [*own, *slots[-1].words, f"--run-dir={folder / name}"])
+        threads = known["threads"].get(name) or _threads(job, len(slots))
+        jobs.append(PackedJob(name, settings, own, threads))
+    if len({job.name for job in jobs}) < len(jobs):
+        raise _refused("--sweep", "one value stands there twice")
+    return Packing(folder, tuple(jobs), slots)
+
+
+def _axes(context: click.Context) -> list[Axis]:
+    axes = [_axis(context, text) for text in context.params["sweep"]]
+    if not axes:
+        raise _refused("--slots", "there is no --sweep, and one job needs no slots")
+    if len({axis.name for axis in axes}) < len(axes):
+        raise _refused("--sweep", "two --sweep have one name", "write all values after one name")
+    return axes
+
+
+def _axis(context: click.Context, text: str) -> Axis:
+    """`lr=1e-3,3e-4`, checked against the options, and what else is given."""
+    name, equals, values = text.partition("=")
+    listed = tuple(_split(values))
+    if not name or not equals or not all(listed):
+        raise _refused(text, "it is not NAME=VALUE,VALUE")
+    options = {
+        option.opts[0].removeprefix("--"): option
+        for option in context.command.params
+        if isinstance(option, click.Option)
+    }
+    option = options.get(name.replace("_", "-"))
+    given = context.params["settings"]
+    if name.replace("-", "_") in NOT_SWEPT:
+        raise _refused(text, f"--{name} is not a value of a job", "sweep fields and options")
+    if option is not None and context.params[str(option.name)] is not None:
+        raise _refused(text, f"{option.opts[0]} is given too", "say it in one place")
+    if option is None and name in [setting.partition("=")[0] for setting in given]:
+        raise _refused(text, f"--set {name} is given too", "say it in one place")
+    return Axis(name, listed, option)
+
+
+def _split(values: str) -> Iterator[str]:
+    """Cut at commas that stand outside brackets: a strategy may have options."""
+    depth, part = 0, ""
+    for letter in values:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            yield part
+            part = ""
+        else:
+            part += letter
+    yield part
+
+
+def words_of(context: click.Context) -> list[str]:
+    """What was given of a job on this command line, as words that say it again."""
+    words = []
+    for parameter in context.command.params:
+        value = context.params[str(parameter.name)]
+        if parameter.name in OF_THE_SWEEP or value is None:
+            continue
+        if isinstance(parameter, click.Argument):
+            words.append(str(value))
+        elif isinstance(parameter, click.Option) and parameter.is_flag:
+            words += [parameter.opts[0]] if value else []
+        else:
+            values = value if parameter.multiple else [value]
+            words += [f"{parameter.opts[0]}={one}" for one in values]
+    return words
+
+
+def _job(context: click.Context, words: Sequence[str]) -> Job:
+    """The job that these words describe, as its own process will read them."""
+    asked = context.command.make_context("train", list(words)).params
+    flags = {name: value for name, value in asked.items() if name not in OF_THE_SWEEP}
+    flags["run_dir"] = asked["run_dir"]
+    return resolved_from(flags.pop("program"), flags).job
+
+
+def _slots(context: click.Context, job: Job, jobs: int, axes: Sequence[Axis]) -> tuple[Slot, ...]:
+    """The room there is; cores and devices are shared out where there are enough."""
+    count = min(context.params["slots"] or 1, jobs)
+    cores = share_out(sorted(os.sched_getaffinity(0)), count)
+    numbers = () if any(axis.name == "devices" for axis in axes) else devices_of(job)
+    devices = [
+        (f"--devices={','.join(map(str, own))}",) if own else ()
+        for own in share_out(numbers, count)
+    ]
+    return tuple(Slot(n, cores[n], devices[n]) for n in range(count))
+
+
+def _threads(job: Job, slots: int) -> int:
+    """Threads of each rank, decided once: they are part of what makes the bits."""
+    if job.threads is not None:
+        return job.threads
+    return 1 if job.bitwise else max(1, len(os.sched_getaffinity(0)) // slots // job.ranks)
+
+
+def name_of(settings: dict[str, str]) -> str:
+    """The name of a run folder: `lr=0.001,width=16`."""
+    whole = ",".join(f"{name}={_canonical(value)}" for name, value in settings.items())
+    safe = "".join(c if c.isalnum() or c in "-_.,=+" else "-" for c in whole)
+    if safe == whole and len(safe.encode()) <= LONGEST_NAME:
+        return safe
+    cut = safe.encode()[:LONGEST_NAME].decode(errors="ignore")
+    return f"{cut}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+
+
+def _canonical(value: str) -> str:
+    """A number in one way of writing it."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return repr(kind(value))
+    return value
+
+
+def _refused(asked: str, found: str, do: str = "") -> RequestError:
+    return RequestError(
+        asked=asked if asked.startswith("--") else f"--sweep {asked}",
+        found=found,
+        why="a sweep is one job for every combination of values",
+        do=do or "write it like --sweep lr=1e-3,3e-4 --sweep width=16,32 --slots 2",
+    )
+
+
+# --- what a person sees -------------------------------------------------------------------------
+
+
+def _print_plan(packing: Packing, as_object: bool) -> None:
+    """What would run."""
+    if as_object:
+        jobs = [
+            {"name": j.name, "settings": j.settings, "threads": j.threads} for j in packing.jobs
+        ]
+        slots = [{"cores": slot.cores, "words": slot.words} for slot in packing.slots]
+        click.echo(as_json({"sweep_dir": str(packing.folder), "slots": slots, "jobs": jobs}))
+        return
+    lines = [f"{len(packing.jobs)} jobs in {packing.folder}", *map(str, packing.slots), ""]
+    lines += [f"{job.name}  threads per rank {job.threads}" for job in packing.jobs]
+    click.echo("\n".join(printable(line) for line in lines))
+
+
+def _tell_start(slot: Slot, outcome: Outcome) -> None:
+    _say(f"started {outcome.name} in {slot}")
+
+
+def _tell_end(slot: Slot, outcome: Outcome) -> None:
+    seconds = (outcome.ended or 0.0) - (outcome.started or 0.0)
+    line = f"{outcome.state} {outcome.name} after {seconds:.1f} s"
+    if outcome.summary is not None:
+        values = [f"{name} {value:.4f}" for name, value in _measured(outcome).items()]
+        line += f": {', '.join(values)}" if values else ""
+    if outcome.report:
+        line += f": {outcome.report.splitlines()[0]}"
+    _say(line)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # who only looks on ends no training
+        click.echo(printable(line), err=True)
+
+
+def _measured(outcome: Outcome) -> dict[str, float]:
+    """The metrics of a job that is done, and its loss."""
+    if outcome.summary is None:
+        return {}
+    values: dict[str, Any] = dict(outcome.summary["eval"])
+    if outcome.summary["train_loss"] is not None:
+        values["train loss"] = outcome.summary["train_loss"]
+    return {name: float(value) for name, value in values.items()}
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The jobs in the order in which they were asked for: values, state, metrics, run folder."""
+    metrics = list(dict.fromkeys(name for outcome in outcomes for name in _measured(outcome)))
+    rows = [[*outcomes[0].settings, "state", *metrics, "run folder"]]
+    for outcome in outcomes:
+        measured = _measured(outcome)
+        cells = [f"{measured[name]:.4f}" if name in measured else "" for name in metrics]
+        place = os.path.relpath(outcome.run_dir)
+        rows.append([*outcome.settings.values(), outcome.state, *cells, place])
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _conclude(folder: Path, outcomes: Sequence[Outcome], reason: str) -> None:
+    """Raise how the sweep ended, unless all its jobs are done."""
+    named = {
+        state: [outcome.name for outcome in outcomes if outcome.state == state]
+        for state in (DONE, FAILED, INTERRUPTED, STOPPED)
+    }
+    count = f"{len(named[DONE])} of {len(outcomes)} jobs are done"
+    again = f"to go on, say the same with --run-dir {folder}"
+    if len(named[DONE]) == len(outcomes):
+        return
+    if reason == "SIGINT" or named[INTERRUPTED]:
+        raise Interrupted(f"interrupted ({reason or 'a job'}); {count}; {again}")
+    if reason or not named[FAILED]:
+        raise Stopped(f"stopped ({reason or 'a job'}); {count}; {again}")
+    failed = ", ".join(named[FAILED])
+    raise ProgramError(f"{len(named[FAILED])} of {len(outcomes)} jobs failed: {failed}; {again}")

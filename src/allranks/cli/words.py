@@ -1,0 +1,86 @@
+"""What happens in a running job, in words for a person. Pure.
+
+An event gets its `rank` from the file that it stands in, `None` for what the supervisor saw.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+A_RANK = re.compile(r"; rank (?=\d)")  # in the report of a bad step, before each who brought it in
+
+
+def in_words(event: dict[str, Any]) -> list[str]:
+    """What a person should hear of an event while the job runs; most events are for the record."""
+    name = event["event"]
+    if name == "resumed":
+        told = f"goes on after step {event['step']}, from {event['path']}"
+        changes = {**event["changes"], **event["differs"]}
+        return [told, *(f"note: {n} was {was}, is {now}" for n, (was, now) in changes.items())]
+    if name == "data_notes":
+        return [f"note: {note}" for note in event["notes"]]
+    if name == "restart":
+        again = f"starting again from step {event['resumes_from']}"
+        return [_fault(event), f"{again}: {event['lost_steps']} steps lost"]
+    if name == "data_notes":
+        return [f"note: {note}" for note in event["notes"]]
+    if name == "evaluated":
+        words = evaluation_in_words(event["step"], event["metrics"], bool(event.get("best")))
+        return [f"{_whose(event)}evaluated {words}"]
+    if name == "checkpoint_failed":
+        where = f"rank {event['rank']}: {event['error']}"
+        return [f"note: no checkpoint of step {event['step']} ({where}); training goes on"]
+    if name == "checkpoint_skipped":
+        return [f"note: {event['path']} is damaged, and passed over: {event['problems'][0]}"]
+    if name == "bad_step":
+        return [f"note: {_whose(event)}{event['bad']}"]
+    if name == "straggler":
+        return [f"note: rank {event['rank']} on {event['host']} is {_slow(event)}"]
+    return []
+
+
+def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
+    """(rank, what) of an event that tells of something wrong; `None` where no one rank did it."""
+    name = event["event"]
+    if name == "restart":
+        fault = "no sign of life" if _fault(event).startswith("no sign of life") else "failed"
+        again = f"{fault}; all ranks started again from step {event['resumes_from']}"
+        return [(event["first_rank"], again)]
+    if name == "checkpoint_failed":
+        return [(event["rank"], f"no checkpoint of step {event['step']}: {event['error']}")]
+    if name == "bad_step":
+        what, *found = A_RANK.split(event["bad"])
+        if not found:
+            return [(event["rank"] or None, what)]
+        step = what.partition(":")[0]
+        named = (re.fullmatch(r"(\d+):? ?(.*)", text, re.S) for text in found)
+        return [(int(m[1]), f"{step}: {m[2]}") for m in named if m is not None]
+    if name == "straggler":
+        return [(event["rank"], _slow(event))]
+    return []
+
+
+def evaluation_in_words(step: int, metrics: Mapping[str, Any], best: bool) -> str:
+    """`after step 200: accuracy 0.9123 (best so far)`."""
+    values = ", ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())
+    return f"after step {step}: {values or 'no metrics'}{' (best so far)' if best else ''}"
+
+
+def _whose(event: dict[str, Any]) -> str:
+    """The leader speaks for all who agree, another rank for itself."""
+    return f"rank {event['rank']}: " if event["rank"] else ""
+
+
+def _slow(event: dict[str, Any]) -> str:
+    own, usual = 1e3 * event["seconds_per_step"], 1e3 * event["usual_seconds_per_step"]
+    return f"slow in `{event['phase']}`: {own:.1f} ms per step, the others {usual:.1f} ms"
+
+
+def _fault(event: dict[str, Any]) -> str:
+    """The first line of the report that a restart carries; of a hang, also who is missing."""
+    first, *rest = event["report"].splitlines()
+    if first.startswith("no sign of life"):
+        return f"{first}: {next(iter(rest), '')}"
+    return str(first)

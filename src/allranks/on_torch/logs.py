@@ -1,0 +1,189 @@
+"""Further files about a training, written on request (`--log`) beside `metrics.jsonl`, by the leader.
+
+    metrics.csv      a line for each step, the columns of metrics.jsonl
+    evaluations.csv  a line for each metric of each evaluation on the way
+    tensorboard/     event files (`tensorboard_log`)
+
+A training that goes on has each step once in them: steps that its checkpoint does not know of are
+dropped, and no others, because `flush` is called before each checkpoint. Nothing is read back from
+a table: it is made anew from `metrics.jsonl` and the events, which are opened before.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from allranks.catalog import load
+from allranks.errors import RequestError
+from allranks.job import Job
+from allranks.job_limits import logs_of
+from allranks.record import FLUSH_EVERY_S, FULL, rank_events_path, read_rows, write_whole
+
+LOGS = {
+    "csv": "allranks.on_torch.logs:CsvLog",
+    "tensorboard": "allranks.on_torch.tensorboard_log:TensorBoardLog",
+}
+STEP_COLUMNS = (
+    *("step", "epoch", "loss", "samples", "learning_rate", "monotonic"),
+    *("grad_norm", "loss_scale", "bad"),
+)
+EVALUATION_COLUMNS = ("step", "metric", "value")
+
+
+class Log(Protocol):
+    """One kind of further file. Called by the leader only."""
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """A row of the metrics: `row["step"]` global batches were made before its step."""
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics after `step` global batches."""
+
+    def flush(self) -> None:
+        """All that was given is in the files: a checkpoint follows."""
+
+    def close(self) -> None:
+        """Flush, and close the files."""
+
+
+class Logs:
+    """All that a job asks for, which may be nothing."""
+
+    def __init__(self, logs: Iterable[Log] = ()) -> None:
+        self._logs = tuple(logs)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        for log in self._logs:
+            log.row(row)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        for log in self._logs:
+            log.evaluation(step, metrics)
+
+    def flush(self) -> None:
+        for log in self._logs:
+            log.flush()
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for log in self._logs:
+                stack.callback(log.close)
+
+
+def check_logs(job: Job) -> None:
+    """Raise `RequestError` if what a log is written with is not installed; imports nothing."""
+    if "tensorboard" in logs_of(job) and importlib.util.find_spec("tensorboard") is None:
+        raise RequestError(
+            asked=f"--log {job.log}",
+            found="no package tensorboard in this Python",
+            why="its files are written with what defines their format",
+            do="pip install 'allranks[tensorboard]', or leave it out of --log",
+        )
+
+
+def open_logs(job: Job, step: int) -> Logs:
+    """The logs of a job of which `step` global batches are done, without what came after them.
+
+    The leader calls this once its metrics are open.
+    """
+    names = dict.fromkeys(logs_of(job))
+    return Logs([load(LOGS[name])(Path(job.run_dir), step) for name in names])
+
+
+class CsvLog:
+    """Two tables. A column that a step has no value for is empty."""
+
+    def __init__(self, run_dir: Path, step: int) -> None:
+        rows = read_rows(run_dir / "metrics.jsonl")
+        self._steps = _Table(run_dir / "metrics.csv", STEP_COLUMNS, rows)
+        events = read_rows(rank_events_path(run_dir, 0))
+        evaluated = (e for e in events if e["event"] == "evaluated" and int(e["step"]) <= step)
+        once = {int(e["step"]): e["metrics"] for e in evaluated}  # of an attempt that was lost too
+        lines = (line for at, metrics in once.items() for line in _lines(at, metrics))
+        self._evaluations = _Table(run_dir / "evaluations.csv", EVALUATION_COLUMNS, lines)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        self._steps.add(row)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        for line in _lines(step, metrics):
+            self._evaluations.add(line)
+
+    def flush(self) -> None:
+        self._steps.file.flush()
+        self._evaluations.file.flush()
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._steps.file.close)
+            stack.callback(self._evaluations.file.close)
+
+
+def _lines(step: int, metrics: Mapping[str, float]) -> Iterable[dict[str, Any]]:
+    return [{"step": step, "metric": name, "value": value} for name, value in metrics.items()]
+
+
+class _Table:
+    """A CSV file of these columns: a header, the `rows` there are, and what is added."""
+
+    def __init__(self, path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]):
+        self._text = io.StringIO(newline="")
+        self._writer = csv.DictWriter(self._text, tuple(columns), lineterminator="\n")
+        self._writer.writeheader()
+        self._writer.writerows(rows)
+        write_whole(path, self._taken())
+        self.file = GrowingFile(path)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self._writer.writerow(row)
+        self.file.write(self._taken())
+
+    def _taken(self) -> bytes:
+        """What was written to the text since the last call."""
+        content = self._text.getvalue().encode()
+        self._text.seek(0)
+        self._text.truncate()
+        return content
+
+
+class GrowingFile:
+    """A file that is added to. Bytes are kept for a moment, so that a step is cheap.
+
+    What a full disk does not take is kept, and written with what comes next; only `close` raises.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)
+        self._rest = bytearray()
+        self._flushed = time.monotonic()
+
+    def write(self, content: bytes) -> None:
+        self._rest += content
+        if time.monotonic() - self._flushed > FLUSH_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        self._flushed = time.monotonic()
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+
+    def _write(self) -> None:
+        while self._rest:
+            del self._rest[: self._file.write(self._rest) or 0]
+
+    def close(self) -> None:
+        if not self._file.closed:
+            try:
+                self._write()
+            finally:
+                self._file.close()
