@@ -1,7 +1,17 @@
 """allranks: one training program on any number of ranks, and proof that the result is the same.
 
 Importing this package does nothing: it reads no environment, sets up no logging and loads no
-framework. Tasks for torch start from `allranks.on_torch`.
+framework. Tasks for torch start from `allranks.on_torch`; `allranks.launch(task, ranks=4)` trains
+one from a script or a notebook, and is loaded when it is first asked for.
 """
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name != "launch":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("allranks.launch")

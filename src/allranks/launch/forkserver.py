@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -71,7 +72,9 @@ def serve(control: socket.socket) -> None:
     finally:
         for _, pid in running.values():
             _signal_group(pid, signal.SIGKILL)
+        for _, pid in running.values():  # their memory is freed at the same time
             os.waitpid(pid, 0)
+            remove_shared_memory(pid)
         _end_orphans()
 
 
@@ -166,9 +169,7 @@ def _become(
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        _flush()
         os._exit(code)
 
 
@@ -196,14 +197,33 @@ def _leave_signals_to_the_supervisor() -> None:
     os.register_at_fork(after_in_child=_default_signals)
 
 
-def main() -> None:
-    """Import what was asked, then serve. Run as a process of its own by `ForkServer`."""
-    for number in ASKING:
-        signal.signal(number, signal.SIG_IGN)
-    control = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
-    serve(control)
+def main() -> NoReturn:
+    """Import what was asked, then serve. Run as a process of its own by `ForkServer`.
+
+    It leaves at once: to take the framework apart would need a second or more, in which this
+    process were left behind by a supervisor that was killed, and every other one waited for it.
+    """
+    code = 1
+    try:
+        for number in ASKING:
+            signal.signal(number, signal.SIG_IGN)
+        control = socket.socket(fileno=int(sys.argv[1]))
+        for module in sys.argv[2:]:
+            importlib.import_module(module)
+        gc.freeze()  # a rank that looks through what was imported would copy all of it
+        serve(control)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _flush()
+        os._exit(code)
+
+
+def _flush() -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

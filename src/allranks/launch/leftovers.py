@@ -34,6 +34,11 @@ def owner() -> str:
     return f"{os.getpid()}.{started_at(os.getpid())}.{_here()}"
 
 
+def belongs_to_a_job() -> bool:
+    """Whether this process is a rank, or was started by one."""
+    return _OWNER.match(os.environ.get(VARIABLE, "")) is not None
+
+
 def _here() -> str:
     """Where process ids are those of this process: this machine, and the container on it."""
     space = os.readlink("/proc/self/ns/pid")

@@ -25,7 +25,10 @@ class Signals:
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (*self.STOP, signal.SIGUSR2):
-                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                before = signal.getsignal(number)
+                if before is None:
+                    continue  # it is not Python's, which could not give it back
+                if number == signal.SIGHUP and before == signal.SIG_IGN:
                     continue  # nohup: the job is to outlive its terminal
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -49,4 +52,4 @@ class Signals:
         tb: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler)

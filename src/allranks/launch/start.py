@@ -31,6 +31,7 @@ from allranks.places import local
 from allranks.places.base import Plan, Shape
 from allranks.record import RunFolder, rank_events_path, rank_log_path, read_rows
 from allranks.resume import CHECKPOINTS, changed, changed_fields
+from allranks.world import Visible
 
 WORKER = ENGINES["torch"]
 RECORDED = (
@@ -62,13 +63,18 @@ def plan_job(resolved: Resolved, server: ForkServer, signals: Signals | None = N
     if not job.run_dir:
         job = dataclasses.replace(job, run_dir=new_run_dir(job.program))
     job = dataclasses.replace(job, run_dir=os.path.abspath(job.run_dir))
-    return local.plan(job, describe(server, job, signals))
+    return local.plan(job, describe(server, job, signals), Visible.from_environment())
 
 
 def run_job(
-    resolved: Resolved, server: ForkServer | None = None, watcher: Watcher | None = None
+    resolved: Resolved,
+    server: ForkServer | None = None,
+    watcher: Watcher | None = None,
+    signals: Signals | None = None,
 ) -> Result:
     """Run a job to its end on this machine and return its result.
+
+    `signals` are those that the caller holds already; without it they are held meanwhile.
 
     Raises `RequestError` (and leaves no run folder) if the request, the task or its data is wrong
     and no update was made; `ProgramError` with the first-fault report if the program failed and
@@ -78,7 +84,7 @@ def run_job(
     watcher = watcher or Watcher()
     started_at = time.monotonic()
     with ExitStack() as stack:
-        signals = stack.enter_context(Signals())
+        signals = signals or stack.enter_context(Signals())
         if server is None:
             server = stack.enter_context(ForkServer(preload_for(resolved.job.program)))
         plan = plan_job(resolved, server, signals)
@@ -132,12 +138,13 @@ def _goes_on(resolved: Resolved) -> bool:
 
 def describe(server: ForkServer, job: Job, signals: Signals | None = None) -> Shape:
     """Load the task of `job` in a forked process and return what a place must know of it."""
+    devices = local.devices_seen(job, Visible.from_environment())
     with scratch_folder() as scratch:
         run_dir = Path(scratch)
         (run_dir / "logs").mkdir()
         log = rank_log_path(run_dir, 0)
         argument = {**job.to_data(), "run_dir": scratch}
-        process = Process(0, f"{WORKER}:describe", argument, {}, log)
+        process = Process(0, f"{WORKER}:describe", argument, devices, log)
         ended = supervise(server, [process], signals=signals)
         if ended.interrupted:
             raise Interrupted("interrupted before anything was started")

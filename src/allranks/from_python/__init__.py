@@ -1,0 +1,1 @@
+"""Jobs that a script or a notebook starts: `allranks.launch(task, ranks=4)`."""

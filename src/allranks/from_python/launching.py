@@ -1,0 +1,126 @@
+"""`allranks.launch`: train a task from a script or a notebook, and have its result as an object.
+
+It does what `allranks train` does, in the same words, and raises where the command line would leave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.catalog import load
+from allranks.cli.progress import Progress, in_sentences, progress_here
+from allranks.config import Resolved, resolve
+from allranks.errors import Interrupted, RequestError, nearest
+from allranks.fields import read_value
+from allranks.from_python.notebook import NotebookDisplay, has_outputs
+from allranks.from_python.program import program_of
+from allranks.job import Job
+from allranks.job_file import NOT_SETTABLE
+from allranks.launch.leftovers import belongs_to_a_job
+from allranks.launch.signals import Signals
+from allranks.launch.start import Result, Watcher, run_job
+
+RUNS = "runs"
+SOURCE = "launch()"
+
+
+@dataclass(frozen=True, repr=False)
+class Trained(Result):
+    """A job that ended well: `run_dir`, `summary`, and the weights at its end."""
+
+    def weights(self) -> dict[str, Any]:
+        """The weights by name, read from the run folder: what `model.load_state_dict` takes."""
+        weights: dict[str, Any] = load("safetensors.torch:load_file")(
+            self.run_dir / "weights.safetensors"
+        )
+        return weights
+
+    def __repr__(self) -> str:
+        return in_sentences(self.summary)
+
+
+def launch(task: Any, *, settings: Mapping[str, Any] | None = None, **job: Any) -> Trained:
+    """Train `task` on the ranks of this machine; returns when it is done.
+
+    `task` is a class derived from `Task`, an instance of one (the fields that were set are those of
+    the job), or a PROGRAM as on the command line; `settings` are further fields. The keywords are
+    the options of `allranks train` (`ranks=4, strategy="ddp", precision="bf16", run_dir=…`), and
+    what they leave out is as there. Nothing is pickled: ranks are new processes, which import the
+    class from its file; one of a notebook is written into a file first, with what it needs.
+
+    Raises `RequestError`, `ProgramError` (with the report of the first fault), `PlaceError`, or
+    `Stopped` and `Interrupted` as `run_job` does. Ctrl-C, or the stop button of a notebook, lets
+    the ranks commit a checkpoint and leave, and raises `KeyboardInterrupt`; a second one does not
+    wait for that. In another thread than the main one no signal can be heard. No process is left
+    in any case.
+    """
+    _check_that_this_is_no_rank(task)
+    given = _flags(job)
+    beside = Path(given["run_dir"]).parent if given.get("run_dir") else Path(RUNS)
+    program, fields = program_of(task, beside)
+    resolved = _with_fields(resolve(program, given), {**fields, **(settings or {})})
+    progress = _progress()
+    with Signals() as signals:
+        try:
+            result = run_job(resolved, None, Watcher(progress.started, progress.tick), signals)
+        except Interrupted as error:
+            if signals.reason == "SIGINT":
+                raise KeyboardInterrupt(str(error)) from None
+            raise
+        finally:
+            with suppress(OSError):  # nobody reads any more
+                progress.close()
+    return Trained(result.run_dir, result.summary)
+
+
+def _check_that_this_is_no_rank(task: Any) -> None:
+    if belongs_to_a_job():
+        raise RequestError(
+            asked=f"to launch {task if isinstance(task, str) else _class_of(task).__name__}",
+            found="this process belongs to a job already",
+            why="ranks import the file of the task, and would launch it again and again",
+            do='call launch below `if __name__ == "__main__":`',
+        )
+
+
+def _class_of(task: Any) -> type:
+    return task if isinstance(task, type) else type(task)
+
+
+def _flags(job: dict[str, Any]) -> dict[str, Any]:
+    """The options by their names, each of its type; raises `RequestError`."""
+    hints = typing.get_type_hints(Job)
+    known = [name for name in hints if name not in (*NOT_SETTABLE, "program")]
+    flags = {}
+    for name, value in job.items():
+        asked = f"launch(…, {name}={value!r})"
+        if name not in known:
+            raise RequestError(
+                asked=asked,
+                found=f"no option {name!r}",
+                why="the keywords of launch are the options of a job; the fields of a task are set "
+                "in its instance, or by settings",
+                do=nearest(name, [*known, "settings"]),
+            )
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        flags[name] = read_value(name, value, hints[name], asked)
+    return flags
+
+
+def _with_fields(resolved: Resolved, fields: dict[str, Any]) -> Resolved:
+    """The job with these fields of its task, and the sources named as they are here."""
+    job = dataclasses.replace(resolved.job, task={**resolved.job.task, **fields})
+    given = {f"task.{name}": SOURCE for name in fields}
+    sources = {n: SOURCE if s == "command line" else s for n, s in resolved.sources.items()}
+    return Resolved(job, {**sources, **given}, resolved.base)
+
+
+def _progress() -> Progress:
+    return NotebookDisplay() if has_outputs() else progress_here()

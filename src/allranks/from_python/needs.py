@@ -1,0 +1,68 @@
+"""What a piece of Python needs and changes of the names around it. Pure, from its text."""
+
+from __future__ import annotations
+
+import ast
+import symtable
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+RUN_AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")
+SCOPES_OF_EXPRESSIONS = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Global names: those that must be there when a statement runs, and those that what it defines
+    looks up when it is called."""
+
+    now: frozenset[str]
+    later: frozenset[str]
+
+
+def needs_of(statement: str) -> Needs:
+    """What one statement at the top of a file needs."""
+    now: set[str] = set()
+    later: set[str] = set()
+
+    def visit(table: symtable.SymbolTable, names: set[str]) -> None:
+        at_top = table.get_type() == "module"
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() if at_top else symbol.is_global():
+                names.add(symbol.get_name())
+        for inner in table.get_children():
+            is_function = isinstance(inner, symtable.Function)
+            waits = is_function and inner.get_name() not in RUN_AT_ONCE
+            visit(inner, later if waits else names)
+
+    visit(symtable.symtable(statement, "<cell>", "exec"), now)
+    return Needs(frozenset(now), frozenset(later - now))
+
+
+def changed_by(node: ast.AST) -> Iterator[str]:
+    """The names around it that a statement binds, or whose attributes or items it sets."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield node.name
+            return
+        case ast.Import() | ast.ImportFrom():
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+            return
+        case ast.Name(ctx=ast.Store() | ast.Del()):
+            yield node.id
+        case (
+            ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del())
+        ):
+            yield from _owner(node)
+        case _ if isinstance(node, SCOPES_OF_EXPRESSIONS):
+            return
+    for child in ast.iter_child_nodes(node):
+        yield from changed_by(child)
+
+
+def _owner(node: ast.expr) -> Iterator[str]:
+    """`a` of `a.b[c].d`."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    if isinstance(node, ast.Name):
+        yield node.id

@@ -1,0 +1,271 @@
+"""A sweep: jobs packed into slots, each as it would be alone, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allranks.cli.sweep import name_of, table
+from allranks.cli.train import train as command
+from allranks.errors import RequestError
+from allranks.launch.linux import state_of
+from allranks.launch.packing import Outcome, share_out
+from allranks.record import read_events, read_rows
+from conftest import Train
+from launch_host import Host, Launch, children_of, until
+
+TASK = "resume_tasks:Rates"
+SLOW = ("--inject", "slow@seconds=0.05,attempt=-1")
+
+
+def record(folder: Path) -> dict[str, dict[str, Any]]:
+    """What `sweep.json` says of each job."""
+    return {job["name"]: job for job in json.loads((folder / "sweep.json").read_text())["jobs"]}
+
+
+def most_at_once(spans: list[tuple[float, float]]) -> int:
+    """How many of the spans of time hold one and the same moment."""
+    return max(sum(begin <= at < end for begin, end in spans) for at, _ in spans)
+
+
+def test_four_jobs_in_two_slots_one_of_them_failing(
+    host: Host, train: Train, tmp_path: Path
+) -> None:
+    words = ("train", TASK, "--ranks", "1", "--steps", "6", "--sweep", "lr=1e-2,nan,0.02,3e-2")
+    folder = tmp_path / "sweep"
+    launch = host.launch(tmp_path, *words, "--slots", "2", "--run-dir", "sweep", "--json")
+    assert launch.wait() == 1, launch.err
+    jobs = record(folder)
+    names = ["lr=0.01", "lr=nan", "lr=0.02", "lr=0.03"]
+    assert list(jobs) == names and launch.summary()["jobs"] == list(jobs.values())
+    assert [jobs[name]["state"] for name in names] == ["done", "failed", "done", "done"]
+    assert "is nan" in jobs["lr=nan"]["report"]
+    assert f"1 of 4 jobs failed: lr=nan; to go on, say the same with --run-dir {folder}" in (
+        launch.err
+    )
+    _as_when_run_alone(jobs, folder, train)
+    _never_more_than_two(jobs, folder)
+
+    times = {name: (folder / name / "job.toml").stat().st_mtime_ns for name in names}
+    again = host.launch(tmp_path, *words, "--slots", "1", "--run-dir", "sweep")
+    assert again.wait() == 1, again.err
+    changed = [n for n in names if (folder / n / "job.toml").stat().st_mtime_ns != times[n]]
+    assert changed == ["lr=nan"]
+    lines = again.out.splitlines()
+    assert lines[0].split() == ["lr", "state", "loss", "train", "loss", "run", "folder"]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        *(["1e-2", "done"], ["nan", "failed"], ["0.02", "done"], ["3e-2", "done"])
+    ]
+    other = host.launch(tmp_path, *words[:-1], "lr=1", "--run-dir", "sweep")
+    assert other.wait() == 2 and "found: a sweep of other jobs" in other.err
+
+
+def _as_when_run_alone(jobs: dict[str, dict[str, Any]], folder: Path, train: Train) -> None:
+    """Bits of the same job, run by itself with the threads that the sweep wrote into it."""
+    for name in ("lr=0.01", "lr=0.02", "lr=0.03"):
+        alone = train(
+            TASK, name, ranks=1, steps=6, threads=jobs[name]["threads"], strategy="single"
+        )
+        assert jobs[name]["summary"]["weights_sha256"] == alone.summary["weights_sha256"]
+        assert f"threads = {jobs[name]['threads']}\n" in (folder / name / "job.toml").read_text()
+
+
+def _never_more_than_two(jobs: dict[str, dict[str, Any]], folder: Path) -> None:
+    assert most_at_once([(job["started"], job["ended"]) for job in jobs.values()]) == 2
+    ran = []
+    for name in jobs:
+        times = [row["time"] for row in read_rows(folder / name / "events.jsonl")]
+        ran.append((times[0], times[-1]))
+    assert most_at_once(ran) <= 2
+
+
+@pytest.fixture
+def slow_sweep(host: Host, tmp_path: Path) -> Launch:
+    """Three jobs in two slots, of which two are training."""
+    words = ("train", TASK, "--ranks", "2", "--steps", "20", "--sweep", "seed=1,2,3", *SLOW)
+    launch = host.launch(tmp_path, *words, "--slots", "2", "--run-dir", "sweep")
+    runs = [tmp_path / "sweep" / f"seed={seed}" for seed in (1, 2)]
+
+    def are_training() -> bool:
+        return all(any(e["event"] == "training" for e in read_events(run)) for run in runs)
+
+    until(lambda: are_training() or launch.code is not None, "two jobs to train")
+    assert launch.code is None, launch.err
+    return launch
+
+
+def processes_below(pid: int) -> list[int]:
+    found = [pid]
+    for parent in found:
+        found += children_of(parent)
+    return found
+
+
+def until_gone(pids: list[int]) -> None:
+    until(lambda: all(state_of(pid) in ("", "Z") for pid in pids), "no process is left")
+
+
+def test_one_that_is_interrupted_leaves_nothing_and_goes_on(
+    slow_sweep: Launch, host: Host, train: Train, tmp_path: Path
+) -> None:
+    below = processes_below(slow_sweep.pid)
+    assert len(below) == 1 + 2 * (1 + 1 + 2)  # per job: supervisor, fork server, ranks
+    slow_sweep.signal(signal.SIGINT)
+    assert slow_sweep.wait() == 130
+    until_gone(below)
+    states = [job["state"] for job in record(tmp_path / "sweep").values()]
+    assert states == ["interrupted", "interrupted", "waiting"]
+    assert "interrupted (SIGINT); 0 of 3 jobs are done" in slow_sweep.err
+
+    words = ("train", TASK, "--ranks", "2", "--steps", "20", "--sweep", "seed=1,2,3", *SLOW)
+    again = host.launch(tmp_path, *words, "--slots", "3", "--run-dir", "sweep")
+    assert again.wait() == 0, again.err
+    jobs = record(tmp_path / "sweep")
+    assert [job["state"] for job in jobs.values()] == ["done"] * 3
+    resumed = [job["summary"]["resumed_from_step"] for job in jobs.values()]
+    assert resumed[0] and resumed[1] and resumed[2] is None
+    alone = train(TASK, ranks=2, steps=20, threads=jobs["seed=1"]["threads"], seed=1)
+    assert jobs["seed=1"]["summary"]["weights_sha256"] == alone.summary["weights_sha256"]
+
+
+def test_one_that_is_killed_leaves_nothing(slow_sweep: Launch) -> None:
+    below = processes_below(slow_sweep.pid)
+    slow_sweep.signal(signal.SIGKILL)
+    slow_sweep.wait()
+    until_gone(below)
+
+
+def test_a_job_is_started_on_its_cores_and_dies_with_the_sweep(tmp_path: Path) -> None:
+    """The real command, which waits for a job file that nobody writes."""
+    os.mkfifo(tmp_path / "job.toml")
+    core = min(os.sched_getaffinity(0))
+    code = f"""if True:
+        import time
+        from pathlib import Path
+        from allranks.launch.slots import start_command
+        words = ["--job", "job.toml", "--run-dir", "run"]
+        print(start_command(words, [{core}], Path("log")).pid, flush=True)
+        time.sleep(600)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(parent.stdout.readline())
+    assert os.sched_getaffinity(pid) == {core} and os.getsid(pid) == pid
+    assert b"allranks.cli.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    parent.kill()
+    parent.wait()
+    until_gone([pid])
+
+
+# --- what is asked for --------------------------------------------------------------------------
+
+
+def planned(*words: str) -> dict[str, Any]:
+    """What `train synthetic WORDS --dry-run` says."""
+    done = CliRunner().invoke(
+        command, ["synthetic", *words, "--dry-run", "--json"], catch_exceptions=False
+    )
+    found: dict[str, Any] = json.loads(done.output)
+    return found
+
+
+def test_the_plan_is_the_product_in_the_order_of_the_words() -> None:
+    plan = planned("--sweep", "lr=1e-3,0.1", "--sweep", "micro-batch=8,16", "--slots", "9")
+    assert [job["name"] for job in plan["jobs"]] == [
+        *("lr=0.001,micro-batch=8", "lr=0.001,micro-batch=16"),
+        *("lr=0.1,micro-batch=8", "lr=0.1,micro-batch=16"),
+    ]
+    assert plan["jobs"][0]["settings"] == {"lr": "1e-3", "micro-batch": "8"}
+    assert len(plan["slots"]) == 4 and "/runs/synthetic-sweep-" in plan["sweep_dir"]
+    assert not Path(plan["sweep_dir"]).exists()
+
+
+def test_threads_are_cores_by_slots_by_ranks_unless_said() -> None:
+    cores = len(os.sched_getaffinity(0))
+    plan = planned("--sweep", "ranks=1,2", "--slots", "2")
+    assert [job["threads"] for job in plan["jobs"]] == [
+        max(1, cores // 2 // ranks) for ranks in (1, 2)
+    ]
+    plan = planned("--sweep", "lr=1,2", "--threads", "3")
+    assert [job["threads"] for job in plan["jobs"]] == [3, 3]
+    plan = planned("--sweep", "bitwise=true", "--ranks", "1")
+    assert [job["threads"] for job in plan["jobs"]] == [1]
+
+
+def test_brackets_keep_a_value_together_and_devices_are_shared_out() -> None:
+    plan = planned("--sweep", "strategy=ddp(reduce=tree,bucket_mb=1),ddp", "--ranks", "2")
+    assert [job["settings"]["strategy"] for job in plan["jobs"]] == [
+        *("ddp(reduce=tree,bucket_mb=1)", "ddp")
+    ]
+    words = ("--device", "cuda", "--devices", "0,1,4,5", "--ranks", "2", "--slots", "2")
+    plan = planned("--sweep", "lr=1,2", *words)
+    assert [slot["words"] for slot in plan["slots"]] == [["--devices=0,1"], ["--devices=4,5"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--sweep", "lr"), "not NAME=VALUE,VALUE"),
+        (("--sweep", "lr=1,,2"), "not NAME=VALUE,VALUE"),
+        (("--sweep", "lr=1e-3,0.001"), "one value stands there twice"),
+        (("--sweep", "lr=1", "--sweep", "lr=2"), "two --sweep have one name"),
+        (("--sweep", "lr=1", "--set", "lr=2"), "--set lr is given too"),
+        (("--sweep", "steps=1,2", "--steps", "3"), "--steps is given too"),
+        (("--sweep", "run-dir=a,b"), "not a value of a job"),
+        (("--sweep", "bitwise=perhaps"), "takes true or false"),
+        (("--sweep", "precision=bf16,fp17"), "no precision of that name"),
+        (("--slots", "2"), "there is no --sweep"),
+        (("--sweep", "lr=1", "--placement"), "a placement is of one job"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(words: tuple[str, ...], found: str) -> None:
+    with pytest.raises(RequestError) as error:
+        planned(*words)
+    assert found in error.value.found
+    with pytest.raises(click.UsageError):
+        command.main(["synthetic", "--sweep", "steps=1,x"], standalone_mode=False)
+
+
+def test_names_are_safe_and_differ() -> None:
+    assert name_of({"lr": "3e-4", "width": "16"}) == "lr=0.0003,width=16"
+    hostile = [name_of({"data": value}) for value in ("../a b", "..-a b", "x" * 500, "x" * 501)]
+    assert len(set(hostile)) == 4
+    assert all("/" not in name and len(name.encode()) < 200 for name in hostile)
+
+
+@given(st.integers(1, 100), st.integers(1, 20))
+def test_cores_are_shared_out_evenly_and_none_twice(cores: int, slots: int) -> None:
+    shares = share_out(range(cores), slots)
+    assert len(shares) == slots
+    if cores < slots:
+        assert set(shares) == {()}
+    else:
+        assert [core for share in shares for core in share] == list(range(cores))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_the_table_has_every_metric_and_steers_no_terminal() -> None:
+    summary = {"eval": {"accuracy": 0.91234}, "train_loss": 0.25}
+    rows = [
+        Outcome("a", {"lr": "1"}, 1, os.path.abspath("runs/a"), "done", summary=summary),
+        Outcome("b", {"lr": "\x1b[2J"}, 1, os.path.abspath("runs/b"), "failed"),
+    ]
+    assert table(rows).splitlines() == [
+        "lr       state   accuracy  train loss  run folder",
+        "1        done    0.9123    0.2500      runs/a",
+        "\\x1b[2J  failed                        runs/b",
+    ]
