@@ -2,11 +2,20 @@
 
 Every test runs under `no_leaks`: a process, thread, socket, variable, shared-memory name, temporary
 file or setting of torch that is there after a test and was not before fails that test.
+
+There are two tiers. `pytest` runs every test, but of large products a part in which every pair of
+values comes together (`tiers.py`: the markers `thinned` and `cases`), of ordeals a smaller number
+(the fixture `full`), and of made-up input fewer examples. `pytest --full` runs all of it. No test
+is skipped in either.
+
+No bound in a test is a promise: machines that test are slow and loaded, and a wait only has to end.
+What is promised in seconds is measured in `benchmarks/`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -21,14 +30,18 @@ import torch
 
 import allranks.on_torch.warm  # noqa: F401  it changes variables, once
 from allranks.config import resolve
+from allranks.launch.linux import state_of
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result, run_job
 from allranks.launch.supervisor import Ended, Process, supervise
 from launch_host import Host
+from tiers import MARKERS, parametrize
 
 ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # so that ranks can import test workers
 tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="allranks-tests-")
+os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin for others slow a busy machine down
+torch.set_num_threads(1)  # here, where that was read already
 MODULES = (
     "allranks.on_torch.worker",
     "allranks.on_torch.warm",
@@ -38,12 +51,25 @@ MODULES = (
 
 Train = Callable[..., Result]
 
+# no test fails for being slow, none leaves a file
 hypothesis.settings.register_profile("allranks", deadline=None, database=None)
-hypothesis.settings.load_profile("allranks")  # no test fails for being slow, none leaves a file
+hypothesis.settings.register_profile(
+    "full", hypothesis.settings.get_profile("allranks"), max_examples=400
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="ordeals in their whole number")
+    parser.addoption("--full", action="store_true", help="whole products, ordeals, and examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+    hypothesis.settings.load_profile("full" if config.getoption("full") else "allranks")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    parametrize(metafunc, bool(metafunc.config.getoption("full")))
 
 
 @pytest.fixture(scope="session")
@@ -139,6 +165,17 @@ def _sockets() -> set[str]:
     return found
 
 
+def _shared_memory() -> set[str]:
+    """The names in /dev/shm, without those of living processes that are none of ours."""
+    ours = {os.getpid(), *_descendants(os.getpid())}
+    names = {name: re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm")}
+    return {
+        name
+        for name, torchs in names.items()
+        if torchs is None or int(torchs[1]) in ours or state_of(int(torchs[1])) in ("", "Z")
+    }
+
+
 def _torch_settings() -> tuple[Any, ...]:
     return (
         torch.get_default_dtype(),
@@ -155,7 +192,7 @@ def _snapshot() -> dict[str, Any]:
         "threads": {thread.name for thread in threading.enumerate()},
         "sockets": _sockets(),
         "variables": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
-        "shared memory": set(os.listdir("/dev/shm")),
+        "shared memory": _shared_memory(),
         "temporary files": {path.name for path in temporary.glob("allranks-*")},
         "folder": os.getcwd(),
         "torch settings": _torch_settings(),

@@ -2,9 +2,12 @@
 
 A host imports torch once and forks a launch for every line that it is told: command line,
 supervisor, fork server and ranks are real processes, and what they do is the product's own code.
-Two things stand in for what starting a program does: the fork server is forked from the supervisor,
-and the mark of its owner is written over a place kept free for it in the environment block of the
-process, where the kernel shows it.
+Three things stand in for what starting a program does: the fork server is forked from the
+supervisor, the jobs of a sweep from the sweep, and the mark of an owner is written over a place kept
+free for it in the environment block of the process, where the kernel shows it.
+
+A launch may be of a copy of the engine, in the folder `source`: all of allranks is imported anew
+from there, and only the framework is not.
 
     python -P launch_host.py        launches as JSON lines on stdin, what came of them on stdout
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -26,16 +30,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import allranks.launch.server
+import allranks.launch.slots
 import allranks.launch.start
 from allranks.catalog import preload_for
 from allranks.cli import main as door
 from allranks.launch import forkserver, leftovers
-from allranks.launch.linux import started_at, state_of
+from allranks.launch.linux import die_with_parent, started_at, state_of
 from allranks.launch.server import ForkServer
+from allranks.launch.signals import Signals
 from allranks.record import read_rows
 
 PLACE = "x" * 80
-PATIENCE_S = 60
+PATIENCE_S = 200
+NOTHING_LEFT_S = 30  # what really stays would stay for ten minutes, or for ever
 
 
 # --- inside the host ----------------------------------------------------------------------------
@@ -54,6 +62,11 @@ class Forked:
             if not select.select([self._fd], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -85,6 +98,24 @@ class ForkedServer(ForkServer):
             os._exit(1)
 
 
+def start_forked(words: Any, cores: Any, log: Path) -> Any:
+    """A job of a sweep: a launch of its own, which inherits its imports."""
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        return Forked(pid)
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    for number in (*Signals.STOP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    files = dict.fromkeys(("out", "err", "ready"), str(log))
+    be_launched(
+        {"words": ["train", *words], "cwd": os.getcwd(), "groups": [], "environment": {}, **files}
+    )
+
+
 def wear(mark: str) -> None:
     """Show `mark` in /proc/self/environ, as a program that was started with it would."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -113,7 +144,9 @@ def be_launched(request: dict[str, Any]) -> NoReturn:
         os.environ.update(request["environment"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, door._interrupt)
-        allranks.launch.start.ForkServer = ForkedServer  # type: ignore[misc]
+        for module in (allranks.launch.server, allranks.launch.start):
+            module.ForkServer = ForkedServer  # type: ignore[attr-defined,misc]
+        allranks.launch.slots.start_command = start_forked
         sys.argv = ["allranks", *request["words"]]
         code = 0
         Path(request["ready"]).touch()
@@ -131,10 +164,30 @@ def be_launched(request: dict[str, Any]) -> NoReturn:
         os._exit(int(code))
 
 
+def be_launched_from(source: str, request: dict[str, Any]) -> NoReturn:
+    """In the child: the same with the copy of allranks in `source` in the place of the host's."""
+    try:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "allranks"]:
+            del sys.modules[name]
+        sys.path.insert(0, source)
+        copy = importlib.import_module("launch_host")
+        assert Path(copy.leftovers.__file__).is_relative_to(source)
+        copy.warm_up()
+        copy.be_launched(request)
+    finally:
+        os._exit(70)
+
+
+def warm_up() -> None:
+    """Import what ranks need."""
+    for module in preload_for("digits"):
+        importlib.import_module(module)
+    gc.freeze()
+
+
 def host() -> None:
     """Fork launches as they are asked for, and tell how each ended, until stdin is closed."""
-    for module in (*preload_for("digits"), "allranks.on_torch.warm"):
-        importlib.import_module(module)
+    warm_up()
     running: dict[int, int] = {}  # pidfd -> pid
     rest = b""
     tell({"ready": True})
@@ -152,7 +205,10 @@ def host() -> None:
             for line in lines:
                 pid = os.fork()
                 if pid == 0:
-                    be_launched(json.loads(line))
+                    request = json.loads(line)
+                    if request["source"]:
+                        be_launched_from(request["source"], request)
+                    be_launched(request)
                 running[os.pidfd_open(pid)] = pid
                 tell({"launched": pid})
     for pid in running.values():
@@ -195,6 +251,7 @@ class Host:
             "err": err,
             "ready": str(ready),
             "groups": [],
+            "source": "",
             "environment": {},
             **more,
         }
@@ -308,9 +365,9 @@ class Launch:
         """The living processes that carry its mark."""
         return [pid for pid, mark in leftovers._marked() if mark.startswith(self.owner)]
 
-    def assert_nothing_left(self, within_s: float = 10) -> None:
+    def assert_nothing_left(self) -> None:
         try:
-            until(lambda: not self.left(), "no process is left", within_s)
+            until(lambda: not self.left(), "no process is left", NOTHING_LEFT_S)
         except AssertionError:
             names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.left()]
             raise AssertionError(f"left behind: {self.left()} {names}") from None

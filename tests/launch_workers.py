@@ -32,7 +32,7 @@ def write_pid(folder: str, name: str, pid: int) -> None:
 
 def read_pid(folder: str | Path, name: str) -> int:
     """The process that wrote its id under `name`, once it has."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     path = Path(folder, f"{name}.pid")
     while not path.exists():
         assert time.monotonic() < deadline, f"{name} never came up"

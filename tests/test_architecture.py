@@ -21,21 +21,25 @@ FLOORS = [
         "world",
         "record",
         "order",
+        "schedules",
         "pulse",
         "testing",
         "resume",
         "job_file",
+        "job_limits",
+        "loss_scale",
+        "best",
     }
-    | {"tensor_file", "manifest", "checkpoint_folder", "export"},
+    | {"tensor_file", "manifest", "checkpoint_folder", "export", "placement"},
     {"places"},
     {"launch"},
-    {"on_torch", "programs"},
+    {"on_torch", "programs", "readers", "models"},
     {"check"},
-    {"cli"},
+    {"cli", "from_python"},
 ]
 WORDS_MAY_IMPORT = set(sys.stdlib_module_names) | {"allranks"}
 FRAMEWORKS = {"torch", "tensorflow", "jax", "numpy", "sklearn", "safetensors"}
-HAS_A_FRAMEWORK = {"on_torch", "programs"}
+HAS_A_FRAMEWORK = {"on_torch", "programs", "models"}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 

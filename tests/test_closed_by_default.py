@@ -14,7 +14,6 @@ import os
 import pty
 import select
 import socket
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from allranks.record import RunFolder, read_events
 from allranks.testing import faults
 from allranks.units import parse_duration, printable
 from conftest import Train, _descendants
+from launch_host import Host
 from resume_tasks import HOSTILE
 
 SOURCE = Path(__file__).parent.parent / "src" / "allranks"
@@ -313,19 +313,17 @@ def test_a_refused_value_of_a_job_names_no_secret(train: Train, tmp_path: Path) 
 # --- terminals ------------------------------------------------------------------------------------------
 
 
-def on_a_terminal(folder: Path, *words: str) -> tuple[int, bytes]:
+def on_a_terminal(host: Host, folder: Path, *words: str) -> tuple[int, bytes]:
     """The exit code of `allranks WORDS`, and every byte that a terminal is sent by it."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "allranks.cli.main", *words]
+    name = os.ttyname(theirs)
     shown = bytearray()
     try:
-        with subprocess.Popen(
-            command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs
-        ) as process:
-            while process.poll() is None or select.select([ours], [], [], 0)[0]:
-                if select.select([ours], [], [], 0.1)[0]:
-                    shown += os.read(ours, 1 << 16)
-            return process.returncode, bytes(shown)
+        launch = host.launch(folder, *words, err=name, out=name)
+        while launch.code is None or select.select([ours], [], [], 0)[0]:
+            if select.select([ours], [], [], 0.1)[0]:
+                shown += os.read(ours, 1 << 16)
+        return launch.wait(), bytes(shown)
     finally:
         os.close(ours)
         os.close(theirs)
@@ -339,18 +337,18 @@ def assert_harmless(shown: bytes) -> None:
 
 
 @pytest.fixture
-def hostile_run(tmp_path: Path) -> tuple[Path, bytes]:
+def hostile_run(host: Host, tmp_path: Path) -> tuple[Path, bytes]:
     """A run in a folder of a hostile name, whose output and metrics are hostile too."""
     run = tmp_path / "runs" / HOSTILE
     words = ["--ranks", "2", "--steps", "3", "--checkpoint-every", "2", "--best", f"max:{HOSTILE}"]
     code, shown = on_a_terminal(
-        tmp_path, "train", "resume_tasks:Speaks", *words, "--run-dir", str(run)
+        host, tmp_path, "train", "resume_tasks:Speaks", *words, "--run-dir", str(run)
     )
     assert code == 0, shown[-3000:]
     return run, shown
 
 
-def test_nothing_of_a_run_steers_the_terminal(hostile_run: tuple[Path, bytes]) -> None:
+def test_nothing_of_a_run_steers_the_terminal(host: Host, hostile_run: tuple[Path, bytes]) -> None:
     run, shown = hostile_run
     assert_harmless(shown)
     assert rb"\x1b]0;owned" in shown, "what was printed is shown, not sent"
@@ -368,18 +366,17 @@ def test_nothing_of_a_run_steers_the_terminal(hostile_run: tuple[Path, bytes]) -
         ["train", "--run-dir", str(run), "--seed", "5"],
         ["train", "digits", "--resume", str(run / "logs"), "--run-dir", "new"],
     ):
-        _, shown = on_a_terminal(run.parent, *words)
+        _, shown = on_a_terminal(host, run.parent, *words)
         assert shown
         assert_harmless(shown)
 
 
-def test_no_exception_steers_the_terminal(tmp_path: Path) -> None:
-    code, shown = on_a_terminal(
-        tmp_path, "train", "resume_tasks:Fails", "--ranks", "2", "--run-dir", HOSTILE
-    )
+def test_no_exception_steers_the_terminal(host: Host, tmp_path: Path) -> None:
+    words = ("train", "resume_tasks:Fails", "--ranks", "2", "--run-dir", HOSTILE)
+    code, shown = on_a_terminal(host, tmp_path, *words)
     assert code == 1 and b"evil" in shown
     assert_harmless(shown)
-    _, shown = on_a_terminal(tmp_path, "show", HOSTILE)
+    _, shown = on_a_terminal(host, tmp_path, "show", HOSTILE)
     assert b"evil" in shown
     assert_harmless(shown)
 
@@ -411,11 +408,14 @@ def test_no_exception_steers_the_terminal(tmp_path: Path) -> None:
 )
 def test_no_word_of_a_command_steers_the_terminal(
     words: list[str],
+    server: ForkServer,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     """Words come from scripts and from the names of files, not only from who sits there."""
+    for name in ("allranks.launch.start.ForkServer", "allranks.cli.train.ForkServer"):
+        monkeypatch.setattr(name, lambda modules: contextlib.nullcontext(server))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["allranks", *words])
     with contextlib.suppress(SystemExit):
@@ -569,10 +569,11 @@ def left_in(sandbox: Path) -> list[Path]:
     return [path for path in sandbox.rglob("*") if path.name not in "abc"]
 
 
+EXAMPLES = settings.default.max_examples  # 100, and 400 under --full
 UNHURRIED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@settings(max_examples=2000, derandomize=True, suppress_health_check=UNHURRIED)
+@settings(max_examples=5 * EXAMPLES, derandomize=True, suppress_health_check=UNHURRIED)
 @given(text=HOSTILE_TEXT, other=HOSTILE_TEXT)
 def test_hostile_words(text: str, other: str, sandbox: Path) -> None:
     """Every word of a command, every name: read or refused, never run, nothing written."""
@@ -581,7 +582,7 @@ def test_hostile_words(text: str, other: str, sandbox: Path) -> None:
     assert left_in(sandbox) == []
 
 
-@settings(max_examples=500, derandomize=True, suppress_health_check=UNHURRIED)
+@settings(max_examples=2 * EXAMPLES, derandomize=True, suppress_health_check=UNHURRIED)
 @given(text=HOSTILE_TEXT, other=HOSTILE_TEXT)
 def test_hostile_run_folders(text: str, other: str, sandbox: Path) -> None:
     """To the files and back: what is written lies in the folder that was named, and says the same."""
@@ -644,7 +645,7 @@ def _names(text: str) -> None:
     assert made.startswith("runs/") and "/" not in made[5:] and ".." not in made
 
 
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=2 * EXAMPLES, derandomize=True)
 @given(st.dictionaries(SHORT, SHORT | st.integers() | st.floats() | st.booleans()))
 def test_hostile_tables_are_toml(table: dict[str, Any]) -> None:
     """What cannot be written as text is refused before; all the rest is read as it was written."""

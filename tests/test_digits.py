@@ -9,18 +9,18 @@ from safetensors.numpy import load_file
 from conftest import Train
 
 
-def test_every_number_of_ranks_learns_to_read(train: Train) -> None:
-    for ranks in (1, 2, 3, 4, 8):
-        summary = train("digits", ranks=ranks).summary
-        assert summary["eval"]["accuracy"] >= 0.97, ranks
-        assert summary["world_size"] == ranks
+@pytest.mark.cases("ranks", [1, 3, 8], full=[2, 4])
+def test_every_number_of_ranks_learns_to_read(ranks: int, train: Train) -> None:
+    summary = train("digits", ranks=ranks).summary
+    assert summary["eval"]["accuracy"] >= 0.97
+    assert summary["world_size"] == ranks
 
 
-def test_in_float64_all_numbers_of_ranks_agree_after_50_steps(train: Train) -> None:
+def test_in_float64_all_numbers_of_ranks_agree_after_50_steps(train: Train, full: bool) -> None:
     """The uneven last batch, BatchNorm and dropout included; evaluation is exactly the same."""
     one = train("digits", precision="fp64", steps=50)
     weights = load_file(one.run_dir / "weights.safetensors")
-    for ranks in (2, 3, 4, 8):
+    for ranks in (2, 3, 4, 8) if full else (3, 8):
         many = train("digits", precision="fp64", steps=50, ranks=ranks)
         assert many.summary["eval"]["accuracy"] == one.summary["eval"]["accuracy"]
         assert many.summary["eval"]["loss"] == pytest.approx(one.summary["eval"]["loss"], rel=1e-10)
@@ -29,7 +29,7 @@ def test_in_float64_all_numbers_of_ranks_agree_after_50_steps(train: Train) -> N
             assert error <= 1e-10 * np.linalg.norm(weights[name].astype(np.float64)), name
 
 
-def test_bitwise_gives_equal_bits_on_1_to_8_ranks(train: Train) -> None:
+def test_bitwise_gives_equal_bits_on_1_to_8_ranks(train: Train, full: bool) -> None:
     """Dropout, BatchNorm, clipping; accumulation, because fewer ranks run more shards each."""
 
     def outcome(ranks: int) -> tuple[object, ...]:
@@ -37,7 +37,7 @@ def test_bitwise_gives_equal_bits_on_1_to_8_ranks(train: Train) -> None:
         return found["weights_sha256"], found["train_loss"], found["eval"]
 
     one = outcome(1)
-    for ranks in range(2, 9):
+    for ranks in range(2, 9) if full else (2, 3, 7, 8):
         assert outcome(ranks) == one, ranks
 
 

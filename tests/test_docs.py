@@ -151,7 +151,7 @@ def run(
         return done
 
     def process(words: list[str]) -> Done:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=False)
         return Done(shlex.join(words), done.returncode, done.stdout, done.stderr)
 
     def python(words: list[str]) -> Done:

@@ -19,21 +19,34 @@ from safetensors.numpy import load_file
 
 import contract_tasks
 from allranks.card import Exact
-from allranks.cards import CARDS
+from allranks.cards import CARDS, card_for
+from allranks.choice import parse_choice
 from allranks.order import Order
 from allranks.shards import even_sizes, owned_shards
 from conftest import Train
 
 SETTINGS = {
     "single": ["single"],
+    "dp": ["dp:replicas=3"],
     "ddp-plain": ["ddp-plain"],
-    "ddp": ["ddp", "ddp:bucket_mb=0.0005", "ddp:reduce=tree", "ddp:reduce=tree,bucket_mb=0.0005"],
+    "ddp": [
+        *("ddp", "ddp:bucket_mb=0.0005", "ddp:reduce=tree", "ddp:reduce=tree,bucket_mb=0.0005"),
+        *("ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"),
+    ],
     "independent": ["independent"],
 }
 TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures"]
 RANKS = [1, 2, 3, 4, 8]
 STEPS = 20
-EXACT = [s for name, settings in SETTINGS.items() for s in settings if name != "independent"]
+
+
+def is_exact(strategy: str) -> bool:
+    choice = parse_choice(strategy)
+    card = card_for(choice)
+    return isinstance(card.guarantee_of(card.read_options(choice.options)), Exact)
+
+
+EXACT = [s for settings in SETTINGS.values() for s in settings if is_exact(s)]
 
 Weights = dict[str, np.ndarray[Any, Any]]
 
@@ -63,15 +76,17 @@ def reference_for(task: str, train: Train, references: dict[str, Any]) -> tuple[
 
 def test_every_card_has_a_setting() -> None:
     assert SETTINGS.keys() == CARDS.keys()
-    assert all(isinstance(CARDS[s.partition(":")[0]].guarantee, Exact) for s in EXACT)
+    rest = {s for settings in SETTINGS.values() for s in settings} - set(EXACT)
+    # Equal to a simulation: `independent` below, the others in tests/on_torch/test_half_reducers.py.
+    assert rest == {"independent", "ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"}
 
 
-def many(strategy: str) -> list[int]:
-    return RANKS if CARDS[strategy.partition(":")[0]].many_ranks else [1]
+def takes(strategy: str, ranks: int, *_: str) -> bool:
+    """Whether a strategy trains on so many ranks."""
+    return ranks == 1 or CARDS[strategy.partition(":")[0]].many_ranks
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(("strategy", "ranks"), [(s, n) for s in EXACT for n in many(s)])
+@pytest.mark.thinned(2, ("strategy", EXACT), ("ranks", RANKS), ("task", TASKS), where=takes)
 def test_exact(
     strategy: str, ranks: int, task: str, train: Train, references: dict[str, Any]
 ) -> None:
@@ -91,7 +106,7 @@ def test_exact(
         assert sent <= found["card_bytes_per_step"] + (padding if "tree" in strategy else 1)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.cases("ranks", [1, 3, 8], full=[2, 4])
 def test_independent_equals_separate_trainings(
     ranks: int, on_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -125,17 +140,19 @@ def plain_training(ranks: int, rank: int) -> Weights:
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("strategy", [s for settings in SETTINGS.values() for s in settings])
+@pytest.mark.thinned(
+    2,
+    ("strategy", [s for settings in SETTINGS.values() for s in settings]),
+    ("ranks", [1, 3]),
+    ("task", ["Images", "Uneven"]),
+    where=takes,
+)
 def test_a_state_can_be_taken_up_again(
-    strategy: str, ranks: int, on_ranks: Callable[..., Any]
+    strategy: str, ranks: int, task: str, on_ranks: Callable[..., Any]
 ) -> None:
     """k + k steps equal 2k, in the middle of an epoch, for tensors and for streams."""
-    if ranks not in many(strategy):
-        ranks = 1
-    for task in ("Images", "Uneven"):
-        argument = {"task": task, "job": {"strategy": strategy}, "steps": 3}
-        on_ranks(ranks, "contract_workers:go_on_from_a_state", argument)
+    argument = {"task": task, "job": {"strategy": strategy}, "steps": 3}
+    on_ranks(ranks, "contract_workers:go_on_from_a_state", argument)
 
 
 def test_stop_on_4_ranks_and_resume_on_3_gives_the_bits_of_1(

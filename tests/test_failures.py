@@ -2,7 +2,9 @@
 what is started again, with which result, and what is left (nothing).
 
 Times are taken from the events of the run, on one monotonic clock: from the first step of the
-attempt, which is before the fault, to the end that the supervisor wrote.
+attempt, which is before the fault, to the end that the supervisor wrote. The bounds only say that
+nobody waited for a time-out of Gloo or of the job; how soon it is on a machine at ease is measured
+in `benchmarks/`.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from allranks.launch.linux import started_at, state_of
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result, run_job
 from allranks.record import RunFolder, read_events, read_rows
-from launch_host import Host, Launch, until
+from launch_host import NOTHING_LEFT_S, Host, Launch, until
 
 STEPS = 12
-WITHIN_S = 5.0
+WITHIN_S = 30.0
 HOST = socket.gethostname()
 Train = Callable[..., Result]
 
@@ -195,21 +197,21 @@ def test_sys_exit_of_a_program_is_named(train: Train, tmp_path: Path) -> None:
         train("failure_tasks:Exits", ranks=2, run_dir=str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("fault", ["abort", "kill", "exit", "hang", "stop"])
-@pytest.mark.parametrize("rank", [0, 1])
+HUNG_S = 5.0  # a rank of a loaded machine is silent for seconds while it starts
+
+
+@pytest.mark.thinned(1, ("fault", ["abort", "kill", "exit", "hang", "stop"]), ("rank", [0, 1]))
 def test_whatever_happens_to_a_process_after_it_is_done_the_job_is_done(
     train: Train, tmp_path: Path, undisturbed: str, fault: str, rank: int
 ) -> None:
     result = run(
-        train, tmp_path, inject=f"{fault}@rank={rank},at=done", hang_timeout=1.0, max_restarts=1
+        train, tmp_path, inject=f"{fault}@rank={rank},at=done", hang_timeout=HUNG_S, max_restarts=1
     )
     assert result.summary["weights_sha256"] == undisturbed
     assert result.summary["restarts"] == 0
 
 
 # --- a rank shows no sign of life -------------------------------------------------------------
-
-HUNG_S = 2.0
 
 
 def assert_named_in_time(text: str, path: Path, *, rank: int = 1, at: str) -> None:
@@ -220,23 +222,25 @@ def assert_named_in_time(text: str, path: Path, *, rank: int = 1, at: str) -> No
     assert seconds_to_the_end(path) < HUNG_S + WITHIN_S
 
 
-@pytest.mark.parametrize(
-    ("inject", "more", "state", "at"),
+@pytest.mark.cases(
+    ("inject", "said", "at"),
     [
-        ("stop@rank=1,step=5", {}, "stopped by a signal", "in _stop"),
-        ("hang@rank=1,step=5", {}, "running: computing, or in an endless loop", "in _hang"),
-        ("hang@rank=1,at=evaluate", {}, "running", "in evaluate"),
-        ("slow@rank=1,step=5,seconds=600", {}, "sleeping", "in _slow"),
-        ("slow@rank=1,at=start,seconds=600", {}, "in `start`", "in _slow"),
+        ("stop@rank=1,step=5", ["stopped by a signal"], "in _stop"),
+        ("hang@rank=1,at=evaluate", ["running: computing, or in an endless loop"], "in evaluate"),
+        ("slow@rank=1,at=start,seconds=600", ["in `start`", "sleeping"], "in _slow"),
+    ],
+    full=[
+        ("hang@rank=1,step=5", ["running: computing, or in an endless loop"], "in _hang"),
+        ("slow@rank=1,step=5,seconds=600", ["sleeping"], "in _slow"),
     ],
 )
 def test_a_rank_that_stands_still_is_named_with_its_stack(
-    train: Train, tmp_path: Path, inject: str, more: dict[str, Any], state: str, at: str
+    train: Train, tmp_path: Path, inject: str, said: list[str], at: str
 ) -> None:
-    text = failed(train, tmp_path, inject=inject, hang_timeout=HUNG_S, **more)
+    text = failed(train, tmp_path, inject=inject, hang_timeout=HUNG_S)
     if "at=start" not in inject:
         assert_named_in_time(text, tmp_path / "run", at=at)
-    assert state in text.splitlines()[1] and at in text
+    assert all(words in text.splitlines()[1] for words in said) and at in text
     assert "rank 0 waits in `exchange`" in text
     whole = (tmp_path / "run" / "logs" / "hang-0.txt").read_text()
     assert whole.startswith("rank 1 (missing): ") and "rank 0: in `exchange`" in whole
@@ -256,7 +260,7 @@ def test_a_rank_stuck_in_a_save_is_named(train: Train, tmp_path: Path) -> None:
     assert seconds_to_the_end(tmp_path / "run") < HUNG_S + WITHIN_S
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.cases("workers", [1], full=[0])
 def test_a_rank_stuck_in_reading_data_is_named(train: Train, tmp_path: Path, workers: int) -> None:
     with pytest.raises(ProgramError) as error:
         train(
@@ -299,11 +303,11 @@ def test_after_a_hang_it_is_started_again(train: Train, tmp_path: Path, undistur
     assert restart["first_rank"] == 1 and "no sign of life" in restart["report"]
 
 
-def test_a_slow_rank_is_no_hang(train: Train, tmp_path: Path, undisturbed: str) -> None:
-    """Every step takes half the time-out, the whole several times as long."""
-    inject = f"slow@rank=1,seconds={HUNG_S / 2}"
-    result = run(train, tmp_path, inject=inject, steps=6, hang_timeout=HUNG_S)
-    assert result.summary["steps"] == 6
+def test_a_slow_rank_is_no_hang(train: Train, tmp_path: Path) -> None:
+    """Every step takes a good part of the time-out, the whole longer than it."""
+    inject = f"slow@rank=1,seconds={0.3 * HUNG_S}"
+    result = run(train, tmp_path, inject=inject, steps=4, hang_timeout=HUNG_S)
+    assert result.summary["steps"] == 4
 
 
 # --- memory -----------------------------------------------------------------------------------
@@ -379,11 +383,11 @@ def test_a_straggler_is_told_with_rank_host_and_phase(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: str
 ) -> None:
     monkeypatch.setattr("allranks.launch.straggler.EVERY_S", 0.5)
-    inject = "slow@rank=1,seconds=0.2"
-    result = run(train, tmp_path, inject=inject)
+    monkeypatch.setattr("allranks.launch.straggler.LEAST_S", 0.1)  # of a loaded machine
+    result = run(train, tmp_path, inject="slow@rank=1,seconds=0.3")
     rows = [r for r in read_rows(tmp_path / "run" / "events.jsonl") if r["event"] == "straggler"]
     assert [(r["rank"], r["phase"], r["host"]) for r in rows] == [(1, "compute", HOST)]
-    assert rows[0]["seconds_per_step"] > 0.15 > rows[0]["usual_seconds_per_step"]
+    assert rows[0]["seconds_per_step"] > 0.2 > rows[0]["usual_seconds_per_step"]
     assert result.summary["weights_sha256"] == undisturbed, "told, and not stopped"
 
 
@@ -439,7 +443,7 @@ def test_no_death_leaves_a_process_or_a_name(
         assert "allranks: the fork server ended with code -9" in going.err
     else:
         assert going.wait() == -9
-    going.assert_nothing_left(2)
+    going.assert_nothing_left()
     assert all(state_of(pid) in ("", "Z") for pid in sessions)
     left = {name for name in set(os.listdir("/dev/shm")) - names if _owner_is_dead(name)}
     assert not left
@@ -463,9 +467,9 @@ def test_a_started_program_that_is_killed_leaves_nothing_either(tmp_path: Path) 
         mark = f"{process.pid}.{started_at(process.pid)}.{here}/1"
         metrics = tmp_path / "run" / "metrics.jsonl"
         until(lambda: metrics.exists() and metrics.stat().st_size, "it trains")
-        assert len(leftovers.processes_of(mark)) >= 1 + 2 + 2 + 2
+        until(lambda: len(leftovers.processes_of(mark)) >= 1 + 2 + 2 + 2, "all are there")
         process.kill()
-    until(lambda: not leftovers.processes_of(mark), "no process is left", 2)
+    until(lambda: not leftovers.processes_of(mark), "no process is left", NOTHING_LEFT_S)
 
 
 def test_the_death_of_the_fork_server_is_recorded(
@@ -492,13 +496,13 @@ def test_a_job_that_was_suspended_as_a_whole_is_no_hang(
     launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
     """Schedulers suspend jobs; while nobody may run, nobody shows a sign of life."""
-    words = ("--steps", "300", "--inject", "slow@seconds=0.01", "--hang-timeout", "1.5")
+    words = ("--steps", "300", "--inject", "slow@seconds=0.01", "--hang-timeout", str(HUNG_S))
     going = launch("bad_tasks:Good", *words)
     everyone = [going.pid, going.server or 0, *going.ranks]
     assert len(everyone) == 4
     for pid in everyone:
         os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 1.2 * HUNG_S
     while time.monotonic() < deadline:
         assert going.code is None
         time.sleep(0.05)
@@ -509,7 +513,7 @@ def test_a_job_that_was_suspended_as_a_whole_is_no_hang(
 
 # --- asked to stop ----------------------------------------------------------------------------
 
-PACED = ("--inject", "slow@seconds=0.01")
+PACED = ("--inject", "slow@seconds=0.02")
 
 
 @pytest.fixture(scope="module")
@@ -595,14 +599,19 @@ def test_ctrl_c_twice_does_not_wait_for_a_rank_that_hangs(
 
 
 def _stands_still(pids: list[int]) -> bool:
-    """Whether one of the processes did not run for a while: it waits for the other."""
-    before = [_ran(pid) for pid in pids]
+    """Whether one of the processes did not run while another did: it waits for that one.
+
+    In training no rank runs for so long without the others. One that is only not given a
+    processor keeps the others waiting.
+    """
+    before = [_ran_s(pid) for pid in pids]
     time.sleep(0.3)
-    return any(now == was for now, was in zip([_ran(pid) for pid in pids], before, strict=True))
+    ran = [_ran_s(pid) - was_s for pid, was_s in zip(pids, before, strict=True)]
+    return min(ran) == 0.0 and max(ran) > 0.05
 
 
-def _ran(pid: int) -> str:
-    return Path(f"/proc/{pid}/schedstat").read_text().split()[0]
+def _ran_s(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def test_a_checkpoint_on_demand_and_training_goes_on(

@@ -5,16 +5,14 @@ Each fault changes one line. All of them let training go on and the loss fall: n
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from launch_host import Host
 
 SOURCE = Path(__file__).parent.parent / "src" / "allranks"
 
@@ -97,28 +95,28 @@ FAULTS = {
 }
 
 
-def check_in_a_copy(folder: Path, fault: Fault | None) -> tuple[int, dict[str, Any], str]:
+def check_in_a_copy(
+    host: Host, folder: Path, fault: Fault | None
+) -> tuple[int, dict[str, Any], str]:
     """Run `check digits` with the engine copied to `folder`, the fault in it."""
-    copy = folder / "allranks"
-    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    copy = folder / "source" / "allranks"
+    shutil.copytree(SOURCE, copy)  # with what is compiled: it is as old as its source
     if fault is not None:
         text = (copy / fault.file).read_text()
         assert text.count(fault.line) == 1, f"{fault.file} has no single line {fault.line!r}"
         (copy / fault.file).write_text(text.replace(fault.line, fault.becomes))
-    command = [sys.executable, "-m", "allranks.cli.main", "check", "digits", "--ranks", "2"]
-    command += ["--steps", "7", "--json", *(fault.options if fault else ())]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
+    words = ("check", "digits", "--ranks", "2", "--steps", "7", "--json")
+    options = fault.options if fault else ()
+    launch = host.launch(folder, *words, *options, source=str(copy.parent))
+    code = launch.wait()
+    assert launch.out, launch.err
+    return code, launch.summary(), launch.err
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+def test_a_planted_fault_is_found(name: str, host: Host, tmp_path: Path) -> None:
     fault = FAULTS[name]
-    code, found, sentences = check_in_a_copy(tmp_path, fault)
+    code, found, sentences = check_in_a_copy(host, tmp_path, fault)
     first = found["first_difference"]
     assert (code, found["equal"]) == (5, False)
     assert (first["step"], first["stage"], first["tensor"]) == (
@@ -131,8 +129,8 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     assert f"differs at step {fault.step}" in sentences
 
 
-def test_the_engine_as_it_is_has_no_difference(tmp_path: Path) -> None:
-    code, found, _ = check_in_a_copy(tmp_path, None)
+def test_the_engine_as_it_is_has_no_difference(host: Host, tmp_path: Path) -> None:
+    code, found, _ = check_in_a_copy(host, tmp_path, None)
     assert (code, found["equal"], found["first_difference"]) == (0, True, None)
     assert found["steps"] == 7
     assert found["largest_difference"] < 1e-12
@@ -140,16 +138,16 @@ def test_the_engine_as_it_is_has_no_difference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [("--precision", "fp32"), ("--precision", "fp32", "--bitwise")])
 def test_single_precision_is_checked_against_measured_noise_or_bit_by_bit(
-    words: tuple[str, ...], tmp_path: Path
+    words: tuple[str, ...], host: Host, tmp_path: Path
 ) -> None:
     fault = FAULTS["mean of means"]
     good = Fault(fault.file, fault.line, fault.line, 0, "", None, "", ("--ranks", "3", *words))
-    code, found, sentences = check_in_a_copy(tmp_path / "good", good)
+    code, found, sentences = check_in_a_copy(host, tmp_path / "good", good)
     assert code == 0, sentences
     assert found["tolerance"] == 0 if "--bitwise" in words else 0 < found["tolerance"] < 1e-3
     if "--bitwise" in words:
         return  # every shard runs alone there: there is no mean of a rank to be wrong
     bad = Fault(fault.file, fault.line, fault.becomes, 0, "", None, "", good.options)
-    code, found, sentences = check_in_a_copy(tmp_path / "bad", bad)
+    code, found, sentences = check_in_a_copy(host, tmp_path / "bad", bad)
     assert code == 5, sentences
     assert found["first_difference"]["stage"] == "gradient"

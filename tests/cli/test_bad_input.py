@@ -311,7 +311,7 @@ def test_a_field_set_to_none_is_none_when_the_job_is_run_again(
 def whole_process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "allranks.cli.main", "train", *words]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=folder, capture_output=True, text=True, timeout=250, check=False
     )
 
 

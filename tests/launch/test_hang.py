@@ -120,7 +120,7 @@ def test_where_each_stood_is_told_even_where_no_stack_could_be_had(
     sleepers: dict[int, int], files: dict[int, int], tmp_path: Path
 ) -> None:
     os.kill(sleepers[1], signal.SIGSTOP)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while state_of(sleepers[1]) != "T":
         assert time.monotonic() < deadline
     os.write(files[0], b"Thread 1:\n  in wait\n")

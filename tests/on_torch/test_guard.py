@@ -37,8 +37,7 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 BATCH = Batch(7, 0, 7, 24, None, (), np.empty(0, np.int64))
 
 
-@pytest.mark.parametrize("clip", [None, 0.3])
-@pytest.mark.parametrize(("ranks", "job"), SETTINGS, ids=str)
+@pytest.mark.thinned(1, ("ranks,job", SETTINGS), ("clip", [None, 0.3]))
 def test_every_policy_with_every_kind_of_bad_step(
     ranks: int, job: dict[str, Any], clip: float | None, on_ranks: OnRanks
 ) -> None:

@@ -1,0 +1,51 @@
+"""What is left out of a run of the tests: never a value, never a pair of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiers import flat, parts_of, product, thinned
+
+LEVELS = st.lists(st.integers(1, 5).map(range), min_size=2, max_size=4)
+
+
+@given(LEVELS, st.sampled_from([1, 2]))
+def test_whatever_comes_together_still_does(levels: list[range], together: int) -> None:
+    cases = product(levels)
+    chosen = thinned(cases, together)
+    for factors in itertools.combinations(range(len(levels)), together):
+        wanted = set(itertools.product(*(levels[factor] for factor in factors)))
+        assert {tuple(case[factor] for factor in factors) for case in chosen} == wanted
+    assert len(set(chosen)) == len(chosen) and set(chosen) <= set(cases)
+
+
+def test_a_third_of_a_product_of_three_or_less() -> None:
+    cases = product([range(6), range(5), range(5)])
+    assert len(cases) == 150 and len(thinned(cases, 2)) < 50
+    assert [second for _, second in thinned(product([range(5), range(2)]), 1)] == [0, 1, 0, 1, 0]
+
+
+def test_what_cannot_be_is_not_asked_for() -> None:
+    cases = product(["ab", [1, 2], [3, 4]], lambda name, one, two: name != "a" or one == 1)
+    chosen = thinned(cases, 2)
+    assert all(one == 1 for name, one, _ in chosen if name == "a")
+    parts = set().union(*(parts_of(case, 2) for case in cases))
+    assert set().union(*(parts_of(case, 2) for case in chosen)) == parts
+
+
+@pytest.mark.thinned(1, ("first,second", [(1, 2), (3, 4)]), ("third", "ab"))
+def test_a_test_is_given_its_cases(first: int, second: int, third: str) -> None:
+    assert (first, second) in [(1, 2), (3, 4)] and third in "ab"
+
+
+def test_a_factor_may_have_several_names() -> None:
+    assert flat(((1, 2), "a"), [("first,second", []), ("third", [])]) == (1, 2, "a")
+
+
+@pytest.mark.cases("number", [1, 2], full=[3])
+def test_the_others_come_under_full(number: int, full: bool) -> None:
+    assert number in ([1, 2, 3] if full else [1, 2])
