@@ -138,12 +138,13 @@ def on_ranks(server: ForkServer, tmp_path: Path) -> Callable[..., Ended]:
 def _descendants(pid: int) -> set[int]:
     """All processes below one, from the parents in /proc: its lists of children are not reliable."""
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            with open(f"/proc/{name}/stat", "rb") as stat:
+                parent = int(stat.read().rpartition(b")")[2].split()[1])
         except (FileNotFoundError, ProcessLookupError):
             continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
+        children.setdefault(parent, []).append(int(name))
     found, ahead = set(), [pid]
     while ahead:
         below = children.get(ahead.pop(), [])
@@ -165,9 +166,8 @@ def _sockets() -> set[str]:
     return found
 
 
-def _shared_memory() -> set[str]:
+def _shared_memory(ours: set[int]) -> set[str]:
     """The names in /dev/shm, without those of living processes that are none of ours."""
-    ours = {os.getpid(), *_descendants(os.getpid())}
     names = {name: re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm")}
     return {
         name
@@ -187,12 +187,13 @@ def _torch_settings() -> tuple[Any, ...]:
 
 def _snapshot() -> dict[str, Any]:
     temporary = Path(tempfile.gettempdir())
+    processes = _descendants(os.getpid())
     return {
-        "processes": _descendants(os.getpid()),
+        "processes": processes,
         "threads": {thread.name for thread in threading.enumerate()},
         "sockets": _sockets(),
         "variables": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
-        "shared memory": _shared_memory(),
+        "shared memory": _shared_memory({os.getpid(), *processes}),
         "temporary files": {path.name for path in temporary.glob("allranks-*")},
         "folder": os.getcwd(),
         "torch settings": _torch_settings(),

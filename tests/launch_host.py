@@ -185,7 +185,7 @@ def warm_up() -> None:
     gc.freeze()
 
 
-def host() -> None:
+def host() -> NoReturn:
     """Fork launches as they are asked for, and tell how each ended, until stdin is closed."""
     warm_up()
     running: dict[int, int] = {}  # pidfd -> pid
@@ -213,6 +213,7 @@ def host() -> None:
                 tell({"launched": pid})
     for pid in running.values():
         os.kill(pid, signal.SIGKILL)
+    os._exit(0)
 
 
 def tell(message: dict[str, Any]) -> None:

@@ -197,7 +197,7 @@ def test_sys_exit_of_a_program_is_named(train: Train, tmp_path: Path) -> None:
         train("failure_tasks:Exits", ranks=2, run_dir=str(tmp_path / "run"))
 
 
-HUNG_S = 5.0  # a rank of a loaded machine is silent for seconds while it starts
+HUNG_S = 4.0  # a rank of a loaded machine is silent for seconds while it starts
 
 
 @pytest.mark.thinned(1, ("fault", ["abort", "kill", "exit", "hang", "stop"]), ("rank", [0, 1]))
@@ -225,11 +225,11 @@ def assert_named_in_time(text: str, path: Path, *, rank: int = 1, at: str) -> No
 @pytest.mark.cases(
     ("inject", "said", "at"),
     [
-        ("stop@rank=1,step=5", ["stopped by a signal"], "in _stop"),
         ("hang@rank=1,at=evaluate", ["running: computing, or in an endless loop"], "in evaluate"),
         ("slow@rank=1,at=start,seconds=600", ["in `start`", "sleeping"], "in _slow"),
     ],
-    full=[
+    full=[  # `stop` is in `test_after_a_hang_it_is_started_again` too
+        ("stop@rank=1,step=5", ["stopped by a signal"], "in _stop"),
         ("hang@rank=1,step=5", ["running: computing, or in an endless loop"], "in _hang"),
         ("slow@rank=1,step=5,seconds=600", ["sleeping"], "in _slow"),
     ],
@@ -300,7 +300,14 @@ def test_after_a_hang_it_is_started_again(train: Train, tmp_path: Path, undistur
     )
     assert result.summary["weights_sha256"] == undisturbed
     (restart,) = named(tmp_path / "run", "restart")
-    assert restart["first_rank"] == 1 and "no sign of life" in restart["report"]
+    assert restart["first_rank"] == 1
+    for words in (
+        "no sign of life",
+        f"rank 1 on {HOST} is missing",
+        "stopped by a signal",
+        "in _stop",
+    ):
+        assert words in restart["report"]
 
 
 def test_a_slow_rank_is_no_hang(train: Train, tmp_path: Path) -> None:
@@ -380,15 +387,19 @@ def test_the_kernels_kill_for_want_of_memory_is_told_as_that(
 
 
 def test_a_straggler_is_told_with_rank_host_and_phase(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: str
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("allranks.launch.straggler.EVERY_S", 0.5)
     monkeypatch.setattr("allranks.launch.straggler.LEAST_S", 0.1)  # of a loaded machine
-    result = run(train, tmp_path, inject="slow@rank=1,seconds=0.3")
+    flags: dict[str, Any] = {"ranks": 2, "steps": STEPS}
+    wanted = train("bad_tasks:Good", **flags)
+    flags |= {"inject": "slow@rank=1,seconds=0.3", "run_dir": str(tmp_path / "run")}
+    result = train("bad_tasks:Good", **flags)
     rows = [r for r in read_rows(tmp_path / "run" / "events.jsonl") if r["event"] == "straggler"]
     assert [(r["rank"], r["phase"], r["host"]) for r in rows] == [(1, "compute", HOST)]
     assert rows[0]["seconds_per_step"] > 0.2 > rows[0]["usual_seconds_per_step"]
-    assert result.summary["weights_sha256"] == undisturbed, "told, and not stopped"
+    same = result.summary["weights_sha256"] == wanted.summary["weights_sha256"]
+    assert same, "told, and not stopped"
 
 
 # --- the supervisor or the fork server is killed ----------------------------------------------
@@ -711,9 +722,9 @@ for number in range(10**9):
 """
 
 
-def test_the_job_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path) -> None:
+def test_the_job_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path, full: bool) -> None:
     path = tmp_path / "run" / "job.toml"
-    for number in range(8):
+    for number in range(8) if full else (0, 3, 7):
         command = [sys.executable, "-c", WRITER, str(path.parent)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None and process.stdout.readline() == b"here\n"

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -24,6 +26,7 @@ from allranks.errors import RequestError
 from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.data import Batch, GlobalBatches, Progress
 from allranks.on_torch.open_data import open_data
+from allranks.on_torch.sources import TensorSource
 from allranks.record import read_events
 from conftest import Train
 from contract_tasks import SAMPLES
@@ -106,6 +109,15 @@ def test_a_plain_loader_is_the_data_set_in_the_order_of_the_job() -> None:
     ):
         assert a.ids.tolist() == b.ids.tolist()
         assert torch.equal(a.micros[0].data["row"], b.micros[0].data["row"])
+
+
+def test_a_loader_over_tensors_is_read_as_tensors() -> None:
+    inputs, targets = contract_tasks.Plain().train_data()
+    loader = DataLoader(TensorDataset(inputs, targets), 7, shuffle=True)
+    opened = open_data(loader, contract_tasks.Plain(), 0, 0, "train_data")
+    assert isinstance(opened.source, TensorSource) and "SequentialSampler" not in opened.note
+    (batch,) = opened.source.batches([(0, np.array([3, 1]))])
+    assert torch.equal(batch[0], inputs[[3, 1]]) and torch.equal(batch[1], targets[[3, 1]])
 
 
 def test_the_order_of_a_sampler_is_kept() -> None:

@@ -6,8 +6,11 @@
     metrics.jsonl       loss, rate, samples of each step                 (leader)
     logs/rank-RRR.log   what rank R printed, raw                         (rank R)
     logs/hang-A.txt     where every rank stood when attempt A hung       (supervisor)
+    placement/          what every rank holds on which device            (each rank its own file)
     checkpoints/        a folder for each, good only with its manifest   (all ranks, then the leader)
     weights.safetensors the weights at the end                           (leader)
+    average.safetensors their moving average, if the task keeps one      (leader)
+    metrics.csv, evaluations.csv, tensorboard/   on request, `--log`     (leader)
     trace/              with `check` only: every step in full            (each rank its own files)
 
 A run folder in use holds a lock that the kernel drops when its supervisor dies, however it dies.
@@ -82,7 +85,9 @@ class RunFolder:
 
     def _remove_leftovers(self) -> None:
         """What a killed supervisor left here under names of ours."""
-        for name in (".store-*", ".job.toml.*", ".metrics.jsonl.*", ".weights.safetensors"):
+        tables = (".metrics.jsonl.*", ".metrics.csv.*", ".evaluations.csv.*")
+        weights = (".weights.safetensors", ".average.safetensors")
+        for name in (".store-*", ".job.toml.*", *tables, *weights):
             for path in self.path.glob(name):
                 path.unlink()
 

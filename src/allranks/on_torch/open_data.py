@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ def _open_loader(loader: DataLoader[Any], task: Task, seed: int, workers: int, n
     if not training and (order is not None or not by_number):
         what = "a DataLoader that reads an IterableDataset" if order is None else order.kind
         raise _unusable(name, f"a DataLoader with its own {what}", IN_ORDER)
+    if by_number and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
+        return replace(open_data(loader.dataset, task, seed, workers, name), order=order, note=note)
     if by_number:
         collate = loader.collate_fn or default_collate
         source = MapSource(loader.dataset, task, seed, workers, training, collate)
