@@ -12,7 +12,7 @@ from typing import Any
 class Best:
     """`rule` is "max:METRIC" or "min:METRIC"; `in_vain` counts values in a row that are no better.
 
-    A value that is not a number is never better.
+    A value that is not there, or not a number, is never better.
     """
 
     rule: str
@@ -25,7 +25,8 @@ class Best:
 
     def take(self, metrics: Mapping[str, float]) -> bool:
         """Take in the next evaluation; returns whether it is the best so far."""
-        value, sign = metrics[self.metric], -1 if self.rule.startswith("min:") else 1
+        value = metrics.get(self.metric, math.nan)
+        sign = -1 if self.rule.startswith("min:") else 1
         better = not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
         self.in_vain = 0 if better else self.in_vain + 1
         if better:

@@ -118,6 +118,13 @@ def _check_arithmetic(job: Job) -> None:
             "which differ from rank to rank",
             do="drop --compile, or drop --bitwise",
         )
+    if job.compile and job.activation_checkpointing:
+        raise RequestError(
+            asked=f"--compile {job.compile} --activation-checkpointing",
+            found="both",
+            why="the compiler cannot look into what is computed again in the scope of a shard",
+            do="drop one of them; a compiler decides by itself what to keep",
+        )
     if job.precision == "tf32" and job.device == "cpu":
         raise RequestError(
             asked="--precision tf32 --device cpu",

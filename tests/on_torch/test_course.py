@@ -66,6 +66,29 @@ def test_a_metric_that_is_not_there(train: Train) -> None:
         train("contract_tasks:Images", eval_every="2", early_stop="max:acuracy", steps=4)
 
 
+class Rare(trainer_tasks.Worse):
+    """A metric of what the first samples to be judged have none of."""
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
+        rare = batch[1] == 2
+        rare[:5] = False
+        return {"recall": ((output.argmax(1) == batch[1])[rare].sum(), rare.sum())}
+
+
+def test_a_metric_that_the_first_samples_do_not_have() -> None:
+    job = Job(eval_every="1", early_stop="max:recall", patience=1)
+    with Trainer(Rare(), job) as trainer:
+        trainer.rehearse()
+        trainer.step(next(trainer.batches()))
+        assert trainer.evaluate_if_due() is not None
+
+
+def test_ranks_that_train_apart_do_not_judge_apart(train: Train) -> None:
+    flags = {"strategy": "independent", "ranks": 2, "eval_every": "2", "best": "min:loss"}
+    with pytest.raises(RequestError, match="metrics of their own"):
+        train("trainer_tasks:Worse", steps=4, **flags)
+
+
 def test_callbacks_are_called_on_every_rank(train: Train, tmp_path: Path) -> None:
     flags = {"steps": 3, "ranks": 2, "eval_every": "2", "checkpoint_every": 2}
     train("trainer_tasks:Recorded", f"folder={tmp_path}", **flags)
@@ -144,6 +167,16 @@ def test_weights_of_another_model(weights: dict[str, Tensor], found: str, tmp_pa
         Trainer(Blocks(weights=str(path)))
 
 
+class Told(Blocks):
+    def pretrained(self) -> Any:
+        return {"last.bias": torch.ones(3), "epoch": 3}
+
+
+def test_given_weights_are_tensors_of_the_model() -> None:
+    with pytest.raises(RequestError, match="epoch: a int, in the model nothing"):
+        Trainer(Told())
+
+
 def test_weights_that_no_file_holds(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     torch.save({"a": torch.ones(1)}, path)
@@ -175,6 +208,21 @@ def test_a_model_is_given_back_as_it_was() -> None:
         model = trainer.strategy.model
         assert "forward" in vars(model.blocks[0])
     assert "forward" not in vars(model.blocks[0])
+
+
+class Shared(Blocks):
+    def model(self) -> Any:
+        model = Residual()
+        model.blocks = torch.nn.ModuleList([model.blocks[0]] * 3)
+        return model
+
+
+def test_a_block_that_is_shared_over_depth() -> None:
+    losses = []
+    for again in (False, True):
+        with Trainer(Shared(), Job(threads=1, activation_checkpointing=again)) as trainer:
+            losses.append([trainer.step(batch).loss for batch in trainer.batches(steps=3)])
+    assert losses[0] == losses[1]
 
 
 def test_no_blocks_to_compute_again() -> None:

@@ -16,6 +16,9 @@ def test_the_peak_of_a_device() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156 * TERA
     assert peak_flops("NVIDIA A10G", "bf16") is None, "not the A10"
     assert peak_flops("Tesla V100-SXM2-16GB", "bf16") is None
+    assert peak_flops("NVIDIA RTX A1000 Laptop GPU", "bf16") is None, "not the A100"
+    assert peak_flops("NVIDIA H200 NVL", "bf16") is None, "not the H200 with its own module"
+    assert peak_flops("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16") is None, "a slice"
     assert peak_flops("Some Other Device", "fp32") is None
 
 

@@ -98,3 +98,15 @@ def test_images_in_channels_last_order() -> None:
             hook.remove()
         assert set(seen) == {channels_last}
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_torch_can_still_be_asked_about_tf32(precision: str) -> None:
+    """It has an older and a newer set of switches, and refuses to answer where they disagree."""
+    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    with Trainer(trainer_tasks.Worse(), Job(precision=precision)):
+        assert not torch.backends.cudnn.allow_tf32
+        assert torch.get_float32_matmul_precision() == "highest"
+        with torch.backends.cudnn.flags(enabled=False):
+            pass
+    assert before == (torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())

@@ -182,7 +182,15 @@ def _slots(context: click.Context, job: Job, jobs: int, axes: Sequence[Axis]) ->
     """The room there is; cores and devices are shared out where there are enough."""
     count = min(context.params["slots"] or 1, jobs)
     cores = share_out(sorted(os.sched_getaffinity(0)), count)
-    numbers = () if any(axis.name == "devices" for axis in axes) else devices_of(job)
+    named = any(axis.name == "devices" for axis in axes)
+    numbers = () if named else devices_of(job)
+    if job.device == "cuda" and count > 1 and not (numbers or named):
+        raise RequestError(
+            asked=f"--sweep on --device cuda with --slots {count}",
+            found="no --devices",
+            why="the jobs of all slots would use the same devices, from number 0 on",
+            do="name those to share out: --devices 0,1,2,3, or --slots 1",
+        )
     devices = [
         (f"--devices={','.join(map(str, own))}",) if own else ()
         for own in share_out(numbers, count)

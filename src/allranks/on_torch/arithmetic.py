@@ -76,7 +76,7 @@ def set_kernels(job: Job) -> Callable[[], None]:
     memory that is handed out, to show reads of unwritten memory; that costs up to a tenth of a
     step and decides no bit, so it is left out.
     """
-    undo = [_set_tf32("tf32" if job.precision == "tf32" else "ieee")]
+    undo = [_set_tf32(job.precision == "tf32")]
     if job.bitwise:
         undo.append(_set_deterministic())
 
@@ -87,18 +87,21 @@ def set_kernels(job: Job) -> Callable[[], None]:
     return put_back
 
 
-def _set_tf32(kind: str) -> Callable[[], None]:
+def _set_tf32(on: bool) -> Callable[[], None]:
+    """Torch has an older and a newer set of switches, and refuses to say where they disagree."""
     backends: Any = torch.backends
     places = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
-    before = [place.fp32_precision for place in places]
-    for place in places:
-        place.fp32_precision = kind
+    before = backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    newer = [place.fp32_precision for place in places]
 
-    def undo() -> None:
-        for place, was in zip(places, before, strict=True):
-            place.fp32_precision = was
+    def switch(cudnn: bool, products: str, kinds: list[str]) -> None:
+        backends.cudnn.allow_tf32 = cudnn
+        torch.set_float32_matmul_precision(products)
+        for place, kind in zip(places, kinds, strict=True):
+            place.fp32_precision = kind
 
-    return undo
+    switch(on, "high" if on else "highest", ["tf32" if on else "ieee"] * len(places))
+    return lambda: switch(*before, newer)
 
 
 def _set_deterministic() -> Callable[[], None]:

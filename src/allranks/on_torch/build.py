@@ -72,7 +72,7 @@ def _fill(model: nn.Module, given: Any) -> list[str]:
     wrong = [
         f"{name}: {_shape(value)}, in the model {_shape(own.get(name))}"
         for name, value in weights.items()
-        if _shape(value) != _shape(own.get(name))
+        if name not in own or _shape(value) != _shape(own[name])
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -89,7 +89,9 @@ def _fill(model: nn.Module, given: Any) -> list[str]:
 
 
 def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else "nothing"
+    if isinstance(value, Tensor):
+        return str(tuple(value.shape))
+    return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 def _read(path: Path) -> dict[str, Tensor]:

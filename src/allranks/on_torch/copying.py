@@ -1,7 +1,8 @@
 """A batch on its way to the device, while the device computes with the one before.
 
 On CUDA it goes from pinned memory on a stream of its own, so neither the processor nor the stream
-that computes waits for it. On other devices there is nothing to copy, only to cast.
+that computes waits for it. On other devices, and for data that lies on the
+device already, there is nothing to copy, only to cast.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Copying:
 
     def begin(self, data: Any) -> OnItsWay:
         """Start to place `data`; returns before it has arrived."""
-        if self._stream is None:
-            return OnItsWay(self._arithmetic.placed(data), None)
+        if self._stream is None or any(tensor.is_cuda for tensor in tensors_in(data)):
+            return OnItsWay(self._arithmetic.placed(data), None)  # in the order of what made it
         torch.cuda.set_device(self._stream.device)  # each thread has its own, at first device 0
         with torch.cuda.stream(self._stream):
             moved = map_tensors(self._moved, data)  # uncast: a cast on the way would be waited for
@@ -53,6 +54,4 @@ class Copying:
         return begun.data
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_cpu:
-            return tensor
         return tensor.pin_memory().to(self._arithmetic.device, non_blocking=True)

@@ -7,6 +7,7 @@ rank having zeros there; then the rows are added in order. So not even the round
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,7 +69,8 @@ def try_evaluation(task: Task, strategy: Strategy, source: Source, chunk: int) -
     (data,) = source.batches([(0, np.arange(samples))])
     with _evaluating(strategy.model):
         pairs = _pairs(task, strategy, data, samples)
-    return task.finalize({name: total / count for name, (total, count) in pairs.items() if count})
+    found = {name: total / count for name, (total, count) in pairs.items() if count}
+    return {**dict.fromkeys(pairs, math.nan), **task.finalize(found)}
 
 
 @contextmanager

@@ -5,38 +5,41 @@
 The operations are those of the products (matrices, convolutions, attention) of one real step,
 forward and backward, counted by torch; a product of m x k by k x n counts 2mkn. They are counted
 once, in the first step, and only where the peak of the device is known. What is computed twice
-(activation checkpointing) would be counted twice, and a compiled model cannot be looked into:
-there it stays unknown. Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B.
+(activation checkpointing) would be counted twice, a compiled model cannot be looked into, nor the
+threads of `dp`: there it stays unknown. Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from allranks.cards import devices_of_a_rank
 from allranks.job import Job
 
 TERA = 1e12
-PEAKS: tuple[
-    tuple[str, dict[str, float]], ...
-] = (  # in the name of the device; 10^12 operations per second, dense, by the vendor's data sheets
+OTHERS = re.compile(r"\b(NVL|MIG)\b")  # of these names, with other numbers
+# In the name of the device: 10^12 operations per second, dense, by the vendor's data sheets.
+PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H200", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.7, "fp32": 66.9}),
     ("H100 80GB HBM3", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.7, "fp32": 66.9}),
     ("H100 PCIe", {"bf16": 756.5, "fp16": 756.5, "tf32": 378.0, "fp32": 51.2}),
     ("A100", {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}),
     ("V100-SXM2", {"fp16": 125.0, "fp32": 15.7}),
-    ("A10G", {}),  # its name begins like that of the A10, which it is not
     ("A10", {"bf16": 125.0, "fp16": 125.0, "tf32": 62.5, "fp32": 31.2}),
 )
 
 
 def peak_flops(name: str, precision: str) -> float | None:
     """Operations per second of a device at its best; `None` where nobody here knows."""
+    if OTHERS.search(name):
+        return None
     for known, peaks in PEAKS:
-        if known in name:
+        if re.search(rf"\b{known}\b", name):
             found = peaks.get(precision)
             return None if found is None else found * TERA
     return None
@@ -55,7 +58,8 @@ class Meter:
     def __init__(self, job: Job, peak: float | None) -> None:
         self.peak = peak
         self.flops_per_sample: float | None = None
-        self._waits = peak is not None and not (job.compile or job.activation_checkpointing)
+        hidden = job.compile or job.activation_checkpointing or devices_of_a_rank(job.strategy) > 1
+        self._waits = peak is not None and not hidden
 
     @contextmanager
     def watching(self, samples: int) -> Iterator[None]:

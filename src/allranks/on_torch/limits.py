@@ -35,6 +35,16 @@ def check_limits(task: Task, job: Job, strategy: Strategy) -> None:
             why="a compiled model is one model in one thread, so they would run uncompiled",
             do=f"--strategy ddp --compile {job.compile}, or leave --compile out",
         )
+    judges = [
+        flag for flag, rule in (("--best", job.best), ("--early-stop", job.early_stop)) if rule
+    ]
+    if not strategy.replicas_agree and judges and ranks > 1:
+        raise RequestError(
+            asked=f"--strategy {job.strategy} with {judges[0]}",
+            found=f"{ranks} ranks that each have metrics of their own",
+            why="they save together and end together, so they would have to judge alike",
+            do=f"leave {judges[0]} out, or --strategy ddp",
+        )
     limit = job.micro_batch
     if limit is not None and limit < largest and norms:
         raise RequestError(

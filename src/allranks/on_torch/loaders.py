@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -223,7 +223,7 @@ def rows_between(value: Any, start: int, stop: int, rows: int) -> Any:
     """The same structure, every tensor and every list of texts cut to its rows `start:stop`."""
     if isinstance(value, (Tensor, np.ndarray)) and value.shape[:1] == (rows,):
         return value[start:stop]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: rows_between(item, start, stop, rows) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         if len(value) == rows and all(isinstance(item, (str, bytes)) for item in value):

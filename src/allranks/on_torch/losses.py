@@ -5,7 +5,7 @@ Called in every forward pass: by the shared step, by the loss over a batch, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from allranks.on_torch.task import Task
 def forward(task: Task, model: Callable[..., Any], data: Any) -> Any:
     """The output of the model for one collated batch."""
     inputs = task.inputs(data)
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 

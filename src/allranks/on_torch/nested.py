@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same structure with `change` applied to every tensor; anything else is kept as it is."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: map_tensors(change, item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(change, item) for item in value))
@@ -26,7 +26,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor of the structure, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):

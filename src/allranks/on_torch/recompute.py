@@ -23,7 +23,7 @@ from allranks.on_torch.task import Task
 
 def recompute_blocks(task: Task, model: nn.Module, scope: Scope) -> Callable[[], None]:
     """Let the blocks of `model` compute their activations again; returns what undoes that."""
-    given = list(task.blocks(model))
+    given = list(dict.fromkeys(task.blocks(model)))  # a shared block is named more than once
     blocks = [b for b in given if not any(o in given for o in b.modules() if o is not b)]
     if not blocks:
         raise RequestError(

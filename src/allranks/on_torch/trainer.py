@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -327,8 +327,10 @@ class Trainer:
         restore_layers(self.strategy.model)
 
     def _put_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        with ExitStack() as stack:  # all of it, whatever one of them raises
+            for undo in self._undo:
+                stack.callback(undo)
+            self._undo = []
 
     def __enter__(self) -> Self:
         return self

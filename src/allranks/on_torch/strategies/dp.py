@@ -17,7 +17,7 @@ threads in no fixed order: it is not the same from run to run, and the engine ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -216,6 +216,8 @@ def _scattered(
                 why="the rows of a batch are cut for the replicas, so there is one for each sample",
                 do="let collate give every tensor a row per sample, or use --strategy ddp",
             )
+    if len(shares) > 1:
+        _check_rows(data, samples)
     parts, start = [], 0
     for share, replica in zip(shares, replicas, strict=True):
         rows = slice(start, start + _samples(share))
@@ -228,6 +230,25 @@ def _scattered(
 
         parts.append(map_tensors(cut, data))
     return parts
+
+
+def _check_rows(data: Any, samples: int) -> None:
+    """Raise for texts or arrays, one for each sample: only tensors are cut for the replicas."""
+    if isinstance(data, Mapping):
+        data = tuple(data.values())
+    if isinstance(data, (list, tuple)) and not any(isinstance(i, (str, bytes)) for i in data):
+        for item in data:
+            _check_rows(item, samples)
+    elif (
+        not isinstance(data, (Tensor, str, bytes))
+        and getattr(data, "__len__", int)() == samples > 1
+    ):
+        raise RequestError(
+            asked="--strategy dp",
+            found=f"a {type(data).__name__} with one item for each of {samples} samples",
+            why="only tensors are cut for the replicas, so each would get all of it",
+            do="let collate make tensors of it, or use --strategy ddp",
+        )
 
 
 def _gathered(outputs: list[Any], shares: Sequence[Micro], device: torch.device) -> Any:
