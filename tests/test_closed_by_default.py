@@ -12,6 +12,7 @@ import dataclasses
 import ipaddress
 import os
 import pty
+import re
 import select
 import socket
 import sys
@@ -161,7 +162,7 @@ def what_is_open_in(source: str) -> list[str]:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             roots = {name.partition(".")[0] for name in names}
             found += sorted(roots & (FORBIDDEN_MODULES | FORBIDDEN_ENDS))
-        if isinstance(node, (ast.Name, ast.Attribute)):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
             name = ast.unparse(node)
             if name in FORBIDDEN_CALLS or name.rpartition(".")[2] in FORBIDDEN_ENDS:
                 found.append(name)
@@ -313,13 +314,17 @@ def test_a_refused_value_of_a_job_names_no_secret(train: Train, tmp_path: Path) 
 # --- terminals ------------------------------------------------------------------------------------------
 
 
-def on_a_terminal(host: Host, folder: Path, *words: str) -> tuple[int, bytes]:
-    """The exit code of `allranks WORDS`, and every byte that a terminal is sent by it."""
+def on_a_terminal(host: Host, folder: Path, *words: str, kind: str = "dumb") -> tuple[int, bytes]:
+    """The exit code of `allranks WORDS`, and every byte that a terminal is sent by it.
+
+    On one that is `dumb` the display does not move about, so no control character is its own.
+    """
     ours, theirs = pty.openpty()
     name = os.ttyname(theirs)
     shown = bytearray()
     try:
-        launch = host.launch(folder, *words, err=name, out=name)
+        environment = {"TERM": kind}
+        launch = host.launch(folder, *words, err=name, out=name, environment=environment)
         while launch.code is None or select.select([ours], [], [], 0)[0]:
             if select.select([ours], [], [], 0.1)[0]:
                 shown += os.read(ours, 1 << 16)
@@ -369,6 +374,18 @@ def test_nothing_of_a_run_steers_the_terminal(host: Host, hostile_run: tuple[Pat
         _, shown = on_a_terminal(host, run.parent, *words)
         assert shown
         assert_harmless(shown)
+
+
+def test_the_live_display_steers_the_terminal_by_itself_alone(host: Host, tmp_path: Path) -> None:
+    """It moves about and colours; titles, bells and what else a run would send are not sent."""
+    words = ["train", "resume_tasks:Speaks", "--ranks", "2", "--steps", "3", "--run-dir", HOSTILE]
+    code, shown = on_a_terminal(
+        host, tmp_path, *words, "--checkpoint-every", "2", kind="xterm-256color"
+    )
+    assert code == 0 and b"\x1b[" in shown, shown[-3000:]
+    own = re.sub(rb"\x1b\[[0-9;?]*[A-HJKSThlmr]", b"", shown)
+    assert_harmless(own)
+    assert rb"\x1b]0;owned" in shown
 
 
 def test_no_exception_steers_the_terminal(host: Host, tmp_path: Path) -> None:

@@ -176,12 +176,12 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"seed": 2**63}, (), str(2**63)),
     ({"loader_workers": -1}, (), "-1"),
     ({"nodes": 2}, (), "--place local, which is one node"),
-    ({"precision": "fp16"}, (), "no precision of that name in this version"),
+    ({"precision": "fp8"}, (), "no precision of that name in this version"),
     ({"device": "gpu"}, (), "no device of that name in this version"),
     ({"place": "slurm"}, (), "no place of that name in this version"),
     ({"bitwise": True, "threads": 2}, (), "2 threads in each rank"),
     ({"ranks": 2, "strategy": "single"}, (), "'single' is one process"),
-    ({"strategy": "dp"}, (), "no strategy 'dp'"),
+    ({"strategy": "fsdp"}, (), "no strategy 'fsdp'"),
     ({}, ("lr",), "no '=' in it"),
 ]
 
