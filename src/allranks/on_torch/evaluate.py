@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,8 @@ def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict
     visited = list(own) or [0]  # a rank without a chunk still has to know the metrics' names
     wanted = ((0, np.arange(chunks[n].start, chunks[n].stop)) for n in visited)
     table, names = torch.empty(0), list[str]()
-    with _evaluating(strategy.model):
-        for number, data in zip(visited, source.batches(wanted), strict=True):
+    with _evaluating(strategy.model), closing(source.batches(wanted)) as batches:
+        for number, data in zip(visited, batches, strict=True):
             if comm.pulse is not None:
                 comm.pulse.enter("evaluate")  # a sign of life for every chunk
             pairs = _pairs(task, strategy, data, len(chunks[number]))
