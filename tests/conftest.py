@@ -30,10 +30,16 @@ import torch
 
 import allranks.on_torch.warm  # noqa: F401  it changes variables, once
 from allranks.config import resolve
+from allranks.job import Job
+from allranks.launch.cluster import Cluster, gathered
 from allranks.launch.linux import state_of
+from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result, run_job
-from allranks.launch.supervisor import Ended, Process, supervise
+from allranks.launch.starters import Wanted
+from allranks.launch.supervisor import Ended, supervise
+from allranks.meeting import Meeting
+from allranks.places.base import Shape
 from launch_host import Host
 from tiers import MARKERS, parametrize
 
@@ -50,6 +56,7 @@ MODULES = (
 )
 
 Train = Callable[..., Result]
+PATIENT = Meeting(node_timeout_s=1e6)
 
 # no test fails for being slow, none leaves a file
 hypothesis.settings.register_profile("allranks", deadline=None, database=None)
@@ -83,6 +90,24 @@ def server() -> Iterator[ForkServer]:
     """A fork server that has imported torch once, for all tests."""
     with ForkServer(MODULES) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[Cluster]:
+    """Two simulated nodes for two ranks each, with torch imported, for all tests that break none.
+
+    Between two tests nobody tells them that the head of the job is alive, so they never give up.
+    """
+    shared = Path(tempfile.mkdtemp())
+    wanted = Wanted("simulated:link=1gbit", 2, 4, PATIENT, shared=shared, modules=MODULES)
+    with gathered(wanted) as cluster:
+        cluster.plan(Job(strategy="ddp", ranks=4, nodes=2), Shape({}, 256, 8))
+        logs = Path(tempfile.mkdtemp(dir=shared))
+        seen = [
+            Process(rank, "builtins:print", rank, {}, logs / f"{rank}.log") for rank in range(4)
+        ]
+        supervise(cluster.server, seen)  # all that it starts is there now
+        yield cluster
 
 
 @pytest.fixture(scope="session")
@@ -203,8 +228,8 @@ def _snapshot() -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves anything behind."""
-    if "server" in request.fixturenames:
-        request.getfixturevalue("server")
+    for shared in {"server", "nodes"} & set(request.fixturenames):
+        request.getfixturevalue(shared)
     before = _snapshot()
     yield
     after = _snapshot()

@@ -61,10 +61,10 @@ def test_the_strategy_follows_the_ranks_unless_it_is_asked_for() -> None:
 
 def test_threads_are_the_cores_shared_out_and_one_under_bitwise() -> None:
     cores = len(os.sched_getaffinity(0))
-    assert threads_per_rank(Job(ranks=1)) == cores
-    assert threads_per_rank(Job(ranks=10**6)) == 1
-    assert threads_per_rank(Job(ranks=2, threads=3)) == 3
-    assert threads_per_rank(Job(bitwise=True)) == 1
+    assert threads_per_rank(Job(), 1) == cores
+    assert threads_per_rank(Job(), 10**6) == 1
+    assert threads_per_rank(Job(threads=3), 2) == 3
+    assert threads_per_rank(Job(bitwise=True), 1) == 1
 
 
 # --- job.toml -------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"nodes": 2}, (), "--place local, which is one node"),
     ({"precision": "fp8"}, (), "no precision of that name in this version"),
     ({"device": "gpu"}, (), "no device of that name in this version"),
-    ({"place": "slurm"}, (), "no place of that name in this version"),
+    ({"place": "cloud"}, (), "no place of that name in this version"),
     ({"bitwise": True, "threads": 2}, (), "2 threads in each rank"),
     ({"ranks": 2, "strategy": "single"}, (), "'single' is one process"),
     ({"strategy": "fsdp"}, (), "no strategy 'fsdp'"),

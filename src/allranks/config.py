@@ -56,7 +56,10 @@ def resolve(
                 do=f"--set {setting}=VALUE",
             )
         task[name], sources[f"task.{name}"] = text, "command line"
+    _forget_the_place(values, sources)
     _check_texts(values, task, sources)
+    if values.get("nodes", 1) > 1:
+        values.setdefault("ranks", values["nodes"])  # one on each, where nobody says more
     job = Job(**values, task=task)
     if not job.strategy or _outgrown(job, sources):
         job = dataclasses.replace(job, strategy="ddp" if job.ranks > 1 else "single")
@@ -83,6 +86,14 @@ def _inherited(
         values, task = {**values, **more}, {**task, **more_task}
         sources |= dict.fromkeys([*more, *(f"task.{name}" for name in more_task)], where)
     return values, task, sources
+
+
+def _forget_the_place(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """A run that goes on finds no nodes of its own: those of then are another job's by now."""
+    if sources.get("place", "").startswith("run ") and values["place"] in ("hosts", "slurm"):
+        for name in ("place", "nodes"):
+            if sources.get(name, "").startswith("run "):
+                del values[name], sources[name]
 
 
 def _check_texts(values: dict[str, Any], task: dict[str, Any], sources: dict[str, str]) -> None:
@@ -141,8 +152,11 @@ def _outgrown(job: Job, sources: dict[str, str]) -> bool:
     return inherited and job.ranks > 1 and not card_for(parse_choice(job.strategy)).many_ranks
 
 
-def threads_per_rank(job: Job) -> int:
-    """Intra-op threads of each rank: as asked, 1 under `bitwise`, else the cores shared out."""
+def threads_per_rank(job: Job, sharing: int) -> int:
+    """Intra-op threads of each rank: as asked, 1 under `bitwise`, else the cores shared out.
+
+    `sharing` ranks run on one machine.
+    """
     if job.threads is not None:
         return job.threads
-    return 1 if job.bitwise else max(1, len(os.sched_getaffinity(0)) // job.ranks)
+    return 1 if job.bitwise else max(1, len(os.sched_getaffinity(0)) // sharing)

@@ -13,13 +13,16 @@ from typing import Any
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp64")
 DEVICES = ("cpu", "cuda")
 LOGS = ("csv", "tensorboard")
-PLACES = ("local",)
+PLACES = ("local", "hosts", "simulated", "slurm")
 BAD_STEPS = ("stop", "skip", "warn")
 
 
 @dataclass(frozen=True)
 class Job:
     """Everything that decides how a task is run; the task's own fields are in `task`.
+
+    Where: `place` is this machine ("local"), machines that the user names ("hosts"), nodes that are
+    made here ("simulated:link=1gbit"), or those of a Slurm job ("slurm"); `nodes` of them.
 
     Sizes: `ranks` over all nodes; `steps` optimizer steps of the job (None: until the epochs of
     the task are over); `micro_batch` samples through the model at once on one rank (None: all

@@ -9,9 +9,11 @@ import dataclasses
 import re
 
 from allranks.cards import devices_of_a_rank, resolved_strategy
+from allranks.choice import parse_choice
 from allranks.errors import RequestError, nearest
 from allranks.job import BAD_STEPS, DEVICES, LOGS, PLACES, PRECISIONS, Job
 from allranks.loss_scale import loss_scale_of
+from allranks.network import network_of
 from allranks.testing import faults
 
 LEAST = {  # of each number: the bound, and whether it is allowed itself
@@ -42,13 +44,7 @@ def checked(job: Job) -> Job:
         raise _out_of_range("seed", job.seed, "below 2**63")
     faults.parse(job.inject)
     _check_names(job)
-    if job.nodes > 1:
-        raise RequestError(
-            asked=f"--nodes {job.nodes}",
-            found="--place local, which is one node",
-            why="this version starts the ranks of one machine only",
-            do="--nodes 1",
-        )
+    _check_place(job)
     _check_arithmetic(job)
     _check_course(job)
     choice = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
@@ -58,7 +54,8 @@ def checked(job: Job) -> Job:
 
 def _check_names(job: Job) -> None:
     """Every value that is one of a few names."""
-    asked = [(name, getattr(job, name)) for name in ("precision", "device", "place", "on_bad_step")]
+    asked = [(name, getattr(job, name)) for name in ("precision", "device", "on_bad_step")]
+    asked.append(("place", parse_choice(job.place, "--place").name))
     known = {
         "precision": PRECISIONS,
         "device": DEVICES,
@@ -75,6 +72,55 @@ def _check_names(job: Job) -> None:
                 why=f"{name} is one of {', '.join(known[name])}",
                 do=nearest(value, known[name]),
             )
+
+
+def _check_place(job: Job) -> None:
+    """How many nodes there can be, and what is on them."""
+    place = parse_choice(job.place, "--place")
+    if place.name == "simulated":
+        network_of(job.place, job.nodes)
+        if job.device != "cpu":
+            raise RequestError(
+                asked=f"--place {job.place} --device {job.device}",
+                found="simulated nodes",
+                why="NCCL would join the devices of one machine past the links that are simulated",
+                do="--device cpu, or --place local",
+            )
+    elif place.options:
+        raise RequestError(
+            asked=f"--place {job.place}",
+            found=f"options of {place.name}",
+            why="only simulated nodes have links that can be chosen",
+            do=f"--place {place.name}, or --place simulated:{str(place).partition(':')[2]}",
+        )
+    if job.nodes > 1 and place.name == "local":
+        raise RequestError(
+            asked=f"--nodes {job.nodes}",
+            found="--place local, which is one node",
+            why="several nodes must come from somewhere",
+            do="--place simulated for nodes on this machine, --place slurm inside of a Slurm job, "
+            "--hosts FILE, or --node-rank and --rendezvous on every node",
+        )
+    if job.ranks < job.nodes:
+        raise RequestError(
+            asked=f"--ranks {job.ranks} --nodes {job.nodes}",
+            found=f"{job.ranks} ranks, over all nodes",
+            why="a node without a rank has nothing to do",
+            do=f"--ranks {job.nodes} or more, or fewer nodes",
+        )
+    for fault in faults.parse(job.inject):
+        if fault.action in faults.ON_NODES:
+            _check_fault_of_a_node(job, fault)
+
+
+def _check_fault_of_a_node(job: Job, fault: faults.Fault) -> None:
+    if parse_choice(job.place, "--place").name != "simulated" or not 0 <= fault.node < job.nodes:
+        raise RequestError(
+            asked=f"--inject {fault.action}@node={fault.node}",
+            found=f"--place {job.place} --nodes {job.nodes}",
+            why="only nodes that are simulated can be broken on purpose",
+            do="--place simulated --nodes 2, and a node below that number",
+        )
 
 
 def _check_devices(job: Job, each: int) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PHASES = ("start", "data", "compute", "exchange", "evaluate", "save", "done")
@@ -121,6 +122,7 @@ class Pulses:
 
     ranks: int
     fd: int = field(init=False)
+    is_closed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.fd = os.memfd_create("allranks-pulse")
@@ -133,8 +135,7 @@ class Pulses:
         """What every rank last said."""
         beats = []
         for rank in range(self.ranks):
-            start = _WANTED + rank * _ROW
-            row: list[float] = self._memory[start : start + _ROW].tolist()  # type: ignore[assignment]
+            row = self.row(rank)
             seconds = dict(zip(PHASES, row[_SECONDS:], strict=True))
             beats.append(
                 Beat(
@@ -150,6 +151,29 @@ class Pulses:
             )
         return beats
 
+    def row(self, rank: int) -> list[float]:
+        """What rank `rank` last said, as numbers for another memory of this kind."""
+        start = _WANTED + rank * _ROW
+        row: list[float] = self._memory[start : start + _ROW].tolist()  # type: ignore[assignment]
+        return row
+
+    def put_row(self, rank: int, row: list[float], clock_ahead_s: float) -> None:
+        """Take over what a rank of another node said, by a clock that is ahead of ours by so much."""
+        start = _WANTED + rank * _ROW
+        for number, value in enumerate(row):
+            self._memory[start + number] = value
+        self._memory[start + _SINCE] -= clock_ahead_s if row[_SINCE] else 0.0
+
+    @property
+    def wanted(self) -> tuple[float, ...]:
+        """What was asked of the ranks so far, for another memory of this kind."""
+        return tuple(self._memory[:_WANTED].tolist())
+
+    def put_wanted(self, wanted: Sequence[float]) -> None:
+        """Ask what was asked elsewhere."""
+        for number, value in enumerate(wanted):
+            self._memory[number] = value
+
     def ask_to_stop(self) -> None:
         """Every rank finishes its step, commits a checkpoint and leaves."""
         self._memory[_STOP] = 1
@@ -161,3 +185,4 @@ class Pulses:
     def close(self) -> None:
         os.close(self.fd)
         self._memory.release()
+        self.is_closed = True

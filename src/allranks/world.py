@@ -14,17 +14,22 @@ from itertools import takewhile
 from typing import ClassVar
 
 from allranks.errors import RequestError
+from allranks.launchers import standard_variables
 
 
 @dataclass(frozen=True)
 class World:
     """One process among `size`: `rank` over all nodes, `local_rank` on this one.
 
+    `node` counts the nodes from 0; it is -1 where another launcher did not say it.
+
     `store` is the file through which the ranks of one machine meet; empty when they meet through
     `MASTER_ADDR` (a script started by another launcher), or when there is only one. `attempt`
     counts the attempts of the job in its run folder, `restarts` those since it was last started by
     hand; `pulse` is the file descriptor of the memory that this rank
-    shares with its supervisor, -1 if it has none.
+    shares with its supervisor, -1 if it has none. Ranks of several nodes meet at `meeting`
+    ("address:port"), where rank 0 listens at the socket that it was given, `listener`. `on_machine`
+    ranks share its processors: those of this node, and of others that are simulated beside it.
     """
 
     rank: int = 0
@@ -36,6 +41,9 @@ class World:
     attempt: int = 0
     restarts: int = 0
     pulse: int = -1
+    meeting: str = ""
+    listener: int = -1
+    on_machine: int = 0
 
     @property
     def is_leader(self) -> bool:
@@ -53,12 +61,16 @@ class World:
             "ALLRANKS_ATTEMPT": str(self.attempt),
             "ALLRANKS_RESTARTS": str(self.restarts),
             "ALLRANKS_PULSE": str(self.pulse),
+            "ALLRANKS_MEETING": self.meeting,
+            "ALLRANKS_LISTENER": str(self.listener),
+            "ALLRANKS_ON_MACHINE": str(self.on_machine),
         }
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
         """The world that the launcher of this process described; one rank alone if none did."""
         given = os.environ if environment is None else environment
+        given = {**standard_variables(given), **given}  # as srun or mpirun says it, without RANK
         try:
             size = int(given.get("WORLD_SIZE", "1"))
             rank = int(given.get("RANK", "0"))
@@ -72,6 +84,9 @@ class World:
                 attempt=int(given.get("ALLRANKS_ATTEMPT", "0")),
                 restarts=int(given.get("ALLRANKS_RESTARTS", "0")),
                 pulse=int(given.get("ALLRANKS_PULSE", "-1")),
+                meeting=given.get("ALLRANKS_MEETING", ""),
+                listener=int(given.get("ALLRANKS_LISTENER", "-1")),
+                on_machine=int(given.get("ALLRANKS_ON_MACHINE", "0")),
             )
         except ValueError as error:
             raise RequestError(

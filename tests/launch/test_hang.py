@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from allranks.launch.hang import Hang, find_hang, missing_of
 from allranks.launch.linux import state_of
+from allranks.launch.process import Stand
 from allranks.launch.report import hang_report
+from allranks.launch.stacks import stacks_of
 from allranks.pulse import PHASES, Beat
 
 TIMEOUT_S = 10.0
@@ -50,7 +52,11 @@ def files() -> Iterator[dict[int, int]]:
 def hang_of(
     beats: list[Beat], pids: dict[int, int], files: dict[int, int], awake_since: float = 0.0
 ) -> Hang | None:
-    return find_hang(beats, pids, TIMEOUT_S, awake_since, files)
+    def stands() -> dict[int, Stand]:
+        states = {rank: state_of(pid) for rank, pid in pids.items()}
+        return {rank: Stand(states[rank], text) for rank, text in stacks_of(pids, files).items()}
+
+    return find_hang(beats, pids, TIMEOUT_S, awake_since, stands)
 
 
 # --- is it a hang -----------------------------------------------------------------------------

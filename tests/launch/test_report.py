@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from allranks.errors import ProgramError, RequestError
+from allranks.launch.process import Exit
 from allranks.launch.report import error_of, first_fault
-from allranks.launch.server import Exit
 from allranks.launch.supervisor import Ended
 from allranks.record import JsonLines, rank_events_path, rank_log_path
 

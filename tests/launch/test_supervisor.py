@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import PlaceError, RequestError
+from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
-from allranks.launch.supervisor import Ended, Process, supervise
+from allranks.launch.supervisor import Ended, supervise
 from launch_workers import read_pid
 
 PATIENCE_S = 120
@@ -25,7 +26,8 @@ SUPERVISOR = """
 import json, signal, sys
 from pathlib import Path
 from allranks.launch.server import ForkServer
-from allranks.launch.supervisor import Process, supervise
+from allranks.launch.process import Process
+from allranks.launch.supervisor import supervise
 folder, targets = sys.argv[1], sys.argv[2:]
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # given back after supervising: no race with its end
 with ForkServer(("launch_workers",)) as server:
@@ -193,7 +195,7 @@ def test_a_module_of_the_ranks_that_does_not_import(
 def test_closing_ends_what_runs_and_what_it_started(tmp_path: Path) -> None:
     with ForkServer(("launch_workers",)) as server:
         (process,) = processes(tmp_path, "waits_with_a_chain")
-        server.spawn(process.target, process.argument, process.environment, process.log)
+        server.spawn(process)
         names = ("waiting-0", "server", "outer", "inner")
         pids = [read_pid(tmp_path, name) for name in names]
     assert_gone(*pids)

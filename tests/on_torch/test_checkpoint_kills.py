@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint_folder import committed, uncommitted
+from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
-from allranks.launch.supervisor import Process, supervise
+from allranks.launch.supervisor import supervise
 from allranks.on_torch.checkpoint.checkpointer import About, Checkpointer
 from allranks.on_torch.comm import Comm
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state
@@ -95,7 +96,7 @@ class Life:
             "blocking": self.blocking,
         }
         started = processes(self.ranks, "saves_for_ever", argument, self.folder, f"store-{attempt}")
-        return [self.server.spawn(p.target, p.argument, p.environment, p.log) for p in started]
+        return [self.server.spawn(process) for process in started]
 
     def hear(self, timeout_s: float) -> None:
         """What the processes told until now; waits for the first word."""

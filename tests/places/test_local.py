@@ -11,8 +11,9 @@ import pytest
 from allranks.config import resolve
 from allranks.errors import RequestError
 from allranks.job import Job
+from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
-from allranks.launch.supervisor import Process, supervise
+from allranks.launch.supervisor import supervise
 from allranks.places.base import Plan, Shape
 from allranks.places.local import plan
 from allranks.world import Visible

@@ -26,6 +26,7 @@ from allranks.choice import parse_choice
 from allranks.config import Resolved
 from allranks.errors import RequestError
 from allranks.job import Job
+from allranks.launch.ground import OneMachine
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result, describe, run_job
 from allranks.shards import largest_shard
@@ -36,9 +37,9 @@ NOISE_FACTOR = 10.0
 NOISE_FLOOR = 1e-6
 NOISE_CEILING = 1e-3
 MADE_IN_A_STEP = ("gradient", "clipped gradient", "buffer")
-UNDISTURBED: dict[
-    str, Any
-] = {  # a job file may say otherwise: both start at step 0 and come to the end
+HERE: dict[str, Any] = {"nodes": 1, "place": "local"}
+UNDISTURBED: dict[str, Any] = {
+    # a job file may say otherwise: both start at step 0 and come to the end
     **{"resume": "", "inject": "", "checkpoint_every": None, "best": "", "max_restarts": 0},
     **{"time_limit": None},
 }
@@ -74,13 +75,13 @@ def check_against_one(resolved: Resolved, folder: Path, server: ForkServer) -> V
             do="check it with --ranks 1, or another strategy",
         )
     run = _Runs(resolved, folder, server)
-    one = dataclasses.replace(job, strategy="single", ranks=1, micro_batch=None)
+    one = dataclasses.replace(job, strategy="single", ranks=1, micro_batch=None, **HERE)
     reference = run("reference", one)
     trace = Trace(reference.run_dir / "trace")
     replay = str(reference.run_dir / "trace")
     tolerance = BITS if job.bitwise else FP64
     if job.precision != "fp64" and not job.bitwise:
-        shape = describe(server, one)
+        shape = describe(OneMachine(server), one)
         limit = largest_shard(shape.batch_size, shape.shards)
         again = dataclasses.replace(one, micro_batch=limit, replay=replay)
         believable = Tolerance(NOISE_CEILING, NOISE_CEILING, MADE_IN_A_STEP)
@@ -112,7 +113,8 @@ class _Runs:
 
     def __call__(self, name: str, job: Job) -> Result:
         job = dataclasses.replace(job, run_dir=str(self.folder / name))
-        return run_job(Resolved(job, self.resolved.sources), self.server)
+        server = self.server if job.place == "local" else None  # nodes bring their own
+        return run_job(Resolved(job, self.resolved.sources), server)
 
 
 def _close(wanted: dict[str, float], found: dict[str, float], tolerance: Tolerance) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 from allranks.config import Resolved, resolve
+from allranks.errors import RequestError
+from allranks.meeting import Meeting, checked_meeting
 from allranks.units import parse_duration
 
 Options = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
@@ -28,7 +30,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 SHARED: Options = (
     (("--ranks",), {"type": int, "help": "World size over all nodes."}),
     (("--nodes",), {"type": int, "help": "Nodes to use (default 1)."}),
-    (("--place",), {"help": "Where ranks run: local."}),
+    (("--place",), {"help": "local, simulated[:link=1gbit,delay=1ms], or slurm."}),
     (("--device",), {"help": "cpu or cuda."}),
     (("--devices",), {"help": "Numbers of the devices to use, as 0,1,4,5."}),
     (("--precision",), {"help": "fp32, tf32, bf16, fp16 or fp64."}),
@@ -48,6 +50,18 @@ SHARED: Options = (
     (("--steps",), {"type": int, "help": "Optimizer steps of the job, instead of epochs."}),
     (("--set", "settings"), {"multiple": True, "help": "Set a field of the task: field=value."}),
     (("--job", "job_file"), {"help": "Take the job from a TOML file; flags go first."}),
+)
+
+MEETING: Options = (
+    (("--ranks-per-node",), {"type": int, "help": "Ranks on each node, instead of --ranks."}),
+    (("--node-rank",), {"type": int, "help": "The number of this node, started by hand."}),
+    (("--rendezvous",), {"help": "host:port of node 0, where nodes started by hand meet."}),
+    (("--id", "key"), {"help": "The name of the job that all its nodes give; a secret."}),
+    (("--hosts",), {"help": "A file of hosts that are reached by ssh."}),
+    (("--interface",), {"help": "The network interface that joins the nodes."}),
+    (("--join-timeout",), {"type": Duration(), "help": "Seconds until all nodes are there (300)."}),
+    (("--node-timeout",), {"type": Duration(), "help": "Seconds of silence: a node is lost (15)."}),
+    (("--per-rank",), {"is_flag": True, "default": None, "help": "Under Slurm: a task per rank."}),
 )
 
 COURSE: Options = (
@@ -87,6 +101,54 @@ PROTECTION: Options = (
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that decide the result to a command."""
     return _with(SHARED, command)
+
+
+def meeting_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say how several nodes come together to a command."""
+    return _with(MEETING, command)
+
+
+def meeting_from(flags: dict[str, Any]) -> tuple[Meeting, dict[str, Any]]:
+    """How the nodes come together, and what is said of the job by that; takes it out of `flags`.
+
+    `flags` are those of the command line, `None` where one was not given.
+    """
+    per_node = flags.pop("ranks_per_node")
+    names = {"join_timeout": "join_timeout_s", "node_timeout": "node_timeout_s"}
+    given = {names.get(n, n): flags.pop(n) for n in MEETING_NAMES}
+    meeting = Meeting(**{name: value for name, value in given.items() if value is not None})
+    said: dict[str, Any] = {}
+    nodes, place = flags.get("nodes") or 1, flags.get("place") or "local"
+    checked_meeting(meeting, nodes, place)
+    if meeting.by_hand or meeting.hosts:
+        said["place"] = "hosts"
+    if per_node is not None:
+        said["ranks"] = _ranks(per_node, nodes, flags.get("ranks"))
+    return meeting, said
+
+
+MEETING_NAMES = (
+    *("node_rank", "rendezvous", "key", "hosts", "interface", "join_timeout", "node_timeout"),
+    "per_rank",
+)
+
+
+def _ranks(per_node: int, nodes: int, ranks: int | None) -> int:
+    if ranks is not None and ranks != per_node * nodes:
+        raise RequestError(
+            asked=f"--ranks {ranks} --ranks-per-node {per_node} --nodes {nodes}",
+            found=f"{per_node} on each of {nodes} nodes are {per_node * nodes}",
+            why="--ranks counts the ranks of all nodes",
+            do=f"leave one of them out, or --ranks {per_node * nodes}",
+        )
+    return per_node * nodes
+
+
+def words_of(flags: dict[str, Any], *more: str) -> tuple[str, ...]:
+    """The words that describe a job, the same on every node whatever their order was."""
+    own = {name for name, value in flags.items() if value not in (None, (), "", False)}
+    own -= {"node_rank", "interface", "key", "join_timeout", "as_object"}
+    return (*more, *(f"{name}={flags[name]}" for name in sorted(own)))
 
 
 def course_options(command: Callable[..., Any]) -> Callable[..., Any]:

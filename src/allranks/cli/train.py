@@ -1,22 +1,31 @@
-"""`allranks train PROGRAM`: train a task on the ranks of this machine."""
+"""`allranks train PROGRAM`: train a task on the ranks of this machine, or of several nodes."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from typing import Any
 
 import click
 
-from allranks.catalog import preload_for
-from allranks.cli.options import course_options, job_options, protection_options, resolved_from
+from allranks.cli.options import (
+    course_options,
+    job_options,
+    meeting_from,
+    meeting_options,
+    protection_options,
+    resolved_from,
+    words_of,
+)
 from allranks.cli.placement import table
 from allranks.cli.progress import in_sentences, progress_here
 from allranks.cli.sweep import sweep as run_sweep
 from allranks.config import Resolved
 from allranks.errors import RequestError
+from allranks.launch.cluster import take_part
 from allranks.launch.placing import place_ranks
-from allranks.launch.server import ForkServer
-from allranks.launch.start import Watcher, plan_job, run_job
+from allranks.launch.start import Watcher, plan_only, run_job
+from allranks.meeting import Meeting
 from allranks.record import as_json
 
 
@@ -26,6 +35,7 @@ from allranks.record import as_json
 @click.option("--epochs", type=int, help="Passes over the data (a field of the task).")
 @click.option("--run-dir", help="The run folder to make (default runs/PROGRAM-TIME).")
 @job_options
+@meeting_options
 @course_options
 @protection_options
 @click.option("--sweep", multiple=True, help="A job for each value: lr=1e-3,3e-4 (and again).")
@@ -49,12 +59,17 @@ def train(
     allranks train mytask.py --ranks 4 --bitwise --set lr=3e-4
     allranks train mytask.py --ranks 4 --checkpoint-every 100 --max-restarts 3
     allranks train --run-dir runs/that-one          (goes on where it stopped)
+    allranks train digits --ranks 4 --nodes 2 --place simulated:link=1gbit
     allranks train digits --sweep lr=1e-3,3e-4 --sweep width=16,32 --slots 2
     """
     if sweep or slots is not None:
         run_sweep(click.get_current_context())
         return
-    resolved = resolved_from(program, flags)
+    words = words_of(flags, "train", program or "")
+    meeting, said = meeting_from(flags)
+    if meeting.node_rank:
+        sys.exit(take_part(meeting, words, program or ""))
+    resolved = resolved_from(program, {**flags, **said})
     if placement and not dry_run:
         raise RequestError(
             asked="--placement",
@@ -63,21 +78,28 @@ def train(
             do="--dry-run --placement, or after the start: allranks show RUN --placement",
         )
     if dry_run:
-        _print_plan(resolved, placement, as_object)
+        _print_plan(resolved, meeting, placement, as_object)
         return
     progress = progress_here()
     try:
-        result = run_job(resolved, watcher=Watcher(progress.started, progress.tick))
+        watcher = Watcher(progress.started, progress.tick)
+        result = run_job(resolved, watcher=watcher, meeting=meeting, words=words)
     finally:
         with suppress(OSError):  # nobody reads any more
             progress.close()
     click.echo(as_json(result.summary) if as_object else in_sentences(result.summary))
 
 
-def _print_plan(resolved: Resolved, placement: bool, as_object: bool) -> None:
+def _print_plan(resolved: Resolved, meeting: Meeting, placement: bool, as_object: bool) -> None:
     """What would run; with `placement` also what each rank would hold."""
-    with ForkServer(preload_for(resolved.job.program)) as server:
-        plan = plan_job(resolved, server)
+    if placement and resolved.job.place != "local":
+        raise RequestError(
+            asked=f"--placement --place {resolved.job.place}",
+            found="more than this machine",
+            why="what each rank holds is found by setting all of them up, here",
+            do="the same with --place local: every rank holds the same there",
+        )
+    with plan_only(resolved, meeting) as (plan, server):
         held = place_ranks(plan, server) if placement else []
     if as_object:
         data = {**plan.to_data(), "sources": resolved.sources}

@@ -23,8 +23,10 @@ from allranks.errors import (
     RequestError,
     Stopped,
 )
-from allranks.launch.forkserver import PULSE_FD
+from allranks.launch.forkserver import LISTENER_FD, PULSE_FD
+from allranks.launch.ground import Ground
 from allranks.launch.memory import Kills
+from allranks.launch.process import Process
 from allranks.launch.report import (
     Fault,
     ended_well,
@@ -34,10 +36,9 @@ from allranks.launch.report import (
     hang_report,
     left_out,
 )
-from allranks.launch.server import ForkServer
 from allranks.launch.signals import Signals
 from allranks.launch.straggler import Stragglers
-from allranks.launch.supervisor import NEVER, Care, Ended, Process, supervise
+from allranks.launch.supervisor import NEVER, Care, Ended, supervise
 from allranks.places.base import Plan, RankPlan
 from allranks.places.local import STORE
 from allranks.pulse import Beat, Pulses
@@ -51,7 +52,7 @@ AGAIN = "not started again: the same fault came twice, with no step between"
 class Attempts:
     """One job in its run folder; `started_at` (monotonic) is where its time limit counts from."""
 
-    server: ForkServer
+    ground: Ground
     plan: Plan
     folder: RunFolder
     signals: Signals
@@ -65,10 +66,11 @@ class Attempts:
 
     def run(self, target: str) -> dict[str, Any]:
         """Try until it is done; returns the leader's summary, or raises how the job ended."""
-        job, first = self.plan.job, self.first
+        restarts, first = self.plan.job.max_restarts, self.first
         before: Fault | None = None
-        for attempt in range(first, first + job.max_restarts + 1):
-            with closing(Pulses(job.ranks)) as pulses:
+        for attempt in range(first, first + restarts + 1):
+            self._plan_again(attempt)
+            with closing(Pulses(self.plan.job.ranks)) as pulses:
                 kills = Kills.now()
                 ended = self._try(target, attempt, pulses)
                 beats = pulses.read()
@@ -85,7 +87,7 @@ class Attempts:
                     told = f"\n{self._error(ended, fault, attempt, beats)[0]}"
                 raise self._stopped(ended, attempt, exits, told)
             error, first_rank = self._error(ended, fault, attempt, beats)
-            last = attempt == first + job.max_restarts or not error.passing
+            last = attempt == first + restarts or not error.passing
             again = fault is not None and fault.repeats(before)
             if again and not last:
                 error = ProgramError(f"{error}\n{AGAIN}")
@@ -97,6 +99,18 @@ class Attempts:
             self._record_restart(values, attempt, max(beat.step for beat in beats))
         raise AssertionError("the last attempt returns or raises")
 
+    def _plan_again(self, attempt: int) -> None:
+        """On what is there now: nodes may have been lost since the last attempt."""
+        before = self.plan.job.ranks
+        try:
+            self.plan = self.ground.again(self.plan)
+        except PlaceError as error:
+            self.folder.events.event("failed", report=str(error), attempt=attempt)
+            raise
+        now = self.plan.job
+        if now.ranks != before:
+            self.folder.events.event("fewer_ranks", was=before, ranks=now.ranks, nodes=now.nodes)
+
     def _try(self, target: str, attempt: int, pulses: Pulses) -> Ended:
         """Start all ranks, and watch them until all are gone."""
         job = self.plan.job
@@ -106,17 +120,19 @@ class Attempts:
             NEVER if job.time_limit is None else self.started_at + job.time_limit,
             lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
         )
-        stragglers = Stragglers(pulses, self.folder.events)
+        hosts = [rank.host for rank in self.plan.ranks]
+        stragglers = Stragglers(pulses, self.folder.events, hosts)
 
         def tick() -> None:
             stragglers.look()
+            self.ground.look(pulses.read())
             with suppress(OSError, ValueError):  # who only looks on ends no training
                 self.on_tick()
 
         self.folder.events.event("attempt", attempt=attempt)
         processes = [self._process(rank, target, attempt) for rank in self.plan.ranks]
         try:
-            return supervise(self.server, processes, tick, care, self.signals)
+            return supervise(self.ground.server, processes, tick, care, self.signals)
         except PlaceError as error:
             if self._summary(attempt) is None:
                 self.folder.events.event("failed", report=str(error), attempt=attempt)
@@ -127,12 +143,19 @@ class Attempts:
 
     def _process(self, rank: RankPlan, target: str, attempt: int) -> Process:
         store = f"{rank.world.store}-{attempt}" if rank.world.store else ""
+        hosts_store = bool(rank.world.meeting) and rank.world.is_leader
         world = dataclasses.replace(
-            rank.world, store=store, attempt=attempt, restarts=attempt - self.first, pulse=PULSE_FD
+            rank.world,
+            store=store,
+            attempt=attempt,
+            restarts=attempt - self.first,
+            pulse=PULSE_FD,
+            listener=LISTENER_FD if hosts_store else -1,
         )
         log = rank_log_path(self.folder.path, world.rank)
         environment = {**rank.environment, **world.variables()}
-        return Process(world.rank, target, self.plan.job.to_data(), environment, log)
+        argument = self.plan.job.to_data()
+        return Process(world.rank, target, argument, environment, log, hosts_store)
 
     def _summary(self, attempt: int) -> dict[str, Any] | None:
         """What the leader wrote when it was done."""
@@ -173,7 +196,8 @@ class Attempts:
     ) -> tuple[ProgramError | Any, int | None]:
         """The error of an attempt that failed, and the rank to name."""
         if ended.hang is not None:
-            report = hang_report(ended.hang, self.folder.path, attempt)
+            hosts = [rank.host for rank in self.plan.ranks]
+            report = hang_report(ended.hang, self.folder.path, attempt, hosts)
             return ProgramError(report), next(iter(ended.hang.missing), None)
         if fault is not None:
             error = error_of(fault, ended, self.folder.path)

@@ -9,7 +9,8 @@ framework itself: a fork is safe only before the first one. When the socket clos
 supervisor is done or dead, it kills every process it started and everything that these started.
 
 A process gets standard output, standard error, a file for its stacks, which it writes at
-`STACKS_SIGNAL` from wherever it stands, and, if it has one, the memory of its pulse as `PULSE_FD`.
+`STACKS_SIGNAL` from wherever it stands, and, if it has one, the memory of its pulse as `PULSE_FD`,
+and as `LISTENER_FD` the socket at which the ranks of all nodes meet.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from allranks.launch.linux import adopt_orphans, children_of_this_process, die_w
 
 MESSAGE_LIMIT = 1 << 17  # the kernel's default for a socket is 208 KiB
 STACKS_SIGNAL = signal.SIGRTMIN + 1
-STACKS_FD, PULSE_FD = 3, 4
-MOST_FILES = 4
+STACKS_FD, PULSE_FD, LISTENER_FD = 3, 4, 5
+MOST_FILES = 5
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PATIENCE_S = 2.0
 
@@ -174,7 +175,7 @@ def _become(
 
 
 def _take_files(fds: list[int]) -> None:
-    """The files of this process as 1, 2, 3 and, if there is a fourth, 4; all others are closed."""
+    """The files of this process as 1, 2, 3 and so on; all others are closed."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in fds]
     for number, fd in enumerate(high, start=1):
         os.dup2(fd, number, inheritable=number <= 2)

@@ -2,21 +2,18 @@
 
 A rank that waits in a collective waits for somebody. Missing are those that do not wait; if all
 wait, those whose count of collectives does not fit their step. The stacks are written by the ranks
-themselves, at a signal, from wherever they stand: in Python, in a kernel, or stopped.
+themselves, from wherever they stand (`stacks`).
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from allranks.launch.forkserver import STACKS_SIGNAL
-from allranks.launch.linux import state_of
+from allranks.launch.process import Stand
 from allranks.pulse import Beat
 
-STACKS_WAIT_S = 1.0
 STATES = {
     "T": "stopped by a signal",
     "t": "held by a debugger",
@@ -58,26 +55,27 @@ class Hang:
 
 def find_hang(
     beats: list[Beat],
-    pids: dict[int, int],
+    ranks: Collection[int],
     timeout_s: float,
     awake_since: float,
-    files: dict[int, int],
+    stands: Callable[[], dict[int, Stand]],
 ) -> Hang | None:
-    """The hang of the living ranks `pids`, or `None` while there is life.
+    """The hang of the living `ranks`, or `None` while there is life.
 
     Nothing moves if a rank that waits for nobody has stood still for `timeout_s`, or all have.
-    What lies before `awake_since` does not count. `files` are where the ranks write their stacks.
+    What lies before `awake_since` does not count. `stands` asks them where they stand.
     """
     now = time.monotonic()
-    living = {beat.rank: beat for beat in beats if beat.rank in pids}
+    living = {beat.rank: beat for beat in beats if beat.rank in ranks}
     still = {
         rank for rank, beat in living.items() if now - max(beat.since, awake_since) > timeout_s
     }
     at_fault = {rank for rank in still if not _waits(living[rank])}
     if not living or not (at_fault or len(still) == len(living)):
         return None
-    states = {rank: state_of(pid) for rank, pid in pids.items()}
-    stacks = _stacks(pids, files)
+    found = stands()
+    states = {rank: found[rank].state if rank in found else "" for rank in living}
+    stacks = {rank: found[rank].stacks if rank in found else "" for rank in living}
     return Hang(timeout_s, now, living, missing_of(living, at_fault), states, stacks)
 
 
@@ -95,23 +93,3 @@ def missing_of(beats: dict[int, Beat], at_fault: set[int]) -> tuple[int, ...]:
     furthest = max(beat.step for beat in behind)  # the same count at a later step: one left out
     found = sorted(beat.rank for beat in behind if beat.step == furthest)
     return tuple(found) if len(found) < len(beats) else ()
-
-
-def _stacks(pids: dict[int, int], files: dict[int, int]) -> dict[int, str]:
-    """What each rank writes of where it stands, within `STACKS_WAIT_S`."""
-    for pid in pids.values():
-        for number in (STACKS_SIGNAL, signal.SIGCONT):  # a stopped one takes it as it wakes
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                break
-    deadline, sizes = time.monotonic() + STACKS_WAIT_S, dict.fromkeys(pids, -1)
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        now = {rank: os.fstat(files[rank]).st_size for rank in pids}
-        if now == sizes and all(now.values()):
-            break
-        sizes = now
-    return {
-        rank: os.pread(files[rank], 1 << 20, 0).decode(errors="replace").strip() for rank in pids
-    }

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import stat
 import tempfile
 import time
@@ -25,6 +24,7 @@ from allranks.launch.linux import started_at, state_of
 
 VARIABLE = "ALLRANKS_OWNER"
 SCRATCH = "allranks-scratch-"
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 PATIENCE_S = 5.0
 _OWNER = re.compile(r"([0-9]{1,9})\.([0-9]{1,20})\.([0-9a-f]{8})")
 
@@ -41,8 +41,8 @@ def belongs_to_a_job() -> bool:
 
 def _here() -> str:
     """Where process ids are those of this process: this machine, and the container on it."""
-    space = os.readlink("/proc/self/ns/pid")
-    return f"{zlib.crc32(f'{socket.gethostname()} {space}'.encode()):08x}"
+    space, boot = os.readlink("/proc/self/ns/pid"), BOOT.read_text().strip()
+    return f"{zlib.crc32(f'{boot} {space}'.encode()):08x}"
 
 
 def is_dead(name: str) -> bool:
@@ -72,11 +72,15 @@ def end_processes_of(mark: str) -> None:
         time.sleep(0.005)
 
 
-def sweep() -> None:
-    """End the processes and remove the folders of owners that are dead, however they died."""
+def sweep(within: Path | None = None) -> None:
+    """End the processes and remove the folders of owners that are dead, however they died.
+
+    The folders are those that hold temporary files, and `within`.
+    """
     for mark in {name for _, name in _marked() if is_dead(name.partition("/")[0])}:
         end_processes_of(mark)
-    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+    folders = [Path(tempfile.gettempdir()), *([] if within is None else [within])]
+    for path in [path for folder in folders for path in folder.glob(f"{SCRATCH}*")]:
         with contextlib.suppress(OSError):  # another start sweeps too, and was quicker
             there = path.lstat()
             ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
@@ -84,9 +88,9 @@ def sweep() -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder that carries the name of this process."""
-    return tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{owner()}-")
+def scratch_folder(within: Path | None = None) -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder that carries the name of this process; `within` one that nodes share."""
+    return tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{owner()}-", dir=within)
 
 
 def remove_shared_memory(pid: int) -> None:

@@ -58,3 +58,35 @@ def _stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
+
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x4000000, 0x10000000, 0x40000000
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+
+
+def _checked(outcome: int, what: str) -> None:
+    if outcome != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what)
+
+
+def unshare(kinds: int) -> None:
+    """This process goes on in namespaces of its own, of these kinds (`CLONE_NEW…`)."""
+    _checked(ctypes.CDLL(None, use_errno=True).unshare(kinds), f"unshare({kinds:#x})")
+
+
+def become_root_of_a_user_namespace() -> None:
+    """All that root may do to networks, in namespaces that this process makes; no more elsewhere."""
+    user, group = os.geteuid(), os.getegid()
+    unshare(CLONE_NEWUSER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+
+
+def show_instead(file: Path, place: Path) -> None:
+    """In a mount namespace of its own, this process finds `file` at `place`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _checked(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "make mounts private")
+    outcome = libc.mount(os.fsencode(file), os.fsencode(place), None, MS_BIND, None)
+    _checked(outcome, f"mount {file} at {place}")

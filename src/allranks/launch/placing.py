@@ -11,10 +11,11 @@ from pathlib import Path
 
 from allranks.errors import Interrupted, PlaceError
 from allranks.launch.leftovers import scratch_folder
+from allranks.launch.process import Process
 from allranks.launch.report import error_of, first_fault
 from allranks.launch.server import ForkServer
 from allranks.launch.start import WORKER
-from allranks.launch.supervisor import Process, supervise
+from allranks.launch.supervisor import supervise
 from allranks.placement import RankPlacement, read_placements
 from allranks.places.base import Plan, RankPlan
 from allranks.places.local import STORE

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.errors import ProgramError, RequestError
+from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.launch.hang import Hang, missing_of
 from allranks.launch.supervisor import Ended
 from allranks.pulse import Beat
@@ -48,6 +48,8 @@ class Fault:
     peak_bytes: int = 0
     beat: Beat | None = None
     alike: tuple[int, ...] = ()
+    host: str = ""
+    lost: str = ""
 
     @property
     def words(self) -> tuple[Any, ...] | None:
@@ -97,12 +99,25 @@ def first_fault(
         event = next((row for row in events if row["event"] == "failed"), None)
         if ended_well(events):
             continue
-        if (exit_.code == 0 and not must_say_so) or (rank in ended.stopped and event is None):
+        told_to = rank in ended.stopped and event is None and not exit_.lost
+        if (exit_.code == 0 and not must_say_so) or told_to:
             continue
         when = min(exit_.monotonic, event["monotonic"] if event else exit_.monotonic)
         killed = memory if exit_.code == -signal.SIGKILL or _lost_a_child(event) else ""
         beat = next((beat for beat in beats if beat.rank == rank), None)
-        faults.append(Fault(rank, exit_.code, when, event, killed, exit_.peak_bytes, beat))
+        faults.append(
+            Fault(
+                rank,
+                exit_.code,
+                when,
+                event,
+                killed,
+                exit_.peak_bytes,
+                beat,
+                host=exit_.host,
+                lost=exit_.lost,
+            )
+        )
     first = min(faults, key=lambda fault: (fault.is_victim, fault.monotonic), default=None)
     if first is None or first.words is None or first.is_victim:
         return first
@@ -126,23 +141,39 @@ def events_of(run_dir: Path, rank: int, attempt: int) -> list[dict[str, Any]]:
     return [row for row in rows if row.get("attempt", 0) == attempt]
 
 
-def error_of(fault: Fault, ended: Ended, run_dir: Path) -> RequestError | ProgramError:
+def error_of(fault: Fault, ended: Ended, run_dir: Path) -> RequestError | ProgramError | PlaceError:
     """The error that tells of this fault: a bad request found before the first update, or a report."""
+    if fault.lost:
+        return PlaceError(_lost_node(fault, ended))
     event = fault.event or {}
     if event.get("request") and not event.get("updates"):
         return RequestError.from_data(event["request"])
     return ProgramError(_report(fault, ended, run_dir))
 
 
-def hang_report(hang: Hang, run_dir: Path, attempt: int) -> str:
+def _lost_node(fault: Fault, ended: Ended) -> str:
+    """The node that is gone, the ranks that were on it, and those that were stopped because of it."""
+    on_it = [rank for rank, exit_ in ended.exits.items() if exit_.lost and exit_.host == fault.host]
+    others = [rank for rank in ended.exits if rank not in on_it]
+    step = f" at step {fault.step}" if fault.step is not None else ""
+    lines = [f"node {fault.host} is lost{step}, with rank {_listed(*on_it)}: {fault.lost}"]
+    if others:
+        lines.append(f"stopped because of it: rank {_listed(*others)}")
+    return "\n".join(lines)
+
+
+def hang_report(hang: Hang, run_dir: Path, attempt: int, hosts: Sequence[str] = ()) -> str:
     """Who is missing, where it stands, and who waits for it; all stacks go into a file."""
     path = run_dir / "logs" / f"hang-{attempt}.txt"
     with suppress(OSError):  # a full disk must not hide the report
         path.write_text(f"{hang}\n")
-    host = socket.gethostname()
     lines = [f"no sign of life for {hang.timeout_s:g} s (--hang-timeout)"]
     for rank in hang.missing:
-        lines += [f"rank {rank} on {host} is missing: {hang.describe(rank)}", ""]
+        host = hosts[rank] if hosts else ""
+        lines += [
+            f"rank {rank} on {host or socket.gethostname()} is missing: {hang.describe(rank)}",
+            "",
+        ]
         lines += [hang.stacks[rank] or "it wrote no stack", ""]
     if not hang.missing:
         lines.append("every rank waits for the others: is a task communicating on its own?")
@@ -154,7 +185,7 @@ def hang_report(hang: Hang, run_dir: Path, attempt: int) -> str:
 def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
     event = fault.event or {}
     step = f" at step {fault.step}" if fault.step is not None else ""
-    who = f"rank {fault.rank} on {socket.gethostname()} failed first"
+    who = f"rank {fault.rank} on {fault.host} failed first"
     if fault.alike:  # they all saw the same: who did it stands in the words
         who = f"ranks {_listed(fault.rank, *fault.alike)} ended the job together"
     lines = [f"{who}{step}: {_cause(fault)}"]

@@ -10,30 +10,33 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from allranks.errors import PlaceError, RequestError
 from allranks.launch import leftovers
 from allranks.launch.forkserver import MESSAGE_LIMIT
+from allranks.launch.linux import state_of
+from allranks.launch.process import Exit, Process, Stand
+from allranks.launch.stacks import stacks_of
+from allranks.pulse import Pulses
 
 CLOSE_TIMEOUT_S = 10.0
 _servers = itertools.count(1)
 
 
-@dataclass(frozen=True)
-class Exit:
-    """How a process ended: `code` < 0 is minus the signal; `monotonic` is this host's clock.
-
-    `peak_bytes` is the most memory that it, or a process that it waited for, held at once.
-    """
-
-    ticket: int
-    code: int
-    monotonic: float
-    peak_bytes: int = 0
+def checked_size(message: dict[str, Any]) -> bytes:
+    """A request as it is sent; raises `RequestError` for one that is too large."""
+    data = json.dumps(message).encode()
+    if len(data) > MESSAGE_LIMIT:
+        raise RequestError(
+            asked="to start a rank with this job",
+            found=f"{len(data)} bytes of values",
+            why=f"a job is handed to its ranks in one message of {MESSAGE_LIMIT} bytes",
+            do="put large values into a file, and set its name",
+        )
+    return data
 
 
 class ForkServer:
@@ -52,6 +55,7 @@ class ForkServer:
         theirs.close()
         self._tickets = itertools.count()
         self._pids: dict[int, int] = {}
+        self._stacks: dict[int, int] = {}  # ticket -> nameless file
 
     def _started(
         self, modules: tuple[str, ...], control: socket.socket, environment: dict[str, str]
@@ -66,38 +70,49 @@ class ForkServer:
             env={**os.environ, **environment},
         )
 
-    def spawn(
-        self,
-        target: str,
-        argument: Any,
-        environment: dict[str, str],
-        output: Path,
-        stacks: int | None = None,
-        pulse: int | None = None,
-    ) -> int:
-        """Ask for a process that calls `target` (module:function) with `argument`; never waits.
+    def spawn(self, process: Process, pulses: Pulses | None = None, listener: int = -1) -> int:
+        """Ask for a process; never waits. Returns the ticket by which its exit is told.
 
-        Returns the ticket by which its exit is told and signals are sent. Its standard output and
-        error are appended to the file `output`, raw; `stacks` and `pulse` are file descriptors:
-        where it writes its stacks when it is asked to, and the memory of its pulse.
+        Its standard output and error are appended to its log, raw. With `pulses` it gets their
+        memory, and a file for its stacks. `listener` is the file descriptor of a socket for it.
         """
         ticket = next(self._tickets)
         request = {
             "do": "spawn",
             "ticket": ticket,
-            "target": target,
-            "argument": argument,
-            "environment": environment,
+            "target": process.target,
+            "argument": process.argument,
+            "environment": process.environment,
             "cwd": os.getcwd(),
         }
-        with open(output, "ab") as file:
-            files = [file.fileno(), file.fileno(), file.fileno() if stacks is None else stacks]
-            self._send(request, files if pulse is None else [*files, pulse])
+        with open(process.log, "ab") as file:
+            files = [file.fileno()] * 3
+            if pulses is not None:
+                self._stacks[ticket] = os.memfd_create(f"allranks-stacks-{process.rank}")
+                files[2:] = [self._stacks[ticket], pulses.fd]
+                files += [listener] if listener >= 0 else []
+            self._send(request, files)
         return ticket
 
-    def pid(self, ticket: int) -> int | None:
-        """The process of a ticket, once the server has told it."""
-        return self._pids.get(ticket)
+    def started(self, ticket: int) -> bool:
+        """Whether the server has told of its start, and not of its end."""
+        return ticket in self._pids
+
+    def stands(self, tickets: Mapping[int, int]) -> dict[int, Stand]:
+        """Where these processes stand, rank by rank; those that beat write their stacks."""
+        there = {rank: t for rank, t in tickets.items() if t in self._pids and t in self._stacks}
+        pids = {rank: self._pids[ticket] for rank, ticket in there.items()}
+        states = {rank: state_of(pid) for rank, pid in pids.items()}
+        written = stacks_of(pids, {rank: self._stacks[ticket] for rank, ticket in there.items()})
+        return {rank: Stand(states[rank], written[rank]) for rank in there}
+
+    def asked(self) -> str:
+        """Never: whoever asks for something on this machine asks the supervisor itself."""
+        return ""
+
+    def fileno(self) -> int:
+        """What becomes readable when there is an exit to tell."""
+        return self._control.fileno()
 
     def exits(self, timeout_s: float) -> list[Exit]:
         """The processes that ended, in order; waits up to `timeout_s` for the first."""
@@ -105,12 +120,17 @@ class ForkServer:
         while self._readable(0.0 if ended else timeout_s):
             message = self._receive()
             if "exited" in message:
-                self._pids.pop(message["exited"], None)
+                self._forget(message["exited"])
                 code, when = message["code"], message["monotonic"]
                 ended.append(Exit(message["exited"], code, when, message["peak_bytes"]))
             else:
                 self._pids[message["started"]] = message["pid"]
         return ended
+
+    def _forget(self, ticket: int) -> None:
+        self._pids.pop(ticket, None)
+        if ticket in self._stacks:
+            os.close(self._stacks.pop(ticket))
 
     def signal(self, ticket: int, number: int) -> None:
         """Send a signal to a process and all of its group; one that has ended is left alone."""
@@ -124,14 +144,7 @@ class ForkServer:
         return bool(select.select([self._control], [], [], timeout_s)[0])
 
     def _send(self, message: dict[str, Any], fds: list[int]) -> None:
-        data = json.dumps(message).encode()
-        if len(data) > MESSAGE_LIMIT:
-            raise RequestError(
-                asked="to start a rank with this job",
-                found=f"{len(data)} bytes of values",
-                why=f"a job is handed to its ranks in one message of {MESSAGE_LIMIT} bytes",
-                do="put large values into a file, and set its name",
-            )
+        data = checked_size(message)
         try:
             socket.send_fds(self._control, [data], fds)
         except OSError as error:
@@ -164,6 +177,8 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        for ticket in list(self._stacks):
+            self._forget(ticket)
         if self._process.returncode != 0:
             leftovers.end_processes_of(self._mark)
 

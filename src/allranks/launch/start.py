@@ -9,8 +9,8 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,16 @@ from allranks.errors import Interrupted, PlaceError, RequestError
 from allranks.job import Job
 from allranks.job_file import redacted
 from allranks.launch.attempts import Attempts
+from allranks.launch.cluster import gathered
+from allranks.launch.ground import Foreseen, Ground, OneMachine
 from allranks.launch.leftovers import scratch_folder
+from allranks.launch.process import Process
 from allranks.launch.report import error_of, first_fault
 from allranks.launch.server import ForkServer
 from allranks.launch.signals import Signals
-from allranks.launch.supervisor import Process, supervise
+from allranks.launch.starters import Wanted, foreseen
+from allranks.launch.supervisor import supervise
+from allranks.meeting import Meeting
 from allranks.places import local
 from allranks.places.base import Plan, Shape
 from allranks.record import RunFolder, rank_events_path, rank_log_path, read_rows
@@ -57,24 +62,65 @@ class Watcher:
     tick: Callable[[], None] = lambda: None
 
 
-def plan_job(resolved: Resolved, server: ForkServer, signals: Signals | None = None) -> Plan:
+def with_run_dir(job: Job) -> Job:
+    """The job with the whole path of its run folder; a new name if it has none."""
+    return dataclasses.replace(
+        job, run_dir=os.path.abspath(job.run_dir or new_run_dir(job.program))
+    )
+
+
+def plan_job(resolved: Resolved, ground: Ground, signals: Signals | None = None) -> Plan:
     """The plan of a job: its task is loaded and read in a process of its own, nothing is left."""
-    job = resolved.job
-    if not job.run_dir:
-        job = dataclasses.replace(job, run_dir=new_run_dir(job.program))
-    job = dataclasses.replace(job, run_dir=os.path.abspath(job.run_dir))
-    return local.plan(job, describe(server, job, signals), Visible.from_environment())
+    job = with_run_dir(resolved.job)
+    return ground.plan(job, describe(ground, job, signals))
+
+
+def _wanted(
+    job: Job, meeting: Meeting, words: tuple[str, ...] = (), modules: tuple[str, ...] = ()
+) -> Wanted:
+    """The nodes of a job, all of which see the folder that its run folder is in."""
+    program = job.program if ".py" in job.program else ""
+    shared = Path(job.run_dir).parent
+    return Wanted(job.place, job.nodes, job.ranks, meeting, program, words, shared, modules)
+
+
+@contextmanager
+def plan_only(resolved: Resolved, meeting: Meeting) -> Iterator[tuple[Plan, ForkServer]]:
+    """What would run where; no node is called."""
+    job = with_run_dir(resolved.job)
+    with ForkServer(preload_for(job.program)) as server:
+        ground = OneMachine(server)
+        if job.place != "local":
+            ground = Foreseen(server, tuple(foreseen(_wanted(job, meeting))))
+        yield ground.plan(job, describe(ground, job)), server
+
+
+@contextmanager
+def ground_of(job: Job, meeting: Meeting, words: tuple[str, ...] = ()) -> Iterator[Ground]:
+    """Where this job runs: a fork server here, or its nodes, once all have come together."""
+    modules = preload_for(job.program)
+    if job.place == "local":
+        with ForkServer(modules) as server:
+            yield OneMachine(server)
+        return
+    with gathered(_wanted(job, meeting, words, modules)) as cluster:
+        cluster.plant(job.inject)
+        yield cluster
 
 
 def run_job(
     resolved: Resolved,
-    server: ForkServer | None = None,
+    server: ForkServer | Ground | None = None,
     watcher: Watcher | None = None,
     signals: Signals | None = None,
+    meeting: Meeting | None = None,
+    words: tuple[str, ...] = (),
 ) -> Result:
-    """Run a job to its end on this machine and return its result.
+    """Run a job to its end and return its result.
 
-    `signals` are those that the caller holds already; without it they are held meanwhile.
+    Without `server` it starts what it needs where the job says: on this machine, or on nodes that
+    come together as `meeting` says, each started with the same `words`. `signals` are those that
+    the caller holds already; without it they are held meanwhile.
 
     Raises `RequestError` (and leaves no run folder) if the request, the task or its data is wrong
     and no update was made; `ProgramError` with the first-fault report if the program failed and
@@ -85,9 +131,14 @@ def run_job(
     started_at = time.monotonic()
     with ExitStack() as stack:
         signals = signals or stack.enter_context(Signals())
-        if server is None:
-            server = stack.enter_context(ForkServer(preload_for(resolved.job.program)))
-        plan = plan_job(resolved, server, signals)
+        resolved = dataclasses.replace(resolved, job=with_run_dir(resolved.job))
+        if isinstance(server, ForkServer):
+            ground: Ground = OneMachine(server)
+        elif server is not None:
+            ground = server
+        else:
+            ground = stack.enter_context(ground_of(resolved.job, meeting or Meeting(), words))
+        plan = plan_job(resolved, ground, signals)
         changes = _changes(resolved, plan)
         folder = RunFolder(Path(plan.job.run_dir), goes_on=_goes_on(resolved))
         stack.callback(folder.close)
@@ -103,7 +154,7 @@ def run_job(
             )
             with suppress(OSError):  # who only looks on ends no training
                 watcher.started(plan)
-            attempts = Attempts(server, plan, folder, signals, watcher.tick, started_at)
+            attempts = Attempts(ground, plan, folder, signals, watcher.tick, started_at)
             summary = attempts.run(f"{WORKER}:main")
         except RequestError:
             folder.remove()
@@ -136,16 +187,17 @@ def _goes_on(resolved: Resolved) -> bool:
     return "done" not in events[-1:] or bool(committed(base.path / CHECKPOINTS))
 
 
-def describe(server: ForkServer, job: Job, signals: Signals | None = None) -> Shape:
+def describe(ground: Ground, job: Job, signals: Signals | None = None) -> Shape:
     """Load the task of `job` in a forked process and return what a place must know of it."""
     devices = local.devices_seen(job, Visible.from_environment())
-    with scratch_folder() as scratch:
+    shared = ground.shared(Path(job.run_dir))
+    with scratch_folder(shared) as scratch:
         run_dir = Path(scratch)
         (run_dir / "logs").mkdir()
         log = rank_log_path(run_dir, 0)
         argument = {**job.to_data(), "run_dir": scratch}
         process = Process(0, f"{WORKER}:describe", argument, devices, log)
-        ended = supervise(server, [process], signals=signals)
+        ended = supervise(ground.server, [process], signals=signals)
         if ended.interrupted:
             raise Interrupted("interrupted before anything was started")
         fault = first_fault(ended, run_dir)

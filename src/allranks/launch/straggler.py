@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
+from collections.abc import Sequence
 
 from allranks.pulse import Beat, Pulses
 from allranks.record import JsonLines
@@ -23,8 +24,8 @@ WORK = ("data", "compute")
 class Stragglers:
     """Looks at the pulses of one attempt every few seconds; each straggler is told once."""
 
-    def __init__(self, pulses: Pulses, events: JsonLines) -> None:
-        self.pulses, self.events = pulses, events
+    def __init__(self, pulses: Pulses, events: JsonLines, hosts: Sequence[str]) -> None:
+        self.pulses, self.events, self.hosts = pulses, events, hosts
         self._before = pulses.read()
         self._next = time.monotonic() + EVERY_S
         self._told: set[tuple[int, str]] = set()
@@ -42,7 +43,7 @@ class Stragglers:
                 self.events.event(
                     "straggler",
                     rank=rank,
-                    host=socket.gethostname(),
+                    host=self.hosts[rank] or socket.gethostname(),
                     phase=phase,
                     seconds_per_step=own_s,
                     usual_seconds_per_step=usual_s,

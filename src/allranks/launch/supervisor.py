@@ -8,19 +8,17 @@ failed first is decided in `report`.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from allranks.errors import PlaceError
 from allranks.launch.hang import Hang, find_hang
-from allranks.launch.server import Exit, ForkServer
+from allranks.launch.process import Exit, Process, Processes
 from allranks.launch.signals import Signals
 from allranks.pulse import Pulses
 
@@ -30,17 +28,6 @@ GRACE_S = 1.5
 COMMIT_S = 120.0
 SUSPENDED_S = 1.0
 NEVER = float("inf")
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process to start: its rank, what it calls, what is added to its environment, its log."""
-
-    rank: int
-    target: str
-    argument: Any
-    environment: dict[str, str]
-    log: Path
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ class Ended:
 
 
 def supervise(
-    server: ForkServer,
+    server: Processes,
     processes: list[Process],
     on_tick: Callable[[], None] = lambda: None,
     care: Care | None = None,
@@ -103,7 +90,7 @@ def supervise(
 class _Watch:
     """The processes of one `supervise`, and when which of them is to be stopped or killed."""
 
-    server: ForkServer
+    server: Processes
     care: Care | None
     alive: dict[int, int] = field(default_factory=dict)  # ticket -> rank
     exits: dict[int, Exit] = field(default_factory=dict)
@@ -115,21 +102,10 @@ class _Watch:
 
     def __post_init__(self) -> None:
         self.awake_since = self.looked_at = time.monotonic()
-        self.stacks: dict[int, int] = {}  # rank -> nameless file
 
     def start(self, process: Process) -> None:
-        rank, pulse = process.rank, self.care.pulses.fd if self.care is not None else None
-        if pulse is not None:
-            self.stacks[rank] = os.memfd_create(f"allranks-stacks-{rank}")
-        ticket = self.server.spawn(
-            process.target,
-            process.argument,
-            process.environment,
-            process.log,
-            self.stacks.get(rank),
-            pulse,
-        )
-        self.alive[ticket] = rank
+        ticket = self.server.spawn(process, self.care.pulses if self.care is not None else None)
+        self.alive[ticket] = process.rank
 
     def take_exits(self) -> None:
         """Wait a moment for processes that end; a fault among them stops the rest soon."""
@@ -156,13 +132,13 @@ class _Watch:
         self.looked_at = now
         if self.care is None or not self.care.hang_timeout_s or self.hang or self.stopped:
             return
-        pids = {rank: self.server.pid(ticket) for ticket, rank in self.alive.items()}
+        there = {rank: t for t, rank in self.alive.items() if self.server.started(t)}
         self.hang = find_hang(
             self.care.pulses.read(),
-            {rank: pid for rank, pid in pids.items() if pid is not None},
+            there,
             self.care.hang_timeout_s,
             self.awake_since,
-            self.stacks,
+            lambda: self.server.stands(there),
         )
         if self.hang is not None:
             self.stopped = frozenset(self.alive.values())
@@ -173,7 +149,7 @@ class _Watch:
         now = time.monotonic()
         if self.care is not None and signals.take_saves():
             self.care.pulses.ask_to_save()
-        asked = signals.reason
+        asked = signals.reason or self.server.asked()
         if not asked and self.care is not None and now >= self.care.stop_at:
             asked = "time limit"
         if asked and not self.reason:
@@ -217,5 +193,3 @@ class _Watch:
             while self.alive:
                 for ended in self.server.exits(TICK_S):
                     self.alive.pop(ended.ticket, None)
-        for fd in self.stacks.values():
-            os.close(fd)

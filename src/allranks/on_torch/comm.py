@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from allranks.errors import PeerLost, RequestError
 from allranks.pulse import Aside, Pulse
@@ -207,8 +207,8 @@ def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm
     if world.size == 1:
         return Comm(device=device, pulse=pulse)
     where: dict[str, Any] = {"init_method": "env://"}
-    if world.store:
-        store = FileStore(world.store, world.size)
+    if world.store or world.meeting:
+        store = _store_of(world)
         where = {"store": PrefixStore(f"attempt-{world.attempt}/join-{next(_joins)}", store)}
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
@@ -218,3 +218,24 @@ def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm
     except RuntimeError as error:
         raise _translated(error) from error
     return Comm(world.rank, world.size, device, owns_group=True, pulse=pulse)
+
+
+def _store_of(world: World) -> Any:
+    """Where the ranks find each other: a file on one machine, else a port that rank 0 was given.
+
+    Only that address listens, and whoever started the ranks has bound it: nobody can be first.
+    """
+    if world.store:
+        return FileStore(world.store, world.size)
+    if world.meeting not in _met:
+        host, _, port = world.meeting.rpartition(":")
+        serves: dict[str, Any] = {"is_master": False}
+        if world.rank == 0:
+            serves = {"is_master": True, "master_listen_fd": world.listener}
+        _met[world.meeting] = TCPStore(
+            host, int(port), world.size, timeout=TIMEOUT, wait_for_workers=False, **serves
+        )
+    return _met[world.meeting]
+
+
+_met: dict[str, Any] = {}  # a second join of a process meets where the first did

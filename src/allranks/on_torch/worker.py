@@ -83,7 +83,7 @@ def describe(argument: dict[str, Any]) -> int:
 def main(argument: dict[str, Any]) -> int:
     """Train as one rank; returns the exit code of the process."""
     job, world = Job.from_data(argument), World.from_environment()
-    torch.set_num_threads(threads_per_rank(job))
+    torch.set_num_threads(threads_per_rank(job, world.on_machine or world.local_size))
     path = rank_events_path(Path(job.run_dir), world.rank)
     with JsonLines(path, attempt=world.attempt) as events:
         run = _Run(job, world, events)
@@ -100,7 +100,7 @@ def main(argument: dict[str, Any]) -> int:
 def place(argument: dict[str, Any]) -> int:
     """Set this rank up, write what it will hold once it has made an update, and leave."""
     job, world = Job.from_data(argument), World.from_environment()
-    torch.set_num_threads(threads_per_rank(job))
+    torch.set_num_threads(threads_per_rank(job, world.on_machine or world.local_size))
     run_dir = Path(job.run_dir)
     with JsonLines(rank_events_path(run_dir, world.rank)) as events:
         try:

@@ -26,11 +26,25 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Seat:
+    """Where one rank runs: on which node, counted from 0, and by which network it meets others.
+
+    Seats with the same `machine` share its processors.
+    """
+
+    node: int = 0
+    host: str = ""
+    interface: str = "lo"
+    machine: int = 0
+
+
+@dataclass(frozen=True)
 class RankPlan:
-    """One process: who it is, and the variables that are added to its environment."""
+    """One process: who it is, the variables that are added to its environment, and where it runs."""
 
     world: World
     environment: dict[str, str]
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,7 @@ class Plan:
         lines += ["", "task:"] + [f"  {k} = {v}" for k, v in redacted(self.shape.fields).items()]
         for rank in self.ranks:
             variables = " ".join(f"{k}={v}" for k, v in rank.environment.items())
-            lines += ["", f"rank {rank.world.rank}: {variables}"]
+            where = f" on {rank.host}" if rank.host and self.job.nodes > 1 else ""
+            lines += ["", f"rank {rank.world.rank}{where}: {variables}"]
         lines += ["", *(f"note: {note}" for note in self.notes)]
         return "\n".join(printable(line) for line in lines)

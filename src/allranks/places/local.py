@@ -1,7 +1,12 @@
-"""This machine: every rank a process here, meeting over the loopback interface only. Pure."""
+"""Every rank of a job and what it is told: on this machine, or on the nodes that it is given. Pure.
+
+On one machine ranks meet over the loopback interface only.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from allranks.cards import devices_of_a_rank
@@ -9,37 +14,52 @@ from allranks.config import threads_per_rank
 from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.job_limits import devices_of
-from allranks.places.base import Plan, RankPlan, Shape
+from allranks.places.base import Plan, RankPlan, Seat, Shape
 from allranks.shards import busy_fraction
 from allranks.world import Visible, World
 
 STORE = ".store"
 
 
-def plan(job: Job, shape: Shape, visible: Visible) -> Plan:
-    """The processes of `job` on this machine; raises `RequestError` where there is no work for all.
+def plan(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()) -> Plan:
+    """The processes of `job`; raises `RequestError` where there is no work for all.
 
-    The ranks meet through a file in the run folder, and Gloo is bound to `lo`: no socket of a
-    local job can be reached from another machine. Of the devices that are `visible`, ranks see
+    Without `seats` they are all on this machine: the ranks meet through a file in the run folder,
+    and Gloo is bound to `lo`: no socket of a local job can be reached from another machine. With
+    them, where they meet is known only when an attempt begins. Of the devices that are `visible`, ranks see
     those that the job names; local rank r uses the r-th of them.
     """
     notes = _notes(job, shape)
-    store = str(Path(job.run_dir) / STORE) if job.ranks > 1 else ""
-    threads = threads_per_rank(job)
+    store = str(Path(job.run_dir) / STORE) if job.ranks > 1 and not seats else ""
+    seats = seats or [Seat()] * job.ranks
     devices = devices_seen(job, visible)
+    on_node, on_machine = Counter(s.node for s in seats), Counter(s.machine for s in seats)
+    before: Counter[int] = Counter()
     ranks = []
-    for rank in range(job.ranks):
-        world = World(rank, job.ranks, rank, job.ranks, 0, store)
+    for rank, seat in enumerate(seats):
+        world = World(
+            rank,
+            job.ranks,
+            local_rank=before[seat.node],
+            local_size=on_node[seat.node],
+            node=seat.node,
+            store=store,
+            on_machine=on_machine[seat.machine],
+        )
+        before[seat.node] += 1
+        threads = str(threads_per_rank(job, world.on_machine))
         environment = {
             **world.variables(),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
+            "GLOO_SOCKET_IFNAME": seat.interface,
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
             **devices,
         }
+        if seat.interface != "lo":
+            environment["NCCL_SOCKET_IFNAME"] = seat.interface
         if job.bitwise and job.device == "cuda":
             environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        ranks.append(RankPlan(world, environment))
+        ranks.append(RankPlan(world, environment, seat.host))
     return Plan(job, shape, tuple(ranks), notes)
 
 

@@ -49,6 +49,9 @@ class Injected(RuntimeError):
 class Fault:
     """One fault. `step` and `attempt` -1 mean every one; `seconds` is for `slow`, `code` for `exit`.
 
+    `node` and `link` ("10mbit") are for those of `ON_NODES`, which happen to a simulated node when
+    all ranks have come to `step`.
+
     `attempt` counts the restarts since the job was started by hand.
     """
 
@@ -59,6 +62,8 @@ class Fault:
     attempt: int = 0
     seconds: float = 0.1
     code: int = 1
+    node: int = 0
+    link: str = ""
 
 
 def parse(text: str) -> tuple[Fault, ...]:
@@ -69,10 +74,11 @@ def parse(text: str) -> tuple[Fault, ...]:
 def _parse_one(word: str) -> Fault:
     asked = f"--inject {word}"
     action, _, rest = word.partition("@")
-    if action not in ACTIONS:
-        raise _unknown(asked, "action", action, ACTIONS)
+    if action not in ACTIONS and action not in ON_NODES:
+        raise _unknown(asked, "action", action, (*ACTIONS, *ON_NODES))
     values: dict[str, Any] = {}
     kinds = {"rank": int, "step": int, "at": str, "attempt": int, "seconds": float, "code": int}
+    kinds |= {"node": int, "link": str}
     for pair in filter(None, rest.split(",")):
         name, _, value = pair.partition("=")
         if name not in kinds:
@@ -110,7 +116,8 @@ class Faults:
     @classmethod
     def of(cls, text: str, rank: int, attempt: int) -> Faults:
         """Those of the faults in `text` that are for this rank and attempt."""
-        own = [f for f in parse(text) if f.rank == rank and f.attempt in (attempt, -1)]
+        meant = [f for f in parse(text) if f.action in ACTIONS]
+        own = [f for f in meant if f.rank == rank and f.attempt in (attempt, -1)]
         return cls(tuple(own))
 
     def reach(self, point: str, step: int = -1) -> None:
@@ -182,6 +189,11 @@ ACTIONS: dict[str, Callable[[Fault, Faults], None]] = {
     "corrupt": _corrupt,
     "skip-collective": _leave_out,
     "nan": _poison,
+}
+ON_NODES = {
+    "kill-node": "a simulated node is gone, with all its processes",
+    "cut": "the link of a simulated node is cut",
+    "slow-link": "the link of a simulated node carries `link` from now on",
 }
 EVERY_TIME = ("slow", "disk-full")
 

@@ -1,0 +1,370 @@
+"""The agent of a node: owns the node's processes, and does what the head of the job says.
+
+    python -P -m allranks.launch.agent        (what it must know stands on its standard input)
+
+One runs on every node. It connects to the head, shows that it knows the key of the job, tells what
+there is on its node, and starts a fork server. It decides nothing: exits, beats and signals go to
+the head. When the head is gone, or silent for too long, it ends every process of the node, and
+itself: so does the fork server when the agent dies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from allranks.errors import (
+    EXIT_BAD_REQUEST,
+    EXIT_INTERRUPTED,
+    EXIT_PLACE_FAILED,
+    AllranksError,
+    PlaceError,
+    RequestError,
+)
+from allranks.launch.channel import Channel, Gone, Message, Refused, knock
+from allranks.launch.facts import facts
+from allranks.launch.interfaces import Doorbell, candidates, reached
+from allranks.launch.linux import die_with_parent
+from allranks.launch.ports import Reservation
+from allranks.launch.process import Process
+from allranks.launch.server import ForkServer
+from allranks.pulse import Pulses
+from allranks.world import World
+
+TICK_S = 0.1
+BEATS_S = 0.2
+RETRY_S = 0.2
+CONNECT_S = 5.0
+PROBE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a node must know to come to its job.
+
+    The head listens at one of `addresses`. `node` is the number of this one (`None`: that of the
+    task that a scheduler started it as). `words` are
+    those of the command line that describe the job, the same on every node. An agent of which
+    `follows` is true dies with the process that started it.
+    """
+
+    addresses: tuple[str, ...]
+    port: int
+    key: str
+    node: int | None
+    words: tuple[str, ...] = ()
+    program: str = ""
+    interface: str = ""
+    join_timeout_s: float = 300.0
+    node_timeout_s: float = 15.0
+    follows: bool = True
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Ticket:
+        data = json.loads(line)
+        words, addresses = tuple(data["words"]), tuple(data["addresses"])
+        return cls(**{**data, "words": words, "addresses": addresses})
+
+    def for_task(self) -> Ticket:
+        """The same for all tasks of a scheduler."""
+        return dataclasses.replace(self, node=None)
+
+
+@dataclass
+class _Asked:
+    """What this node's scheduler or user wants of the job, by a signal to the agent."""
+
+    signals: list[str] = field(default_factory=list)
+
+    def note(self, number: int, frame: object) -> None:
+        self.signals.append(signal.Signals(number).name)
+
+
+class Agent:
+    """One node of a job, from its first word to its last."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.node = World.from_environment().rank if ticket.node is None else ticket.node
+        self.asked = _Asked()
+        self.server: ForkServer | None = None
+        self._pulses: dict[int, Pulses] = {}  # attempt -> the memory of its ranks
+        self._own: dict[int, int] = {}  # ticket of the head -> ticket of the fork server here
+        self._ranks: dict[int, World] = {}  # ticket -> who beats
+        self._beats: dict[int, list[float]] = {}
+        self._beats_at = 0.0
+        self._listener: socket.socket | None = None
+        self._reserved: list[Reservation] = []
+        self._answers = {
+            "probe": self._probe,
+            "see": self._see,
+            "start": self._start,
+            "listen": self._listen,
+            "reserve": self._reserve,
+            "spawn": self._spawn,
+            "signal": self._signal,
+            "stands": self._stands,
+            "wanted": self._wanted,
+            "alive": self._alive,
+        }
+
+    def run(self) -> int:
+        """Come to the job and serve it to its end; returns the exit code of the job."""
+        with ExitStack() as stack:
+            self.channel = self._connected()
+            stack.callback(self.channel.close)
+            doorbell = Doorbell(f"{self.ticket.key[:8]}-{self.node}")
+            stack.callback(doorbell.close)
+            stack.callback(self._let_go)
+            self.channel.send(self._introduction(doorbell))
+            return self._serve(doorbell)
+
+    def _connected(self) -> Channel:
+        """The head, once it answers; raises `PlaceError` if it does not, or refuses this node."""
+        ticket = self.ticket
+        deadline = time.monotonic() + ticket.join_timeout_s
+        while True:
+            for address in ticket.addresses:
+                try:
+                    return self._let_in(address, deadline - time.monotonic())
+                except Refused as error:
+                    raise PlaceError(
+                        f"node {self.node} is refused at {address}:{ticket.port}: {error}"
+                    ) from error
+                except OSError as error:
+                    problem = str(error)
+            if time.monotonic() > deadline:
+                tried = ", ".join(f"{address}:{ticket.port}" for address in ticket.addresses)
+                raise PlaceError(
+                    f"node {self.node} ({socket.gethostname()}) found nobody at {tried} for "
+                    f"{ticket.join_timeout_s:g} s: {problem}. Is node 0 started, and can this "
+                    "address be reached from here?"
+                )
+            time.sleep(RETRY_S)
+
+    def _let_in(self, address: str, seconds: float) -> Channel:
+        """The head at this address, which has let this node in; raises `Refused` or `OSError`."""
+        where = (address, self.ticket.port)
+        channel = Channel(socket.create_connection(where, min(max(0.1, seconds), CONNECT_S)))
+        try:
+            knock(channel, self.ticket.key.encode())
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _introduction(self, doorbell: Doorbell) -> Message:
+        own = candidates(self.channel.own_address, self.ticket.interface)
+        return {
+            "joins": self.node,
+            "facts": facts(self.ticket.program).to_data(),
+            "interfaces": [[one.name, one.address] for one in own],
+            "doorbell": [doorbell.port, doorbell.token],
+            "words": list(self.ticket.words),
+            "clock": time.monotonic(),
+        }
+
+    def _serve(self, doorbell: Doorbell) -> int:
+        while True:
+            ready: list[Any] = [self.channel, doorbell]
+            ready += [self.server] if self.server is not None else []
+            behind = [self.channel] if self.channel.is_behind else []
+            select.select(ready, behind, [], TICK_S)
+            doorbell.answer()
+            for message in self.channel.receive():
+                if message["do"] == "leave":
+                    return self._leave(message)
+                self._answers[message["do"]](message)
+            self._report()
+            if time.monotonic() - self.channel.heard_at > self.ticket.node_timeout_s:
+                raise PlaceError(
+                    f"node {self.node} ({socket.gethostname()}) heard nothing of the head of the "
+                    f"job for {self.ticket.node_timeout_s:g} s: its processes are ended"
+                )
+
+    def _leave(self, message: Message) -> int:
+        if message.get("text"):
+            print(message["text"], file=sys.stderr)
+        return int(message["code"])
+
+    def _report(self) -> None:
+        """Tell the head what is new: exits, beats, signals."""
+        self.channel.flush()
+        for name in self.asked.signals:
+            self.channel.send({"asked": name})
+        self.asked.signals.clear()
+        if self.server is None:
+            return
+        self._report_beats()
+        try:
+            ended = self.server.exits(0.0)
+        except PlaceError as error:
+            self.channel.send({"broken": str(error)})
+            self.server = None
+            return
+        for exit_ in ended:
+            self._report_beats(at_once=True)  # how far it came, before it is known to be gone
+            ticket = next(heads for heads, own in self._own.items() if own == exit_.ticket)
+            del self._own[ticket]
+            self._ranks.pop(ticket, None)
+            self.channel.send({"exited": {**asdict(exit_), "ticket": ticket}})
+
+    def _report_beats(self, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if now - self._beats_at < BEATS_S and not at_once:
+            return
+        self._beats_at, news = now, []
+        for world in self._ranks.values():
+            row = self._pulses[world.attempt].row(world.local_rank)
+            if row != self._beats.get(world.rank):
+                self._beats[world.rank] = row
+                news.append([world.rank, row])
+        assert self.server is not None
+        started = [heads for heads, own in self._own.items() if self.server.started(own)]
+        self.channel.send({"beats": news, "started": started, "clock": now})
+
+    def _probe(self, message: Message) -> None:
+        found = {
+            node: reached(addresses, port, token, PROBE_S)
+            for node, (addresses, port, token) in message["nodes"].items()
+        }
+        self.channel.send({"answer": found})
+
+    def _see(self, message: Message) -> None:
+        """Whether this node sees what the head wrote, and stands in the same folder."""
+        try:
+            os.chdir(message["cwd"])
+            seen = Path(message["path"]).read_text() == message["content"]
+            problem = "" if seen else f"{message['path']} holds something else here"
+        except OSError as error:
+            problem = str(error)
+        self.channel.send({"answer": problem})
+
+    def _start(self, message: Message) -> None:
+        self.server = ForkServer(tuple(message["modules"]))
+
+    def _listen(self, message: Message) -> None:
+        """Open the port at which the ranks of all nodes meet, at one address only."""
+        self._close_listener()
+        self._listener = socket.create_server((message["address"], 0), backlog=1024)
+        self.channel.send({"answer": self._listener.getsockname()[1]})
+
+    def _reserve(self, message: Message) -> None:
+        for one in self._reserved:
+            one.close()
+        self._reserved = [Reservation(message["count"], message["address"])]
+        self.channel.send({"answer": list(self._reserved[0].ports)})
+
+    def _spawn(self, message: Message) -> None:
+        assert self.server is not None
+        given = message["process"]
+        process = Process(**{**given, "log": Path(given["log"])})
+        pulses = None
+        if message["beats"]:
+            world = self._ranks[message["ticket"]] = World.from_environment(process.environment)
+            if world.attempt not in self._pulses:
+                self._forget_pulses()
+                self._pulses[world.attempt] = Pulses(world.local_size)
+            pulses = self._pulses[world.attempt]
+        listener = -1
+        if process.hosts_store and self._listener is not None:
+            listener = self._listener.fileno()
+        own = self.server.spawn(process, pulses, listener)
+        self._own[message["ticket"]] = own
+        if listener >= 0:
+            self._close_listener()
+
+    def _signal(self, message: Message) -> None:
+        if self.server is not None and message["ticket"] in self._own:
+            self.server.signal(self._own[message["ticket"]], message["signal"])
+
+    def _stands(self, message: Message) -> None:
+        assert self.server is not None
+        own = {int(r): self._own[t] for r, t in message["tickets"].items() if t in self._own}
+        found = self.server.stands(own)
+        self.channel.send({"answer": {rank: asdict(stand) for rank, stand in found.items()}})
+
+    def _wanted(self, message: Message) -> None:
+        for pulses in self._pulses.values():
+            pulses.put_wanted(message["wanted"])
+
+    def _alive(self, message: Message) -> None:
+        if self.server is not None:
+            self.server.wake()
+        self.channel.send({"alive": message["at"], "clock": time.monotonic()})
+
+    def _forget_pulses(self) -> None:
+        for pulses in self._pulses.values():
+            pulses.close()
+        self._pulses.clear()
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = None
+
+    def _let_go(self) -> None:
+        """End every process of this node."""
+        if self.server is not None:
+            self.server.close()
+        for one in self._reserved:
+            one.close()
+        self._close_listener()
+        self._forget_pulses()
+
+
+def serve(ticket: Ticket) -> int:
+    """Be the agent of this node, to the end of the job; returns the exit code of the job."""
+    agent = Agent(ticket)
+    stops = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+    before = {number: signal.signal(number, agent.asked.note) for number in stops}
+    try:
+        return agent.run()
+    except Refused as error:
+        raise PlaceError(str(error)) from error
+    except Gone as error:
+        raise PlaceError(
+            f"node {agent.node} ({socket.gethostname()}) lost the head of the job: {error}"
+        ) from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main() -> NoReturn:
+    """The agent that a head starts. It leaves with the exit code of the job."""
+    code = EXIT_PLACE_FAILED
+    try:
+        ticket = Ticket.from_line(sys.stdin.readline())
+        if ticket.follows:
+            die_with_parent()
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        code = serve(ticket)
+    except RequestError as error:
+        code = EXIT_BAD_REQUEST
+        print(f"allranks: {error}", file=sys.stderr)
+    except AllranksError as error:
+        print(f"allranks: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Messages between the head of a job and the agents on its nodes: JSON over one TCP connection each.
+
+Who connects proves that it knows the key of the job before it is told anything, and so does the
+head to it: both answer the other's number with a keyed digest, and the key itself is never sent.
+What follows is neither encrypted nor signed: it is as safe as the network between the nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import time
+from contextlib import suppress
+from typing import Any
+
+LARGEST = 1 << 24
+LARGEST_FROM_STRANGERS = 1 << 12
+MEET_S = 10.0
+_HEADER = struct.Struct("!I")
+Message = dict[str, Any]
+
+
+class Gone(ConnectionError):
+    """The other end is not there any more, or does not speak like one of ours."""
+
+
+class Refused(Gone):
+    """The other end does not know the key of this job, or has no place for this node."""
+
+
+class Channel:
+    """One end of a connection. Sending never waits; what the network does not take is kept."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._limit = LARGEST_FROM_STRANGERS
+        self._in, self._out = bytearray(), bytearray()
+        self.heard_at = time.monotonic()
+        connection.setblocking(False)
+        if connection.family == socket.AF_INET:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def own_address(self) -> str:
+        """The address of this end, as the other one reaches it."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is something to send that the network has not taken yet."""
+        return bool(self._out)
+
+    def trust(self) -> None:
+        """From now on messages may be large."""
+        self._limit = LARGEST
+
+    def send(self, message: Message) -> None:
+        """Send a message, or as much of it as goes; the rest goes with `flush`. Raises `Gone`."""
+        data = json.dumps(message).encode()
+        self._out += _HEADER.pack(len(data)) + data
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what was left."""
+        try:
+            while self._out:
+                del self._out[: self._socket.send(self._out)]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise Gone(str(error)) from error
+
+    def receive(self) -> list[Message]:
+        """The messages that have come, without waiting. Raises `Gone` when there will be no more."""
+        over: str = ""
+        try:
+            while part := self._socket.recv(1 << 16):
+                self._in += part
+                self.heard_at = time.monotonic()
+            over = "it closed its connection"
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            over = f"its connection broke: {error}"
+        found = self._whole_messages()
+        if over and not found:
+            raise Gone(over)
+        return found
+
+    def _whole_messages(self) -> list[Message]:
+        found = []
+        while len(self._in) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._in)
+            if length > self._limit:
+                raise Gone("it sent what is no message of ours")
+            end = _HEADER.size + length
+            if len(self._in) < end:
+                break
+            try:
+                message = json.loads(bytes(self._in[_HEADER.size : end]))
+            except ValueError:
+                message = None
+            if not isinstance(message, dict):
+                raise Gone("it sent what is no message of ours")
+            del self._in[:end]
+            found.append(message)
+        return found
+
+    def wait_for_one(self, seconds: float) -> Message:
+        """The next message; raises `Gone` when none comes within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.flush()
+            if found := self.receive():
+                if len(found) > 1:
+                    raise Gone("it spoke out of turn")
+                return found[0]
+            time.sleep(0.01)
+        raise Gone(f"it said nothing for {seconds:g} s")
+
+    def close(self) -> None:
+        with suppress(Gone):
+            self.flush()
+        self._socket.close()
+
+
+def _proof(key: bytes, who: str, mine: str, theirs: str) -> str:
+    return hmac.new(key, f"allranks {who} {mine} {theirs}".encode(), hashlib.sha256).hexdigest()
+
+
+def challenge(channel: Channel) -> str:
+    """The head's part, first: the number that a node has to answer."""
+    nonce = secrets.token_hex(16)
+    channel.send({"nonce": nonce})
+    return nonce
+
+
+def judge(channel: Channel, key: bytes, nonce: str, answer: Message) -> None:
+    """The head's part, second: let a node in that knows the key. Raises `Refused`."""
+    given, theirs = str(answer.get("proof", "")), str(answer.get("nonce", ""))
+    if not hmac.compare_digest(given.encode(), _proof(key, "node", nonce, theirs).encode()):
+        channel.send({"refused": "it is not of this job: the id is another"})
+        raise Refused("it does not know the id of this job")
+    channel.trust()
+    channel.send({"proof": _proof(key, "head", nonce, theirs)})
+
+
+def knock(channel: Channel, key: bytes) -> None:
+    """The node's part: show that it knows the key, and see that the head does."""
+    nonce = secrets.token_hex(16)
+    challenge = str(channel.wait_for_one(MEET_S).get("nonce", ""))
+    channel.send({"nonce": nonce, "proof": _proof(key, "node", challenge, nonce)})
+    answer = channel.wait_for_one(MEET_S)
+    if "refused" in answer:
+        raise Refused(str(answer["refused"]))
+    proof = _proof(key, "head", challenge, nonce)
+    if not hmac.compare_digest(str(answer.get("proof", "")).encode(), proof.encode()):
+        raise Refused("whoever listens there does not know the id of this job")
+    channel.trust()

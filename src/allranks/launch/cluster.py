@@ -1,0 +1,156 @@
+"""The nodes of a job, from the first call to the last: found, checked, joined, and let go.
+
+`gathered` is the one way to several nodes, whatever the place: it starts an agent on each (or waits
+for those that a user starts), and hands out a `Cluster`. When the work in it is over, every node
+hears how, and ends all that it owns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
+from allranks.job import Job
+from allranks.launch.agent import Ticket, serve
+from allranks.launch.gathering import Call, Gathering, preflight
+from allranks.launch.ground import meeting_at, seats_of, shares
+from allranks.launch.nodes import Node, Nodes
+from allranks.launch.simulated import SimulatedNodes
+from allranks.launch.starters import Wanted, start_agents
+from allranks.meeting import Meeting
+from allranks.network import Link, rate_of
+from allranks.places import local
+from allranks.places.base import Plan, Seat, Shape
+from allranks.pulse import Beat
+from allranks.testing import faults
+from allranks.world import Visible
+
+
+@dataclass
+class Cluster:
+    """Several nodes that have come together. Implements `Ground`."""
+
+    nodes: Nodes
+    counts: dict[int, int]  # number of a node -> its ranks
+    simulated: SimulatedNodes | None = None
+    _done: set[faults.Fault] = field(default_factory=set)
+    _to_do: list[tuple[Callable[[], None], faults.Fault]] = field(default_factory=list)
+
+    @property
+    def server(self) -> Nodes:
+        return self.nodes
+
+    def shared(self, run_dir: Path) -> Path | None:
+        return run_dir.parent
+
+    def plan(self, job: Job, shape: Shape) -> Plan:
+        return local.plan(job, shape, Visible.from_environment(), self._take_seats())
+
+    def again(self, plan: Plan) -> Plan:
+        """On the nodes that are left, fewer ranks if need be; raises `PlaceError` if none is."""
+        self.nodes.check_all()
+        if not self.nodes.living:
+            raise PlaceError("no node is left to go on with")
+        seats = self._take_seats()
+        nodes = len(self.nodes.living)
+        job = dataclasses.replace(plan.job, ranks=len(seats), nodes=nodes)
+        fewer = dataclasses.replace(plan, job=job)
+        if len(seats) < plan.job.ranks:
+            fewer = local.plan(job, plan.shape, Visible.from_environment(), seats)
+        if len(seats) == 1:
+            return fewer
+        return meeting_at(fewer, self.nodes.listen(self.nodes.seats[0]))
+
+    def _take_seats(self) -> list[Seat]:
+        """A seat for every rank on the nodes that are there."""
+        living = self.nodes.living
+        counts = [self.counts[node.number] for node in living]
+        self.nodes.seats = tuple(
+            node for count, node in zip(counts, living, strict=True) for _ in range(count)
+        )
+        return seats_of(counts, [self._seat(position, n) for position, n in enumerate(living)])
+
+    def _seat(self, position: int, node: Node) -> Seat:
+        assert node.chosen is not None, "preflight comes first"
+        machines = sorted({one.facts.machine for one in self.nodes.nodes})
+        return Seat(position, node.name, node.chosen.name, machines.index(node.facts.machine))
+
+    def look(self, beats: Sequence[Beat]) -> None:
+        """Break what is to be broken, once all ranks have come so far."""
+        step = min((beat.step for beat in beats), default=-1)
+        for act, fault in self._to_do:
+            if fault not in self._done and step >= fault.step >= 0:
+                self._done.add(fault)
+                act()
+
+    def plant(self, text: str) -> None:
+        """Take those of the faults of a job that happen to nodes."""
+        for fault in faults.parse(text):
+            if fault.action in faults.ON_NODES:
+                self._to_do.append((self._act_of(fault), fault))
+
+    def _act_of(self, fault: faults.Fault) -> Callable[[], None]:
+        network = self.simulated
+        assert network is not None, "only simulated nodes can be broken: config says so"
+        link = Link(rate_of(fault.link, f"--inject {fault.action}@link={fault.link}"))
+        return {
+            "kill-node": lambda: network.kill(fault.node),
+            "cut": lambda: network.cut(fault.node),
+            "slow-link": lambda: network.slow(fault.node, link),
+        }[fault.action]
+
+
+@contextmanager
+def gathered(wanted: Wanted) -> Iterator[Cluster]:
+    """The nodes that are wanted, all there and checked; they are let go at the end.
+
+    Raises `PlaceError` that names who is missing, or in what the nodes differ.
+    """
+    with ExitStack() as stack:
+        started = stack.enter_context(start_agents(wanted))
+        call = Call(started.names, started.key, wanted.words, wanted.meeting.join_timeout_s)
+        found = Gathering(call, started.listener, started.check).wait_for_all()
+        nodes = Nodes(found, wanted.meeting.node_timeout_s, started.watch)
+        code, text = EXIT_PROGRAM_FAILED, ""
+        made = wanted.shared is not None and not wanted.shared.exists()
+        try:
+            preflight(nodes, wanted.shared, os.getcwd())
+            nodes.start_servers(wanted.modules)
+            counts = shares(wanted.ranks, wanted.nodes, started.slots)
+            cluster = Cluster(nodes, dict(enumerate(counts)), started.simulated)
+            yield cluster
+            code = EXIT_DONE
+        except BaseException as error:
+            code, text = getattr(error, "exit_code", EXIT_PROGRAM_FAILED), str(error)
+            raise
+        finally:
+            nodes.leave(code, f"allranks: {text}" if text else "")
+            if made and wanted.shared is not None:
+                with suppress(OSError):  # something is in it, or it was not made
+                    wanted.shared.rmdir()
+
+
+def take_part(meeting: Meeting, words: tuple[str, ...], program: str = "") -> int:
+    """Be a node other than 0 of a job that is started by hand; returns the job's exit code.
+
+    Everything else is told by node 0, which was started with the same words.
+    """
+    host, port = meeting.address
+    ticket = Ticket(
+        (host,),
+        port,
+        meeting.key,
+        meeting.node_rank,
+        words,
+        program if ".py" in program else "",
+        meeting.interface,
+        meeting.join_timeout_s,
+        meeting.node_timeout_s,
+        follows=False,
+    )
+    return serve(ticket)

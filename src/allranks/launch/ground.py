@@ -1,0 +1,97 @@
+"""Where the ranks of a job stand: who owns them, and what a new attempt finds there.
+
+`OneMachine` is this machine; `cluster.Cluster` is several nodes. Whoever tries and tries again
+(`attempts`) does not know which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from allranks.job import Job
+from allranks.launch.process import Processes
+from allranks.launch.server import ForkServer
+from allranks.places import local
+from allranks.places.base import Plan, Seat, Shape
+from allranks.pulse import Beat
+from allranks.world import Visible
+
+
+class Ground(Protocol):
+    """What the attempts of a job need of where they run."""
+
+    @property
+    def server(self) -> Processes:
+        """Who owns the ranks."""
+        ...
+
+    def shared(self, run_dir: Path) -> Path | None:
+        """A folder that is seen where ranks run; `None`: that of temporary files is."""
+        ...
+
+    def plan(self, job: Job, shape: Shape) -> Plan:
+        """What would run where."""
+        ...
+
+    def again(self, plan: Plan) -> Plan:
+        """The plan for the next attempt: on what is left, with a place to meet."""
+        ...
+
+    def look(self, beats: Sequence[Beat]) -> None:
+        """About ten times a second while ranks run."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneMachine:
+    """All ranks on this machine."""
+
+    server: ForkServer
+
+    def shared(self, run_dir: Path) -> Path | None:
+        return None
+
+    def plan(self, job: Job, shape: Shape) -> Plan:
+        return local.plan(job, shape, Visible.from_environment())
+
+    def again(self, plan: Plan) -> Plan:
+        return plan
+
+    def look(self, beats: Sequence[Beat]) -> None:
+        """Nothing happens to one machine on purpose."""
+
+
+@dataclass(frozen=True)
+class Foreseen(OneMachine):
+    """Nodes that are only spoken of: what would run on them is planned here, and never started."""
+
+    seats: tuple[Seat, ...] = ()
+
+    def plan(self, job: Job, shape: Shape) -> Plan:
+        return local.plan(job, shape, Visible.from_environment(), self.seats)
+
+
+def meeting_at(plan: Plan, address: str) -> Plan:
+    """The same plan, with the place where its ranks meet."""
+    ranks = tuple(
+        dataclasses.replace(rank, world=dataclasses.replace(rank.world, meeting=address))
+        for rank in plan.ranks
+    )
+    return dataclasses.replace(plan, ranks=ranks)
+
+
+def shares(ranks: int, nodes: int, slots: Sequence[int] = ()) -> tuple[int, ...]:
+    """How many ranks each node gets: its slots if they add up, else as even as it goes."""
+    if sum(slots) == ranks and len(slots) == nodes:
+        return tuple(slots)
+    whole, over = divmod(ranks, nodes)
+    return tuple(whole + (number < over) for number in range(nodes))
+
+
+def seats_of(counts: Sequence[int], seats: Sequence[Seat]) -> list[Seat]:
+    """One seat for every rank, where node i has `counts[i]` of them."""
+    return [seat for count, seat in zip(counts, seats, strict=True) for _ in range(count)]

@@ -1,0 +1,270 @@
+"""The head's end of all nodes of a job: one owner of processes, made of an agent on each node.
+
+For the supervisor it is what a fork server is on one machine. A node whose connection breaks, or
+that is silent for longer than the time-out, is lost: its ranks are reported as gone with it, and the
+next attempt can do with the nodes that are left. Clocks are never compared between hosts: what an
+agent tells of its monotonic clock is put on ours by the shortest round trip seen so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from allranks.errors import PlaceError
+from allranks.launch.channel import Channel, Gone, Message
+from allranks.launch.facts import Facts
+from allranks.launch.interfaces import Interface
+from allranks.launch.process import Exit, Process, Stand
+from allranks.launch.server import checked_size
+from allranks.pulse import Pulses
+
+ALIVE_EVERY_S = 1.0
+ANSWER_S = 60.0
+LEAVE_S = 5.0
+
+
+@dataclass
+class Node:
+    """One node of the job, as the head knows it. `lost` says why it is not there any more."""
+
+    number: int
+    channel: Channel
+    facts: Facts
+    interfaces: tuple[Interface, ...]
+    doorbell: tuple[int, str]
+    words: tuple[str, ...]
+    clock_ahead_s: float
+    round_trip_s: float = float("inf")
+    chosen: Interface | None = None
+    lost: str = ""
+    tickets: dict[int, int] = field(default_factory=dict)  # ticket -> rank
+    started: set[int] = field(default_factory=set)
+    answers: list[Any] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.facts.host
+
+    @property
+    def address(self) -> str:
+        """Where the other nodes reach it."""
+        assert self.chosen is not None, "preflight comes first"
+        return self.chosen.address
+
+
+class Nodes:
+    """All nodes of a job, after they have come together. Implements `Processes`.
+
+    `seats` are the nodes of ranks 0, 1, 2 …; who wants other processes started sets it first.
+    `on_idle` is called about ten times a second: it may raise if what holds the nodes has failed.
+    """
+
+    def __init__(
+        self,
+        nodes: list[Node],
+        node_timeout_s: float,
+        on_idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.nodes = nodes
+        self.node_timeout_s = node_timeout_s
+        self.on_idle = on_idle
+        self.seats: tuple[Node, ...] = ()
+        self._tickets = itertools.count()
+        self._exits: list[Exit] = []
+        self._pulses: Pulses | None = None
+        self._wanted: tuple[float, ...] = ()
+        self._asked = ""
+        self._alive_at = 0.0
+
+    @property
+    def living(self) -> list[Node]:
+        return [node for node in self.nodes if not node.lost]
+
+    def seat_of(self, rank: int) -> Node:
+        """The node of a rank; before ranks have seats, the first that is there."""
+        return self.seats[rank] if self.seats else self.living[0]
+
+    def check_all(self) -> None:
+        """Hear all nodes once more: who is lost is known afterwards."""
+        self._pump(0.0)
+
+    def start_servers(self, modules: tuple[str, ...]) -> None:
+        """A fork server on every node, with these modules imported."""
+        for node in self.living:
+            self._send(node, {"do": "start", "modules": modules})
+
+    def listen(self, node: Node) -> str:
+        """host:port of a socket that this node listens on, for the ranks of one attempt to meet."""
+        port = self.ask(node, {"do": "listen", "address": node.address})
+        return f"{node.address}:{port}"
+
+    def reserve(self, node: Node, count: int) -> tuple[int, ...]:
+        """Ports of this node that nobody else gets, until the next call."""
+        return tuple(self.ask(node, {"do": "reserve", "count": count, "address": node.address}))
+
+    def spawn(self, process: Process, pulses: Pulses | None = None) -> int:
+        ticket, node = next(self._tickets), self.seat_of(process.rank)
+        if pulses is not None and pulses is not self._pulses:
+            self._pulses, self._wanted = pulses, pulses.wanted
+        node.tickets[ticket] = process.rank
+        plain = {**asdict(process), "log": str(process.log)}
+        message = {"do": "spawn", "ticket": ticket, "process": plain}
+        checked_size(message)
+        self._send(node, {**message, "beats": pulses is not None})
+        if node.lost:  # as it was, or became just now
+            self._report_lost(node)
+        return ticket
+
+    def exits(self, timeout_s: float) -> list[Exit]:
+        self._pump(0.0 if self._exits else timeout_s)
+        ended, self._exits = self._exits, []
+        return ended
+
+    def signal(self, ticket: int, number: int) -> None:
+        for node in self.living:
+            if ticket in node.tickets:
+                self._send(node, {"do": "signal", "ticket": ticket, "signal": int(number)})
+
+    def started(self, ticket: int) -> bool:
+        return any(ticket in node.started for node in self.living)
+
+    def stands(self, tickets: Mapping[int, int]) -> dict[int, Stand]:
+        found: dict[int, Stand] = {}
+        for node in self.living:
+            own = {rank: ticket for rank, ticket in tickets.items() if ticket in node.tickets}
+            if not own:
+                continue
+            try:
+                answer = self.ask(node, {"do": "stands", "tickets": own})
+            except PlaceError:
+                continue  # the node is lost meanwhile
+            found |= {int(rank): Stand(**stand) for rank, stand in answer.items()}
+        return found
+
+    def wake(self) -> None:
+        """Nothing: every agent wakes its own fork server when it hears that the head is alive."""
+
+    def asked(self) -> str:
+        return self._asked
+
+    def ask(self, node: Node, message: Message, seconds: float = ANSWER_S) -> Any:
+        """A node's answer; raises `PlaceError` if it is lost before it comes."""
+        self._send(node, message)
+        deadline = time.monotonic() + seconds
+        while not node.answers and not node.lost:
+            self._pump(0.1)
+            if time.monotonic() > deadline:
+                self._lose(node, f"it did not answer ({message['do']}) for {seconds:g} s")
+        if node.lost:
+            raise PlaceError(f"node {node.number} ({node.name}) is lost: {node.lost}")
+        return node.answers.pop(0)
+
+    def _pump(self, timeout_s: float) -> None:
+        """Take in what the nodes say, tell them that the head is alive, and see who is lost."""
+        living = self.living
+        if not living:
+            time.sleep(timeout_s)
+        behind = [node.channel for node in living if node.channel.is_behind]
+        ready, _, _ = select.select([node.channel for node in living], behind, [], timeout_s)
+        for node in living:
+            try:
+                node.channel.flush()
+                if node.channel in ready:
+                    for message in node.channel.receive():
+                        self._take(node, message)
+            except Gone as error:
+                self._lose(node, str(error))
+        now = time.monotonic()
+        self._pass_on_what_is_wanted()
+        if now - self._alive_at > ALIVE_EVERY_S:
+            self._alive_at = now
+            for node in self.living:
+                self._send(node, {"do": "alive", "at": now})
+        for node in self.living:
+            silent = now - node.channel.heard_at
+            if silent > self.node_timeout_s:
+                self._lose(node, f"no word of it for {silent:.0f} s (--node-timeout)")
+        self.on_idle()
+
+    def _take(self, node: Node, message: Message) -> None:
+        if "answer" in message:
+            node.answers.append(message["answer"])
+        elif "exited" in message:
+            self._take_exit(node, message["exited"])
+        elif "beats" in message:
+            node.started = set(message["started"])
+            for rank, row in message["beats"]:
+                if self._pulses is not None and rank in node.tickets.values():
+                    self._pulses.put_row(rank, row, node.clock_ahead_s)
+        elif "alive" in message:
+            trip = time.monotonic() - message["alive"]
+            if trip < node.round_trip_s:
+                node.round_trip_s = trip
+                node.clock_ahead_s = message["clock"] - (message["alive"] + trip / 2)
+        elif "asked" in message:
+            self._note_asked(message["asked"])
+        elif "broken" in message:
+            self._lose(node, message["broken"])
+
+    def _take_exit(self, node: Node, told: dict[str, Any]) -> None:
+        if node.tickets.pop(told["ticket"], None) is not None:
+            when = told["monotonic"] - node.clock_ahead_s
+            self._exits.append(Exit(**{**told, "monotonic": when}))
+
+    def _note_asked(self, name: str) -> None:
+        """A scheduler tells all nodes at once to stop, or to save."""
+        if name == signal.SIGUSR2.name:
+            if self._pulses is not None:
+                self._pulses.ask_to_save()
+        else:
+            self._asked = self._asked or name
+
+    def _pass_on_what_is_wanted(self) -> None:
+        if self._pulses is None or self._pulses.is_closed:
+            return
+        wanted = self._pulses.wanted
+        if wanted != self._wanted:
+            self._wanted = wanted
+            for node in self.living:
+                self._send(node, {"do": "wanted", "wanted": list(wanted)})
+
+    def _send(self, node: Node, message: Message) -> None:
+        if not node.lost:
+            try:
+                node.channel.send(message)
+            except Gone as error:
+                self._lose(node, str(error))
+
+    def _lose(self, node: Node, why: str) -> None:
+        node.lost = node.lost or why
+        node.channel.close()
+        self._report_lost(node)
+
+    def _report_lost(self, node: Node) -> None:
+        """Its processes are gone with it, as far as this job is concerned."""
+        now = time.monotonic()
+        for ticket in node.tickets:
+            self._exits.append(Exit(ticket, -signal.SIGKILL, now, host=node.name, lost=node.lost))
+        node.tickets.clear()
+        node.started.clear()
+
+    def leave(self, code: int, text: str = "") -> None:
+        """Tell every node that the job is over, and how; they end all that they own."""
+        for node in self.living:
+            self._send(node, {"do": "leave", "code": code, "text": text})
+        deadline = time.monotonic() + LEAVE_S
+        for node in self.living:
+            try:
+                while time.monotonic() < deadline:
+                    node.channel.flush()
+                    node.channel.receive()
+                    time.sleep(0.01)
+            except Gone:
+                pass
+            node.channel.close()

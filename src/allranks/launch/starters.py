@@ -1,0 +1,301 @@
+"""How an agent comes to each node: by namespaces, by ssh, by srun, or by the user's own hand.
+
+Each way is a context: it opens the socket at which the head listens, starts the agents as far as it
+is the one who does, and ends what it started when it is left. What an agent must know goes to its
+standard input, so that no list of processes shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from allranks.allocation import Allocation
+from allranks.errors import PlaceError, RequestError
+from allranks.hostfile import HostSlots, read_hostfile
+from allranks.launch import leftovers
+from allranks.launch.agent import Ticket
+from allranks.launch.ground import seats_of, shares
+from allranks.launch.interfaces import candidates, interfaces
+from allranks.launch.simulated import SimulatedNodes
+from allranks.meeting import Meeting
+from allranks.network import INSIDE, network_of
+from allranks.places.base import Seat
+
+END_TIMEOUT_S = 5.0
+AGENT = ("-P", "-m", "allranks.launch.agent")
+OF_THE_JOB = (  # what a batch script was given for its ranks, and srun would give to each agent
+    *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS"),
+    *("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION"),
+    *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE"),
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which nodes, and what for. `program` and `words` are compared between them.
+
+    `shared` is a folder that all must see, `modules` is what their fork servers import. `ranks` are
+    shared out over the nodes, in order.
+    """
+
+    place: str
+    nodes: int
+    ranks: int
+    meeting: Meeting
+    program: str = ""
+    words: tuple[str, ...] = ()
+    shared: Path | None = None
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Started:
+    """Agents on their way: what they are called, what they must know, where they come to.
+
+    `check` raises `PlaceError` if one of them will not come, `watch` if what holds the nodes has
+    failed. `slots` are the ranks that fit on each node, where that is known.
+    """
+
+    names: tuple[str, ...]
+    key: str
+    listener: socket.socket
+    check: Callable[[], None] = lambda: None
+    watch: Callable[[], None] = lambda: None
+    slots: tuple[int, ...] = ()
+    simulated: SimulatedNodes | None = None
+
+
+@contextmanager
+def start_agents(wanted: Wanted) -> Iterator[Started]:
+    """The agents of all nodes that are wanted, ended when it is over. Raises as its place does."""
+    on_hosts = _by_hand if wanted.meeting.by_hand else _by_ssh
+    ways = {"simulated": _on_simulated_nodes, "slurm": _by_srun, "hosts": on_hosts}
+    with ways[wanted.place.partition(":")[0]](wanted) as started:
+        yield started
+
+
+def _ticket(wanted: Wanted, key: str, addresses: tuple[str, ...], port: int, node: int) -> Ticket:
+    meeting = wanted.meeting
+    return Ticket(
+        addresses,
+        port,
+        key,
+        node,
+        wanted.words,
+        wanted.program,
+        meeting.interface,
+        meeting.join_timeout_s,
+        meeting.node_timeout_s,
+    )
+
+
+def foreseen(wanted: Wanted) -> list[Seat]:
+    """Where every rank would run, as far as it can be told before the nodes are there."""
+    place, interface = wanted.place.partition(":")[0], wanted.meeting.interface or "?"
+    names = [f"node {number}" for number in range(wanted.nodes)]
+    slots: tuple[int, ...] = ()
+    if place == "simulated":
+        network, interface = network_of(wanted.place, wanted.nodes), INSIDE
+        names = [network.name(number) for number in range(wanted.nodes)]
+    elif place == "slurm":
+        job = _allocation(wanted)
+        names, slots = list(job.nodes[: wanted.nodes]), job.tasks_per_node
+    elif wanted.meeting.hosts:
+        hosts = _hosts(wanted)
+        names, slots = [host.host for host in hosts], tuple(host.slots or 0 for host in hosts)
+    machine = (lambda number: 0) if place == "simulated" else (lambda number: number)
+    seats = [Seat(n, name, interface, machine(n)) for n, name in enumerate(names)]
+    return seats_of(shares(wanted.ranks, wanted.nodes, slots), seats)
+
+
+@contextmanager
+def _on_simulated_nodes(wanted: Wanted) -> Iterator[Started]:
+    network = network_of(wanted.place, wanted.nodes)
+    key = secrets.token_hex(32)
+    with SimulatedNodes(network) as made:
+        host, port = made.address
+        for number in range(wanted.nodes):
+            made.start(number, _ticket(wanted, key, (host,), port, number))
+        names = tuple(network.name(number) for number in range(wanted.nodes))
+        yield Started(names, key, made.listener, made.check, made.check, simulated=made)
+
+
+@contextmanager
+def _by_hand(wanted: Wanted) -> Iterator[Started]:
+    """This is node 0: the head, with an agent beside it. The others come by themselves."""
+    meeting = wanted.meeting
+    host, port = meeting.address
+    with ExitStack() as stack:
+        try:
+            address = socket.gethostbyname(host)
+            listener = stack.enter_context(socket.create_server((address, port), backlog=1024))
+        except OSError as error:
+            own = ", ".join(one.address for one in interfaces())
+            raise RequestError(
+                asked=f"--rendezvous {meeting.rendezvous} --node-rank 0",
+                found=f"{error} on {socket.gethostname()}, which has {own or '127.0.0.1'}",
+                why="node 0 listens there, and all others come to it",
+                do="name an address of node 0 that all nodes reach, and a port that is free",
+            ) from None
+        agents = stack.enter_context(_Agents())
+        ticket = _ticket(wanted, meeting.key, (address,), port, 0)
+        agents.start("node 0", [sys.executable, *AGENT], ticket)
+        names = tuple(f"node {number}" for number in range(wanted.nodes))
+        yield Started(names, meeting.key, listener, agents.check)
+
+
+@contextmanager
+def _by_ssh(wanted: Wanted) -> Iterator[Started]:
+    """One agent on each host of a file; the same Python and folder must be there."""
+    hosts, key = _hosts(wanted), secrets.token_hex(32)
+    if shutil.which("ssh") is None:
+        raise PlaceError("--hosts needs the command ssh, and there is none on this machine")
+    with ExitStack() as stack:
+        listener, addresses = _listen_to_all(stack, wanted.meeting)
+        agents = stack.enter_context(_Agents())
+        there = shlex.join(["cd", os.getcwd()])
+        command = shlex.join([sys.executable, *AGENT])
+        for number, host in enumerate(hosts):
+            ticket = _ticket(wanted, key, addresses, listener.getsockname()[1], number)
+            words = ["ssh", "-o", "BatchMode=yes", "-T", host.host, f"{there} && exec {command}"]
+            agents.start(host.host, words, ticket)
+        slots = tuple(host.slots or 0 for host in hosts)
+        yield Started(tuple(host.host for host in hosts), key, listener, agents.check, slots=slots)
+
+
+@contextmanager
+def _by_srun(wanted: Wanted) -> Iterator[Started]:
+    """Inside of a Slurm job: one task for every node (or for every rank), each an agent."""
+    job, key = _allocation(wanted), secrets.token_hex(32)
+    with ExitStack() as stack:
+        listener, addresses = _listen_to_all(stack, wanted.meeting)
+        agents = stack.enter_context(_Agents())
+        tasks = wanted.ranks if wanted.meeting.per_rank else wanted.nodes
+        ticket = _ticket(wanted, key, addresses, listener.getsockname()[1], 0)
+        agents.start("srun", _srun(wanted, tasks), ticket.for_task(), without=OF_THE_JOB)
+        names = job.nodes[: wanted.nodes]
+        if wanted.meeting.per_rank:
+            names = tuple(f"task {number}" for number in range(tasks))
+        yield Started(names, key, listener, agents.check, slots=job.tasks_per_node)
+
+
+def _hosts(wanted: Wanted) -> tuple[HostSlots, ...]:
+    """The hosts of the file, as many as are wanted."""
+    hosts = read_hostfile(wanted.meeting.hosts)
+    if len(hosts) < wanted.nodes:
+        raise RequestError(
+            asked=f"--hosts {wanted.meeting.hosts} --nodes {wanted.nodes}",
+            found=f"{len(hosts)} hosts in it",
+            why="every node is a host of its own",
+            do=f"--nodes {len(hosts)}, or name more hosts",
+        )
+    return hosts[: wanted.nodes]
+
+
+def _allocation(wanted: Wanted) -> Allocation:
+    """What Slurm has given; raises `RequestError` if it is nothing, or less than is wanted."""
+    job = Allocation.from_environment(os.environ)
+    if job is None:
+        raise RequestError(
+            asked="--place slurm",
+            found="no Slurm job around this process (SLURM_JOB_ID is not set)",
+            why="the nodes are those that Slurm has given to the job",
+            do="`allranks submit -- train …`, or start it in a batch script or under salloc",
+        )
+    if wanted.nodes > len(job.nodes):
+        raise RequestError(
+            asked=f"--nodes {wanted.nodes}",
+            found=f"job {job.job_id} has {len(job.nodes)} nodes: {', '.join(job.nodes)}",
+            why="a job gets no more nodes than Slurm has given to it",
+            do=f"--nodes {len(job.nodes)}, or submit it again with --nodes={wanted.nodes}",
+        )
+    return job
+
+
+def _srun(wanted: Wanted, tasks: int) -> list[str]:
+    """A step that holds all that the job was given, and that outlives one of its nodes."""
+    words = ["srun", f"--nodes={wanted.nodes}", f"--ntasks={tasks}", "--kill-on-bad-exit=0"]
+    words += ["--no-kill", "--export=ALL", "--unbuffered", "--distribution=block"]
+    if not wanted.meeting.per_rank:
+        words += ["--ntasks-per-node=1", "--cpu-bind=none", "--mem=0", "--overlap"]
+    return [*words, sys.executable, *AGENT]
+
+
+def _listen_to_all(stack: ExitStack, meeting: Meeting) -> tuple[socket.socket, tuple[str, ...]]:
+    """A socket for agents of other machines, and the addresses at which they may find it.
+
+    It listens at one address with --interface, and where there is only one; else at all, since it
+    is not known yet which of them the nodes reach. Nobody is told anything without the key.
+    """
+    own = candidates("", meeting.interface)
+    addresses = tuple(one.address for one in own) or ("127.0.0.1",)
+    at = addresses[0] if len(addresses) == 1 else ""
+    listener = stack.enter_context(socket.create_server((at, 0), backlog=1024))
+    return listener, addresses
+
+
+class _Agents:
+    """Commands that bring an agent to its node; what they say is kept for the case of failure."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[str, subprocess.Popen[bytes], IO[bytes]]] = []
+
+    def start(
+        self, name: str, command: list[str], ticket: Ticket, without: Sequence[str] = ()
+    ) -> None:
+        """Start it, in this environment but for the variables `without`."""
+        output = tempfile.TemporaryFile()
+        mark = f"{leftovers.owner()}/agents"
+        inherited = {name: v for name, v in os.environ.items() if name not in without}
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**inherited, leftovers.VARIABLE: mark},
+        )
+        assert process.stdin is not None
+        self._all.append((name, process, output))
+        with closing(process.stdin) as pipe:
+            pipe.write(ticket.to_line().encode())
+
+    def check(self) -> None:
+        """Raise `PlaceError` if one has ended before its agent came."""
+        for name, process, output in self._all:
+            if process.poll() is not None:
+                output.seek(0)
+                said = output.read().decode(errors="replace").strip()
+                raise PlaceError(
+                    f"{name} could not be started: its command "
+                    f"ended with code {process.returncode}\n{said}".rstrip()
+                )
+
+    def __enter__(self) -> _Agents:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """They end by themselves when the head is gone; one that does not is killed."""
+        for _name, process, output in self._all:
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                try:
+                    process.wait(END_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            output.close()

@@ -1,0 +1,95 @@
+"""How the nodes of a job come together, as the command line says it. Frozen data.
+
+It is not part of the job: the same job on the same nodes is the same, however these were found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from allranks.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Nodes that a user starts one by one, or hosts that are reached by ssh; else the place knows.
+
+    `node_rank` and `rendezvous` ("host:port", of node 0) come together, and `key` is the name of
+    the job that all nodes give. `hosts` is a file of hosts. `interface` is the network that joins the
+    nodes. A node that does not come within `join_timeout_s`, or is silent for `node_timeout_s`, is
+    lost. With `per_rank` a scheduler starts a task for every rank instead of one for every node.
+    """
+
+    node_rank: int | None = None
+    rendezvous: str = ""
+    key: str = ""
+    hosts: str = ""
+    interface: str = ""
+    join_timeout_s: float = 300.0
+    node_timeout_s: float = 15.0
+    per_rank: bool = False
+
+    @property
+    def by_hand(self) -> bool:
+        return self.node_rank is not None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the rendezvous."""
+        host, _, port = self.rendezvous.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def checked_meeting(meeting: Meeting, nodes: int, place: str) -> Meeting:
+    """The meeting, if its parts fit each other; raises `RequestError`."""
+    given = meeting.node_rank is not None, bool(meeting.rendezvous)
+    if any(given) and not all(given):
+        raise RequestError(
+            asked=f"--nodes {nodes}" + (f" --node-rank {meeting.node_rank}" if given[0] else ""),
+            found="--node-rank and --rendezvous: only one of them",
+            why="nodes that are started one by one need a number each, and a place to meet",
+            do="--node-rank 0 --rendezvous HOST:PORT --id NAME, the same on each but for the number",
+        )
+    if any(given) and meeting.hosts:
+        raise RequestError(
+            asked=f"--hosts {meeting.hosts} --node-rank {meeting.node_rank}",
+            found="two ways to find the nodes",
+            why="with --hosts all nodes are started from here, with --node-rank each by itself",
+            do="give one of them",
+        )
+    if (any(given) or meeting.hosts) and place != "local":
+        raise RequestError(
+            asked=f"--place {place} with --node-rank or --hosts",
+            found="a place that knows its nodes",
+            why="simulated nodes are made here, and those of Slurm are given by Slurm",
+            do="leave --place out, or leave the others out",
+        )
+    if all(given):
+        _check_rendezvous(meeting, nodes)
+    return meeting
+
+
+def _check_rendezvous(meeting: Meeting, nodes: int) -> None:
+    host, _, port = meeting.rendezvous.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise RequestError(
+            asked=f"--rendezvous {meeting.rendezvous}",
+            found="no HOST:PORT",
+            why="node 0 listens there, and all others connect to it",
+            do="--rendezvous HOST:29400, with a name or address of node 0",
+        )
+    assert meeting.node_rank is not None
+    if not 0 <= meeting.node_rank < nodes:
+        raise RequestError(
+            asked=f"--node-rank {meeting.node_rank} --nodes {nodes}",
+            found=f"{nodes} nodes, numbered 0 to {nodes - 1}",
+            why="every node has a number below the number of nodes",
+            do=f"--node-rank between 0 and {nodes - 1}, or another --nodes",
+        )
+    if not meeting.key:
+        raise RequestError(
+            asked=f"--rendezvous {meeting.rendezvous}",
+            found="no --id",
+            why="whoever knows the id of a job may take part in it, and nobody else",
+            do="--id with a text that others do not guess, the same on every node",
+        )

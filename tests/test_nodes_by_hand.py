@@ -1,0 +1,175 @@
+"""Nodes that a user starts one by one, on loopback: together they are one job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.config import resolve
+from allranks.launch.ports import Reservation
+from allranks.launch.server import ForkServer
+from allranks.launch.start import run_job
+from allranks.record import read_events
+
+WAIT_S = 180
+Nodes = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def rendezvous() -> Iterator[str]:
+    """A port that is this test's own."""
+    with closing(Reservation(1)) as held:
+        yield f"127.0.0.1:{held.ports[0]}"
+
+
+@pytest.fixture
+def node(tmp_path: Path, rendezvous: str) -> Iterator[Nodes]:
+    """`node(i, *words)`: start node i of a job of two nodes with these words."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(number: int, *words: str, key: str = "a-long-id", cwd: Path = tmp_path) -> Any:
+        command = [sys.executable, "-m", "allranks.cli.main", "train", *words]
+        own = ["--nodes", "2", "--node-rank", str(number), "--rendezvous", rendezvous, "--id", key]
+        process = subprocess.Popen(
+            [*command, *own], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+DIGITS = ("digits", "--ranks", "4", "--bitwise", "--steps", "20", "--run-dir", "run")
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=WAIT_S)
+    process.communicate = lambda timeout=None: ("", "")  # type: ignore[method-assign, assignment]
+    return process.returncode, out, err
+
+
+def test_two_nodes_are_one_job_with_the_bits_of_one_rank(
+    node: Nodes, server: ForkServer, tmp_path: Path
+) -> None:
+    other, head = node(1, *DIGITS), node(0, *DIGITS, "--json")
+    code, out, err = ended(head)
+    assert code == 0, err
+    assert ended(other)[:2] == (0, ""), "--json is the head's alone"
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["world_size"], summary["nodes"]) == (4, 2)
+    flags = {"bitwise": True, "steps": 20, "run_dir": str(tmp_path / "one")}
+    one = run_job(resolve("digits", flags), server)
+    assert summary["weights_sha256"] == one.summary["weights_sha256"]
+
+
+def test_a_stranger_is_refused_and_the_job_goes_on(node: Nodes) -> None:
+    head = node(0, *DIGITS)
+    stranger = node(1, *DIGITS, key="guessed")
+    code, _, err = ended(stranger)
+    assert code == 3 and "is refused at 127.0.0.1" in err
+    assert ended(node(1, *DIGITS))[0] == 0
+    assert ended(head)[0] == 0
+
+
+def test_a_node_that_does_not_come_is_named(node: Nodes, tmp_path: Path) -> None:
+    code, _, err = ended(node(0, *DIGITS, "--join-timeout", "2"))
+    assert code == 3
+    assert "node 1 of 2 nodes did not come within 2 s (--join-timeout); here: node 0 (" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_without_a_head_says_where_it_looked(node: Nodes, rendezvous: str) -> None:
+    code, _, err = ended(node(1, *DIGITS, "--join-timeout", "1"))
+    assert code == 3 and f"found nobody at {rendezvous} for 1 s" in err
+
+
+def test_a_program_that_is_another_on_one_node_is_refused(node: Nodes, tmp_path: Path) -> None:
+    for number in range(2):
+        folder = tmp_path / f"home-{number}"
+        folder.mkdir()
+        (folder / "mytask.py").write_text(f"print({number})\n")
+    words = ("mytask.py", "--ranks", "2")
+    other = node(1, *words, cwd=tmp_path / "home-1")
+    code, _, err = ended(node(0, *words, cwd=tmp_path / "home-0"))
+    assert code == 3 and re.search(r"the program \(digest\): node 0 .* has \w+, node 1 .* has", err)
+    assert ended(other)[0] == 3
+    assert [path.name for path in (tmp_path / "home-0").iterdir()] == ["mytask.py"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_signal_to_any_node_stops_the_job_after_a_checkpoint(
+    node: Nodes, number: int, tmp_path: Path
+) -> None:
+    words = ("digits", "--ranks", "2", "--steps", "1000000", "--run-dir", "run")
+    both = [node(0, *words), node(1, *words)]
+    deadline = time.monotonic() + WAIT_S
+    while not any(row["event"] == "training" for row in read_events(tmp_path / "run")):
+        assert time.monotonic() < deadline and both[0].poll() is None
+        time.sleep(0.1)
+    both[number].send_signal(signal.SIGTERM)
+    assert [ended(process)[0] for process in both] == [4, 4]
+    (stopped,) = (
+        row
+        for row in read_events(tmp_path / "run")
+        if row["event"] == "stopped" and row["rank"] is None
+    )
+    assert stopped["reason"] == "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--node-rank", "0"), "only one of them"),
+        (("--rendezvous", "here:1"), "only one of them"),
+        (("--node-rank", "0", "--rendezvous", "here", "--id", "x"), "no HOST:PORT"),
+        (("--node-rank", "0", "--rendezvous", "here:1"), "no --id"),
+        (("--node-rank", "2", "--rendezvous", "here:1", "--id", "x"), "numbered 0 to 1"),
+        (("--node-rank", "0", "--rendezvous", "203.0.113.9:1", "--id", "x"), "on "),
+        (("--place", "simulated", "--hosts", "file"), "a place that knows its nodes"),
+        (("--hosts", "nowhere"), "No such file"),
+        ((), "--place local, which is one node"),
+        (("--place", "slurm"), "SLURM_JOB_ID is not set"),
+        (("--place", "simulated:link=fast"), "link=fast"),
+        (("--place", "simulated:links=1gbit"), "no option 'links'"),
+        (("--place", "local:link=1gbit"), "options of local"),
+        (("--place", "cloud"), "no place of that name"),
+        (("--place", "simulated", "--ranks", "1"), "1 ranks, over all nodes"),
+        (("--place", "simulated", "--ranks-per-node", "2", "--ranks", "3"), "are 4"),
+        (("--place", "simulated", "--device", "cuda"), "simulated nodes"),
+        (("--inject", "cut@node=0", "--ranks", "2"), "--place local"),
+        (("--place", "simulated", "--ranks", "2", "--inject", "cut@node=5"), "--nodes 2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_is_refused_in_four_parts(
+    words: tuple[str, ...], found: str, tmp_path: Path, server: ForkServer
+) -> None:
+    command = [sys.executable, "-m", "allranks.cli.main", "train", "digits", "--nodes", "2"]
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_")}
+    done = subprocess.run(
+        [*command, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    for part in ("asked: ", "found: ", "why: ", "do: "):
+        assert part in done.stderr
+    assert found in done.stderr
+    assert not list(tmp_path.iterdir())
