@@ -38,7 +38,7 @@ from allranks.launch.report import (
 )
 from allranks.launch.signals import Signals
 from allranks.launch.straggler import Stragglers
-from allranks.launch.supervisor import NEVER, Care, Ended, supervise
+from allranks.launch.supervisor import COMMIT_S, NEVER, Care, Ended, supervise
 from allranks.places.base import Plan, RankPlan
 from allranks.places.local import STORE
 from allranks.pulse import Beat, Pulses
@@ -117,7 +117,7 @@ class Attempts:
         care = Care(
             pulses,
             job.hang_timeout,
-            NEVER if job.time_limit is None else self.started_at + job.time_limit,
+            self._stop_at(),
             lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
         )
         hosts = [rank.host for rank in self.plan.ranks]
@@ -140,6 +140,12 @@ class Attempts:
             return Ended({}, frozenset())  # the fork server died after the job was done
         finally:
             (self.folder.path / f"{STORE}-{attempt}").unlink(missing_ok=True)
+
+    def _stop_at(self) -> float:
+        """When to stop after a checkpoint: at the time limit, and in time before the place ends."""
+        limit = self.plan.job.time_limit
+        own = NEVER if limit is None else self.started_at + limit
+        return min(own, self.ground.ends_at - COMMIT_S)
 
     def _process(self, rank: RankPlan, target: str, attempt: int) -> Process:
         store = f"{rank.world.store}-{attempt}" if rank.world.store else ""

@@ -22,6 +22,7 @@ from allranks.launch.ground import meeting_at, seats_of, shares
 from allranks.launch.nodes import Node, Nodes
 from allranks.launch.simulated import SimulatedNodes
 from allranks.launch.starters import Wanted, start_agents
+from allranks.launch.supervisor import NEVER
 from allranks.meeting import Meeting
 from allranks.network import Link, rate_of
 from allranks.places import local
@@ -33,11 +34,17 @@ from allranks.world import Visible
 
 @dataclass
 class Cluster:
-    """Several nodes that have come together. Implements `Ground`."""
+    """Several nodes that have come together. Implements `Ground`.
+
+    With `per_rank` each agent has one rank, and several agents may be on one host. The nodes are
+    taken away at `ends_at`, on the monotonic clock.
+    """
 
     nodes: Nodes
     counts: dict[int, int]  # number of a node -> its ranks
     simulated: SimulatedNodes | None = None
+    per_rank: bool = False
+    ends_at: float = NEVER
     _done: set[faults.Fault] = field(default_factory=set)
     _to_do: list[tuple[Callable[[], None], faults.Fault]] = field(default_factory=list)
 
@@ -57,7 +64,7 @@ class Cluster:
         if not self.nodes.living:
             raise PlaceError("no node is left to go on with")
         seats = self._take_seats()
-        nodes = len(self.nodes.living)
+        nodes = len({seat.node for seat in seats})
         job = dataclasses.replace(plan.job, ranks=len(seats), nodes=nodes)
         fewer = dataclasses.replace(plan, job=job)
         if len(seats) < plan.job.ranks:
@@ -73,10 +80,13 @@ class Cluster:
         self.nodes.seats = tuple(
             node for count, node in zip(counts, living, strict=True) for _ in range(count)
         )
-        return seats_of(counts, [self._seat(position, n) for position, n in enumerate(living)])
+        return seats_of(counts, [self._seat(node, living) for node in living])
 
-    def _seat(self, position: int, node: Node) -> Seat:
+    def _seat(self, node: Node, living: list[Node]) -> Seat:
+        """Nodes count by their hosts: with an agent for every rank, several are on one."""
         assert node.chosen is not None, "preflight comes first"
+        hosts = list(dict.fromkeys(one.name for one in living)) if self.per_rank else []
+        position = hosts.index(node.name) if self.per_rank else living.index(node)
         machines = sorted({one.facts.machine for one in self.nodes.nodes})
         return Seat(position, node.name, node.chosen.name, machines.index(node.facts.machine))
 
@@ -121,8 +131,15 @@ def gathered(wanted: Wanted) -> Iterator[Cluster]:
         try:
             preflight(nodes, wanted.shared, os.getcwd())
             nodes.start_servers(wanted.modules)
+            per_rank = wanted.meeting.per_rank
             counts = shares(wanted.ranks, wanted.nodes, started.slots)
-            cluster = Cluster(nodes, dict(enumerate(counts)), started.simulated)
+            cluster = Cluster(
+                nodes,
+                dict(enumerate([1] * wanted.ranks if per_rank else counts)),
+                started.simulated,
+                per_rank,
+                started.ends_at,
+            )
             yield cluster
             code = EXIT_DONE
         except BaseException as error:

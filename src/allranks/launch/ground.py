@@ -29,6 +29,11 @@ class Ground(Protocol):
         """Who owns the ranks."""
         ...
 
+    @property
+    def ends_at(self) -> float:
+        """When all of it is taken away (monotonic); infinite where nobody says so."""
+        ...
+
     def shared(self, run_dir: Path) -> Path | None:
         """A folder that is seen where ranks run; `None`: that of temporary files is."""
         ...
@@ -51,6 +56,10 @@ class OneMachine:
     """All ranks on this machine."""
 
     server: ForkServer
+
+    @property
+    def ends_at(self) -> float:
+        return float("inf")
 
     def shared(self, run_dir: Path) -> Path | None:
         return None

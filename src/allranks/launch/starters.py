@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from allranks.launch.agent import Ticket
 from allranks.launch.ground import seats_of, shares
 from allranks.launch.interfaces import candidates, interfaces
 from allranks.launch.simulated import SimulatedNodes
+from allranks.launch.slurm import end_time_of
 from allranks.meeting import Meeting
 from allranks.network import INSIDE, network_of
 from allranks.places.base import Seat
@@ -65,7 +67,8 @@ class Started:
     """Agents on their way: what they are called, what they must know, where they come to.
 
     `check` raises `PlaceError` if one of them will not come, `watch` if what holds the nodes has
-    failed. `slots` are the ranks that fit on each node, where that is known.
+    failed. `slots` are the ranks that fit on each node, where that is known. At `ends_at` (monotonic)
+    a scheduler takes the nodes away.
     """
 
     names: tuple[str, ...]
@@ -74,6 +77,7 @@ class Started:
     check: Callable[[], None] = lambda: None
     watch: Callable[[], None] = lambda: None
     slots: tuple[int, ...] = ()
+    ends_at: float = float("inf")
     simulated: SimulatedNodes | None = None
 
 
@@ -184,11 +188,12 @@ def _by_srun(wanted: Wanted) -> Iterator[Started]:
         agents = stack.enter_context(_Agents())
         tasks = wanted.ranks if wanted.meeting.per_rank else wanted.nodes
         ticket = _ticket(wanted, key, addresses, listener.getsockname()[1], 0)
-        agents.start("srun", _srun(wanted, tasks), ticket.for_task(), without=OF_THE_JOB)
+        agents.start("srun", _srun(job, wanted, tasks), ticket.for_task(), without=OF_THE_JOB)
         names = job.nodes[: wanted.nodes]
         if wanted.meeting.per_rank:
             names = tuple(f"task {number}" for number in range(tasks))
-        yield Started(names, key, listener, agents.check, slots=job.tasks_per_node)
+        slots, end = job.tasks_per_node, _end_of(job)
+        yield Started(names, key, listener, agents.check, slots=slots, ends_at=end)
 
 
 def _hosts(wanted: Wanted) -> tuple[HostSlots, ...]:
@@ -224,12 +229,20 @@ def _allocation(wanted: Wanted) -> Allocation:
     return job
 
 
-def _srun(wanted: Wanted, tasks: int) -> list[str]:
+def _end_of(job: Allocation) -> float:
+    """When Slurm ends the job, on the monotonic clock; infinite if it has no limit."""
+    end_s = job.end_time_s if job.end_time_s is not None else end_time_of(job.job_id)
+    return float("inf") if end_s is None else time.monotonic() + end_s - time.time()
+
+
+def _srun(job: Allocation, wanted: Wanted, tasks: int) -> list[str]:
     """A step that holds all that the job was given, and that outlives one of its nodes."""
     words = ["srun", f"--nodes={wanted.nodes}", f"--ntasks={tasks}", "--kill-on-bad-exit=0"]
     words += ["--no-kill", "--export=ALL", "--unbuffered", "--distribution=block"]
     if not wanted.meeting.per_rank:
         words += ["--ntasks-per-node=1", "--cpu-bind=none", "--mem=0", "--overlap"]
+        if job.cpus_per_task is not None:
+            words.append(f"--cpus-per-task={job.cpus_per_task * max(job.tasks_per_node)}")
     return [*words, sys.executable, *AGENT]
 
 

@@ -1,0 +1,84 @@
+"""`allranks cluster list|show|discover`: the computing sites that `allranks submit` knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+
+from allranks.launch import slurm
+from allranks.record import as_json
+from allranks.sites.limits import slurm_time
+from allranks.sites.live import site_as_toml
+from allranks.sites.site import Partition, Site, bundled_names, bundled_text, load_site
+from allranks.units import printable
+
+
+@click.group()
+def cluster() -> None:
+    """The computing sites that submit knows: bundled profiles, files of your own, this machine's."""
+
+
+@cluster.command("list")
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def list_sites(as_object: bool) -> None:
+    """List the sites that ship with allranks."""
+    sites = [load_site(name) for name in bundled_names()]
+    if as_object:
+        click.echo(as_json([{"name": s.name, "partitions": list(s.partitions)} for s in sites]))
+        return
+    width = max(len(site.name) for site in sites)
+    for site in sites:
+        click.echo(f"{site.name:<{width}}  {site.title}: {', '.join(site.partitions)}")
+
+
+@cluster.command("show")
+@click.argument("name")
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def show_site(name: str, as_object: bool) -> None:
+    """Show the site NAME, as the file that describes it, with its sources; or a FILE, as it is read.
+
+    \b
+    allranks cluster show puhti
+    allranks cluster show template > mysite.toml
+    """
+    site = load_site(name)
+    if as_object:
+        click.echo(as_json(dataclasses.asdict(site)))
+    elif name.endswith(".toml"):
+        click.echo(_table(site))
+    else:
+        click.echo(bundled_text(name), nl=False)
+
+
+@cluster.command("discover")
+@click.option("--name", default="", help="Call the site so (default: as Slurm does).")
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def discover(name: str, as_object: bool) -> None:
+    """Ask this machine's Slurm what it has, and print it as a file for submit --cluster."""
+    site = slurm.discover()
+    if name:
+        site = dataclasses.replace(site, name=name)
+    click.echo(as_json(dataclasses.asdict(site)) if as_object else site_as_toml(site), nl=as_object)
+
+
+def _table(site: Site) -> str:
+    account = "an account is needed" if site.account_required else "no account is needed"
+    lines = [f"{site.title}: {account}", ""]
+    lines += [_row(partition) for partition in site.partitions.values()]
+    return "\n".join(printable(line) for line in lines)
+
+
+def _row(partition: Partition) -> str:
+    """One line for a partition; what is not known is left out."""
+    facts: list[tuple[Any, str]] = [
+        (partition.max_nodes, "nodes at most"),
+        (partition.cpus, "CPUs"),
+        (partition.memory_mb, "MB"),
+        (partition.gpus, "GPUs"),
+    ]
+    words = [f"{value} {unit}" for value, unit in facts if value is not None]
+    if partition.time_limit_s is not None:
+        words.append(f"at most {slurm_time(partition.time_limit_s)}")
+    return f"{partition.name}: {', '.join(words)}"

@@ -1,0 +1,254 @@
+"""The words after `allranks submit --`: a `train` or `run` command line, checked and completed.
+
+They are taken apart by the very commands that will read them in the job, so a misspelt option is
+found here and not after a night in the queue. What the batch script decides (place, nodes, ranks,
+run folder) is added to them, and refused where they say otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from allranks.cards import devices_of_a_rank
+from allranks.catalog import PROGRAMS, VERBS, load
+from allranks.cli.options import resolved_from
+from allranks.config import Resolved
+from allranks.errors import RequestError, nearest
+from allranks.job import Job
+from allranks.job_file import read_job_file
+from allranks.record import is_in_use
+
+SUBMITTED = ("train", "run")
+PLACE = "slurm"
+OF_SUBMIT = ("dry_run", "placement", "sweep", "slots")
+OF_OTHER_PLACES = ("hosts", "node_rank", "rendezvous", "nnodes", "nproc_per_node", "master_addr")
+BESIDES = ("settings", "job_file", "epochs", "inject")  # what `resolved_from` takes out itself
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A command line, and what it says of itself; `None` or "" where it does not.
+
+    `said` are the values of its options that were given, or stand in its job file.
+    """
+
+    verb: str
+    words: tuple[str, ...]
+    program: str
+    given: frozenset[str]
+    parameters: dict[str, Any]
+    said: dict[str, Any]
+
+    @property
+    def run_dir(self) -> str:
+        return str(self.said.get("run_dir") or "")
+
+    @property
+    def survives_nodes(self) -> bool:
+        """Whether it starts again after a fault, and so can lose a node."""
+        return int(self.said.get("max_restarts") or 0) > 0
+
+    @property
+    def devices_per_rank(self) -> int:
+        strategy = self.said.get("strategy") if self.verb == "train" else None
+        return devices_of_a_rank(strategy) if strategy else 1
+
+    @property
+    def device(self) -> str:
+        """Where a task does its arithmetic; "" for a command, which nobody can know."""
+        return str(self.said.get("device") or "cpu") if self.verb == "train" else ""
+
+
+def read_words(words: tuple[str, ...]) -> Submitted:
+    """Take the words apart; raises `RequestError` or click's own errors."""
+    words = words[1:] if words[:1] == ("--",) else words
+    if not words or words[0] not in SUBMITTED:
+        raise RequestError(
+            asked=f"allranks submit -- {' '.join(words)}".rstrip(),
+            found="no `train` or `run` after the --" if not words else repr(words[0]),
+            why="the words after the -- are what the job runs",
+            do="allranks submit [options] -- train PROGRAM …, or -- run -- COMMAND …",
+        )
+    verb = words[0]
+    command: click.Command = load(VERBS[verb][0])
+    context = command.make_context(verb, list(words[1:]))
+    given = frozenset(
+        name
+        for name in context.params
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE
+    )
+    parameters = dict(context.params)
+    _refuse(given, verb)
+    program = parameters.get("program") if verb == "train" else _script(parameters.get("words", ()))
+    layers = _layers(parameters)
+    said = {**layers, **{name: parameters[name] for name in given}}
+    program = program or str(layers.get("program", ""))
+    if verb == "train":
+        _check_program(program)
+    return Submitted(verb, words, program, given, parameters, said)
+
+
+def _layers(parameters: dict[str, Any]) -> dict[str, Any]:
+    """What the run that is gone on with says, and over it the job file."""
+    values: dict[str, Any] = {}
+    before = Path(parameters.get("run_dir") or ".") / "job.toml"
+    if parameters.get("run_dir") and before.is_file():
+        values |= read_job_file(str(before))[0]
+    if parameters.get("job_file"):
+        values |= read_job_file(parameters["job_file"])[0]
+    values.pop("place", None)  # where it ran before says nothing of where it runs now
+    return values
+
+
+def _refuse(given: frozenset[str], verb: str) -> None:
+    for name in (*OF_SUBMIT, *OF_OTHER_PLACES):
+        if name in given:
+            option = f"--{name.replace('_', '-')}"
+            own = name in OF_SUBMIT
+            raise RequestError(
+                asked=f"{option} after `submit -- {verb}`",
+                found="a job of Slurm",
+                why="the batch script runs one job once" if own else "Slurm says which nodes",
+                do=f"leave {option} out; allranks submit --dry-run prints the script"
+                if own
+                else f"leave {option} out; allranks submit --nodes N --ranks-per-node K says it",
+            )
+
+
+def _script(words: tuple[str, ...]) -> str:
+    """What a command is called: its script, or its first word."""
+    words = words[1:] if words[:1] == ("--",) else words
+    return next((word for word in words if word.endswith(".py")), next(iter(words), ""))
+
+
+def _check_program(program: str) -> None:
+    """A built-in name, a file that is here, or module:Class, which cannot be looked for."""
+    if not program:
+        raise RequestError(
+            asked="allranks submit -- train",
+            found="no PROGRAM, and no job file that names one",
+            why="there is nothing to train",
+            do="name a task: allranks submit -- train digits",
+        )
+    file = program if program.endswith(".py") else program.rpartition(":")[0]
+    if file.endswith(".py") and not Path(file).is_file():
+        raise RequestError(
+            asked=f"PROGRAM {program!r}",
+            found=f"no file {file} in {Path.cwd()}",
+            why="the job starts in this folder, and reads the task from there",
+            do="check the path; built-in programs are: " + ", ".join(PROGRAMS),
+        )
+    if ":" not in program and not program.endswith(".py") and program not in PROGRAMS:
+        raise RequestError(
+            asked=f"PROGRAM {program!r}",
+            found="neither a built-in program nor a .py file nor module:Class",
+            why="a program is a task: its class must be somewhere to import it from",
+            do=nearest(program, PROGRAMS),
+        )
+
+
+def nodes_and_ranks(
+    submitted: Submitted, nodes: int | None, per_node: int | None
+) -> tuple[int, int | None]:
+    """Nodes, and ranks on each of them (`None`: nobody said), from all words that may say it."""
+    told = submitted.said.get("nodes") if "nodes" in submitted.given or nodes is None else None
+    if nodes is not None and told is not None and int(told) != nodes:
+        raise _disagree(f"--nodes {nodes}", f"--nodes {told}", submitted.verb, "--nodes")
+    count = nodes or int(told or 1)
+    own = submitted.said.get("ranks_per_node")
+    if own is not None and per_node is not None and int(own) != per_node:
+        option = "--ranks-per-node"
+        raise _disagree(f"{option} {per_node}", f"{option} {own}", submitted.verb, option)
+    each = per_node if own is None else int(own)
+    total = submitted.said.get("ranks")
+    if total is None or ("ranks" not in submitted.given and each is not None):
+        return count, each
+    if each is not None and each * count != int(total):
+        asked = f"--nodes {count} --ranks-per-node {each}"
+        raise _disagree(asked, f"--ranks {total}", submitted.verb, "--ranks")
+    if int(total) % count:
+        raise RequestError(
+            asked=f"--nodes {count} -- {submitted.verb} … --ranks {total}",
+            found=f"{total} ranks do not share out evenly over {count} nodes",
+            why="Slurm is asked for the same number of tasks on every node",
+            do=f"--ranks {count * max(1, int(total) // count)}, or another number of --nodes",
+        )
+    return count, int(total) // count
+
+
+def complete(
+    submitted: Submitted, *, nodes: int, ranks: int, run_dir: str, per_rank: bool
+) -> tuple[str, ...]:
+    """The words that the batch script runs: those of the user, and what it decides."""
+    place = submitted.parameters.get("place")
+    if "place" in submitted.given and place != PLACE:
+        raise _disagree("a job of Slurm", f"--place {place}", submitted.verb, "--place")
+    added = ["--place", PLACE]
+    values = {"nodes": str(nodes), "ranks": str(ranks)}
+    for name, value in values.items():
+        if name not in submitted.given and not (name == "ranks" and _says_per_node(submitted)):
+            added += [f"--{name}", value]
+    if "run_dir" not in submitted.given:
+        added += ["--run-dir", run_dir]
+    elif os.path.abspath(submitted.run_dir) != run_dir:
+        asked, option = f"--run-dir {run_dir}", "--run-dir"
+        raise _disagree(asked, f"--run-dir {submitted.run_dir}", submitted.verb, option)
+    if per_rank and "per_rank" not in submitted.given:
+        added.append("--per-rank")
+    if "place" in submitted.given:
+        added = added[2:]
+    verb, *rest = submitted.words
+    # behind the COMMAND of `run` they would be its own
+    words = [verb, *added, *rest] if verb == "run" else [verb, *rest, *added]
+    return ("allranks", *words)
+
+
+def _says_per_node(submitted: Submitted) -> bool:
+    return "ranks_per_node" in submitted.given
+
+
+def check_job(submitted: Submitted, *, nodes: int, ranks: int, run_dir: str) -> Resolved | None:
+    """The job that `train` will resolve, checked without its program; `None` for `run`."""
+    if submitted.verb != "train":
+        return None
+    known = {field.name for field in dataclasses.fields(Job)} | set(BESIDES)
+    flags = {n: v for n, v in submitted.parameters.items() if n in known and n != "program"}
+    flags |= {"place": PLACE, "nodes": nodes, "ranks": ranks, "run_dir": run_dir}
+    return resolved_from(submitted.parameters.get("program"), flags)
+
+
+def check_run_dir(run_dir: str) -> None:
+    """Raise if the job would find something there that is not its own, hours from now."""
+    path = Path(run_dir)
+    if is_in_use(path):
+        found = "a run folder in use by a running job"
+    elif path.exists() and not (path / "job.toml").is_file() and _is_filled(path):
+        found = "something is there already, which is no run folder"
+    else:
+        return
+    raise RequestError(
+        asked=f"--run-dir {run_dir}",
+        found=found,
+        why="a job never writes over what another one left",
+        do="name a folder that does not exist yet, or one of a job to go on with",
+    )
+
+
+def _is_filled(path: Path) -> bool:
+    return not path.is_dir() or any(path.iterdir())
+
+
+def _disagree(asked: str, found: str, verb: str, option: str) -> RequestError:
+    return RequestError(
+        asked=f"allranks submit: {asked}",
+        found=f"{found} in the words of `{verb}`",
+        why="they say two things about one job",
+        do=f"leave {option} out after the --, and say it once, before",
+    )
