@@ -77,15 +77,33 @@ def sweep(within: Path | None = None) -> None:
 
     The folders are those that hold temporary files, and `within`.
     """
-    for mark in {name for _, name in _marked() if is_dead(name.partition("/")[0])}:
+    for mark in {mark for _, mark in processes_left()}:
         end_processes_of(mark)
+    for path in folders_left(within):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def processes_left() -> list[tuple[int, str]]:
+    """(process, mark) of all living processes of this user whose owner is dead."""
+    return [(pid, mark) for pid, mark in _marked() if is_dead(mark.partition("/")[0])]
+
+
+def folders_left(within: Path | None = None) -> list[Path]:
+    """The temporary folders of owners that are dead, here and in `within`."""
+    found = []
     folders = [Path(tempfile.gettempdir()), *([] if within is None else [within])]
     for path in [path for folder in folders for path in folder.glob(f"{SCRATCH}*")]:
         with contextlib.suppress(OSError):  # another start sweeps too, and was quicker
             there = path.lstat()
             ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
-            if ours and is_dead(path.name.removeprefix(SCRATCH).partition("-")[0]):
-                shutil.rmtree(path, ignore_errors=True)
+            if ours and is_dead(owner_of(path)):
+                found.append(path)
+    return found
+
+
+def owner_of(folder: Path) -> str:
+    """The owner that a scratch folder is named after."""
+    return folder.name.removeprefix(SCRATCH).partition("-")[0]
 
 
 def scratch_folder(within: Path | None = None) -> tempfile.TemporaryDirectory[str]:

@@ -1,0 +1,140 @@
+"""`allranks doctor`: would a run work here, how fast are its ranks joined, and what is left of dead ones?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from allranks.cli.diagnosis import show
+from allranks.cli.options import meeting_from, meeting_options, words_of
+from allranks.config import resolve
+from allranks.errors import EXIT_PLACE_FAILED, RequestError
+from allranks.launch.cleaning import Cleaned, Leftover, clean
+from allranks.launch.cluster import take_part
+from allranks.launch.doctor import Question, diagnose
+from allranks.launch.starters import Wanted
+from allranks.record import as_json
+from allranks.units import printable
+
+RUNS = "runs"
+ANY_PROGRAM = "digits"
+
+
+@click.command()
+@click.option("--ranks", type=int, help="World size over all nodes (default: 2 or more).")
+@click.option("--nodes", type=int, help="Nodes to look at (default 1).")
+@click.option("--place", help="local, simulated[:link=1gbit,delay=1ms], or slurm.")
+@meeting_options
+@click.option("--run-dir", help="The run folder that a job would make (default runs/…).")
+@click.option("--program", help="A file that has to be the same on every node.")
+@click.option(
+    "--clean",
+    "leftovers",
+    is_flag=False,
+    flag_value="",
+    default=None,
+    metavar="[RUN]",
+    help="Only remove what dead runs left on this machine; RUN: what that one left.",
+)
+@click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
+def doctor(leftovers: str | None, as_object: bool, **flags: Any) -> None:
+    """Look at the nodes of a run before it starts: versions, limits, folders, and their network.
+
+    \b
+    allranks doctor
+    allranks doctor --nodes 2 --place simulated:link=1gbit
+    allranks doctor --nodes 2 --hosts hosts.txt --run-dir runs/first --program mytask.py
+    allranks doctor --clean
+
+    Leaves with 0 if nothing would stop a run, and with 3 otherwise.
+    """
+    if leftovers is not None:
+        _clean(leftovers, flags, as_object)
+        return
+    words = words_of(flags, "doctor")
+    meeting, said = meeting_from(flags)
+    program = _checked_program(flags["program"])
+    if meeting.node_rank:
+        sys.exit(take_part(meeting, words, program))
+    nodes = flags["nodes"] or 1
+    given = {**flags, "nodes": nodes, **said}
+    given["ranks"] = given["ranks"] if given["ranks"] is not None else max(2, nodes)
+    asked = {name: given[name] for name in ("ranks", "nodes", "place") if given[name] is not None}
+    job = resolve(ANY_PROGRAM, asked).job
+    run_dir = Path(os.path.abspath(flags["run_dir"] or Path(RUNS, "new")))
+    wanted = Wanted(job.place, job.nodes, job.ranks, meeting, program, words)
+    diagnosis = diagnose(Question(wanted, _there(run_dir.parent)), _say)
+    if as_object:
+        click.echo(as_json(diagnosis.to_data()))
+    else:
+        show(diagnosis)
+    if diagnosis.stops:
+        sys.exit(EXIT_PLACE_FAILED)
+
+
+def _checked_program(program: str | None) -> str:
+    if program and not Path(program if program.endswith(".py") else "").is_file():
+        raise RequestError(
+            asked=f"--program {program}",
+            found=f"no such file of Python in {Path.cwd()}",
+            why="its content is compared between the nodes",
+            do="name the .py file of the task, or leave --program out",
+        )
+    return program or ""
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there: a job would make the rest."""
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+def _clean(run: str, flags: dict[str, Any], as_object: bool) -> None:
+    others = [name for name, value in flags.items() if value is not None and name != "run_dir"]
+    if others:
+        raise RequestError(
+            asked=f"--clean with --{others[0].replace('_', '-')}",
+            found="two things to do",
+            why="--clean removes what is left on this machine, and looks at nothing else",
+            do="--clean by itself, on each machine that needs it",
+        )
+    if run and not Path(run).is_dir():
+        raise RequestError(
+            asked=f"--clean {run}",
+            found="no such folder",
+            why="what a run left is found by its run folder",
+            do="see `allranks runs`; --clean without RUN removes what all dead runs left",
+        )
+    runs = Path(os.path.abspath(run or flags["run_dir"] or Path(RUNS, "new"))).parent
+    cleaned = clean(Path(run) if run else None, runs if runs.is_dir() else None)
+    if as_object:
+        parts = {"removed": cleaned.removed, "still_there": cleaned.still_there}
+        click.echo(as_json({n: [_as_data(one) for one in found] for n, found in parts.items()}))
+    else:
+        _tell(cleaned)
+    if cleaned.still_there:
+        sys.exit(EXIT_PLACE_FAILED)
+
+
+def _as_data(leftover: Leftover) -> dict[str, Any]:
+    names = ("kind", "name", "pid", "run")
+    return {name: getattr(leftover, name) for name in names}
+
+
+def _tell(cleaned: Cleaned) -> None:
+    for verb, found in (("removed", cleaned.removed), ("still there", cleaned.still_there)):
+        for leftover in found:
+            what = f"process {leftover.pid} ({leftover.name})" if leftover.pid else leftover.name
+            of = f", of run {leftover.run}" if leftover.run else ""
+            click.echo(printable(f"{verb}: {what}{of}"))
+    if not cleaned.removed and not cleaned.still_there:
+        click.echo("no run that is dead has left anything here")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody reads any more
+        click.echo(text, err=True)
