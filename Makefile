@@ -2,14 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+SCRIPTS := .venv/scripts
 
-.PHONY: demo test check
+.PHONY: demo test test-cluster check
 
 demo: $(READY)
 	$(BIN)/allranks train digits --ranks 2
 
-test: check
+test: check $(SCRIPTS)
 	$(BIN)/pytest
+
+# On a real Slurm, which is installed with apt-get where there is none; as root.
+test-cluster: $(SCRIPTS)
+	$(BIN)/pytest tests/cluster
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -20,3 +25,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[digits,test]'
 	touch $(READY)
+
+# The frameworks whose scripts tests/scripts holds. DeepSpeed comes as source; it compiles nothing.
+$(SCRIPTS): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[scripts]'
+	touch $(SCRIPTS)

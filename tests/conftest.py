@@ -26,6 +26,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import pytest_randomly
 import torch
 
 import allranks.on_torch.warm  # noqa: F401  it changes variables, once
@@ -47,6 +48,7 @@ ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # so that ranks can import test workers
 tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="allranks-tests-")
 os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin for others slow a busy machine down
+pytest_randomly.entrypoint_reseeds = []  # DeepSpeed has one, and would be imported for it
 torch.set_num_threads(1)  # here, where that was read already
 MODULES = (
     "allranks.on_torch.worker",

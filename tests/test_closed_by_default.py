@@ -33,6 +33,7 @@ from allranks.config import resolve
 from allranks.errors import AllranksError, RequestError
 from allranks.job import Job
 from allranks.job_file import read_job_file, redacted, write_toml
+from allranks.launch.ground import OneMachine
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Watcher, new_run_dir, plan_job, run_job
 from allranks.record import RunFolder, read_events
@@ -153,6 +154,9 @@ FORBIDDEN_ENDS = {
 }
 
 
+THE_SCRIPT_ITSELF = {"launch/warm_script.py": ["exec", "compile"]}  # that the user asked to run
+
+
 def what_is_open_in(source: str) -> list[str]:
     """What in a module could run text, or read a pickle."""
     found = []
@@ -174,7 +178,8 @@ def what_is_open_in(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_no_module_reads_pickles_or_runs_text(path: Path) -> None:
-    assert what_is_open_in(path.read_text()) == []
+    allowed = THE_SCRIPT_ITSELF.get(path.relative_to(SOURCE).as_posix(), [])
+    assert what_is_open_in(path.read_text()) == allowed
 
 
 @pytest.mark.parametrize(
@@ -270,7 +275,8 @@ def test_no_secret_is_written_or_shown(
     assert (run / "job.toml").read_text().count("[redacted]") == len(FIELDS)
     assert 'tokenizer = "words"' in (run / "job.toml").read_text()
     assert CANARY not in str(result.summary)
-    plan = plan_job(resolve("resume_tasks:Secretive", {"ranks": 2}, tuple(words)), server)
+    resolved = resolve("resume_tasks:Secretive", {"ranks": 2}, tuple(words))
+    plan = plan_job(resolved, OneMachine(server))
     assert CANARY not in str(plan) + str(plan.to_data())
     assert plan.job.task["api_key"] == CANARY, "the ranks get it"
     for verb in (["show", str(run)], ["show", str(run), "--json"], ["runs", str(tmp_path)]):
@@ -431,8 +437,8 @@ def test_no_word_of_a_command_steers_the_terminal(
     tmp_path: Path,
 ) -> None:
     """Words come from scripts and from the names of files, not only from who sits there."""
-    for name in ("allranks.launch.start.ForkServer", "allranks.cli.train.ForkServer"):
-        monkeypatch.setattr(name, lambda modules: contextlib.nullcontext(server))
+    name = "allranks.launch.start.ForkServer"
+    monkeypatch.setattr(name, lambda modules: contextlib.nullcontext(server))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["allranks", *words])
     with contextlib.suppress(SystemExit):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,12 +36,13 @@ def rendezvous() -> Iterator[str]:
 
 @pytest.fixture
 def node(tmp_path: Path, rendezvous: str) -> Iterator[Nodes]:
-    """`node(i, *words)`: start node i of a job of two nodes with these words."""
+    """`node(i, *words)`: start node i of a job of two nodes with these words; -1: without a number."""
     started: list[subprocess.Popen[str]] = []
 
     def start(number: int, *words: str, key: str = "a-long-id", cwd: Path = tmp_path) -> Any:
         command = [sys.executable, "-m", "allranks.cli.main", "train", *words]
         own = ["--nodes", "2", "--node-rank", str(number), "--rendezvous", rendezvous, "--id", key]
+        own = own if number >= 0 else [*own[:2], *own[4:]]
         process = subprocess.Popen(
             [*command, *own], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -74,6 +76,20 @@ def test_two_nodes_are_one_job_with_the_bits_of_one_rank(
     flags = {"bitwise": True, "steps": 20, "run_dir": str(tmp_path / "one")}
     one = run_job(resolve("digits", flags), server)
     assert summary["weights_sha256"] == one.summary["weights_sha256"]
+
+
+def listens(host: str, port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex((host, port)) == 0
+
+
+def test_without_numbers_the_first_that_can_listen_is_node_0(node: Nodes, rendezvous: str) -> None:
+    host, _, port = rendezvous.rpartition(":")
+    first, deadline = node(-1, *DIGITS), time.monotonic() + WAIT_S
+    while not listens(host, int(port)):
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    assert [ended(node(-1, *DIGITS))[0], ended(first)[0]] == [0, 0]
 
 
 def test_a_stranger_is_refused_and_the_job_goes_on(node: Nodes) -> None:
@@ -133,8 +149,8 @@ def test_a_signal_to_any_node_stops_the_job_after_a_checkpoint(
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (("--node-rank", "0"), "only one of them"),
-        (("--rendezvous", "here:1"), "only one of them"),
+        (("--node-rank", "0"), "no --rendezvous"),
+        (("--rendezvous", "here:1"), "no --id"),
         (("--node-rank", "0", "--rendezvous", "here", "--id", "x"), "no HOST:PORT"),
         (("--node-rank", "0", "--rendezvous", "here:1"), "no --id"),
         (("--node-rank", "2", "--rendezvous", "here:1", "--id", "x"), "numbered 0 to 1"),

@@ -21,6 +21,7 @@ from allranks.cli.main import main
 from allranks.cli.placement import table
 from allranks.config import resolve
 from allranks.job import Job
+from allranks.launch.ground import OneMachine
 from allranks.launch.placing import place_ranks
 from allranks.launch.server import ForkServer
 from allranks.launch.start import plan_job
@@ -95,7 +96,7 @@ def check_dp(found: list[RankPlacement], gathered: int | None) -> None:
 def test_a_dry_run_sets_the_ranks_up_and_trains_nothing(server: ForkServer, tmp_path: Path) -> None:
     def placed(**flags: Any) -> list[RankPlacement]:
         resolved = resolve(PROGRAM, {"run_dir": str(tmp_path / "run"), "threads": 1, **flags})
-        return place_ranks(plan_job(resolved, server), server)
+        return place_ranks(plan_job(resolved, OneMachine(server)), server)
 
     check_ddp(placed(ranks=2))
     check_dp(placed(strategy=DP), gathered=None)
@@ -224,7 +225,7 @@ def door(
 ) -> Door:
     """`door(*words)`: exit code, standard output and error of `allranks WORDS`, on the warm server."""
     monkeypatch.chdir(tmp_path)
-    name = "allranks.cli.train.ForkServer"
+    name = "allranks.launch.start.ForkServer"
     monkeypatch.setattr(name, lambda modules: contextlib.nullcontext(server))
 
     def call(*words: str) -> tuple[int, str, str]:

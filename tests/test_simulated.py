@@ -55,7 +55,7 @@ def train_on(nodes: Cluster, tmp_path: Path) -> Callable[..., Result]:
 
     def run(program: str, **flags: Any) -> Result:
         flags = {**ON_NODES, "run_dir": str(tmp_path / "run"), **flags}
-        return run_job(resolve(program, flags), nodes)
+        return run_job(resolve(program, flags), ground=nodes)
 
     return run
 

@@ -17,7 +17,11 @@ from allranks.errors import RequestError, nearest
 
 VERBS = {
     "train": ("allranks.cli.train:train", "Train a task on the ranks of this machine."),
+    "run": ("allranks.cli.run:run", "Run any script of any framework, unchanged."),
+    "submit": ("allranks.cli.submit:submit", "The same as a job of Slurm."),
+    "cluster": ("allranks.cli.cluster:cluster", "The sites that submit knows."),
     "check": ("allranks.cli.check:check", "Is the result the same as in one process?"),
+    "doctor": ("allranks.cli.doctor:doctor", "Would a run work here, and what is in its way?"),
     "strategies": ("allranks.cli.strategies:strategies", "What each strategy promises."),
     "runs": ("allranks.cli.runs:runs", "The run folders there are."),
     "show": ("allranks.cli.runs:show", "One run: its result, or its first fault."),

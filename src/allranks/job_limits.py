@@ -55,62 +55,70 @@ def checked(job: Job) -> Job:
 def _check_names(job: Job) -> None:
     """Every value that is one of a few names."""
     asked = [(name, getattr(job, name)) for name in ("precision", "device", "on_bad_step")]
-    asked.append(("place", parse_choice(job.place, "--place").name))
     known = {
         "precision": PRECISIONS,
         "device": DEVICES,
-        "place": PLACES,
         "on_bad_step": BAD_STEPS,
         "log": LOGS,
     }
     asked += [("log", name) for name in logs_of(job)]
     for name, value in asked:
-        if value not in known[name]:
-            raise RequestError(
-                asked=f"--{name.replace('_', '-')} {value}",
-                found=f"no {name} of that name in this version",
-                why=f"{name} is one of {', '.join(known[name])}",
-                do=nearest(value, known[name]),
-            )
+        _check_name(name, value, known[name])
+
+
+def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise RequestError(
+            asked=f"--{name.replace('_', '-')} {value}",
+            found=f"no {name} of that name in this version",
+            why=f"{name} is one of {', '.join(known)}",
+            do=nearest(value, known),
+        )
 
 
 def _check_place(job: Job) -> None:
     """How many nodes there can be, and what is on them."""
-    place = parse_choice(job.place, "--place")
-    if place.name == "simulated":
-        network_of(job.place, job.nodes)
-        if job.device != "cpu":
-            raise RequestError(
-                asked=f"--place {job.place} --device {job.device}",
-                found="simulated nodes",
-                why="NCCL would join the devices of one machine past the links that are simulated",
-                do="--device cpu, or --place local",
-            )
-    elif place.options:
+    checked_place(job.place, job.nodes, job.ranks)
+    if parse_choice(job.place, "--place").name == "simulated" and job.device != "cpu":
         raise RequestError(
-            asked=f"--place {job.place}",
-            found=f"options of {place.name}",
-            why="only simulated nodes have links that can be chosen",
-            do=f"--place {place.name}, or --place simulated:{str(place).partition(':')[2]}",
-        )
-    if job.nodes > 1 and place.name == "local":
-        raise RequestError(
-            asked=f"--nodes {job.nodes}",
-            found="--place local, which is one node",
-            why="several nodes must come from somewhere",
-            do="--place simulated for nodes on this machine, --place slurm inside of a Slurm job, "
-            "--hosts FILE, or --node-rank and --rendezvous on every node",
-        )
-    if job.ranks < job.nodes:
-        raise RequestError(
-            asked=f"--ranks {job.ranks} --nodes {job.nodes}",
-            found=f"{job.ranks} ranks, over all nodes",
-            why="a node without a rank has nothing to do",
-            do=f"--ranks {job.nodes} or more, or fewer nodes",
+            asked=f"--place {job.place} --device {job.device}",
+            found="simulated nodes",
+            why="NCCL would join the devices of one machine past the links that are simulated",
+            do="--device cpu, or --place local",
         )
     for fault in faults.parse(job.inject):
         if fault.action in faults.ON_NODES:
             _check_fault_of_a_node(job, fault)
+
+
+def checked_place(text: str, nodes: int, ranks: int) -> None:
+    """Raise `RequestError` if so many nodes and ranks cannot be at this place."""
+    place = parse_choice(text, "--place")
+    _check_name("place", place.name, PLACES)
+    if place.name == "simulated":
+        network_of(text, nodes)
+    elif place.options:
+        raise RequestError(
+            asked=f"--place {text}",
+            found=f"options of {place.name}",
+            why="only simulated nodes have links that can be chosen",
+            do=f"--place {place.name}, or --place simulated:{str(place).partition(':')[2]}",
+        )
+    if nodes > 1 and place.name == "local":
+        raise RequestError(
+            asked=f"--nodes {nodes}",
+            found="--place local, which is one node",
+            why="several nodes must come from somewhere",
+            do="--place simulated for nodes on this machine, --place slurm inside of a Slurm job, "
+            "--hosts FILE, or --rendezvous on every node",
+        )
+    if ranks < nodes:
+        raise RequestError(
+            asked=f"--ranks {ranks} --nodes {nodes}",
+            found=f"{ranks} ranks, over all nodes",
+            why="a node without a rank has nothing to do",
+            do=f"--ranks {nodes} or more, or fewer nodes",
+        )
 
 
 def _check_fault_of_a_node(job: Job, fault: faults.Fault) -> None:

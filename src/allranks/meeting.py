@@ -14,8 +14,9 @@ from allranks.errors import RequestError
 class Meeting:
     """Nodes that a user starts one by one, or hosts that are reached by ssh; else the place knows.
 
-    `node_rank` and `rendezvous` ("host:port", of node 0) come together, and `key` is the name of
-    the job that all nodes give. `hosts` is a file of hosts. `interface` is the network that joins the
+    Nodes that are started one by one meet at `rendezvous` ("host:port", of node 0), and `key` is
+    the name of the job that all of them give. Without a `node_rank` the one that has the address of
+    the rendezvous is node 0, and the others get their numbers as they come. `hosts` is a file of hosts. `interface` is the network that joins the
     nodes. A node that does not come within `join_timeout_s`, or is silent for `node_timeout_s`, is
     lost. With `per_rank` a scheduler starts a task for every rank instead of one for every node.
     """
@@ -31,7 +32,7 @@ class Meeting:
 
     @property
     def by_hand(self) -> bool:
-        return self.node_rank is not None
+        return bool(self.rendezvous)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -42,29 +43,28 @@ class Meeting:
 
 def checked_meeting(meeting: Meeting, nodes: int, place: str) -> Meeting:
     """The meeting, if its parts fit each other; raises `RequestError`."""
-    given = meeting.node_rank is not None, bool(meeting.rendezvous)
-    if any(given) and not all(given):
+    if meeting.node_rank is not None and not meeting.by_hand:
         raise RequestError(
-            asked=f"--nodes {nodes}" + (f" --node-rank {meeting.node_rank}" if given[0] else ""),
-            found="--node-rank and --rendezvous: only one of them",
-            why="nodes that are started one by one need a number each, and a place to meet",
-            do="--node-rank 0 --rendezvous HOST:PORT --id NAME, the same on each but for the number",
+            asked=f"--nodes {nodes} --node-rank {meeting.node_rank}",
+            found="no --rendezvous",
+            why="nodes that are started one by one need a place to meet",
+            do="--rendezvous HOST:PORT --id NAME, the same on every node",
         )
-    if any(given) and meeting.hosts:
+    if meeting.by_hand and meeting.hosts:
         raise RequestError(
-            asked=f"--hosts {meeting.hosts} --node-rank {meeting.node_rank}",
+            asked=f"--hosts {meeting.hosts} --rendezvous {meeting.rendezvous}",
             found="two ways to find the nodes",
-            why="with --hosts all nodes are started from here, with --node-rank each by itself",
+            why="with --hosts all nodes are started from here, with --rendezvous each by itself",
             do="give one of them",
         )
-    if (any(given) or meeting.hosts) and place != "local":
+    if (meeting.by_hand or meeting.hosts) and place != "local":
         raise RequestError(
-            asked=f"--place {place} with --node-rank or --hosts",
+            asked=f"--place {place} with --rendezvous or --hosts",
             found="a place that knows its nodes",
             why="simulated nodes are made here, and those of Slurm are given by Slurm",
             do="leave --place out, or leave the others out",
         )
-    if all(given):
+    if meeting.by_hand:
         _check_rendezvous(meeting, nodes)
     return meeting
 
@@ -78,8 +78,7 @@ def _check_rendezvous(meeting: Meeting, nodes: int) -> None:
             why="node 0 listens there, and all others connect to it",
             do="--rendezvous HOST:29400, with a name or address of node 0",
         )
-    assert meeting.node_rank is not None
-    if not 0 <= meeting.node_rank < nodes:
+    if meeting.node_rank is not None and not 0 <= meeting.node_rank < nodes:
         raise RequestError(
             asked=f"--node-rank {meeting.node_rank} --nodes {nodes}",
             found=f"{nodes} nodes, numbered 0 to {nodes - 1}",

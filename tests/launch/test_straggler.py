@@ -15,6 +15,7 @@ from allranks.pulse import PHASES, Beat, Pulse, Pulses
 from allranks.record import JsonLines, read_rows
 
 STEPS = 10
+HOSTS = ("node0", "")  # "": this one
 
 
 def beats(step: int, *seconds: tuple[float, float]) -> list[Beat]:
@@ -80,7 +81,7 @@ def test_each_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path = tmp_path / "events.jsonl"
     with closing(Pulses(2)) as pulses, JsonLines(path) as events:
         ranks = [Pulse(pulses.fd, rank, 2) for rank in range(2)]
-        looks = Stragglers(pulses, events)
+        looks = Stragglers(pulses, events, HOSTS)
         for step in range(20):
             for rank, pulse in enumerate(ranks):
                 pulse.at_step(step)
@@ -104,7 +105,7 @@ def test_steps_that_are_longer_than_the_looks_are_compared_too(
     path = tmp_path / "events.jsonl"
     with closing(Pulses(2)) as pulses, JsonLines(path) as events:
         ranks = [Pulse(pulses.fd, rank, 2) for rank in range(2)]
-        looks = Stragglers(pulses, events)
+        looks = Stragglers(pulses, events, HOSTS)
         for step in range(12):
             for rank, pulse in enumerate(ranks):
                 pulse.at_step(step)
@@ -117,7 +118,7 @@ def test_steps_that_are_longer_than_the_looks_are_compared_too(
 
 def test_one_rank_alone_is_no_straggler(tmp_path: Path) -> None:
     with closing(Pulses(1)) as pulses, JsonLines(tmp_path / "events.jsonl") as events:
-        looks = Stragglers(pulses, events)
+        looks = Stragglers(pulses, events, HOSTS)
         looks._next = 0.0
         looks.look()
     assert list(read_rows(tmp_path / "events.jsonl")) == []

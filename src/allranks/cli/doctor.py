@@ -15,7 +15,7 @@ from allranks.cli.options import meeting_from, meeting_options, words_of
 from allranks.config import resolve
 from allranks.errors import EXIT_PLACE_FAILED, RequestError
 from allranks.launch.cleaning import Cleaned, Leftover, clean
-from allranks.launch.cluster import take_part
+from allranks.launch.cluster import is_head, take_part
 from allranks.launch.doctor import Question, diagnose
 from allranks.launch.starters import Wanted
 from allranks.record import as_json
@@ -59,7 +59,7 @@ def doctor(leftovers: str | None, as_object: bool, **flags: Any) -> None:
     words = words_of(flags, "doctor")
     meeting, said = meeting_from(flags)
     program = _checked_program(flags["program"])
-    if meeting.node_rank:
+    if not is_head(meeting):
         sys.exit(take_part(meeting, words, program))
     nodes = flags["nodes"] or 1
     given = {**flags, "nodes": nodes, **said}

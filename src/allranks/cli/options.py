@@ -52,9 +52,11 @@ SHARED: Options = (
     (("--job", "job_file"), {"help": "Take the job from a TOML file; flags go first."}),
 )
 
-MEETING: Options = (
+NUMBERS: Options = (
     (("--ranks-per-node",), {"type": int, "help": "Ranks on each node, instead of --ranks."}),
     (("--node-rank",), {"type": int, "help": "The number of this node, started by hand."}),
+)
+MEETING: Options = (
     (("--rendezvous",), {"help": "host:port of node 0, where nodes started by hand meet."}),
     (("--id", "key"), {"help": "The name of the job that all its nodes give; a secret."}),
     (("--hosts",), {"help": "A file of hosts that are reached by ssh."}),
@@ -105,6 +107,11 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def meeting_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say how several nodes come together to a command."""
+    return _with((*NUMBERS, *MEETING), command)
+
+
+def network_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a command that has its own words for the numbers of nodes and ranks."""
     return _with(MEETING, command)
 
 
@@ -113,7 +120,7 @@ def meeting_from(flags: dict[str, Any]) -> tuple[Meeting, dict[str, Any]]:
 
     `flags` are those of the command line, `None` where one was not given.
     """
-    per_node = flags.pop("ranks_per_node")
+    per_node = flags.pop("ranks_per_node", None)
     names = {"join_timeout": "join_timeout_s", "node_timeout": "node_timeout_s"}
     given = {names.get(n, n): flags.pop(n) for n in MEETING_NAMES}
     meeting = Meeting(**{name: value for name, value in given.items() if value is not None})

@@ -22,7 +22,7 @@ from allranks.cli.progress import in_sentences, progress_here
 from allranks.cli.sweep import sweep as run_sweep
 from allranks.config import Resolved
 from allranks.errors import RequestError
-from allranks.launch.cluster import take_part
+from allranks.launch.cluster import is_head, take_part
 from allranks.launch.placing import place_ranks
 from allranks.launch.start import Watcher, plan_only, run_job
 from allranks.meeting import Meeting
@@ -67,7 +67,7 @@ def train(
         return
     words = words_of(flags, "train", program or "")
     meeting, said = meeting_from(flags)
-    if meeting.node_rank:
+    if not is_head(meeting):
         sys.exit(take_part(meeting, words, program or ""))
     resolved = resolved_from(program, {**flags, **said})
     if placement and not dry_run:

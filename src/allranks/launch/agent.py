@@ -45,6 +45,7 @@ TICK_S = 0.1
 BEATS_S = 0.2
 RETRY_S = 0.2
 CONNECT_S = 5.0
+ANY = -1
 PROBE_S = 3.0
 
 
@@ -53,7 +54,7 @@ class Ticket:
     """What a node must know to come to its job.
 
     The head listens at one of `addresses`. `node` is the number of this one (`None`: that of the
-    task that a scheduler started it as). `words` are
+    task that a scheduler started it as; `ANY`: one that is free). `words` are
     those of the command line that describe the job, the same on every node. An agent of which
     `follows` is true dies with the process that started it.
     """
@@ -121,6 +122,12 @@ class Agent:
             "alive": self._alive,
         }
 
+    @property
+    def name(self) -> str:
+        """How its user knows it."""
+        number = "a node" if self.node == ANY else f"node {self.node}"
+        return f"{number} ({socket.gethostname()})"
+
     def run(self) -> int:
         """Come to the job and serve it to its end; returns the exit code of the job."""
         with ExitStack() as stack:
@@ -142,14 +149,14 @@ class Agent:
                     return self._let_in(address, deadline - time.monotonic())
                 except Refused as error:
                     raise PlaceError(
-                        f"node {self.node} is refused at {address}:{ticket.port}: {error}"
+                        f"{self.name} is refused at {address}:{ticket.port}: {error}"
                     ) from error
                 except OSError as error:
                     problem = str(error)
             if time.monotonic() > deadline:
                 tried = ", ".join(f"{address}:{ticket.port}" for address in ticket.addresses)
                 raise PlaceError(
-                    f"node {self.node} ({socket.gethostname()}) found nobody at {tried} for "
+                    f"{self.name} found nobody at {tried} for "
                     f"{ticket.join_timeout_s:g} s: {problem}. Is node 0 started, and can this "
                     "address be reached from here?"
                 )
@@ -191,7 +198,7 @@ class Agent:
             self._report()
             if time.monotonic() - self.channel.heard_at > self.ticket.node_timeout_s:
                 raise PlaceError(
-                    f"node {self.node} ({socket.gethostname()}) heard nothing of the head of the "
+                    f"{self.name} heard nothing of the head of the "
                     f"job for {self.ticket.node_timeout_s:g} s: its processes are ended"
                 )
 
@@ -336,9 +343,7 @@ def serve(ticket: Ticket) -> int:
     except Refused as error:
         raise PlaceError(str(error)) from error
     except Gone as error:
-        raise PlaceError(
-            f"node {agent.node} ({socket.gethostname()}) lost the head of the job: {error}"
-        ) from error
+        raise PlaceError(f"{agent.name} lost the head of the job: {error}") from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

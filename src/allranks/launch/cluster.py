@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
 from allranks.job import Job
-from allranks.launch.agent import Ticket, serve
+from allranks.launch.agent import ANY, Ticket, serve
 from allranks.launch.gathering import Call, Gathering, preflight
 from allranks.launch.ground import meeting_at, seats_of, shares
 from allranks.launch.nodes import Node, Nodes
@@ -29,6 +30,7 @@ from allranks.places import local
 from allranks.places.base import Plan, Seat, Shape
 from allranks.pulse import Beat
 from allranks.testing import faults
+from allranks.topology import Host
 from allranks.world import Visible
 
 
@@ -72,6 +74,21 @@ class Cluster:
         if len(seats) == 1:
             return fewer
         return meeting_at(fewer, self.nodes.listen(self.nodes.seats[0]))
+
+    @contextmanager
+    def hosts(self) -> Iterator[tuple[Host, ...]]:
+        """The table of the nodes that are there, each with ports that are its own meanwhile."""
+        self.nodes.check_all()
+        seats = self._take_seats()
+        found = []
+        for number in range(max(seat.node for seat in seats) + 1 if seats else 0):
+            own = [rank for rank, seat in enumerate(seats) if seat.node == number]
+            node, seat = self.nodes.seats[own[0]], seats[own[0]]
+            ports = self.nodes.reserve(node, len(own) + 1)
+            found.append(Host(node.name, node.address, seat.interface, len(own), ports))
+        if not found:
+            raise PlaceError("no node is left to go on with")
+        yield tuple(found)
 
     def _take_seats(self) -> list[Seat]:
         """A seat for every rank on the nodes that are there."""
@@ -152,6 +169,17 @@ def gathered(wanted: Wanted) -> Iterator[Cluster]:
                     wanted.shared.rmdir()
 
 
+def is_head(meeting: Meeting) -> bool:
+    """Whether this is node 0 of nodes that are started by hand: it was told so, or may listen."""
+    if not meeting.by_hand or meeting.node_rank is not None:
+        return not meeting.node_rank
+    try:
+        socket.create_server(meeting.address).close()
+    except OSError:
+        return False
+    return True
+
+
 def take_part(meeting: Meeting, words: tuple[str, ...], program: str = "") -> int:
     """Be a node other than 0 of a job that is started by hand; returns the job's exit code.
 
@@ -162,7 +190,7 @@ def take_part(meeting: Meeting, words: tuple[str, ...], program: str = "") -> in
         (host,),
         port,
         meeting.key,
-        meeting.node_rank,
+        ANY if meeting.node_rank is None else meeting.node_rank,
         words,
         program if ".py" in program else "",
         meeting.interface,

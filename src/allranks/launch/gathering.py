@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import EXIT_BAD_REQUEST, PlaceError, RequestError
+from allranks.launch.agent import ANY
 from allranks.launch.channel import Channel, Gone, Message, Refused, challenge, judge
 from allranks.launch.facts import Facts, differences
 from allranks.launch.interfaces import Interface
@@ -118,6 +119,10 @@ class Gathering:
 
     def _seat(self, channel: Channel, told: Message) -> None:
         node = _node_of(channel, told)
+        if node.number == ANY:
+            node.number = next(
+                n for n in range(1, len(self.call.names) + 1) if n not in self._there
+            )
         if not 0 <= node.number < len(self.call.names):
             self._turn_away(node, f"there are {len(self.call.names)} nodes, numbered from 0")
         elif node.number in self._there:

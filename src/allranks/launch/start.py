@@ -110,15 +110,16 @@ def ground_of(job: Job, meeting: Meeting, words: tuple[str, ...] = ()) -> Iterat
 
 def run_job(
     resolved: Resolved,
-    server: ForkServer | Ground | None = None,
+    server: ForkServer | None = None,
     watcher: Watcher | None = None,
     signals: Signals | None = None,
     meeting: Meeting | None = None,
     words: tuple[str, ...] = (),
+    ground: Ground | None = None,
 ) -> Result:
     """Run a job to its end and return its result.
 
-    Without `server` it starts what it needs where the job says: on this machine, or on nodes that
+    Without `server` or `ground` it starts what it needs where the job says: here, or on nodes that
     come together as `meeting` says, each started with the same `words`. `signals` are those that
     the caller holds already; without it they are held meanwhile.
 
@@ -132,11 +133,9 @@ def run_job(
     with ExitStack() as stack:
         signals = signals or stack.enter_context(Signals())
         resolved = dataclasses.replace(resolved, job=with_run_dir(resolved.job))
-        if isinstance(server, ForkServer):
-            ground: Ground = OneMachine(server)
-        elif server is not None:
-            ground = server
-        else:
+        if server is not None:
+            ground = OneMachine(server)
+        if ground is None:
             ground = stack.enter_context(ground_of(resolved.job, meeting or Meeting(), words))
         plan = plan_job(resolved, ground, signals)
         changes = _changes(resolved, plan)

@@ -34,6 +34,7 @@ from allranks.launch.slurm import end_time_of
 from allranks.meeting import Meeting
 from allranks.network import INSIDE, network_of
 from allranks.places.base import Seat
+from allranks.topology import Host
 
 END_TIMEOUT_S = 5.0
 AGENT = ("-P", "-m", "allranks.launch.agent")
@@ -122,6 +123,16 @@ def foreseen(wanted: Wanted) -> list[Seat]:
     machine = (lambda number: 0) if place == "simulated" else (lambda number: number)
     seats = [Seat(n, name, interface, machine(n)) for n, name in enumerate(names)]
     return seats_of(shares(wanted.ranks, wanted.nodes, slots), seats)
+
+
+def foreseen_hosts(wanted: Wanted) -> tuple[Host, ...]:
+    """The table of nodes that are not there yet: names for addresses, numbers that are no ports."""
+    found: dict[str, Host] = {}
+    for seat in foreseen(wanted):
+        before = found[seat.host].processes if seat.host in found else 0
+        ports = tuple(range(1, before + 3))
+        found[seat.host] = Host(seat.host, seat.host, seat.interface, before + 1, ports)
+    return tuple(found.values())
 
 
 @contextmanager

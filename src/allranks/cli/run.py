@@ -1,0 +1,301 @@
+"""`allranks run -- COMMAND`: any script of any framework, unchanged, on many ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import click
+
+from allranks.cli.options import (
+    MEETING_NAMES,
+    Duration,
+    meeting_from,
+    network_options,
+    words_of,
+)
+from allranks.cli.rank_output import RankOutput
+from allranks.command import WARM, CommandPlan, CommandRequest, command_words, plan_command
+from allranks.errors import RequestError, nearest
+from allranks.job_limits import checked_place
+from allranks.launch.cluster import gathered, is_head, take_part
+from allranks.launch.commands import (
+    CommandResult,
+    CommandWatcher,
+    check_warm,
+    name_of,
+    run_command,
+    run_dir_of,
+    this_host,
+)
+from allranks.launch.start import new_run_dir
+from allranks.launch.starters import Wanted, foreseen_hosts
+from allranks.record import as_json
+from allranks.topology import DEFAULT_ROLE, parse_roles
+from allranks.torchrun import FLAGS, Asked, processes_from, understand
+from allranks.units import printable
+from allranks.variables import DEFAULT_FAMILIES, parse_families
+from allranks.world import Visible
+
+GRACE_S = 30.0
+LOCAL_RANK_ARGUMENTS = ("--local_rank", "--local-rank")
+
+
+def torchrun_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add torchrun's own flags, each in all its spellings."""
+    for flag in reversed(FLAGS):
+        kind: dict[str, Any] = {} if flag.takes_value else {"is_flag": True, "default": None}
+        command = click.option(*flag.spellings, flag.name, help=flag.meaning, **kind)(command)
+    return command
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND [ARGS]...")
+@click.option("--ranks", type=click.IntRange(min=1), help="Processes over all nodes.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes to use (default 1).")
+@click.option("--place", help="local, simulated[:link=1gbit,delay=1ms], or slurm.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Processes on each node.")
+@click.option("--roles", default="", help="chief=1,worker=2,ps=1, or scheduler, server, worker.")
+@click.option("--variables", default="", help="Frameworks whose variables are set, or all.")
+@click.option(
+    "--local-rank-argument",
+    default="",
+    help="Put the local rank behind the script: --local_rank or --local-rank.",
+)
+@click.option(
+    "--warm",
+    is_flag=False,
+    flag_value="torch",
+    default="",
+    help="Start Python scripts from one that has imported torch, or tensorflow.",
+)
+@click.option(
+    "--hang-timeout",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Seconds without any output that are a hang (default 0: never).",
+)
+@click.option("--time-limit", type=Duration(), help="Stop after 90, 30m or 1:30:00.")
+@click.option(
+    "--grace", type=click.FloatRange(min=0), help="Seconds from a signal to SIGKILL (default 30)."
+)
+@click.option("--show", default="", help="Ranks of each node whose output is shown: 0,2 or all.")
+@click.option("--run-dir", default="", help="The run folder to make (default runs/SCRIPT-TIME).")
+@click.option("--dry-run", is_flag=True, help="Print exactly what would run; run nothing.")
+@click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
+@network_options
+@torchrun_flags
+def run(words: tuple[str, ...], dry_run: bool, as_object: bool, **flags: Any) -> None:
+    """Run COMMAND on many ranks: any script of any framework, unchanged.
+
+    \b
+    allranks run --ranks 4 -- python train.py --lr 0.1
+    allranks run --nproc-per-node 4 train.py --lr 0.1       (as torchrun)
+    allranks run --ranks 4 --roles chief=1,worker=2,ps=1 -- python train.py
+    allranks run --ranks 4 --nodes 2 --place simulated:link=1gbit -- python train.py
+    """
+    same = words_of(flags, "run", *words)
+    given = {flag.name: flags.pop(flag.name) for flag in FLAGS}
+    asked = understand(given, os.environ)
+    wanted = _wanted(flags, asked, same)
+    if not is_head(wanted.meeting):
+        sys.exit(take_part(wanted.meeting, same))
+    request = request_from(words, flags, asked, wanted)
+    if dry_run:
+        _print_plan(request, wanted, as_object)
+        return
+    output = RankOutput(request.shown)
+    for note in request.notes:
+        _say(f"note: {note}")
+    try:
+        result = _run(request, wanted, _watcher(output))
+    finally:
+        _say(output.close())
+    if as_object:
+        click.echo(as_json(result.summary))
+    else:
+        _say(f"run folder {result.run_dir}")
+
+
+def _run(request: CommandRequest, wanted: Wanted, watcher: CommandWatcher) -> CommandResult:
+    """On this machine, or on nodes that come together for it."""
+    if wanted.place == "local":
+        return run_command(request, watcher=watcher)
+    request = dataclasses.replace(request, run_dir=run_dir_of(request))
+    shared, modules = Path(request.run_dir).parent, WARM.get(request.warm, ())
+    wanted = dataclasses.replace(wanted, shared=shared, modules=modules)
+    with gathered(wanted) as cluster:
+        return run_command(request, cluster.server, cluster.hosts, watcher)
+
+
+def request_from(
+    words: tuple[str, ...], flags: dict[str, Any], asked: Asked, wanted: Wanted
+) -> CommandRequest:
+    """The request that a command line describes; raises `RequestError` for what cannot be."""
+    roles = parse_roles(flags["roles"])
+    warm = _warm(flags["warm"])  # before the command: it may have taken its first word
+    command = _command(words, asked)
+    return CommandRequest(
+        command=command,
+        processes=-(-wanted.ranks // wanted.nodes),
+        roles=roles,
+        role_name=asked.role_name or DEFAULT_ROLE,
+        families=parse_families(flags["variables"]) or DEFAULT_FAMILIES,
+        local_rank_argument=_local_rank_argument(flags["local_rank_argument"]),
+        warm=warm,
+        max_restarts=asked.max_restarts or 0,
+        hang_timeout_s=flags["hang_timeout"],
+        time_limit_s=flags["time_limit"],
+        grace_s=next((s for s in (flags["grace"], asked.grace_s) if s is not None), GRACE_S),
+        shown=_shown(flags["show"]) or asked.shown or "0",
+        run_dir=flags["run_dir"] or _in_log_dir(asked.log_dir, command),
+        run_id=asked.run_id,
+        master_addr=asked.master_addr,
+        master_port=asked.master_port or 0,
+        notes=asked.notes,
+    )
+
+
+def _wanted(flags: dict[str, Any], asked: Asked, same: tuple[str, ...]) -> Wanted:
+    """How many processes on which nodes, from all words that may say it; they must agree."""
+    nodes = flags["nodes"] or asked.least_nodes or 1
+    _must_agree({"--nodes": flags["nodes"], "--nnodes": asked.least_nodes})
+    endpoint = asked.endpoint
+    if asked.master_addr and nodes > 1:
+        endpoint = endpoint or f"{asked.master_addr}:{asked.master_port or 29500}"
+    flags["rendezvous"] = flags["rendezvous"] or (endpoint if nodes > 1 else None)
+    flags["key"] = flags["key"] or (asked.run_id if nodes > 1 else "") or None
+    flags["join_timeout"] = flags["join_timeout"] or asked.join_timeout_s
+    flags["node_rank"] = asked.node_rank if nodes > 1 else None
+    meeting, said = meeting_from({**flags, "ranks_per_node": None, "nodes": nodes})
+    for name in MEETING_NAMES:
+        flags.pop(name, None)
+    place = said.get("place") or flags["place"] or "local"
+    ranks = _ranks(flags, asked, nodes)
+    checked_place(place, nodes, ranks)
+    return Wanted(place, nodes, ranks, meeting, words=same)
+
+
+def _ranks(flags: dict[str, Any], asked: Asked, nodes: int) -> int:
+    """Processes over all nodes; one on each where nobody says more."""
+    said: dict[str, int | None] = {"--ranks": flags["ranks"]}
+    if flags["ranks_per_node"] is not None:
+        said["--ranks-per-node"] = flags["ranks_per_node"] * nodes
+    if asked.processes_per_node:
+        cpus = len(os.sched_getaffinity(0))
+        said["--nproc-per-node"] = processes_from(asked.processes_per_node, cpus, _gpus()) * nodes
+    roles = parse_roles(flags["roles"])
+    if roles and not any(said.values()):
+        return sum(count for _, count in roles)
+    return _must_agree(said) or nodes
+
+
+def _must_agree(said: dict[str, int | None]) -> int | None:
+    """What they say, if it is one number; raises `RequestError`."""
+    given = {name: count for name, count in said.items() if count is not None}
+    if len(set(given.values())) > 1:
+        raise RequestError(
+            asked=" and ".join(given),
+            found=", ".join(f"{name} makes {count}" for name, count in given.items()),
+            why="they say one number, over all nodes",
+            do="give one of them",
+        )
+    return next(iter(given.values()), None)
+
+
+def _gpus() -> int:
+    """The GPUs that this process sees, as the driver lists them: no framework is asked."""
+    there = len(glob("/proc/driver/nvidia/gpus/*"))
+    visible = Visible.from_environment().numbers
+    return there if visible is None else min(there, len(visible))
+
+
+def _command(words: tuple[str, ...], asked: Asked) -> tuple[str, ...]:
+    """The words of the command, which must be there to be started."""
+    command = command_words(
+        words,
+        sys.executable,
+        lambda word: shutil.which(word) is not None,
+        is_module=asked.is_module,
+        is_program=asked.is_program,
+    )
+    is_script = command[:2] == (sys.executable, "-u") and command[2] != "-m"
+    what = command[2] if is_script else command[0]
+    if not (Path(what).is_file() if is_script else shutil.which(what)):
+        raise RequestError(
+            asked=f"to run {what}",
+            found=f"no such file in {Path.cwd()}, and no such program",
+            why="a command is a program, or a script of Python",
+            do="check the path; what belongs to the command stands behind it",
+        )
+    return command
+
+
+def _local_rank_argument(text: str) -> str:
+    if text and text not in LOCAL_RANK_ARGUMENTS:
+        raise RequestError(
+            asked=f"--local-rank-argument {text}",
+            found=repr(text),
+            why="scripts read their local rank from one of two arguments",
+            do=f"--local-rank-argument={LOCAL_RANK_ARGUMENTS[0]}, or {LOCAL_RANK_ARGUMENTS[1]}",
+        )
+    return text
+
+
+def _warm(text: str) -> str:
+    if text and text not in WARM:
+        raise RequestError(
+            asked=f"--warm {text}",
+            found=repr(text),
+            why="the fork server imports a framework that stands a fork after it",
+            do=f"--warm torch -- COMMAND; {nearest(text, WARM)}",
+        )
+    return text
+
+
+def _shown(text: str) -> str:
+    if text in ("", "all", "none") or all(part.isdigit() for part in text.split(",")):
+        return text
+    raise RequestError(
+        asked=f"--show {text}",
+        found=repr(text),
+        why="ranks are counted from 0 on each node",
+        do="--show 0,1, --show all or --show none",
+    )
+
+
+def _in_log_dir(log_dir: str, command: tuple[str, ...]) -> str:
+    """A new run folder in the folder of `--log-dir`; "" without it."""
+    return str(Path(log_dir, Path(new_run_dir(name_of(command))).name)) if log_dir else ""
+
+
+def _watcher(output: RankOutput) -> CommandWatcher:
+    def started(plan: CommandPlan, run_dir: Path) -> None:
+        output.started(plan, run_dir)
+        ranks = plan.topology.world_size
+        _say(f"{ranks} rank{'s' if ranks > 1 else ''}: {run_dir}")
+
+    return CommandWatcher(started, output.tick, _say)
+
+
+def _print_plan(request: CommandRequest, wanted: Wanted, as_object: bool) -> None:
+    """What would run. Ports, and addresses of nodes that are not there yet, are chosen at a start."""
+    check_warm(request)
+    hosts = this_host(request)() if wanted.place == "local" else nullcontext(foreseen_hosts(wanted))
+    with hosts as found:
+        plan = plan_command(request, found, os.environ, "RUN")
+    click.echo(as_json(plan.to_data()) if as_object else str(plan))
+
+
+def _say(text: str) -> None:
+    """Tell a person, on standard error; whoever does not read ends no job."""
+    with suppress(OSError, ValueError):
+        for line in text.splitlines():
+            click.echo(printable(line), err=True)

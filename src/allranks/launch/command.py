@@ -1,0 +1,56 @@
+"""In the fork: become the command. What the fork server calls for each process of `allranks run`.
+
+Nothing of the fork server is left in it but its place: signals act as they would in a shell, and
+variables that were only meant for the server are as they were.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+NOT_FOUND, NOT_RUNNABLE = 127, 126
+HANDED_ON = ("ALLRANKS_STORE", "ALLRANKS_PULSE", "ALLRANKS_ATTEMPT", "ALLRANKS_RESTARTS")
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Replace this process by `argument["command"]`; returns only if that cannot be done.
+
+    The exit code is then that of a shell: 127 if there is no such program, 126 if it cannot run.
+    """
+    prepare(argument)
+    command = list(argument["command"])
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would keep it
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], command, os.environ)
+    except OSError as error:
+        is_missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+        why = error.strerror
+        if error.errno == errno.ENOEXEC:
+            why = "it is neither a program nor begins with a line like #!/bin/sh"
+        print(f"allranks: {command[0]!r} cannot be started: {why}", file=sys.stderr)
+        return NOT_FOUND if is_missing else NOT_RUNNABLE
+
+
+def prepare(argument: dict[str, Any]) -> None:
+    """The environment of a process that was not started by us; and no core file of a hang.
+
+    `restored` holds variables as they were before the fork server changed them (`None`: not
+    there); `defaults` are set unless this node's environment says something else.
+    """
+    for name, value in argument["restored"].items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    for name in HANDED_ON:  # of a job of ours around this one
+        os.environ.pop(name, None)
+    for name, value in argument["defaults"].items():
+        os.environ.setdefault(name, value)
+    if argument["without_core"]:
+        _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))

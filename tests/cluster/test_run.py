@@ -1,0 +1,37 @@
+"""Unchanged scripts of torch on a real Slurm, one process on each of two nodes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from allranks.record import read_events
+from script_table import SCRIPTS, Script, check_output
+from slurm_here import SlurmHere
+
+ON_TORCH = [script for script in SCRIPTS if script.on_torch]
+
+
+@pytest.mark.parametrize("script", ON_TORCH, ids=lambda script: script.name)
+def test_a_script_runs_unchanged(slurm: SlurmHere, script: Script) -> None:
+    where = ("--nodes=2", "--ranks-per-node=1", "--time=10m", "--run-dir=run", "--json")
+    said = slurm.ask("allranks", "submit", *where, "--", "run", "--show", "all", *script.words)
+    job = str(json.loads(said.splitlines()[-1])["job_id"])
+    slurm.wait_for_state(job, "COMPLETED", timeout_s=240)
+    check_output(script, slurm.output_of(job), {0: "n1", 1: "n2"})
+    slurm.wait_until_idle()
+
+
+def test_a_node_that_goes_down_is_named(slurm: SlurmHere) -> None:
+    script = slurm.work / "waits.py"
+    script.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    where = ("--nodes=2", "--ranks-per-node=1", "--run-dir=run", "--json", "--sbatch=--no-kill")
+    run = ("run", "--node-timeout", "4", "--show", "all", "--", "python", str(script))
+    said = slurm.ask("allranks", "submit", *where, "--", *run)
+    job = str(json.loads(said.splitlines()[-1])["job_id"])
+    slurm.wait_for(lambda: slurm.output_of(job).count("up") == 2, 120, "both processes")
+    slurm.take_down("n2")
+    slurm.wait_for_state(job, "FAILED", timeout_s=240)
+    (failed,) = (row for row in read_events(slurm.work / "run") if row["event"] == "failed")
+    assert failed["report"].startswith("node n2 is lost, with rank 1: ")

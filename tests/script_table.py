@@ -1,0 +1,85 @@
+"""The scripts of `tests/scripts`, unchanged: how many processes each wants, and what it must say.
+
+Each is written as its framework's own tutorial does. The table and `check_output` know nothing of
+where they run: one machine, several nodes, a cluster.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS_FOLDER = Path(__file__).parent / "scripts"
+SAID = re.compile(
+    r"rank (?P<rank>\d+) of (?P<size>\d+) on (?P<host>[\w.-]+): loss (?P<first>\S+) -> (?P<last>\S+)"
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script. `speakers` are the ranks that print losses; None: all of them.
+
+    `losses_are_shared`: every rank prints the loss of all, so these are equal.
+    """
+
+    name: str
+    processes: int = 2
+    roles: str = ""
+    options: tuple[str, ...] = ()
+    speakers: tuple[int, ...] | None = None
+    losses_are_shared: bool = False
+    on_torch: bool = True
+
+    @property
+    def path(self) -> Path:
+        return SCRIPTS_FOLDER / f"{self.name}.py"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What stands behind the words that say where it runs, with the command."""
+        roles = ("--roles", self.roles) if self.roles else ()
+        return (*roles, *self.options, "--", sys.executable, str(self.path))
+
+
+SCRIPTS = (
+    Script("ddp"),
+    Script("fsdp2"),
+    Script("lightning_ddp"),
+    Script("deepspeed_zero2"),
+    Script("accelerate_loop"),
+    Script("local_rank_argument", options=("--local-rank-argument", "--local_rank")),
+    Script("mpi_style", options=("--variables", "torch,mpi")),
+    Script("jax_sharded", losses_are_shared=True, on_torch=False),
+    Script("keras_mirrored", processes=1, on_torch=False),
+    Script("tf_multiworker", losses_are_shared=True, on_torch=False),
+    Script("tf_keras_fit", losses_are_shared=True, on_torch=False),
+    Script(
+        "tf_parameter_server",
+        processes=4,
+        roles="chief=1,worker=2,ps=1",
+        speakers=(0,),
+        on_torch=False,
+    ),
+    Script(
+        "dmlc_server",
+        processes=5,
+        roles="scheduler=1,server=2,worker=2",
+        speakers=(3, 4),
+        on_torch=False,
+    ),
+)
+
+
+def check_output(script: Script, output: str, hosts: dict[int, str]) -> None:
+    """Each rank that speaks is in the right world, on the host of `hosts`, and learns."""
+    said = {int(found["rank"]): found for found in SAID.finditer(output)}
+    speakers = range(script.processes) if script.speakers is None else script.speakers
+    assert sorted(said) == sorted(speakers), output
+    for rank, found in said.items():
+        assert int(found["size"]) == script.processes, found[0]
+        assert found["host"] == hosts[rank], found[0]
+        assert float(found["last"]) < 0.6 * float(found["first"]), found[0]
+    if script.losses_are_shared:
+        assert len({(found["first"], found["last"]) for found in said.values()}) == 1, output
