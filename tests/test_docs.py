@@ -126,7 +126,7 @@ def run(
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    for module in ("launch.start", "cli.train", "cli.check"):
+    for module in ("launch.start", "cli.check"):
         name = f"allranks.{module}.ForkServer"
         monkeypatch.setattr(name, lambda modules: contextlib.nullcontext(server))
 

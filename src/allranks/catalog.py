@@ -16,7 +16,7 @@ from typing import Any
 from allranks.errors import RequestError, nearest
 
 VERBS = {
-    "train": ("allranks.cli.train:train", "Train a task on the ranks of this machine."),
+    "train": ("allranks.cli.train:train", "Train a task, on this machine or on several nodes."),
     "run": ("allranks.cli.run:run", "Run any script of any framework, unchanged."),
     "submit": ("allranks.cli.submit:submit", "The same as a job of Slurm."),
     "cluster": ("allranks.cli.cluster:cluster", "The sites that submit knows."),

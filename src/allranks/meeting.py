@@ -66,12 +66,20 @@ def checked_meeting(meeting: Meeting, nodes: int, place: str) -> Meeting:
         )
     if meeting.by_hand:
         _check_rendezvous(meeting, nodes)
+    if meeting.per_rank and place != "slurm":
+        raise RequestError(
+            asked=f"--per-rank --place {place}",
+            found="no Slurm that would start the ranks",
+            why="with it Slurm starts a task for every rank, in place of one for every node",
+            do="--place slurm, or leave --per-rank out",
+        )
     return meeting
 
 
 def _check_rendezvous(meeting: Meeting, nodes: int) -> None:
     host, _, port = meeting.rendezvous.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    is_name = host.isascii() and all(0 < len(part) < 64 for part in host.strip("[]").split("."))
+    if not is_name or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise RequestError(
             asked=f"--rendezvous {meeting.rendezvous}",
             found="no HOST:PORT",

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from allranks.errors import PlaceError, RequestError
-from allranks.launch.agent import Ticket, serve
+from allranks.launch.agent import serve
 from allranks.launch.channel import LARGEST_FROM_STRANGERS, Channel, Gone, Refused, knock
 from allranks.launch.facts import Facts, differences, facts
 from allranks.launch.gathering import Call, Gathering, preflight
-from allranks.launch.interfaces import Doorbell, candidates, reached
+from allranks.launch.interfaces import Doorbell, Ringing, candidates
 from allranks.launch.nodes import Node, Nodes
+from allranks.launch.ticket import Ticket
 
 KEY = "the key of this job"
 HERE = "127.0.0.1"
@@ -36,7 +37,7 @@ class Comer(threading.Thread):
     def __init__(self, listener: socket.socket, number: int, key: str = KEY, **more: Any) -> None:
         super().__init__()
         port = listener.getsockname()[1]
-        self.ticket = Ticket(((HERE,)), port, key, number, join_timeout_s=20.0, **more)
+        self.ticket = Ticket((HERE,), port, key, number, join_timeout_s=60.0, **more)
         self.code: int | None = None
         self.problem = ""
         self.start()
@@ -71,10 +72,38 @@ def test_all_come_in_order_of_their_numbers(listener: socket.socket) -> None:
     assert [comer.code for comer in comers] == [4, 4, 4], "they leave as the job does"
 
 
+def test_who_waits_for_a_late_one_does_not_lose_patience(listener: socket.socket) -> None:
+    """The head is silent for long only if it is gone: while nodes come it is there."""
+    first = Comer(listener, 0, node_timeout_s=3.0)
+    late: list[Comer] = []
+    timer = threading.Timer(6.0, lambda: late.append(Comer(listener, 1, node_timeout_s=3.0)))
+    timer.start()
+    nodes = Nodes(gather(listener, 2, seconds=60), 20.0)
+    nodes.leave(0)
+    timer.join()
+    for comer in (first, *late):
+        comer.join()
+    assert [comer.code for comer in (first, *late)] == [0, 0], first.problem
+
+
+def test_a_node_of_another_version_is_turned_away_by_name(listener: socket.socket) -> None:
+    with closing(Channel(socket.create_connection(listener.getsockname()))) as other:
+        thread = threading.Thread(target=lambda: knock(other, KEY.encode()))
+        thread.start()
+        names = ("node 0",)
+        gathering = Gathering(Call(names, KEY, (), 5.0), listener)
+        sender = threading.Timer(1.0, lambda: other.send({"joins": 0, "facts": {"host": "old"}}))
+        sender.start()
+        with pytest.raises(PlaceError, match="turned away: a node: it runs another version"):
+            gathering.wait_for_all()
+        thread.join()
+        sender.join()
+
+
 def test_one_with_another_key_is_refused_and_learns_nothing(listener: socket.socket) -> None:
     stranger, own = Comer(listener, 1, key="another key"), Comer(listener, 0)
-    with pytest.raises(PlaceError, match=r"node 1 of 2 nodes did not come within 3 s") as missing:
-        gather(listener, 2, seconds=3)
+    with pytest.raises(PlaceError, match=r"node 1 of 2 nodes did not come within") as missing:
+        gather(listener, 2, seconds=5)
     assert "here: node 0 (" in str(missing.value)
     assert "turned away: one that does not know the id of this job" in str(missing.value)
     stranger.join()
@@ -108,7 +137,7 @@ def test_a_node_does_not_trust_whoever_listens(listener: socket.socket) -> None:
 def test_of_two_nodes_with_one_number_one_is_refused(listener: socket.socket) -> None:
     comers = [Comer(listener, 0), Comer(listener, 0)]
     with pytest.raises(PlaceError, match=r"turned away: node 0 from .*: node 0 is here already"):
-        gather(listener, 2, seconds=2)
+        gather(listener, 2, seconds=5)
     for comer in comers:
         comer.join()
     assert sorted(comer.code or 0 for comer in comers) == [2, 3]
@@ -117,7 +146,7 @@ def test_of_two_nodes_with_one_number_one_is_refused(listener: socket.socket) ->
 def test_a_number_that_is_too_large_is_refused(listener: socket.socket) -> None:
     comer = Comer(listener, 7)
     with pytest.raises(PlaceError, match="there are 2 nodes, numbered from 0"):
-        gather(listener, 2, seconds=2)
+        gather(listener, 2, seconds=5)
     comer.join()
     assert comer.code == 2
 
@@ -131,6 +160,10 @@ def test_other_words_are_shown_on_both_sides(listener: socket.socket) -> None:
     assert comer.code == 2
 
 
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(4, "big") + message
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -140,8 +173,11 @@ def test_other_words_are_shown_on_both_sides(listener: socket.socket) -> None:
         b"\xff\xff\xff\xff",
         (LARGEST_FROM_STRANGERS + 1).to_bytes(4, "big"),
         b"",
+        framed(b"[" * 4000),
+        framed(b'{"proof": "\\ud800", "nonce": "\\ud800"}'),
+        framed(b'{"proof": 1}') * 3,
     ],
-    ids=["http", "junk", "a list", "gigabytes", "too long", "nothing"],
+    ids=["http", "junk", "list", "gigabytes", "too long", "nothing", "deep", "no text", "thrice"],
 )
 def test_strangers_disturb_nobody(listener: socket.socket, words: bytes) -> None:
     with closing(socket.create_connection(listener.getsockname())) as stranger:
@@ -190,25 +226,40 @@ def test_what_differs_is_listed_with_who_has_what() -> None:
 
 def test_a_node_that_answers_is_told_from_one_that_does_not() -> None:
     with closing(Doorbell("its token")) as bell, closing(Doorbell("another")) as other:
-        results: list[Any] = []
-
-        def ring() -> None:
-            tried = [HERE, "127.0.0.2", "203.0.113.1"]
-            results.append(reached(tried[:2], bell.port, "its token", 2.0))
-            results.append(reached([HERE], other.port, "its token", 2.0))
-
-        thread = threading.Thread(target=ring)
-        thread.start()
-        while thread.is_alive():
+        ringing = Ringing(
+            {
+                "one": ([HERE, "127.0.0.2"], bell.port, "its token"),
+                "another": ([HERE], other.port, "its token"),
+            },
+            20.0,
+        )
+        while not ringing.is_over():
             bell.answer()
             other.answer()
             time.sleep(0.01)
-    assert results == [[HERE, "127.0.0.2"], []]
+    assert ringing.found == {"one": [HERE, "127.0.0.2"], "another": []}
 
 
 def test_an_interface_that_is_not_there_is_refused() -> None:
     with pytest.raises(RequestError, match="--interface nowhere0"):
         candidates("", "nowhere0")
+
+
+def test_a_program_that_is_another_on_one_node_is_refused(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each asked for the file that the head names, at the same path."""
+    digests = iter(["aaaa", "bbbb"])
+    monkeypatch.setattr("allranks.launch.agent.digest_of", lambda program: next(digests))
+    comers = [Comer(listener, number) for number in range(2)]
+    nodes = Nodes(gather(listener, 2), 20.0)
+    with pytest.raises(
+        PlaceError, match=r"the program \(digest\): node 0 .* has aaaa, node 1 .* has bbbb"
+    ):
+        preflight(nodes, tmp_path, str(tmp_path), "mytask.py")
+    nodes.leave(3)
+    for comer in comers:
+        comer.join()
 
 
 def test_nodes_that_do_not_see_the_folder_are_named(

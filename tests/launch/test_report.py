@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from allranks.errors import ProgramError, RequestError
+from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.launch.process import Exit
 from allranks.launch.report import error_of, first_fault
 from allranks.launch.supervisor import Ended
@@ -196,3 +196,33 @@ def test_a_bad_request_found_after_an_update_is_a_failed_program(tmp_path: Path)
 def test_a_torn_event_is_no_event(tmp_path: Path) -> None:
     rank_events_path(tmp_path, 0).write_text('{"event": "failed", "mono')
     assert "killed by SIGKILL" in report(ended([-9]), tmp_path)
+
+
+def test_clocks_of_other_hosts_do_not_decide_who_was_first(tmp_path: Path) -> None:
+    """Rank 0 wrote by a clock that is far ahead of ours, and failed two seconds before rank 1."""
+    failed(tmp_path, 0, 1e6 + 5.0)
+    failed(tmp_path, 1, 7.0, kind="KeyError")
+    exits = {0: Exit(0, 1, 5.5, clock_ahead_s=1e6), 1: Exit(1, 1, 7.5)}
+    fault = first_fault(Ended(exits, frozenset()), tmp_path)
+    assert fault is not None and (fault.rank, fault.monotonic) == (0, 5.0)
+
+
+@pytest.mark.parametrize("there", ["", "out of memory there"])
+def test_the_kernel_of_its_own_host_is_asked_about_memory(tmp_path: Path, there: str) -> None:
+    exits = {0: Exit(0, -signal.SIGKILL, 1.0, host="node1", memory=there)}
+    fault = first_fault(Ended(exits, frozenset()), tmp_path, memory="out of memory here")
+    assert fault is not None and fault.memory == there
+
+
+def test_a_lost_node_is_named_before_its_victims(tmp_path: Path) -> None:
+    failed(tmp_path, 0, 1.0, peer_lost=True)
+    exits = {0: Exit(0, 1, 1.0), 1: Exit(1, -9, 9.0, host="node1", lost="no word of it")}
+    exits[2] = Exit(2, -9, 9.0, host="node1", lost="no word of it")
+    ended_ = Ended(exits, frozenset((1, 2)))
+    fault = first_fault(ended_, tmp_path)
+    assert fault is not None
+    error = error_of(fault, ended_, tmp_path)
+    assert isinstance(error, PlaceError)
+    assert str(error) == (
+        "node node1 is lost, with rank 1, 2: no word of it\nstopped because of it: rank 0"
+    )

@@ -9,6 +9,7 @@ import click
 
 from allranks.config import Resolved, resolve
 from allranks.errors import RequestError
+from allranks.job_file import redacted
 from allranks.meeting import Meeting, checked_meeting
 from allranks.units import parse_duration
 
@@ -58,7 +59,13 @@ NUMBERS: Options = (
 )
 MEETING: Options = (
     (("--rendezvous",), {"help": "host:port of node 0, where nodes started by hand meet."}),
-    (("--id", "key"), {"help": "The name of the job that all its nodes give; a secret."}),
+    (
+        ("--id", "key"),
+        {
+            "envvar": "ALLRANKS_ID",
+            "help": "The secret name of the job ($ALLRANKS_ID) on all nodes.",
+        },
+    ),
     (("--hosts",), {"help": "A file of hosts that are reached by ssh."}),
     (("--interface",), {"help": "The network interface that joins the nodes."}),
     (("--join-timeout",), {"type": Duration(), "help": "Seconds until all nodes are there (300)."}),
@@ -155,7 +162,11 @@ def words_of(flags: dict[str, Any], *more: str) -> tuple[str, ...]:
     """The words that describe a job, the same on every node whatever their order was."""
     own = {name for name, value in flags.items() if value not in (None, (), "", False)}
     own -= {"node_rank", "interface", "key", "join_timeout", "as_object"}
-    return (*more, *(f"{name}={flags[name]}" for name in sorted(own)))
+    said = {name: flags[name] for name in sorted(own)}
+    if "settings" in said:
+        pairs = dict(text.partition("=")[::2] for text in said["settings"])
+        said["settings"] = redacted(pairs)
+    return (*more, *(f"{name}={value}" for name, value in said.items()))
 
 
 def course_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,10 +10,8 @@ itself: so does the fork server when the agent dies.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-import select
+import secrets
 import signal
 import socket
 import sys
@@ -21,23 +19,26 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from allranks.errors import (
     EXIT_BAD_REQUEST,
     EXIT_INTERRUPTED,
     EXIT_PLACE_FAILED,
     AllranksError,
+    Interrupted,
     PlaceError,
     RequestError,
 )
-from allranks.launch.channel import Channel, Gone, Message, Refused, knock
-from allranks.launch.facts import facts
-from allranks.launch.interfaces import Doorbell, candidates, reached
+from allranks.launch.channel import Channel, Gone, Message, Refused, knock, wait_for
+from allranks.launch.facts import digest_of, facts
+from allranks.launch.interfaces import Doorbell, Ringing, candidates
 from allranks.launch.linux import die_with_parent
+from allranks.launch.memory import Kills
 from allranks.launch.ports import Reservation
 from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
+from allranks.launch.ticket import ANY, Ticket
 from allranks.pulse import Pulses
 from allranks.world import World
 
@@ -45,43 +46,9 @@ TICK_S = 0.1
 BEATS_S = 0.2
 RETRY_S = 0.2
 CONNECT_S = 5.0
-ANY = -1
 PROBE_S = 3.0
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """What a node must know to come to its job.
-
-    The head listens at one of `addresses`. `node` is the number of this one (`None`: that of the
-    task that a scheduler started it as; `ANY`: one that is free). `words` are
-    those of the command line that describe the job, the same on every node. An agent of which
-    `follows` is true dies with the process that started it.
-    """
-
-    addresses: tuple[str, ...]
-    port: int
-    key: str
-    node: int | None
-    words: tuple[str, ...] = ()
-    program: str = ""
-    interface: str = ""
-    join_timeout_s: float = 300.0
-    node_timeout_s: float = 15.0
-    follows: bool = True
-
-    def to_line(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_line(cls, line: str) -> Ticket:
-        data = json.loads(line)
-        words, addresses = tuple(data["words"]), tuple(data["addresses"])
-        return cls(**{**data, "words": words, "addresses": addresses})
-
-    def for_task(self) -> Ticket:
-        """The same for all tasks of a scheduler."""
-        return dataclasses.replace(self, node=None)
+SUSPENDED_S = 2.0
+PATIENCE = 0.7  # of the head's: this node has ended its ranks when it is given up
 
 
 @dataclass
@@ -109,7 +76,12 @@ class Agent:
         self._beats_at = 0.0
         self._listener: socket.socket | None = None
         self._reserved: list[Reservation] = []
+        self._doorbell: Doorbell | None = None
+        self._ringing: Ringing | None = None
+        self._kills = Kills.now()
         self._answers = {
+            "ping": lambda message: self.channel.send({"answer": True}),
+            "digest": lambda message: self.channel.send({"answer": digest_of(message["program"])}),
             "probe": self._probe,
             "see": self._see,
             "start": self._start,
@@ -133,17 +105,18 @@ class Agent:
         with ExitStack() as stack:
             self.channel = self._connected()
             stack.callback(self.channel.close)
-            doorbell = Doorbell(f"{self.ticket.key[:8]}-{self.node}")
-            stack.callback(doorbell.close)
+            self._doorbell = Doorbell(secrets.token_hex(16))
             stack.callback(self._let_go)
-            self.channel.send(self._introduction(doorbell))
-            return self._serve(doorbell)
+            self.channel.send(self._introduction(self._doorbell))
+            return self._serve()
 
     def _connected(self) -> Channel:
         """The head, once it answers; raises `PlaceError` if it does not, or refuses this node."""
         ticket = self.ticket
         deadline = time.monotonic() + ticket.join_timeout_s
         while True:
+            if self.asked.signals:
+                raise Interrupted(f"{self.name} got {self.asked.signals[0]} before the job began")
             for address in ticket.addresses:
                 try:
                     return self._let_in(address, deadline - time.monotonic())
@@ -151,7 +124,7 @@ class Agent:
                     raise PlaceError(
                         f"{self.name} is refused at {address}:{ticket.port}: {error}"
                     ) from error
-                except OSError as error:
+                except (OSError, UnicodeError) as error:
                     problem = str(error)
             if time.monotonic() > deadline:
                 tried = ", ".join(f"{address}:{ticket.port}" for address in ticket.addresses)
@@ -184,23 +157,40 @@ class Agent:
             "clock": time.monotonic(),
         }
 
-    def _serve(self, doorbell: Doorbell) -> int:
+    def _serve(self) -> int:
+        looked_at = time.monotonic()
         while True:
-            ready: list[Any] = [self.channel, doorbell]
-            ready += [self.server] if self.server is not None else []
+            ready = [self.channel, self._doorbell, self.server]
             behind = [self.channel] if self.channel.is_behind else []
-            select.select(ready, behind, [], TICK_S)
-            doorbell.answer()
+            wait_for([one for one in ready if one is not None], TICK_S, behind)
+            if self._doorbell is not None:
+                self._doorbell.answer()
             for message in self.channel.receive():
                 if message["do"] == "leave":
                     return self._leave(message)
-                self._answers[message["do"]](message)
+                self._obey(message)
+            self._answer_if_ringing_is_over()
             self._report()
-            if time.monotonic() - self.channel.heard_at > self.ticket.node_timeout_s:
+            now = time.monotonic()
+            if (
+                now - looked_at > SUSPENDED_S
+            ):  # this process was: what it did not hear is no silence
+                self.channel.heard_at = now
+            looked_at = now
+            if self.channel.heard_nothing_for() > PATIENCE * self.ticket.node_timeout_s:
                 raise PlaceError(
-                    f"{self.name} heard nothing of the head of the "
-                    f"job for {self.ticket.node_timeout_s:g} s: its processes are ended"
+                    f"{self.name} heard nothing of the head of the job for "
+                    f"{PATIENCE * self.ticket.node_timeout_s:g} s: its processes are ended"
                 )
+
+    def _obey(self, message: Message) -> None:
+        """Do what the head says; what cannot be done here ends this node, and the head hears why."""
+        try:
+            self._answers[message["do"]](message)
+        except Gone:
+            raise
+        except (AllranksError, OSError) as error:
+            self.channel.send({"broken": f"{type(error).__name__}: {error}"})
 
     def _leave(self, message: Message) -> int:
         if message.get("text"):
@@ -227,7 +217,8 @@ class Agent:
             ticket = next(heads for heads, own in self._own.items() if own == exit_.ticket)
             del self._own[ticket]
             self._ranks.pop(ticket, None)
-            self.channel.send({"exited": {**asdict(exit_), "ticket": ticket}})
+            memory = Kills.now().since(self._kills)
+            self.channel.send({"exited": {**asdict(exit_), "ticket": ticket, "memory": memory}})
 
     def _report_beats(self, at_once: bool = False) -> None:
         now = time.monotonic()
@@ -244,11 +235,13 @@ class Agent:
         self.channel.send({"beats": news, "started": started, "clock": now})
 
     def _probe(self, message: Message) -> None:
-        found = {
-            node: reached(addresses, port, token, PROBE_S)
-            for node, (addresses, port, token) in message["nodes"].items()
-        }
-        self.channel.send({"answer": found})
+        """Ring at all other nodes; the answer follows when all have answered, or too late."""
+        self._ringing = Ringing(message["nodes"], PROBE_S)
+
+    def _answer_if_ringing_is_over(self) -> None:
+        if self._ringing is not None and self._ringing.is_over():
+            self.channel.send({"answer": self._ringing.found})
+            self._ringing = None
 
     def _see(self, message: Message) -> None:
         """Whether this node sees what the head wrote, and stands in the same folder."""
@@ -261,6 +254,8 @@ class Agent:
         self.channel.send({"answer": problem})
 
     def _start(self, message: Message) -> None:
+        """All nodes have found each other: who rings now is none of them."""
+        self._close_doorbell()
         self.server = ForkServer(tuple(message["modules"]))
 
     def _listen(self, message: Message) -> None:
@@ -284,6 +279,7 @@ class Agent:
             world = self._ranks[message["ticket"]] = World.from_environment(process.environment)
             if world.attempt not in self._pulses:
                 self._forget_pulses()
+                self._kills = Kills.now()
                 self._pulses[world.attempt] = Pulses(world.local_size)
             pulses = self._pulses[world.attempt]
         listener = -1
@@ -318,6 +314,11 @@ class Agent:
             pulses.close()
         self._pulses.clear()
 
+    def _close_doorbell(self) -> None:
+        if self._doorbell is not None:
+            self._doorbell.close()
+        self._doorbell = None
+
     def _close_listener(self) -> None:
         if self._listener is not None:
             self._listener.close()
@@ -329,6 +330,9 @@ class Agent:
             self.server.close()
         for one in self._reserved:
             one.close()
+        if self._ringing is not None:
+            self._ringing.close()
+        self._close_doorbell()
         self._close_listener()
         self._forget_pulses()
 
@@ -337,7 +341,9 @@ def serve(ticket: Ticket) -> int:
     """Be the agent of this node, to the end of the job; returns the exit code of the job."""
     agent = Agent(ticket)
     stops = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-    before = {number: signal.signal(number, agent.asked.note) for number in stops}
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup: it outlives its terminal
+    held = [number for number in stops if not (number == signal.SIGHUP and ignored)]
+    before = {number: signal.signal(number, agent.asked.note) for number in held}
     try:
         return agent.run()
     except Refused as error:

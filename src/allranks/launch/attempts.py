@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ class Attempts:
             pulses,
             job.hang_timeout,
             self._stop_at(),
+            self.ground.evidence_s,
             lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
         )
         hosts = [rank.host for rank in self.plan.ranks]
@@ -145,7 +147,8 @@ class Attempts:
         """When to stop after a checkpoint: at the time limit, and in time before the place ends."""
         limit = self.plan.job.time_limit
         own = NEVER if limit is None else self.started_at + limit
-        return min(own, self.ground.ends_at - COMMIT_S)
+        left = self.ground.ends_at - time.monotonic()
+        return min(own, self.ground.ends_at - min(COMMIT_S, left / 10))
 
     def _process(self, rank: RankPlan, target: str, attempt: int) -> Process:
         store = f"{rank.world.store}-{attempt}" if rank.world.store else ""
@@ -205,6 +208,9 @@ class Attempts:
             hosts = [rank.host for rank in self.plan.ranks]
             report = hang_report(ended.hang, self.folder.path, attempt, hosts)
             return ProgramError(report), next(iter(ended.hang.missing), None)
+        lost = self.ground.lost() if fault is None or fault.is_victim else ""
+        if lost:  # the peers were quicker to see it than the head
+            return PlaceError(lost), None
         if fault is not None:
             error = error_of(fault, ended, self.folder.path)
             if fault.event is not None and NOT_AT_THE_SAME_STEP in fault.event["message"]:

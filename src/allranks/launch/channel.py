@@ -11,11 +11,13 @@ import hashlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 LARGEST = 1 << 24
 LARGEST_FROM_STRANGERS = 1 << 12
@@ -30,6 +32,24 @@ class Gone(ConnectionError):
 
 class Refused(Gone):
     """The other end does not know the key of this job, or has no place for this node."""
+
+
+class HasFileno(Protocol):
+    """Anything that can be waited for."""
+
+    def fileno(self) -> int: ...
+
+
+def wait_for(
+    ready: Sequence[HasFileno], seconds: float, writable: Sequence[HasFileno] = ()
+) -> None:
+    """Until one of them can be read (or written), however many there are."""
+    poller = select.poll()
+    for one in ready:
+        poller.register(one.fileno(), select.POLLIN)
+    for one in writable:
+        poller.register(one.fileno(), select.POLLIN | select.POLLOUT)
+    poller.poll(1000 * seconds)
 
 
 class Channel:
@@ -105,13 +125,17 @@ class Channel:
                 break
             try:
                 message = json.loads(bytes(self._in[_HEADER.size : end]))
-            except ValueError:
+            except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict):
                 raise Gone("it sent what is no message of ours")
             del self._in[:end]
             found.append(message)
         return found
+
+    def heard_nothing_for(self) -> float:
+        """Seconds since anything came."""
+        return time.monotonic() - self.heard_at
 
     def wait_for_one(self, seconds: float) -> Message:
         """The next message; raises `Gone` when none comes within `seconds`."""
@@ -131,8 +155,14 @@ class Channel:
         self._socket.close()
 
 
-def _proof(key: bytes, who: str, mine: str, theirs: str) -> str:
-    return hmac.new(key, f"allranks {who} {mine} {theirs}".encode(), hashlib.sha256).hexdigest()
+def _proof(key: bytes, who: str, mine: str, theirs: str) -> bytes:
+    """What only who knows the key can say to these two numbers. Strangers may have sent any text."""
+    text = f"allranks {who} {mine} {theirs}".encode(errors="replace")
+    return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="replace")
 
 
 def challenge(channel: Channel) -> str:
@@ -145,22 +175,22 @@ def challenge(channel: Channel) -> str:
 def judge(channel: Channel, key: bytes, nonce: str, answer: Message) -> None:
     """The head's part, second: let a node in that knows the key. Raises `Refused`."""
     given, theirs = str(answer.get("proof", "")), str(answer.get("nonce", ""))
-    if not hmac.compare_digest(given.encode(), _proof(key, "node", nonce, theirs).encode()):
+    if not hmac.compare_digest(_bytes(given), _proof(key, "node", nonce, theirs)):
         channel.send({"refused": "it is not of this job: the id is another"})
         raise Refused("it does not know the id of this job")
     channel.trust()
-    channel.send({"proof": _proof(key, "head", nonce, theirs)})
+    channel.send({"proof": _proof(key, "head", nonce, theirs).decode()})
 
 
 def knock(channel: Channel, key: bytes) -> None:
     """The node's part: show that it knows the key, and see that the head does."""
     nonce = secrets.token_hex(16)
     challenge = str(channel.wait_for_one(MEET_S).get("nonce", ""))
-    channel.send({"nonce": nonce, "proof": _proof(key, "node", challenge, nonce)})
+    channel.send({"nonce": nonce, "proof": _proof(key, "node", challenge, nonce).decode()})
     answer = channel.wait_for_one(MEET_S)
     if "refused" in answer:
         raise Refused(str(answer["refused"]))
     proof = _proof(key, "head", challenge, nonce)
-    if not hmac.compare_digest(str(answer.get("proof", "")).encode(), proof.encode()):
+    if not hmac.compare_digest(_bytes(str(answer.get("proof", ""))), proof):
         raise Refused("whoever listens there does not know the id of this job")
     channel.trust()

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
 from allranks.job import Job
-from allranks.launch.agent import ANY, Ticket, serve
+from allranks.launch.agent import serve
 from allranks.launch.gathering import Call, Gathering, preflight
 from allranks.launch.ground import meeting_at, seats_of, shares
 from allranks.launch.nodes import Node, Nodes
 from allranks.launch.simulated import SimulatedNodes
 from allranks.launch.starters import Wanted, start_agents
-from allranks.launch.supervisor import NEVER
+from allranks.launch.supervisor import EVIDENCE_S, NEVER
+from allranks.launch.ticket import ANY, Ticket
 from allranks.meeting import Meeting
 from allranks.network import Link, rate_of
 from allranks.places import local
@@ -62,9 +63,19 @@ class Cluster:
 
     def again(self, plan: Plan) -> Plan:
         """On the nodes that are left, fewer ranks if need be; raises `PlaceError` if none is."""
-        self.nodes.check_all()
-        if not self.nodes.living:
-            raise PlaceError("no node is left to go on with")
+        while True:
+            self.nodes.check_all()
+            if not self.nodes.living:
+                raise PlaceError(f"no node is left to go on with\n{self.lost()}".rstrip())
+            try:
+                return self._planned(plan)
+            except PlaceError:
+                if not self.nodes.seats[0].lost:
+                    raise
+
+    def _planned(self, plan: Plan) -> Plan:
+        """The plan for the nodes that are there, and a socket at which their ranks meet."""
+        self.nodes.newly_lost()  # what was lost before is not to blame for what comes
         seats = self._take_seats()
         nodes = len({seat.node for seat in seats})
         job = dataclasses.replace(plan.job, ranks=len(seats), nodes=nodes)
@@ -74,6 +85,16 @@ class Cluster:
         if len(seats) == 1:
             return fewer
         return meeting_at(fewer, self.nodes.listen(self.nodes.seats[0]))
+
+    @property
+    def evidence_s(self) -> float:
+        """Exits come from other nodes when their agents, and the network, have had the time."""
+        trips = [node.round_trip_s for node in self.nodes.living if node.measured_at]
+        return EVIDENCE_S + 0.3 + 2 * max(trips, default=0.0)
+
+    def lost(self) -> str:
+        self.nodes.check_all()
+        return "\n".join(f"node {n.name} is lost: {n.lost}" for n in self.nodes.newly_lost())
 
     @contextmanager
     def hosts(self) -> Iterator[tuple[Host, ...]]:
@@ -104,8 +125,9 @@ class Cluster:
         assert node.chosen is not None, "preflight comes first"
         hosts = list(dict.fromkeys(one.name for one in living)) if self.per_rank else []
         position = hosts.index(node.name) if self.per_rank else living.index(node)
-        machines = sorted({one.facts.machine for one in self.nodes.nodes})
-        return Seat(position, node.name, node.chosen.name, machines.index(node.facts.machine))
+        shared = [(one.facts.machine, one.facts.processors) for one in self.nodes.nodes]
+        machine = shared.index((node.facts.machine, node.facts.processors))
+        return Seat(position, node.name, node.chosen.name, machine)
 
     def look(self, beats: Sequence[Beat]) -> None:
         """Break what is to be broken, once all ranks have come so far."""
@@ -133,20 +155,28 @@ class Cluster:
 
 
 @contextmanager
-def gathered(wanted: Wanted) -> Iterator[Cluster]:
+def gathered(wanted: Wanted, interrupted: Callable[[], None] = lambda: None) -> Iterator[Cluster]:
     """The nodes that are wanted, all there and checked; they are let go at the end.
 
+    `interrupted` is called while nodes come together: it raises if somebody wants an end of it.
     Raises `PlaceError` that names who is missing, or in what the nodes differ.
     """
     with ExitStack() as stack:
         started = stack.enter_context(start_agents(wanted))
         call = Call(started.names, started.key, wanted.words, wanted.meeting.join_timeout_s)
-        found = Gathering(call, started.listener, started.check).wait_for_all()
-        nodes = Nodes(found, wanted.meeting.node_timeout_s, started.watch)
+
+        def check() -> None:
+            started.check()
+            interrupted()
+
+        found = Gathering(call, started.listener, check).wait_for_all()
+        watch, said = started.watch, started.said
+        nodes = Nodes(found, wanted.meeting.node_timeout_s, watch, said)
         code, text = EXIT_PROGRAM_FAILED, ""
-        made = wanted.shared is not None and not wanted.shared.exists()
+        made = _missing(wanted.shared)
         try:
-            preflight(nodes, wanted.shared, os.getcwd())
+            preflight(nodes, wanted.shared, os.getcwd(), wanted.program)
+            interrupted()
             nodes.start_servers(wanted.modules)
             per_rank = wanted.meeting.per_rank
             counts = shares(wanted.ranks, wanted.nodes, started.slots)
@@ -164,9 +194,14 @@ def gathered(wanted: Wanted) -> Iterator[Cluster]:
             raise
         finally:
             nodes.leave(code, f"allranks: {text}" if text else "")
-            if made and wanted.shared is not None:
+            for folder in made:
                 with suppress(OSError):  # something is in it, or it was not made
-                    wanted.shared.rmdir()
+                    folder.rmdir()
+
+
+def _missing(folder: Path | None) -> list[Path]:
+    """The folder and those above it that are not there yet, the deepest first."""
+    return [] if folder is None else [p for p in (folder, *folder.parents) if not p.exists()]
 
 
 def is_head(meeting: Meeting) -> bool:
@@ -192,7 +227,7 @@ def take_part(meeting: Meeting, words: tuple[str, ...], program: str = "") -> in
         meeting.key,
         ANY if meeting.node_rank is None else meeting.node_rank,
         words,
-        program if ".py" in program else "",
+        program,
         meeting.interface,
         meeting.join_timeout_s,
         meeting.node_timeout_s,

@@ -28,7 +28,8 @@ MUST_BE_EQUAL = ("allranks", "source", "python", "program", "torch", "tensorflow
 class Facts:
     """One node: its host, its versions, its devices and its limits. Unknown is `None`.
 
-    `machine` is the same for simulated nodes, which share one.
+    `machine` is the same for simulated nodes, which share one; `processors` are the numbers of those
+    that this process may use.
     """
 
     host: str
@@ -40,6 +41,7 @@ class Facts:
     system: str
     processor: str | None
     cores: int
+    processors: str
     memory_bytes: int | None
     shared_memory_bytes: int | None
     open_files: int
@@ -54,6 +56,7 @@ class Facts:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Facts:
+        """Raises `TypeError` for facts of another version of this package."""
         return cls(**data)
 
     def compared(self) -> dict[str, str | None]:
@@ -75,6 +78,7 @@ def facts(program: str = "") -> Facts:
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         processor=_named_in(Path("/proc/cpuinfo"), "model name"),
         cores=len(os.sched_getaffinity(0)),
+        processors=",".join(map(str, sorted(os.sched_getaffinity(0)))),
         memory_bytes=_memory(),
         shared_memory_bytes=_free(Path("/dev/shm")),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],

@@ -8,8 +8,8 @@ other? What is wrong is said by name, once, for all nodes.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
-import select
 import shlex
 import socket
 import time
@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.errors import EXIT_BAD_REQUEST, PlaceError, RequestError
-from allranks.launch.agent import ANY
-from allranks.launch.channel import Channel, Gone, Message, Refused, challenge, judge
+from allranks.errors import EXIT_BAD_REQUEST, Interrupted, PlaceError, RequestError
+from allranks.launch.channel import Channel, Gone, Message, Refused, challenge, judge, wait_for
 from allranks.launch.facts import Facts, differences
 from allranks.launch.interfaces import Interface
 from allranks.launch.nodes import Node, Nodes
+from allranks.launch.ticket import ANY
 
 GUEST_S = 10.0
-MOST_GUESTS = 1024
+ALIVE_EVERY_S = 1.0
+MOST_GUESTS = 256
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Gathering:
     _guests: list[_Guest] = field(default_factory=list)
     _there: dict[int, Node] = field(default_factory=dict)
     _turned_away: list[str] = field(default_factory=list)
+    _alive_at: float = 0.0
 
     def wait_for_all(self) -> list[Node]:
         """All nodes, in order. Raises `PlaceError` that names who has not come in time.
@@ -70,8 +72,7 @@ class Gathering:
         deadline = time.monotonic() + self.call.join_timeout_s
         try:
             while len(self._there) < len(self.call.names):
-                ready: list[Any] = [self.listener, *(g.channel for g in self._guests)]
-                select.select(ready, [], [], 0.1)
+                wait_for([self.listener, *(guest.channel for guest in self._guests)], 0.1)
                 self._open()
                 for guest in list(self._guests):
                     self._hear(guest)
@@ -89,11 +90,14 @@ class Gathering:
         return [self._there[number] for number in sorted(self._there)]
 
     def _open(self) -> None:
-        with suppress(BlockingIOError):
+        """Let in who knocks, as far as there is room; without it they wait outside."""
+        with suppress(OSError):
             while len(self._guests) < MOST_GUESTS:
                 channel = Channel(self.listener.accept()[0])
-                with suppress(Gone):
+                try:
                     self._guests.append(_Guest(channel, challenge(channel), time.monotonic()))
+                except Gone:
+                    channel.close()
 
     def _hear(self, guest: _Guest) -> None:
         """One word of a guest: first its proof, then who it is."""
@@ -110,7 +114,8 @@ class Gathering:
             self._forget(guest)
         except Gone:
             self._forget(guest)
-        if guest in self._guests and time.monotonic() - guest.since > GUEST_S:
+        too_long = time.monotonic() - guest.since > GUEST_S
+        if guest in self._guests and too_long and not guest.trusted:
             self._forget(guest)
 
     def _forget(self, guest: _Guest) -> None:
@@ -118,7 +123,13 @@ class Gathering:
         guest.channel.close()
 
     def _seat(self, channel: Channel, told: Message) -> None:
-        node = _node_of(channel, told)
+        try:
+            node = _node_of(channel, told)
+        except (KeyError, TypeError, ValueError, IndexError):
+            why = "it runs another version of allranks"
+            self._turned_away.append(f"a node: {why}")
+            _send_away(channel, EXIT_BAD_REQUEST, f"this node is refused: {why}")
+            return
         if node.number == ANY:
             node.number = next(
                 n for n in range(1, len(self.call.names) + 1) if n not in self._there
@@ -141,13 +152,21 @@ class Gathering:
         _send_away(node.channel, EXIT_BAD_REQUEST, text)
 
     def _look_after_those_that_wait(self) -> None:
-        """A node may be gone again before the others are there; its place is free then."""
+        """A node may be gone again before the others are there; its place is free then.
+
+        Those that are there hear meanwhile that the head is.
+        """
+        now = time.monotonic()
+        due = now - self._alive_at > ALIVE_EVERY_S
+        self._alive_at = now if due else self._alive_at
         for number, node in list(self._there.items()):
             try:
                 node.channel.flush()
+                if due:
+                    node.channel.send({"do": "alive", "at": now})
                 for message in node.channel.receive():
-                    if "asked" in message:
-                        raise PlaceError(f"node {number} ({node.name}) got {message['asked']}")
+                    if message.get("asked", "SIGUSR2") != "SIGUSR2":
+                        raise Interrupted(f"node {number} ({node.name}) got {message['asked']}")
             except Gone:
                 self._there.pop(number).channel.close()
 
@@ -194,11 +213,17 @@ def _other_words(node: Node, words: tuple[str, ...]) -> RequestError:
     )
 
 
-def preflight(nodes: Nodes, shared: Path | None, cwd: str) -> None:
+def preflight(nodes: Nodes, shared: Path | None, cwd: str, program: str = "") -> None:
     """What is wrong before anything is started; chooses the address of every node.
 
-    With `shared`, a folder of the job, every node has to see it. Raises `PlaceError`.
+    With `shared`, a folder of the job, every node has to see it; `program` is a file that has to be
+    the same on all. Raises `PlaceError`.
     """
+    if shared is not None:
+        _check_shared(nodes, shared, cwd)
+    for node in nodes.living if program else ():
+        digest = nodes.ask(node, {"do": "digest", "program": program})
+        node.facts = dataclasses.replace(node.facts, program=digest)
     names = {f"node {node.number} ({node.name})": node.facts for node in nodes.living}
     if unequal := differences(names):
         raise PlaceError(
@@ -206,14 +231,20 @@ def preflight(nodes: Nodes, shared: Path | None, cwd: str) -> None:
             + "\n".join(f"  {line}" for line in unequal)
             + "\ninstall the same on every node, or share one environment"
         )
-    if shared is not None:
-        _check_shared(nodes, shared, cwd)
     choose_addresses(nodes)
 
 
 def _check_shared(nodes: Nodes, folder: Path, cwd: str) -> None:
     """Every node reads what is written here now."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(
+            asked=f"--run-dir below {folder}",
+            found=str(error),
+            why="a job writes its record and its checkpoints there",
+            do="name a folder that can be written",
+        ) from None
     content, probe = secrets.token_hex(8), folder / f".allranks-probe-{secrets.token_hex(8)}"
     probe.write_text(content)
     try:

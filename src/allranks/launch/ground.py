@@ -15,6 +15,7 @@ from typing import Protocol
 from allranks.job import Job
 from allranks.launch.process import Processes
 from allranks.launch.server import ForkServer
+from allranks.launch.supervisor import EVIDENCE_S
 from allranks.places import local
 from allranks.places.base import Plan, Seat, Shape
 from allranks.pulse import Beat
@@ -27,6 +28,15 @@ class Ground(Protocol):
     @property
     def server(self) -> Processes:
         """Who owns the ranks."""
+        ...
+
+    @property
+    def evidence_s(self) -> float:
+        """How much later than a victim the cause of a fault may be heard of."""
+        ...
+
+    def lost(self) -> str:
+        """What is lost of it and was not before, in words; "" if it is all there."""
         ...
 
     @property
@@ -56,6 +66,13 @@ class OneMachine:
     """All ranks on this machine."""
 
     server: ForkServer
+
+    @property
+    def evidence_s(self) -> float:
+        return EVIDENCE_S
+
+    def lost(self) -> str:
+        return ""
 
     @property
     def ends_at(self) -> float:
@@ -95,7 +112,7 @@ def meeting_at(plan: Plan, address: str) -> Plan:
 
 def shares(ranks: int, nodes: int, slots: Sequence[int] = ()) -> tuple[int, ...]:
     """How many ranks each node gets: its slots if they add up, else as even as it goes."""
-    if sum(slots) == ranks and len(slots) == nodes:
+    if sum(slots) == ranks and len(slots) == nodes and all(slots):
         return tuple(slots)
     whole, over = divmod(ranks, nodes)
     return tuple(whole + (number < over) for number in range(nodes))

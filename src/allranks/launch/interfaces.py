@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
@@ -68,7 +69,6 @@ class Doorbell:
         self.token = token
         self._socket = socket.create_server(("0.0.0.0", 0))
         self._socket.setblocking(False)
-        self._callers: list[socket.socket] = []
 
     @property
     def port(self) -> int:
@@ -76,44 +76,51 @@ class Doorbell:
 
     def answer(self) -> None:
         """Greet all who ring; never waits."""
-        with suppress(BlockingIOError):
+        with suppress(OSError):
             while True:
                 caller, _ = self._socket.accept()
-                self._callers.append(caller)
-                with suppress(OSError):
+                with caller, suppress(OSError):
                     caller.send(GREETING + self.token.encode())
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def close(self) -> None:
-        for one in (*self._callers, self._socket):
-            one.close()
+        self._socket.close()
 
 
-def reached(addresses: Iterable[str], port: int, token: str, seconds: float) -> list[str]:
-    """Those of a node's addresses at which it answers with its token, tried all at once."""
-    expected, found = GREETING + token.encode(), []
-    tried: dict[str, socket.socket] = {}
-    for address in addresses:
-        tried[address] = one = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        one.setblocking(False)
-        one.connect_ex((address, port))
-    deadline = time.monotonic() + seconds
-    while tried and time.monotonic() < deadline:
-        for address, one in list(tried.items()):
+class Ringing:
+    """Rings at all addresses of all other nodes at once; `bells` are name -> (addresses, port, token)."""
+
+    def __init__(self, bells: Mapping[str, tuple[Sequence[str], int, str]], seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self.found: dict[str, list[str]] = {name: [] for name in bells}
+        self._tried: dict[tuple[str, str], socket.socket] = {}
+        self._expected = {name: GREETING + token.encode() for name, (_, _, token) in bells.items()}
+        for name, (addresses, port, _) in bells.items():
+            for address in addresses:
+                one = self._tried[name, address] = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                one.setblocking(False)
+                one.connect_ex((address, port))
+
+    def is_over(self) -> bool:
+        """Look who has answered; true when nobody is waited for any more. Never waits."""
+        for (name, address), one in list(self._tried.items()):
             try:
                 answer = one.recv(256)
-            except BlockingIOError:
-                continue
             except OSError as error:
-                if error.errno == 107:  # not connected yet
+                if error.errno in (errno.EAGAIN, errno.ENOTCONN):
                     continue
                 answer = b""
-            if answer == expected:
-                found.append(address)
-            tried.pop(address).close()
-        time.sleep(0.01)
-    for one in tried.values():
-        one.close()
-    return found
+            if answer == self._expected[name]:
+                self.found[name].append(address)
+            self._tried.pop((name, address)).close()
+        if self._tried and time.monotonic() < self._deadline:
+            return False
+        self.close()
+        return True
+
+    def close(self) -> None:
+        for one in self._tried.values():
+            one.close()
+        self._tried.clear()

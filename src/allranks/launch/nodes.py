@@ -9,15 +9,15 @@ agent tells of its monotonic clock is put on ours by the shortest round trip see
 from __future__ import annotations
 
 import itertools
-import select
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from allranks.errors import PlaceError
-from allranks.launch.channel import Channel, Gone, Message
+from allranks.launch.channel import Channel, Gone, Message, wait_for
 from allranks.launch.facts import Facts
 from allranks.launch.interfaces import Interface
 from allranks.launch.process import Exit, Process, Stand
@@ -25,6 +25,9 @@ from allranks.launch.server import checked_size
 from allranks.pulse import Pulses
 
 ALIVE_EVERY_S = 1.0
+SILENT_S = 3.0
+SUSPENDED_S = 2.0
+CLOCKS_LAST_S = 60.0
 ANSWER_S = 60.0
 LEAVE_S = 5.0
 
@@ -41,6 +44,7 @@ class Node:
     words: tuple[str, ...]
     clock_ahead_s: float
     round_trip_s: float = float("inf")
+    measured_at: float = 0.0
     chosen: Interface | None = None
     lost: str = ""
     tickets: dict[int, int] = field(default_factory=dict)  # ticket -> rank
@@ -63,6 +67,7 @@ class Nodes:
 
     `seats` are the nodes of ranks 0, 1, 2 …; who wants other processes started sets it first.
     `on_idle` is called about ten times a second: it may raise if what holds the nodes has failed.
+    `last_words(number)` is what the agent of a node has printed, where that is known here.
     """
 
     def __init__(
@@ -70,8 +75,10 @@ class Nodes:
         nodes: list[Node],
         node_timeout_s: float,
         on_idle: Callable[[], None] = lambda: None,
+        last_words: Callable[[int], str] = lambda number: "",
     ) -> None:
         self.nodes = nodes
+        self.last_words = last_words
         self.node_timeout_s = node_timeout_s
         self.on_idle = on_idle
         self.seats: tuple[Node, ...] = ()
@@ -80,7 +87,8 @@ class Nodes:
         self._pulses: Pulses | None = None
         self._wanted: tuple[float, ...] = ()
         self._asked = ""
-        self._alive_at = 0.0
+        self._alive_at = self._looked_at = self._awake_since = time.monotonic()
+        self._reported: set[int] = set()
 
     @property
     def living(self) -> list[Node]:
@@ -91,8 +99,16 @@ class Nodes:
         return self.seats[rank] if self.seats else self.living[0]
 
     def check_all(self) -> None:
-        """Hear all nodes once more: who is lost is known afterwards."""
-        self._pump(0.0)
+        """Have a word of every node: who is lost is known afterwards."""
+        for node in self.living:
+            with suppress(PlaceError):
+                self.ask(node, {"do": "ping"}, seconds=2 * self.node_timeout_s)
+
+    def newly_lost(self) -> list[Node]:
+        """The nodes that are lost, each told once."""
+        found = [n for n in self.nodes if n.lost and n.number not in self._reported]
+        self._reported |= {node.number for node in found}
+        return found
 
     def start_servers(self, modules: tuple[str, ...]) -> None:
         """A fork server on every node, with these modules imported."""
@@ -150,6 +166,13 @@ class Nodes:
     def wake(self) -> None:
         """Nothing: every agent wakes its own fork server when it hears that the head is alive."""
 
+    def is_silent(self) -> bool:
+        return any(self._silence(node) > SILENT_S for node in self.living)
+
+    def _silence(self, node: Node) -> float:
+        """Seconds without a word of it, in which somebody listened."""
+        return time.monotonic() - max(node.channel.heard_at, self._awake_since)
+
     def asked(self) -> str:
         return self._asked
 
@@ -171,23 +194,25 @@ class Nodes:
         if not living:
             time.sleep(timeout_s)
         behind = [node.channel for node in living if node.channel.is_behind]
-        ready, _, _ = select.select([node.channel for node in living], behind, [], timeout_s)
+        wait_for([node.channel for node in living], timeout_s, behind)
         for node in living:
             try:
                 node.channel.flush()
-                if node.channel in ready:
-                    for message in node.channel.receive():
-                        self._take(node, message)
+                for message in node.channel.receive():
+                    self._take(node, message)
             except Gone as error:
                 self._lose(node, str(error))
         now = time.monotonic()
+        if now - self._looked_at > timeout_s + SUSPENDED_S:  # nobody listened: this was suspended
+            self._awake_since = now
+        self._looked_at = now
         self._pass_on_what_is_wanted()
         if now - self._alive_at > ALIVE_EVERY_S:
             self._alive_at = now
             for node in self.living:
                 self._send(node, {"do": "alive", "at": now})
         for node in self.living:
-            silent = now - node.channel.heard_at
+            silent = self._silence(node)
             if silent > self.node_timeout_s:
                 self._lose(node, f"no word of it for {silent:.0f} s (--node-timeout)")
         self.on_idle()
@@ -203,9 +228,10 @@ class Nodes:
                 if self._pulses is not None and rank in node.tickets.values():
                     self._pulses.put_row(rank, row, node.clock_ahead_s)
         elif "alive" in message:
-            trip = time.monotonic() - message["alive"]
-            if trip < node.round_trip_s:
-                node.round_trip_s = trip
+            now = time.monotonic()
+            trip = now - message["alive"]
+            if trip < node.round_trip_s or now - node.measured_at > CLOCKS_LAST_S:  # clocks drift
+                node.round_trip_s, node.measured_at = trip, now
                 node.clock_ahead_s = message["clock"] - (message["alive"] + trip / 2)
         elif "asked" in message:
             self._note_asked(message["asked"])
@@ -215,12 +241,13 @@ class Nodes:
     def _take_exit(self, node: Node, told: dict[str, Any]) -> None:
         if node.tickets.pop(told["ticket"], None) is not None:
             when = told["monotonic"] - node.clock_ahead_s
-            self._exits.append(Exit(**{**told, "monotonic": when}))
+            ahead = node.clock_ahead_s
+            self._exits.append(Exit(**{**told, "monotonic": when, "clock_ahead_s": ahead}))
 
     def _note_asked(self, name: str) -> None:
         """A scheduler tells all nodes at once to stop, or to save."""
         if name == signal.SIGUSR2.name:
-            if self._pulses is not None:
+            if self._pulses is not None and not self._pulses.is_closed:
                 self._pulses.ask_to_save()
         else:
             self._asked = self._asked or name
@@ -242,7 +269,8 @@ class Nodes:
                 self._lose(node, str(error))
 
     def _lose(self, node: Node, why: str) -> None:
-        node.lost = node.lost or why
+        said = self.last_words(node.number).strip()
+        node.lost = node.lost or (f"{why}\nits agent said: {said}" if said else why)
         node.channel.close()
         self._report_lost(node)
 

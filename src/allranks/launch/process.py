@@ -36,7 +36,8 @@ class Exit:
     """How a process ended: `code` < 0 is minus the signal; `monotonic` is this host's clock.
 
     `peak_bytes` is the most memory that it, or a process that it waited for, held at once. `lost`
-    says what became of its node, if that is why nothing more is known.
+    says what became of its node, if that is why nothing more is known. On another node, its clock is
+    ahead of ours by `clock_ahead_s`, and `memory` is what its kernel says of processes it killed.
     """
 
     ticket: int
@@ -45,6 +46,8 @@ class Exit:
     peak_bytes: int = 0
     host: str = field(default_factory=socket.gethostname)
     lost: str = ""
+    clock_ahead_s: float = 0.0
+    memory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,10 @@ class Processes(Protocol):
 
     def wake(self) -> None:
         """Let those that own processes go on if somebody has stopped them."""
+        ...
+
+    def is_silent(self) -> bool:
+        """Whether some node has not been heard of for a while, and may be lost."""
         ...
 
     def asked(self) -> str:

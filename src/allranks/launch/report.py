@@ -102,8 +102,10 @@ def first_fault(
         told_to = rank in ended.stopped and event is None and not exit_.lost
         if (exit_.code == 0 and not must_say_so) or told_to:
             continue
-        when = min(exit_.monotonic, event["monotonic"] if event else exit_.monotonic)
-        killed = memory if exit_.code == -signal.SIGKILL or _lost_a_child(event) else ""
+        said_at = event["monotonic"] - exit_.clock_ahead_s if event else exit_.monotonic
+        when = min(exit_.monotonic, said_at)
+        counted = memory if exit_.memory is None else exit_.memory
+        killed = counted if exit_.code == -signal.SIGKILL or _lost_a_child(event) else ""
         beat = next((beat for beat in beats if beat.rank == rank), None)
         faults.append(
             Fault(

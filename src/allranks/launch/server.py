@@ -106,6 +106,9 @@ class ForkServer:
         written = stacks_of(pids, {rank: self._stacks[ticket] for rank, ticket in there.items()})
         return {rank: Stand(states[rank], written[rank]) for rank in there}
 
+    def is_silent(self) -> bool:
+        return False
+
     def asked(self) -> str:
         """Never: whoever asks for something on this machine asks the supervisor itself."""
         return ""

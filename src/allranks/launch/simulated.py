@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from allranks.errors import PlaceError
 from allranks.launch import leftovers
-from allranks.launch.agent import Ticket
+from allranks.launch.ticket import Ticket
 from allranks.network import Link, Network
 
 CLOSE_TIMEOUT_S = 10.0

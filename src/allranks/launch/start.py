@@ -24,7 +24,7 @@ from allranks.job_file import redacted
 from allranks.launch.attempts import Attempts
 from allranks.launch.cluster import gathered
 from allranks.launch.ground import Foreseen, Ground, OneMachine
-from allranks.launch.leftovers import scratch_folder
+from allranks.launch.leftovers import scratch_folder, sweep
 from allranks.launch.process import Process
 from allranks.launch.report import error_of, first_fault
 from allranks.launch.server import ForkServer
@@ -96,14 +96,23 @@ def plan_only(resolved: Resolved, meeting: Meeting) -> Iterator[tuple[Plan, Fork
 
 
 @contextmanager
-def ground_of(job: Job, meeting: Meeting, words: tuple[str, ...] = ()) -> Iterator[Ground]:
+def ground_of(
+    job: Job, meeting: Meeting, words: tuple[str, ...] = (), signals: Signals | None = None
+) -> Iterator[Ground]:
     """Where this job runs: a fork server here, or its nodes, once all have come together."""
     modules = preload_for(job.program)
     if job.place == "local":
         with ForkServer(modules) as server:
             yield OneMachine(server)
         return
-    with gathered(_wanted(job, meeting, words, modules)) as cluster:
+
+    def interrupted() -> None:
+        if signals is not None and signals.reason:
+            raise Interrupted(f"interrupted ({signals.reason}) before anything was started")
+
+    wanted = _wanted(job, meeting, words, modules)
+    sweep(wanted.shared)
+    with gathered(wanted, interrupted) as cluster:
         cluster.plant(job.inject)
         yield cluster
 
@@ -136,7 +145,9 @@ def run_job(
         if server is not None:
             ground = OneMachine(server)
         if ground is None:
-            ground = stack.enter_context(ground_of(resolved.job, meeting or Meeting(), words))
+            ground = stack.enter_context(
+                ground_of(resolved.job, meeting or Meeting(), words, signals)
+            )
         plan = plan_job(resolved, ground, signals)
         changes = _changes(resolved, plan)
         folder = RunFolder(Path(plan.job.run_dir), goes_on=_goes_on(resolved))

@@ -26,22 +26,24 @@ from allranks.allocation import Allocation
 from allranks.errors import PlaceError, RequestError
 from allranks.hostfile import HostSlots, read_hostfile
 from allranks.launch import leftovers
-from allranks.launch.agent import Ticket
 from allranks.launch.ground import seats_of, shares
 from allranks.launch.interfaces import candidates, interfaces
 from allranks.launch.simulated import SimulatedNodes
 from allranks.launch.slurm import end_time_of
+from allranks.launch.ticket import Ticket
 from allranks.meeting import Meeting
 from allranks.network import INSIDE, network_of
 from allranks.places.base import Seat
 from allranks.topology import Host
 
 END_TIMEOUT_S = 5.0
+LAST_WORDS = 2000
 AGENT = ("-P", "-m", "allranks.launch.agent")
 OF_THE_JOB = (  # what a batch script was given for its ranks, and srun would give to each agent
     *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS"),
     *("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION"),
     *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE"),
+    *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU"),
 )
 
 
@@ -69,7 +71,7 @@ class Started:
 
     `check` raises `PlaceError` if one of them will not come, `watch` if what holds the nodes has
     failed. `slots` are the ranks that fit on each node, where that is known. At `ends_at` (monotonic)
-    a scheduler takes the nodes away.
+    a scheduler takes the nodes away. `said(number)` is what the agent of a node has printed.
     """
 
     names: tuple[str, ...]
@@ -79,6 +81,7 @@ class Started:
     watch: Callable[[], None] = lambda: None
     slots: tuple[int, ...] = ()
     ends_at: float = float("inf")
+    said: Callable[[int], str] = lambda number: ""
     simulated: SimulatedNodes | None = None
 
 
@@ -144,7 +147,9 @@ def _on_simulated_nodes(wanted: Wanted) -> Iterator[Started]:
         for number in range(wanted.nodes):
             made.start(number, _ticket(wanted, key, (host,), port, number))
         names = tuple(network.name(number) for number in range(wanted.nodes))
-        yield Started(names, key, made.listener, made.check, made.check, simulated=made)
+        yield Started(
+            names, key, made.listener, made.check, made.check, said=made.said, simulated=made
+        )
 
 
 @contextmanager
@@ -155,8 +160,10 @@ def _by_hand(wanted: Wanted) -> Iterator[Started]:
     with ExitStack() as stack:
         try:
             address = socket.gethostbyname(host)
+            if address.startswith("127.") and not host.startswith("127.") and wanted.nodes > 1:
+                raise OSError(f"{host} is {address} here, which no other machine reaches")
             listener = stack.enter_context(socket.create_server((address, port), backlog=1024))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             own = ", ".join(one.address for one in interfaces())
             raise RequestError(
                 asked=f"--rendezvous {meeting.rendezvous} --node-rank 0",
@@ -168,7 +175,7 @@ def _by_hand(wanted: Wanted) -> Iterator[Started]:
         ticket = _ticket(wanted, meeting.key, (address,), port, 0)
         agents.start("node 0", [sys.executable, *AGENT], ticket)
         names = tuple(f"node {number}" for number in range(wanted.nodes))
-        yield Started(names, meeting.key, listener, agents.check)
+        yield Started(names, meeting.key, listener, agents.check, said=agents.said)
 
 
 @contextmanager
@@ -186,8 +193,8 @@ def _by_ssh(wanted: Wanted) -> Iterator[Started]:
             ticket = _ticket(wanted, key, addresses, listener.getsockname()[1], number)
             words = ["ssh", "-o", "BatchMode=yes", "-T", host.host, f"{there} && exec {command}"]
             agents.start(host.host, words, ticket)
-        slots = tuple(host.slots or 0 for host in hosts)
-        yield Started(tuple(host.host for host in hosts), key, listener, agents.check, slots=slots)
+        names, slots = tuple(host.host for host in hosts), tuple(host.slots or 0 for host in hosts)
+        yield Started(names, key, listener, agents.check, slots=slots, said=agents.said)
 
 
 @contextmanager
@@ -252,8 +259,9 @@ def _srun(job: Allocation, wanted: Wanted, tasks: int) -> list[str]:
     words += ["--no-kill", "--export=ALL", "--unbuffered", "--distribution=block"]
     if not wanted.meeting.per_rank:
         words += ["--ntasks-per-node=1", "--cpu-bind=none", "--mem=0", "--overlap"]
-        if job.cpus_per_task is not None:
-            words.append(f"--cpus-per-task={job.cpus_per_task * max(job.tasks_per_node)}")
+    if job.cpus_per_task is not None:
+        tasks_of_an_agent = 1 if wanted.meeting.per_rank else max(job.tasks_per_node)
+        words.append(f"--cpus-per-task={job.cpus_per_task * tasks_of_an_agent}")
     return [*words, sys.executable, *AGENT]
 
 
@@ -307,12 +315,22 @@ class _Agents:
                     f"ended with code {process.returncode}\n{said}".rstrip()
                 )
 
+    def said(self, number: int) -> str:
+        """What the command that brought this agent has printed, the end of it."""
+        if number >= len(self._all):
+            return ""
+        output = self._all[number][2]
+        output.seek(0)
+        return output.read().decode(errors="replace")[-LAST_WORDS:]
+
     def __enter__(self) -> _Agents:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """They end by themselves when the head is gone; one that does not is killed."""
+        """They end by themselves when the head lets them go; one that does not is killed."""
         for _name, process, output in self._all:
+            if error[0] is not None:  # who has not come yet goes on looking for the head
+                process.terminate()
             try:
                 process.wait(END_TIMEOUT_S)
             except subprocess.TimeoutExpired:

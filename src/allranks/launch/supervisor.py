@@ -35,12 +35,14 @@ class Care:
     """What is watched beside the exits, for processes that have a pulse.
 
     `hang_timeout_s` 0 waits for ever; `stop_at` is on the monotonic clock. `ended_well(rank)` says
-    whether a process that left with a bad exit code had done its work all the same.
+    whether a process that left with a bad exit code had done its work all the same. After the first
+    fault `evidence_s` pass before the others are stopped: the cause may be told after its victim.
     """
 
     pulses: Pulses
     hang_timeout_s: float = 0.0
     stop_at: float = NEVER
+    evidence_s: float = EVIDENCE_S
     ended_well: Callable[[int], bool] = lambda rank: False
 
 
@@ -119,7 +121,8 @@ class _Watch:
             self.exits[rank] = ended
             fine = ended.code == 0 or (self.care is not None and self.care.ended_well(rank))
             if not fine:
-                self.stop_at = min(self.stop_at, time.monotonic() + EVIDENCE_S)
+                evidence_s = EVIDENCE_S if self.care is None else self.care.evidence_s
+                self.stop_at = min(self.stop_at, time.monotonic() + evidence_s)
 
     def look_for_a_hang(self) -> None:
         """If the ranks show no life, take down where each of them stands, and kill them all.
@@ -131,6 +134,8 @@ class _Watch:
             self.awake_since = now
         self.looked_at = now
         if self.care is None or not self.care.hang_timeout_s or self.hang or self.stopped:
+            return
+        if self.server.is_silent():  # who waits for a lost node does not hang: that comes first
             return
         there = {rank: t for t, rank in self.alive.items() if self.server.started(t)}
         self.hang = find_hang(
