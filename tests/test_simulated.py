@@ -6,6 +6,7 @@ make some of their own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from allranks.check.against_one import check_against_one
 from allranks.config import resolve
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.launch.cluster import Cluster
@@ -151,6 +153,22 @@ def test_without_restarts_the_report_names_the_node(tmp_path: Path) -> None:
     assert failed.value.exit_code == 3
     assert str(failed.value).startswith("node node0 is lost at step ")
     assert str(failed.value).endswith("stopped because of it: rank 2, 3")
+
+
+def test_a_check_compares_nodes_with_one_process(
+    server: ForkServer, nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        "allranks.launch.start.ground_of", lambda *job: contextlib.nullcontext(nodes)
+    )
+    resolved = resolve("digits", {**ON_NODES, "steps": 3, "precision": "fp64"})
+    verdict = check_against_one(resolved, tmp_path, server)
+    assert verdict.equal and verdict.comparison.steps == 3
+    events = read_events(tmp_path / "candidate")
+    assert {row["host"] for row in events if row["event"] == "ready"} == {
+        "node0",
+        "node1",
+    }
 
 
 def test_a_slow_link_is_slow(nodes: Cluster, tmp_path: Path) -> None:

@@ -78,6 +78,22 @@ PartitionName=short Nodes={names} MaxTime={short_minutes} MaxNodes=1 State=UP
 PartitionName=gpu Nodes=g1 MaxTime={debug_minutes} State=UP
 """
 
+SSHD = """
+HostKey {keys}/host
+AuthorizedKeysFile {keys}/user.pub
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+"""
+SSH = """
+IdentityFile {keys}/user
+StrictHostKeyChecking no
+UserKnownHostsFile {keys}/known
+LogLevel ERROR
+"""
+
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 
 T = TypeVar("T")
@@ -304,6 +320,28 @@ class SlurmHere:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+            )
+
+    def start_sshd(self) -> None:
+        """An ssh server on each node; on the head `ssh NODE` gets in without a question."""
+        keys = self.folder / "ssh"
+        keys.mkdir(mode=0o700)
+        for name in ("host", "user"):
+            self.ask("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name))
+        (keys / "server").write_text(SSHD.format(keys=keys))
+        (keys / "client").write_text(SSH.format(keys=keys))
+        ssh = self.work / "bin" / "ssh"
+        ssh.parent.mkdir()
+        ssh.write_text(f'#!/bin/sh\nexec {found("ssh")} -F {keys}/client "$@"\n')
+        ssh.chmod(0o755)
+        for name in NODES:
+            own_run = "mount -t tmpfs tmpfs /run && mkdir -m 755 /run/sshd"
+            assert self.on_node(name, "sh", "-c", own_run).returncode == 0
+            self._daemon(f"sshd-{name}", name, "sshd", "-D", "-e", "-f", str(keys / "server"))
+            self.wait_for(
+                lambda name=name: self.run(str(ssh), name, "true").returncode == 0,  # type: ignore[misc]
+                60,
+                f"ssh to {name}",
             )
 
     def _answers(self) -> bool:

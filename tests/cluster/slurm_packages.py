@@ -1,4 +1,4 @@
-"""Puts the programs of Slurm and munge on this machine, if they are not there, with apt-get.
+"""Puts the programs of Slurm, munge and ssh on this machine, if they are not there, with apt-get.
 
 What the packages start of their own accord is stopped again, and nothing else is: the clusters of the
 tests start daemons of their own (`slurm_here.py`).
@@ -19,10 +19,12 @@ PACKAGES = {
     "ip": "iproute2",
     "nsenter": "util-linux",
     "setpriv": "util-linux",
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
 }
 """Program -> the package it is in, on Debian and Ubuntu."""
 
-SERVICES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd"}
+SERVICES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sshd": "ssh"}
 """Daemon -> the service that its package starts."""
 
 PATH = ":".join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "/sbin", "/bin"))

@@ -70,7 +70,7 @@ def summary_of(slurm: SlurmHere) -> dict[str, Any]:
 
 
 def hosts_of(slurm: SlurmHere) -> set[str]:
-    return {row["machine"]["host"] for row in events(slurm, "ready")}
+    return {row["host"] for row in events(slurm, "ready")}
 
 
 @pytest.mark.parametrize("how", [(), ("--per-rank",)], ids=["agent per node", "task per rank"])
@@ -81,6 +81,7 @@ def test_two_nodes_train_as_one_process_does(
     slurm.wait_for_state(job, "COMPLETED")
     summary = summary_of(slurm)
     assert (summary["world_size"], summary["nodes"]) == (4, 2)
+    assert hosts_of(slurm) == {"n1", "n2"}
     assert summary["eval"]["accuracy"] >= 0.96
     assert summary["weights_sha256"] == on_one_rank(STEPS)
     assert "accuracy" in slurm.output_of(job)

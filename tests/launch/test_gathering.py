@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -256,7 +257,7 @@ def test_a_program_that_is_another_on_one_node_is_refused(
     with pytest.raises(
         PlaceError, match=r"the program \(digest\): node 0 .* has aaaa, node 1 .* has bbbb"
     ):
-        preflight(nodes, tmp_path, str(tmp_path), "mytask.py")
+        preflight(nodes, tmp_path, os.getcwd(), "mytask.py")
     nodes.leave(3)
     for comer in comers:
         comer.join()

@@ -82,6 +82,7 @@ class OneMachine:
         return None
 
     def plan(self, job: Job, shape: Shape) -> Plan:
+        assert job.place == "local", "what is to run on nodes is not planned for one machine"
         return local.plan(job, shape, Visible.from_environment())
 
     def again(self, plan: Plan) -> Plan:

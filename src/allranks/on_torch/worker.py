@@ -7,6 +7,7 @@ leaves, so that the supervisor can tell who was first.
 
 from __future__ import annotations
 
+import socket
 import time
 import traceback
 from pathlib import Path
@@ -157,6 +158,7 @@ class _Run(Callback):
         built = trainer.built
         self.events.event(
             "ready",
+            host=socket.gethostname(),
             swapped=built.swapped,
             not_pretrained=built.not_pretrained,
             machine=facts(self.job),

@@ -1,0 +1,66 @@
+"""`--hosts FILE`: the nodes are reached by a real ssh, each with a network and a host name of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from allranks.config import resolve
+from allranks.launch.server import ForkServer
+from allranks.launch.start import run_job
+from slurm_here import SlurmHere
+
+
+@pytest.fixture
+def hosts(slurm: SlurmHere) -> SlurmHere:
+    """A cluster in which `ssh n1` works, and a file of hosts."""
+    slurm.start_sshd()
+    (slurm.work / "hosts").write_text("n1 slots=1\nn2 slots=3\n")
+    return slurm
+
+
+def ask(slurm: SlurmHere, *words: str) -> tuple[int, str, str]:
+    path = f"{slurm.work / 'bin'}:{slurm.environment()['PATH']}"
+    done = slurm.run("allranks", *words, timeout_s=120, env={"PATH": path})
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_training_on_hosts_has_the_bits_of_one_rank(
+    hosts: SlurmHere, server: ForkServer, tmp_path: Path
+) -> None:
+    words = ("--hosts", "hosts", "--nodes", "2", "--ranks", "4", "--bitwise", "--steps", "30")
+    code, out, err = ask(hosts, "train", "digits", *words, "--run-dir", "run", "--json")
+    assert code == 0, err
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["world_size"], summary["nodes"]) == (4, 2)
+    flags = {"bitwise": True, "steps": 30, "run_dir": str(tmp_path / "one")}
+    one = run_job(resolve("digits", flags), server)
+    assert summary["weights_sha256"] == one.summary["weights_sha256"]
+    assert not any(
+        "allranks.launch" in command
+        for name in ("n1", "n2")
+        for command in hosts.processes_on(name).values()
+    )
+
+
+def test_a_script_runs_where_the_slots_are(hosts: SlurmHere) -> None:
+    script = hosts.work / "where.py"
+    script.write_text("import os, socket\nprint(os.environ['RANK'], socket.gethostname())\n")
+    words = ("--hosts", "hosts", "--nodes", "2", "--ranks", "4", "--show", "all")
+    code, out, err = ask(hosts, "run", *words, "--", "python", str(script))
+    assert code == 0, err
+    said = sorted(line.partition("] ")[2] for line in out.splitlines())
+    assert said == ["0 n1", "1 n2", "2 n2", "3 n2"]
+
+
+def test_a_host_that_ssh_does_not_reach_is_named(hosts: SlurmHere) -> None:
+    (hosts.work / "hosts").write_text("n1\nn9\n")
+    before = set(os.listdir(hosts.work))
+    words = ("--hosts", "hosts", "--nodes", "2", "--ranks", "2")
+    code, _, err = ask(hosts, "train", "digits", *words)
+    assert code == 3
+    assert "n9 could not be started" in err and "Could not resolve hostname n9" in err
+    assert set(os.listdir(hosts.work)) == before
