@@ -33,6 +33,7 @@ FACTS = Facts(
     system="Linux 6.1 x86_64",
     processor="EPYC",
     cores=64,
+    processors="0,1",
     memory_bytes=256 * GIB,
     shared_memory_bytes=128 * GIB,
     open_files=4096,

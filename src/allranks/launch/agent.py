@@ -172,9 +172,7 @@ class Agent:
             self._answer_if_ringing_is_over()
             self._report()
             now = time.monotonic()
-            if (
-                now - looked_at > SUSPENDED_S
-            ):  # this process was: what it did not hear is no silence
+            if now - looked_at > SUSPENDED_S:  # what this process slept through is no silence
                 self.channel.heard_at = now
             looked_at = now
             if self.channel.heard_nothing_for() > PATIENCE * self.ticket.node_timeout_s:

@@ -222,15 +222,15 @@ def take_part(meeting: Meeting, words: tuple[str, ...], program: str = "") -> in
     """
     host, port = meeting.address
     ticket = Ticket(
-        (host,),
-        port,
-        meeting.key,
-        ANY if meeting.node_rank is None else meeting.node_rank,
-        words,
-        program,
-        meeting.interface,
-        meeting.join_timeout_s,
-        meeting.node_timeout_s,
+        addresses=(host,),
+        port=port,
+        key=meeting.key,
+        node=ANY if meeting.node_rank is None else meeting.node_rank,
+        words=words,
+        program=program,
+        interface=meeting.interface,
+        join_timeout_s=meeting.join_timeout_s,
+        node_timeout_s=meeting.node_timeout_s,
         follows=False,
     )
     return serve(ticket)

@@ -272,13 +272,7 @@ def choose_addresses(nodes: Nodes) -> None:
     asked: dict[str, Any] = {
         str(node.number): [[i.address for i in node.interfaces], *node.doorbell] for node in living
     }
-    seen = {
-        node.number: nodes.ask(
-            node,
-            {"do": "probe", "nodes": {n: a for n, a in asked.items() if n != str(node.number)}},
-        )
-        for node in living
-    }
+    seen = nodes.ask_all({node.number: _to_all_but(node, asked) for node in living})
     for node in living:
         others = [other for other in living if other is not node]
         by_all = [
@@ -289,6 +283,11 @@ def choose_addresses(nodes: Nodes) -> None:
         if not by_all:
             raise PlaceError(_unreachable(node, others, seen))
         node.chosen = by_all[0]
+
+
+def _to_all_but(node: Node, asked: dict[str, Any]) -> Message:
+    others = {name: where for name, where in asked.items() if name != str(node.number)}
+    return {"do": "probe", "nodes": others}
 
 
 _ONLY_HERE = Interface("lo", "127.0.0.1")

@@ -179,11 +179,21 @@ class Nodes:
     def ask(self, node: Node, message: Message, seconds: float = ANSWER_S) -> Any:
         """A node's answer; raises `PlaceError` if it is lost before it comes."""
         self._send(node, message)
+        return self._answer_of(node, message["do"], seconds)
+
+    def ask_all(self, messages: Mapping[int, Message]) -> dict[int, Any]:
+        """The answers of nodes (by their numbers) that are asked at the same time."""
+        asked = [node for node in self.living if node.number in messages]
+        for node in asked:
+            self._send(node, messages[node.number])
+        return {node.number: self._answer_of(node, "all", ANSWER_S) for node in asked}
+
+    def _answer_of(self, node: Node, question: str, seconds: float) -> Any:
         deadline = time.monotonic() + seconds
         while not node.answers and not node.lost:
             self._pump(0.1)
             if time.monotonic() > deadline:
-                self._lose(node, f"it did not answer ({message['do']}) for {seconds:g} s")
+                self._lose(node, f"it did not answer ({question}) for {seconds:g} s")
         if node.lost:
             raise PlaceError(f"node {node.number} ({node.name}) is lost: {node.lost}")
         return node.answers.pop(0)

@@ -97,15 +97,15 @@ def start_agents(wanted: Wanted) -> Iterator[Started]:
 def _ticket(wanted: Wanted, key: str, addresses: tuple[str, ...], port: int, node: int) -> Ticket:
     meeting = wanted.meeting
     return Ticket(
-        addresses,
-        port,
-        key,
-        node,
-        wanted.words,
-        wanted.program,
-        meeting.interface,
-        meeting.join_timeout_s,
-        meeting.node_timeout_s,
+        addresses=addresses,
+        port=port,
+        key=key,
+        node=node,
+        words=wanted.words,
+        program=wanted.program,
+        interface=meeting.interface,
+        join_timeout_s=meeting.join_timeout_s,
+        node_timeout_s=meeting.node_timeout_s,
     )
 
 
