@@ -17,8 +17,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -48,6 +50,8 @@ ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # so that ranks can import test workers
 tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="allranks-tests-")
 os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin for others slow a busy machine down
+# tensorboard imports TensorFlow where it is installed, unless it finds this
+sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
 pytest_randomly.entrypoint_reseeds = []  # DeepSpeed has one, and would be imported for it
 torch.set_num_threads(1)  # here, where that was read already
 MODULES = (

@@ -47,6 +47,8 @@ def test_counts() -> None:
         ("1:30:00", 5400),
         ("100:00:00", 360000),
         ("007", 7),
+        ("1-12:00:00", 129600),
+        ("2-1:2:3", 176523),
     ],
 )
 def test_durations(text: str, seconds: float) -> None:

@@ -15,6 +15,7 @@ from allranks.variables import (
     FAMILIES,
     defaults_for,
     parse_families,
+    step_variables,
     variables_for,
 )
 
@@ -239,3 +240,10 @@ def test_families_are_chosen_by_name() -> None:
     assert parse_families("all") == FAMILIES
     with pytest.raises(RequestError, match="did you mean 'torch'"):
         parse_families("troch")
+
+
+def test_what_slurm_would_say_to_each_process() -> None:
+    hosts = (Host("a", "10.0.0.1", "eth0", 2, (1, 2, 3)), Host("b", "10.0.0.2", "eth0", 1, (1, 2)))
+    said = step_variables(Topology(hosts), 2)
+    assert (said["SLURM_PROCID"], said["SLURM_LOCALID"], said["SLURM_NODEID"]) == ("2", "0", "1")
+    assert said["SLURM_NTASKS"] == "3" and said["SLURM_STEP_TASKS_PER_NODE"] == "2,1"

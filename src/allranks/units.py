@@ -25,12 +25,13 @@ NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
 DURATIONS = (
     re.compile(NUMBER),
     re.compile(rf"(?:([0-9]+)d)?(?:([0-9]+)h)?(?:([0-9]+)m)?(?:{NUMBER}s)?(?<=[dhms])"),
-    re.compile(r"(?:([0-9]+):)?([0-9]+):([0-9]+)"),
+    re.compile(r"(?:(?:([0-9]+)-)?([0-9]+):)?([0-9]+):([0-9]+)"),
 )
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of `90`, `90s`, `1h30m`, `2d` or, as Slurm writes it, `1:30:00`; else `None`.
+    """Seconds of `90`, `90s`, `1h30m`, `2d` or, as Slurm writes it, `1:30:00` or `1-12:00:00`;
+    else `None`.
 
     `1h30` is none: it may mean minutes as well as seconds.
     """

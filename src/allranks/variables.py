@@ -68,6 +68,21 @@ def variables_for(
     return made
 
 
+def step_variables(topology: Topology, rank: int) -> dict[str, str]:
+    """What Slurm says to a task, for a process that an agent started inside of such a task.
+
+    The agent is one task of its step; scripts that ask Slurm who they are must not hear of that.
+    """
+    me = topology.members[rank]
+    counts = ",".join(str(host.processes) for host in topology.hosts)
+    size = dict.fromkeys(
+        ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), str(topology.world_size)
+    )
+    tasks = dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), counts)
+    own = {"SLURM_PROCID": rank, "SLURM_LOCALID": me.local_rank, "SLURM_NODEID": me.node}
+    return {**{name: str(value) for name, value in own.items()}, **size, **tasks}
+
+
 def defaults_for(topology: Topology, rank: int, given: Mapping[str, str]) -> dict[str, str]:
     """What a process gets unless its environment says something else: `given` wins.
 

@@ -23,6 +23,23 @@ def test_a_script_runs_unchanged(slurm: SlurmHere, script: Script) -> None:
     slurm.wait_until_idle()
 
 
+def test_a_script_that_asks_slurm_who_it_is_hears_of_itself(slurm: SlurmHere) -> None:
+    """Not of the agent that started it, which is one task for all ranks of its node."""
+    names = ("PROCID", "LOCALID", "NODEID", "NTASKS", "STEP_TASKS_PER_NODE")
+    script = slurm.work / "who.py"
+    script.write_text(
+        f"import os\nprint(*(os.environ['SLURM_' + n] for n in {names}), os.environ['RANK'])\n"
+    )
+    where = ("--nodes=2", "--ranks-per-node=2", "--run-dir=run", "--json")
+    run = ("run", "--show", "all", "--", "python", str(script))
+    said = slurm.ask("allranks", "submit", *where, "--", *run)
+    job = str(json.loads(said.splitlines()[-1])["job_id"])
+    slurm.wait_for_state(job, "COMPLETED")
+    lines = [line.partition("] ")[2] for line in slurm.output_of(job).splitlines()]
+    found = sorted(line for line in lines if line[:1].isdigit())
+    assert found == [f"{rank} {rank % 2} {rank // 2} 4 2,2 {rank}" for rank in range(4)]
+
+
 def test_a_node_that_goes_down_is_named(slurm: SlurmHere) -> None:
     script = slurm.work / "waits.py"
     script.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")

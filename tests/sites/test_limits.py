@@ -69,7 +69,6 @@ def check(site: Site | str, **asked: Any) -> None:
         (LIVE, MINE | {"signal_s": 70_000}, "65535 at most", "--signal 32767"),
         # account and partition
         ("puhti", {"partition": "gpu"}, "Puhti (CSC) charges every job to a project", "--account PROJECT"),
-        (LIVE, {}, "cluster here charges every job to a project", "--account PROJECT"),
         ("puhti", {"account": "p", "partition": "cpu"}, "Puhti (CSC) has test, small,", "known: gpu, gputest"),
         (LIVE, MINE | {"partition": "gpu"}, "cluster here has debug, short", "known: debug, short"),
     ],

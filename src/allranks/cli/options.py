@@ -161,7 +161,7 @@ def _ranks(per_node: int, nodes: int, ranks: int | None) -> int:
 def words_of(flags: dict[str, Any], *more: str) -> tuple[str, ...]:
     """The words that describe a job, the same on every node whatever their order was."""
     own = {name for name, value in flags.items() if value not in (None, (), "", False)}
-    own -= {"node_rank", "interface", "key", "join_timeout", "as_object"}
+    own -= {"node_rank", "interface", "key", "join_timeout", "as_object", "local_addr", "rdzv_id"}
     said = {name: flags[name] for name in sorted(own)}
     if "settings" in said:
         pairs = dict(text.partition("=")[::2] for text in said["settings"])

@@ -22,7 +22,14 @@ from allranks.cli.options import (
     words_of,
 )
 from allranks.cli.rank_output import RankOutput
-from allranks.command import WARM, CommandPlan, CommandRequest, command_words, plan_command
+from allranks.command import (
+    WARM,
+    CommandPlan,
+    CommandRequest,
+    command_words,
+    plan_command,
+    redacted_words,
+)
 from allranks.errors import RequestError, nearest
 from allranks.job_limits import checked_place
 from allranks.launch.cluster import gathered, is_head, take_part
@@ -56,7 +63,9 @@ def torchrun_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(
+    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND [ARGS]...")
 @click.option("--ranks", type=click.IntRange(min=1), help="Processes over all nodes.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Nodes to use (default 1).")
@@ -101,7 +110,7 @@ def run(words: tuple[str, ...], dry_run: bool, as_object: bool, **flags: Any) ->
     allranks run --ranks 4 --roles chief=1,worker=2,ps=1 -- python train.py
     allranks run --ranks 4 --nodes 2 --place simulated:link=1gbit -- python train.py
     """
-    same = words_of(flags, "run", *words)
+    same = words_of(flags, "run", *redacted_words(words))
     given = {flag.name: flags.pop(flag.name) for flag in FLAGS}
     asked = understand(given, os.environ)
     wanted = _wanted(flags, asked, same)
@@ -156,7 +165,7 @@ def request_from(
         grace_s=next((s for s in (flags["grace"], asked.grace_s) if s is not None), GRACE_S),
         shown=_shown(flags["show"]) or asked.shown or "0",
         run_dir=flags["run_dir"] or _in_log_dir(asked.log_dir, command),
-        run_id=asked.run_id,
+        run_id=asked.run_id if wanted.nodes == 1 else "",  # among nodes it is the key of the job
         master_addr=asked.master_addr,
         master_port=asked.master_port or 0,
         notes=asked.notes,

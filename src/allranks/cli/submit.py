@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -166,7 +167,13 @@ def _asked(submitted: Submitted, site: Site, flags: dict[str, Any]) -> Asked:
         "name": flags["name"] or Path(submitted.program.partition(":")[0]).stem,
         "survives_nodes": submitted.survives_nodes,
         "devices_per_rank": submitted.devices_per_rank,
+        "any_devices": submitted.verb == "run",
     }
+    if submitted.verb == "run" and given["signal_s"] is None:
+        given["signal_s"] = 0  # a script that does not know the signal would die of it
+    if not (given["venv"] or given["container"] or given["modules"] or flags["venv"]):
+        here = shlex.quote(str(Path(sys.executable).parent))
+        given["setup"] = (*given["setup"], f"export PATH={here}:$PATH")
     return Asked(**given)
 
 

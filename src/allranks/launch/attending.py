@@ -67,6 +67,7 @@ class Manners:
     grace_s: float
     stop_at: float = NEVER
     silence_s: float = 0.0
+    evidence_s: float = EVIDENCE_S
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class _Attendance:
             rank = self.alive.pop(ended.ticket)
             self.exits[rank] = ended
             if ended.code != 0 and not (self.reason or self.silent):
-                self.term_at = min(self.term_at, now + EVIDENCE_S)
+                self.term_at = min(self.term_at, now + self.manners.evidence_s)
         codes = {rank: ended.code for rank, ended in self.exits.items()}
         if not self.done and all(codes.get(rank) == 0 for rank in self.manners.deciding):
             self.done, self.done_at = True, now
@@ -157,6 +158,9 @@ class _Attendance:
             self.passed_on.add(number)
             if number in ASK_TO_STOP:
                 self._ask(signal.Signals(number).name)
+        for number in self.server.messages():
+            self._tell(number)
+            self.passed_on.add(number)
         elsewhere = self.server.asked()
         if elsewhere and not self.reason:
             self._tell(signal.SIGTERM)

@@ -41,12 +41,18 @@ def prepare(argument: dict[str, Any]) -> None:
     """The environment of a process that was not started by us; and no core file of a hang.
 
     `restored` holds variables as they were before the fork server changed them (`None`: not
-    there); `defaults` are set unless this node's environment says something else.
+    there); `defaults` are set unless this node's environment says something else. In a step of Slurm
+    `step` is what Slurm would say to this process, and of what a process manager says only `own`.
     """
     for name, value in argument["restored"].items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+    if "SLURM_PROCID" in os.environ:  # that of the agent, which is one task of a step
+        for name in [name for name in os.environ if name.startswith(("PMI_", "PMIX_"))]:
+            if name not in argument["own"]:
+                del os.environ[name]
+        os.environ.update(argument["step"])
     for name in HANDED_ON:  # of a job of ours around this one
         os.environ.pop(name, None)
     for name, value in argument["defaults"].items():

@@ -60,7 +60,8 @@ def find_fault(
         return rank in ended.stopped and not had_failed, is_victim, bad[rank].monotonic
 
     first = min(bad, key=order)
-    killed = memory if bad[first].code == -signal.SIGKILL else ""
+    counted = memory if bad[first].memory is None else bad[first].memory or ""
+    killed = counted if bad[first].code == -signal.SIGKILL else ""
     before = tuple(
         rank
         for rank, one in ended.exits.items()

@@ -28,7 +28,14 @@ from allranks.command import (
     redacted_words,
     script_position,
 )
-from allranks.errors import AllranksError, Interrupted, PlaceError, ProgramError, RequestError
+from allranks.errors import (
+    AllranksError,
+    Interrupted,
+    PlaceError,
+    ProgramError,
+    RequestError,
+    Stopped,
+)
 from allranks.job_file import SCHEMA, redacted, write_toml
 from allranks.launch.attending import Attended, Manners, Relay, attend
 from allranks.launch.command_report import find_fault, name_of_signal, report_of, silence_report
@@ -40,6 +47,7 @@ from allranks.launch.start import RECORDED, new_run_dir
 from allranks.launch.supervisor import NEVER
 from allranks.record import RunFolder, rank_log_path, read_rows, write_whole
 from allranks.topology import Host
+from allranks.variables import step_variables
 
 LOCALHOST = "127.0.0.1"
 COMMAND, WARM_SCRIPT = "allranks.launch.command:main", "allranks.launch.warm_script:main"
@@ -163,6 +171,8 @@ class _Runs:
                 raise
             exits = {rank: one.code for rank, one in sorted(ended.exits.items())}
             fault = find_fault(ended, logs, memory)
+            if fault is None and ended.done and ended.reason:
+                raise self._stopped_well(ended.reason, exits, attempt)
             if fault is None and ended.done:
                 return self._done(plan, exits, attempt, restarts)
             if ended.silent:
@@ -230,6 +240,17 @@ class _Runs:
             "seconds": round(time.monotonic() - self.started_at, 3),
         }
 
+    def _stopped_well(
+        self, reason: str, exits: dict[int, int], attempt: int
+    ) -> Stopped | Interrupted:
+        """Asked to stop, all that decide left with 0: they have saved what they want to go on with."""
+        self.folder.events.event("stopped", reason=reason, exits=exits, attempt=attempt)
+        text = (
+            f"stopped ({reason}), and left with exit code 0; the same command goes on in\n"
+            f"run folder {self.folder.path}"
+        )
+        return Interrupted(text) if reason == "SIGINT" else Stopped(text)
+
     def _raise_if_stopped(
         self, ended: Attended, exits: dict[int, int], attempt: int, number: int
     ) -> None:
@@ -254,6 +275,8 @@ def _process(request: CommandRequest, plan: CommandPlan, rank: int, log: Path) -
     argument: dict[str, Any] = {
         "command": list(one.command),
         "defaults": one.defaults,
+        "step": step_variables(plan.topology, rank),
+        "own": [name for name in one.environment if name.startswith(("PMI_", "PMIX_"))],
         "restored": {name: os.environ.get(name) for name in CHANGED_BY_THE_SERVER},
         "without_core": request.hang_timeout_s > 0,
     }

@@ -26,6 +26,8 @@ from allranks.pulse import Pulses
 
 ALIVE_EVERY_S = 1.0
 SILENT_S = 3.0
+ALL_SAY_IT_WITHIN_S = 5.0
+MESSAGES = ("SIGUSR1", "SIGUSR2")
 SUSPENDED_S = 2.0
 CLOCKS_LAST_S = 60.0
 ANSWER_S = 60.0
@@ -89,6 +91,8 @@ class Nodes:
         self._asked = ""
         self._alive_at = self._looked_at = self._awake_since = time.monotonic()
         self._reported: set[int] = set()
+        self._messages: list[int] = []
+        self._said_at: dict[str, float] = {}
 
     @property
     def living(self) -> list[Node]:
@@ -165,6 +169,10 @@ class Nodes:
 
     def wake(self) -> None:
         """Nothing: every agent wakes its own fork server when it hears that the head is alive."""
+
+    def messages(self) -> list[int]:
+        heard, self._messages = self._messages, []
+        return heard
 
     def is_silent(self) -> bool:
         return any(self._silence(node) > SILENT_S for node in self.living)
@@ -255,8 +263,13 @@ class Nodes:
             self._exits.append(Exit(**{**told, "monotonic": when, "clock_ahead_s": ahead}))
 
     def _note_asked(self, name: str) -> None:
-        """A scheduler tells all nodes at once to stop, or to save."""
-        if name == signal.SIGUSR2.name:
+        """A scheduler tells all nodes at once to stop, or to save; scripts get what it said."""
+        if self._pulses is None and name in MESSAGES:
+            now = time.monotonic()
+            if now - self._said_at.get(name, 0.0) > ALL_SAY_IT_WITHIN_S:
+                self._said_at[name] = now
+                self._messages.append(signal.Signals[name])
+        elif name == signal.SIGUSR2.name:
             if self._pulses is not None and not self._pulses.is_closed:
                 self._pulses.ask_to_save()
         else:

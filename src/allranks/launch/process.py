@@ -89,6 +89,10 @@ class Processes(Protocol):
         """Whether some node has not been heard of for a while, and may be lost."""
         ...
 
+    def messages(self) -> list[int]:
+        """Signals that other nodes got and that ask for no end, for scripts that know them."""
+        ...
+
     def asked(self) -> str:
         """Why somebody wants the job to stop who said so on another node; "" if nobody does."""
         ...

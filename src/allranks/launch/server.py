@@ -109,6 +109,9 @@ class ForkServer:
     def is_silent(self) -> bool:
         return False
 
+    def messages(self) -> list[int]:
+        return []
+
     def asked(self) -> str:
         """Never: whoever asks for something on this machine asks the supervisor itself."""
         return ""

@@ -39,6 +39,7 @@ from allranks.topology import Host
 END_TIMEOUT_S = 5.0
 LAST_WORDS = 2000
 AGENT = ("-P", "-m", "allranks.launch.agent")
+CONTAINER = "ALLRANKS_INSIDE"
 OF_THE_JOB = (  # what a batch script was given for its ranks, and srun would give to each agent
     *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS"),
     *("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION"),
@@ -201,6 +202,10 @@ def _by_ssh(wanted: Wanted) -> Iterator[Started]:
 def _by_srun(wanted: Wanted) -> Iterator[Started]:
     """Inside of a Slurm job: one task for every node (or for every rank), each an agent."""
     job, key = _allocation(wanted), secrets.token_hex(32)
+    if shutil.which("srun") is None:
+        raise PlaceError(
+            "--place slurm needs the command srun, and there is none here: in a container?"
+        )
     with ExitStack() as stack:
         listener, addresses = _listen_to_all(stack, wanted.meeting)
         agents = stack.enter_context(_Agents())
@@ -259,10 +264,11 @@ def _srun(job: Allocation, wanted: Wanted, tasks: int) -> list[str]:
     words += ["--no-kill", "--export=ALL", "--unbuffered", "--distribution=block"]
     if not wanted.meeting.per_rank:
         words += ["--ntasks-per-node=1", "--cpu-bind=none", "--mem=0", "--overlap"]
-    if job.cpus_per_task is not None:
+    if job.cpus_per_task is not None and len(set(job.tasks_per_node)) == 1:
         tasks_of_an_agent = 1 if wanted.meeting.per_rank else max(job.tasks_per_node)
         words.append(f"--cpus-per-task={job.cpus_per_task * tasks_of_an_agent}")
-    return [*words, sys.executable, *AGENT]
+    inside = shlex.split(os.environ.get(CONTAINER, ""))  # a container that this head is in too
+    return [*words, *inside, sys.executable, *AGENT]
 
 
 def _listen_to_all(stack: ExitStack, meeting: Meeting) -> tuple[socket.socket, tuple[str, ...]]:

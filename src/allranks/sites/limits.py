@@ -101,7 +101,7 @@ def _check_gpus(site: Site, partition: Partition, asked: Asked, request: SlurmRe
             f"--gpus-per-node {most // request.nodes}" if most >= request.nodes else "fewer nodes",
         )
     needed = request.ranks_per_node * asked.devices_per_rank
-    if gpus and gpus != needed:
+    if gpus and (gpus % needed if asked.any_devices else gpus != needed):
         each = "" if asked.devices_per_rank == 1 else f", {asked.devices_per_rank} GPUs each"
         raise RequestError(
             asked=f"--ranks-per-node {request.ranks_per_node} --gpus-per-node {gpus}",

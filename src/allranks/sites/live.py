@@ -58,7 +58,6 @@ def parse_site_facts(config: str, partitions: str, nodes: str, *, as_of: str) ->
         for row in map(fields_of, partitions.splitlines())
         if row.get("Default") == "YES"
     ]
-    enforced = settings.get("AccountingStorageEnforce", "none").lower()
     name = settings["ClusterName"]
     version = settings.get("SLURM_VERSION", "")
     return Site(
@@ -66,7 +65,6 @@ def parse_site_facts(config: str, partitions: str, nodes: str, *, as_of: str) ->
         title=f"cluster {name}",
         partitions={partition.name: partition for partition in found},
         default_partition=usual[0] if usual else "",
-        account_required="associations" in enforced,
         memory_flag="mem",
         sources={SCONTROL: Source("scontrol show", as_of, f"Slurm {version}".strip())},
     )

@@ -48,6 +48,7 @@ class Asked:
     name: str = ""
     options: tuple[str, ...] = ()
     devices_per_rank: int = 1
+    any_devices: bool = False
 
     def memory(self) -> dict[str, int]:
         """The flags of memory that were given, with their values."""

@@ -107,8 +107,23 @@ def _ending_directives(request: SlurmRequest) -> list[str]:
     return lines
 
 
+DECIDED = (
+    *("--nodes", "--ntasks", "--ntasks-per-node", "--cpus-per-task", "--time", "--partition"),
+    *("--account", "--mem", "--mem-per-cpu", "--mem-per-gpu", "--gpus-per-node", "--gres"),
+    *("--signal", "--requeue", "--no-requeue", "--export", "--output", "--open-mode", "--chdir"),
+    *("--job-name",),
+)
+
+
 def _option(option: str) -> str:
     name, equals, value = option.partition("=")
+    if name in DECIDED or name == "--array":
+        raise RequestError(
+            asked=f"--sbatch={option}",
+            found=f"{name}, which the script decides itself" if name in DECIDED else name,
+            why="what is checked and what is sent must be the same, and one job has one run folder",
+            do=f"the option of `allranks submit` for it: see --help ({', '.join(DECIDED[:6])}, …)",
+        )
     if not OPTION.fullmatch(option) or name == "--wrap" or (equals and not value):
         raise RequestError(
             asked=f"a further option of sbatch: {option!r}",
@@ -141,7 +156,14 @@ def _environment(request: SlurmRequest) -> list[str]:
 
 def _program(request: SlurmRequest) -> list[str]:
     *lines, last = _wrapped([*request.container, *request.command])
+    inside = []
+    if request.container:
+        inside = [
+            "# Each node's agent runs in the same container.",
+            f"export ALLRANKS_INSIDE={shlex.quote(shlex.join(request.container))}",
+        ]
     return [
+        *inside,
         "# The job itself, on the first node; it starts the ranks on all of them with srun. Without",
         "# a trap the shell would die at once of a signal to the job, and with it all that is in it:",
         "# it waits for the program, which gets the same signal and commits a checkpoint.",
