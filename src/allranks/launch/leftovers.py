@@ -60,16 +60,21 @@ def processes_of(mark: str) -> list[int]:
 
 
 def end_processes_of(mark: str) -> None:
-    """Kill them all, those that are started meanwhile too, and wait until they are gone."""
-    deadline = time.monotonic() + PATIENCE_S
+    """Kill them all, those that are started meanwhile too, and wait until they are gone.
+
+    What they kept in shared memory goes last: one that is killed may still be making a name.
+    """
+    deadline, killed = time.monotonic() + PATIENCE_S, set()
     while (pids := processes_of(mark)) and time.monotonic() < deadline:
+        killed.update(pids)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):  # an orphan that this process adopted
                 os.waitpid(pid, 0)
-            remove_shared_memory(pid)
         time.sleep(0.005)
+    for pid in killed:
+        remove_shared_memory(pid)
 
 
 def sweep(within: Path | None = None) -> None:
