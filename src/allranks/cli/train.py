@@ -29,7 +29,7 @@ from allranks.meeting import Meeting
 from allranks.record import as_json
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("program", required=False)
 @click.option("--strategy", help="How ranks work together: see `allranks strategies`.")
 @click.option("--epochs", type=int, help="Passes over the data (a field of the task).")
