@@ -292,10 +292,15 @@ def test_a_rank_that_leaves_out_a_collective_is_found(train: Train, tmp_path: Pa
 
 
 def test_after_a_hang_it_is_started_again(train: Train, tmp_path: Path, undisturbed: str) -> None:
+    # who is asked for its stack goes on for a moment: the steps that are left take longer
     result = run(
         train,
         tmp_path,
-        **{"inject": "stop@rank=1,step=8", "checkpoint_every": 3, "max_restarts": 1},
+        **{
+            "inject": "stop@rank=1,step=8 slow@rank=0,seconds=0.5",
+            "checkpoint_every": 3,
+            "max_restarts": 1,
+        },
         hang_timeout=HUNG_S,
     )
     assert result.summary["weights_sha256"] == undisturbed
