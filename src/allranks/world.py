@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import ClassVar
 
 from allranks.errors import RequestError
-from allranks.launchers import standard_variables
+from allranks.launchers import meeting_point, standard_variables
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,11 @@ class World:
                 do="set both, or unset both to run alone",
             )
         return world
+
+
+def say_where_to_meet() -> None:
+    """Under srun, set what is missing of MASTER_ADDR and MASTER_PORT, which torch reads itself."""
+    os.environ.update(meeting_point(os.environ))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 
 from allranks.errors import PeerLost, RequestError
 from allranks.pulse import Aside, Pulse
-from allranks.world import World
+from allranks.world import World, say_where_to_meet
 
 CPU = torch.device("cpu")
 _joins = itertools.count()
@@ -210,6 +210,8 @@ def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm
     if world.store or world.meeting:
         store = _store_of(world)
         where = {"store": PrefixStore(f"attempt-{world.attempt}/join-{next(_joins)}", store)}
+    else:
+        say_where_to_meet()
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
