@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -63,6 +64,7 @@ MODULES = (
 
 Train = Callable[..., Result]
 PATIENT = Meeting(node_timeout_s=1e6)
+ON_ITS_WAY_OUT_S = 10.0  # a thread of torch's queues ends a moment after its loader is closed
 
 # no test fails for being slow, none leaves a file
 hypothesis.settings.register_profile("allranks", deadline=None, database=None)
@@ -238,9 +240,17 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue(shared)
     before = _snapshot()
     yield
+    deadline = time.monotonic() + ON_ITS_WAY_OUT_S
+    while left := _all_left(before):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def _all_left(before: dict[str, Any]) -> dict[str, Any]:
+    """What of each kind was left behind since `before`."""
     after = _snapshot()
     left = {name: _left(before[name], after[name]) for name in before}
-    assert not any(left.values()), {name: what for name, what in left.items() if what}
+    return {name: what for name, what in left.items() if what}
 
 
 def _left(before: Any, after: Any) -> Any:
