@@ -37,13 +37,15 @@ FLOORS = [
     | {"topology", "variables", "torchrun", "command", "meeting", "network"},
     {"places", "sites"},
     {"launch"},
-    {"on_torch", "programs", "readers", "models"},
+    {"training"},
+    {"on_torch", "on_tf", "programs", "readers", "models"},
     {"check"},
     {"cli", "from_python"},
 ]
 WORDS_MAY_IMPORT = set(sys.stdlib_module_names) | {"allranks"}
 FRAMEWORKS = {"torch", "tensorflow", "jax", "numpy", "sklearn", "safetensors"}
 HAS_A_FRAMEWORK = {"on_torch", "programs", "models"}
+HAS_TENSORFLOW = {"on_tf", "programs"}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -87,6 +89,12 @@ def test_imports_point_down_and_stand_at_the_top(path: Path) -> None:
             assert root in WORDS_MAY_IMPORT, f"{name} is a word, and imports {module}"
         if root == "torch":
             assert part_of(name) in HAS_A_FRAMEWORK, f"{name} imports {module}"
+        if root in ("tensorflow", "keras"):
+            assert part_of(name) in HAS_TENSORFLOW, f"{name} imports {module}"
+        if part_of(name) == "on_tf":
+            assert part_of(module) != "on_torch", f"{name} imports {module}: engines are apart"
+        if part_of(name) == "on_torch" and part_of(module) == "on_tf":
+            assert module == "allranks.on_tf.task", f"{name} imports {module}: engines are apart"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import contract_tasks
 from allranks.job import Job
 from allranks.on_torch import Trainer
-from allranks.on_torch.callback import Callback
+from allranks.training.callback import Callback
 
 
 class Block(nn.Module):

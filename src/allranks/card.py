@@ -118,6 +118,8 @@ class Card:
     can_be_bitwise: bool
     options: tuple[Option, ...] = ()
     paper: str = ""
+    engines: tuple[str, ...] = ("torch",)
+    """Which engines have it."""
     state: str = WHOLE
     """What a checkpoint of it holds: strategies with the same words here go on from each other's."""
 

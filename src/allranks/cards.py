@@ -11,18 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from allranks.card import APART, Card, Exact, Option, Reference, Workload
+from allranks.card_bytes import RING, no_bytes, ring_bytes
 from allranks.choice import Choice, parse_choice
 from allranks.errors import RequestError, nearest
 from allranks.shards import owned_shards
+from allranks.tensorflow_cards import TENSORFLOW_CARDS
 from allranks.tree import rounds_of_pairs, subtree_roots, uses_pairs
-
-
-def _nothing(work: Workload, options: dict[str, Any]) -> int:
-    return 0
-
-
-def _all_reduce(work: Workload, options: dict[str, Any]) -> int:
-    return round(2 * (work.ranks - 1) / work.ranks * sum(work.messages))
 
 
 def _tree(work: Workload, options: dict[str, Any]) -> int:
@@ -46,11 +40,10 @@ def _half(work: Workload, options: dict[str, Any]) -> int:
 
 
 def _by_reducer(work: Workload, options: dict[str, Any]) -> int:
-    ways = {"mean": _all_reduce, "tree": _tree, "fp16": _half, "bf16": _half}
+    ways = {"mean": ring_bytes, "tree": _tree, "fp16": _half, "bf16": _half}
     return ways[options["reduce"]](work, options)
 
 
-RING = "2(N-1)/N · (gradients + tally)"
 HALF = "2(N-1)/N · (2 bytes per gradient + tally)"
 ROUNDED = Reference(
     "a loop that rounds the gradient of each rank to 16 bit, adds them in float32 in the order of "
@@ -68,17 +61,18 @@ CARDS = {
             name="single",
             summary="One process does all the work. What every other strategy is compared with.",
             guarantee=Exact(),
-            bytes_sent=_nothing,
+            bytes_sent=no_bytes,
             bytes_formula="0",
             memory="weights + gradients + optimizer; bitwise: log2(shards) more gradients",
             many_ranks=False,
             can_be_bitwise=True,
+            engines=("torch", "tensorflow"),
         ),
         Card(
             name="dp",
             summary="One process, a replica of the model per device, a thread for each.",
             guarantee=Exact(),
-            bytes_sent=_nothing,
+            bytes_sent=no_bytes,
             bytes_formula="0 (between the devices: (replicas - 1) · (weights + buffers + gradients), "
             "and the inputs and outputs of all but the first replica)",
             memory="weights + gradients on every device; the first one holds the optimizer too, and "
@@ -91,7 +85,7 @@ CARDS = {
             name="ddp-plain",
             summary="All-reduce each gradient after backward: the specification of `ddp`.",
             guarantee=Exact(),
-            bytes_sent=_all_reduce,
+            bytes_sent=ring_bytes,
             bytes_formula=RING,
             memory="weights + gradients + optimizer on every rank",
             many_ranks=True,
@@ -125,13 +119,14 @@ CARDS = {
             guarantee=Reference(
                 "N separate trainings, rank r on its own shards only; `single` when N = 1"
             ),
-            bytes_sent=_nothing,
+            bytes_sent=no_bytes,
             bytes_formula="0",
             memory="weights + gradients + optimizer on every rank",
             many_ranks=True,
             can_be_bitwise=False,
             state=APART,
         ),
+        *TENSORFLOW_CARDS,
     )
 }
 
@@ -154,6 +149,11 @@ def devices_of_a_rank(strategy: str) -> int:
     return int(card_for(choice).read_options(choice.options).get("replicas", 1))
 
 
+def _for_many(card: Card) -> str:
+    """A strategy of the same engine in which many ranks work together."""
+    return "multi-worker-mirrored" if card.engines == ("tensorflow",) else "ddp"
+
+
 def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> Choice:
     """The choice with its options checked; under `bitwise` the reducer is the tree, or refused."""
     choice = parse_choice(text)
@@ -164,7 +164,7 @@ def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> Choice:
             asked=f"--strategy {text} --ranks {ranks}",
             found=f"{card.name!r} is one process",
             why="there would be nothing for the other ranks to do",
-            do=f"--ranks 1, or --strategy ddp for {ranks} ranks",
+            do=f"--ranks 1, or --strategy {_for_many(card)} for {ranks} ranks",
         )
     if bitwise and not card.can_be_bitwise:
         raise RequestError(

@@ -28,7 +28,10 @@ VERBS = {
     "checkpoints": ("allranks.cli.checkpoints:checkpoints", "The checkpoints of a run."),
 }
 
-ENGINES = {"torch": "allranks.on_torch.worker"}
+ENGINES = {"torch": "allranks.on_torch.worker", "tensorflow": "allranks.on_tf.worker"}
+
+WARM = {"torch": "allranks.on_torch.warm", "tensorflow": "allranks.on_tf.warm"}
+"""What a fork server of each engine imports besides."""
 
 STRATEGIES = {
     "single": "allranks.on_torch.strategies.single:Single",
@@ -36,6 +39,15 @@ STRATEGIES = {
     "ddp-plain": "allranks.on_torch.strategies.ddp_plain:DDPPlain",
     "ddp": "allranks.on_torch.strategies.ddp:DDP",
     "independent": "allranks.on_torch.strategies.independent:Independent",
+}
+
+TENSORFLOW_STRATEGIES = {
+    "single": "allranks.on_tf.strategies.one_process:Single",
+    "mirrored": "allranks.on_tf.strategies.one_process:Mirrored",
+    "central-storage": "allranks.on_tf.strategies.one_process:CentralStorage",
+    "multi-worker-mirrored": "allranks.on_tf.strategies.multi_worker:MultiWorkerMirrored",
+    "parameter-server": "allranks.on_tf.strategies.parameter_server:ParameterServer",
+    "tpu": "allranks.on_tf.strategies.one_process:TPU",
 }
 
 REDUCERS = {
@@ -50,9 +62,11 @@ PLANNER = "allranks.on_torch.checkpoint.dcp"
 PROGRAMS = {
     "cifar10": "allranks.programs.cifar10:Cifar10",
     "digits": "allranks.programs.digits:Digits",
+    "digits-keras": "allranks.programs.digits_keras:DigitsKeras",
     "fashion": "allranks.programs.mnist:Fashion",
     "imagenet": "allranks.programs.imagenet:ImageNet",
     "mnist": "allranks.programs.mnist:Mnist",
+    "mnist-keras": "allranks.programs.mnist_keras:MnistKeras",
     "synthetic": "allranks.programs.synthetic:Synthetic",
     "text": "allranks.programs.text:Text",
 }
@@ -65,10 +79,10 @@ def load(path: str) -> Any:
     return getattr(imported, name) if name else imported
 
 
-def preload_for(program: str) -> tuple[str, ...]:
+def preload_for(program: str, engine: str = "torch") -> tuple[str, ...]:
     """Modules that the fork server may import before it forks: ours, never a user's file."""
-    engine = (ENGINES["torch"], "allranks.on_torch.warm")
-    return (*engine, PROGRAMS[program].partition(":")[0]) if program in PROGRAMS else engine
+    modules = (WARM[engine], ENGINES[engine])
+    return (*modules, PROGRAMS[program].partition(":")[0]) if program in PROGRAMS else modules
 
 
 def find_program(program: str, base: type) -> Any:

@@ -21,6 +21,9 @@ BAD_STEPS = ("stop", "skip", "warn")
 class Job:
     """Everything that decides how a task is run; the task's own fields are in `task`.
 
+    `engine` is the framework that does the arithmetic, and `steps_per_call` how many steps it makes
+    before it comes back to Python (TensorFlow).
+
     Where: `place` is this machine ("local"), machines that the user names ("hosts"), nodes that are
     made here ("simulated:link=1gbit"), or those of a Slurm job ("slurm"); `nodes` of them.
 
@@ -50,6 +53,7 @@ class Job:
 
     program: str = ""
     task: dict[str, Any] = field(default_factory=dict)
+    engine: str = "torch"
     strategy: str = ""
     ranks: int = 1
     nodes: int = 1
@@ -63,6 +67,7 @@ class Job:
     threads: int | None = None
     loader_workers: int = 0
     prefetch: int = 2
+    steps_per_call: int = 1
     devices: str = ""
     loss_scale: str = "dynamic"
     channels_last: bool = False

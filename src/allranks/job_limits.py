@@ -20,7 +20,7 @@ LEAST = {  # of each number: the bound, and whether it is allowed itself
     **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
     **dict.fromkeys(("checkpoint_every", "keep", "verify_every", "patience"), (1, True)),
     **dict.fromkeys(("seed", "loader_workers", "max_restarts", "hang_timeout"), (0, True)),
-    "prefetch": (1, True),
+    **dict.fromkeys(("prefetch", "steps_per_call"), (1, True)),
     "time_limit": (0, False),
     "spike": (1, False),
 }
@@ -46,6 +46,7 @@ def checked(job: Job) -> Job:
     _check_names(job)
     _check_place(job)
     _check_arithmetic(job)
+    _check_engine(job)
     _check_course(job)
     choice = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
     _check_devices(job, devices_of_a_rank(job.strategy))
@@ -193,6 +194,42 @@ def _check_arithmetic(job: Job) -> None:
             found=f"a scale of {scale.value:g}",
             why=f"the exponents of {job.precision} reach as far as those of fp32: nothing underflows",
             do="--precision fp16, or leave --loss-scale out",
+        )
+
+
+NOT_IN_TENSORFLOW = {
+    "compile": "its steps are graphs of TensorFlow already",
+    "channels_last": "a Keras model says by itself in which order it takes images",
+    "activation_checkpointing": "a Keras layer says so by itself: keras.RematScope",
+    "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
+}
+
+
+def _check_engine(job: Job) -> None:
+    """What one of the engines does not have."""
+    if job.engine == "torch" and job.steps_per_call != 1:
+        raise RequestError(
+            asked=f"--steps-per-call {job.steps_per_call}",
+            found="the torch engine",
+            why="it comes back to Python with every step",
+            do="leave it out",
+        )
+    if job.engine == "torch":
+        return
+    for name, why in NOT_IN_TENSORFLOW.items():
+        if getattr(job, name) != getattr(Job(), name):
+            raise RequestError(
+                asked=f"--{name.replace('_', '-')} with the TensorFlow engine",
+                found=f"{name} = {getattr(job, name)}",
+                why=why,
+                do="leave it out, or train a Keras task with --engine torch",
+            )
+    if job.steps_per_call > 1 and (job.precision == "fp16" or job.on_bad_step == "skip"):
+        raise RequestError(
+            asked=f"--steps-per-call {job.steps_per_call}",
+            found="--precision fp16" if job.precision == "fp16" else "--on-bad-step skip",
+            why="whether a step counts is decided by Python, before the next one begins",
+            do="--steps-per-call 1",
         )
 
 

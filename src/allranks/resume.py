@@ -29,7 +29,7 @@ from allranks.manifest import BadCheckpoint, read_manifest
 CHECKPOINTS = FOLDER
 FREE = (
     *("ranks", "nodes", "place", "strategy", "micro_batch", "device", "threads"),
-    *("devices", "prefetch", "eval_every", "early_stop", "patience", "log"),
+    *("devices", "prefetch", "steps_per_call", "eval_every", "early_stop", "patience", "log"),
     *("loader_workers", "steps", "checkpoint_every", "keep", "best", "resume", "max_restarts"),
     *("hang_timeout", "time_limit", "on_bad_step", "spike", "verify_every", "inject", "run_dir"),
 )

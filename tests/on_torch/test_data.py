@@ -16,10 +16,11 @@ from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.arithmetic import Arithmetic
-from allranks.on_torch.data import GlobalBatches, Progress
+from allranks.on_torch.data import GlobalBatches
 from allranks.on_torch.digest import weights_sha256
 from allranks.on_torch.evaluate import evaluate
 from allranks.on_torch.open_data import open_data
+from allranks.training.progress import Progress
 
 FP64 = Arithmetic(torch.device("cpu"), torch.float64)
 

@@ -20,9 +20,10 @@ from allranks.errors import BadStep, ProgramError
 from allranks.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.data import Batch
-from allranks.on_torch.guard import ENOUGH, SKIPPED_IN_A_ROW, WINDOW, Bad, Guard, length
+from allranks.on_torch.gradient_length import length
 from allranks.order import Order
 from allranks.record import read_events, read_rows
+from allranks.training.guard import ENOUGH, SKIPPED_IN_A_ROW, WINDOW, Bad, Guard
 from conftest import Train
 from guard_tasks import BAD, SPIKE_STEP, place_of, spiky_sample
 

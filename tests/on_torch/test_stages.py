@@ -22,9 +22,10 @@ from allranks.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.copying import Copying
-from allranks.on_torch.data import Batch, GlobalBatches, Progress
+from allranks.on_torch.data import Batch, GlobalBatches
 from allranks.on_torch.open_data import open_data
-from allranks.on_torch.stages import one_ahead, staged
+from allranks.training.progress import Progress
+from allranks.training.stages import one_ahead, staged
 from conftest import Train
 from input_tasks import CountedRows, MapRows, StagedRows, stage_threads
 

@@ -12,7 +12,13 @@ import click
 from allranks.catalog import preload_for
 from allranks.check.against_one import Verdict, check_against_one
 from allranks.cli.options import job_options, resolved_from
-from allranks.errors import EXIT_DIFFERENCE_FOUND, Interrupted, ProgramError, Stopped
+from allranks.errors import (
+    EXIT_DIFFERENCE_FOUND,
+    Interrupted,
+    ProgramError,
+    RequestError,
+    Stopped,
+)
 from allranks.job import Job
 from allranks.launch.server import ForkServer
 from allranks.record import as_json
@@ -40,9 +46,17 @@ def check(program: str | None, keep_runs: str | None, as_object: bool, **flags: 
     if flags["steps"] is None:
         flags["steps"] = STEPS
     resolved = resolved_from(program, flags)
+    if resolved.job.engine != "torch":
+        raise RequestError(
+            asked=f"check with the {resolved.job.engine} engine",
+            found="no record of the insides of its steps",
+            why="a check compares samples, gradients and weights of every step with one process",
+            do="--engine torch for a Keras task; or compare `weights_sha256` and `train_loss` of "
+            "`train --strategy single` with those of the other strategy",
+        )
     with (
         tempfile.TemporaryDirectory(prefix="allranks-check-") as scratch,
-        ForkServer(preload_for(resolved.job.program)) as server,
+        ForkServer(preload_for(resolved.job.program, resolved.job.engine)) as server,
     ):
         try:
             verdict = check_against_one(resolved, Path(keep_runs or scratch), server)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from allranks.catalog import ENGINES
 from allranks.errors import Interrupted, PlaceError
 from allranks.launch.leftovers import scratch_folder
 from allranks.launch.process import Process
 from allranks.launch.report import error_of, first_fault
 from allranks.launch.server import ForkServer
-from allranks.launch.start import WORKER
 from allranks.launch.supervisor import supervise
 from allranks.placement import RankPlacement, read_placements
 from allranks.places.base import Plan, RankPlan
@@ -45,4 +45,4 @@ def _process(plan: Plan, rank: RankPlan, run_dir: Path) -> Process:
     world = dataclasses.replace(rank.world, store=store)
     environment = {**rank.environment, **world.variables()}
     log = rank_log_path(run_dir, world.rank)
-    return Process(world.rank, f"{WORKER}:place", job.to_data(), environment, log)
+    return Process(world.rank, f"{ENGINES[job.engine]}:place", job.to_data(), environment, log)

@@ -18,6 +18,7 @@ from typing import Any
 from allranks.catalog import ENGINES, preload_for
 from allranks.checkpoint_folder import committed
 from allranks.config import Resolved
+from allranks.engines import check_installed
 from allranks.errors import Interrupted, PlaceError, RequestError
 from allranks.job import Job
 from allranks.job_file import redacted
@@ -38,7 +39,6 @@ from allranks.record import RunFolder, rank_events_path, rank_log_path, read_row
 from allranks.resume import CHECKPOINTS, changed, changed_fields
 from allranks.world import Visible
 
-WORKER = ENGINES["torch"]
 RECORDED = (
     *("ALLRANKS_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_"),
     *("SLURM_", "PYTHON", "VIRTUAL_ENV", "CONDA_", "LD_LIBRARY_PATH", "PATH", "HOSTNAME"),
@@ -88,7 +88,8 @@ def _wanted(
 def plan_only(resolved: Resolved, meeting: Meeting) -> Iterator[tuple[Plan, ForkServer]]:
     """What would run where; no node is called."""
     job = with_run_dir(resolved.job)
-    with ForkServer(preload_for(job.program)) as server:
+    check_installed(job.engine)
+    with ForkServer(preload_for(job.program, job.engine)) as server:
         ground = OneMachine(server)
         if job.place != "local":
             ground = Foreseen(server, tuple(foreseen(_wanted(job, meeting))))
@@ -100,7 +101,8 @@ def ground_of(
     job: Job, meeting: Meeting, words: tuple[str, ...] = (), signals: Signals | None = None
 ) -> Iterator[Ground]:
     """Where this job runs: a fork server here, or its nodes, once all have come together."""
-    modules = preload_for(job.program)
+    check_installed(job.engine)
+    modules = preload_for(job.program, job.engine)
     if job.place == "local":
         with ForkServer(modules) as server:
             yield OneMachine(server)
@@ -165,7 +167,7 @@ def run_job(
             with suppress(OSError):  # who only looks on ends no training
                 watcher.started(plan)
             attempts = Attempts(ground, plan, folder, signals, watcher.tick, started_at)
-            summary = attempts.run(f"{WORKER}:main")
+            summary = attempts.run(f"{ENGINES[plan.job.engine]}:main")
         except RequestError:
             folder.remove()
             raise
@@ -199,14 +201,17 @@ def _goes_on(resolved: Resolved) -> bool:
 
 def describe(ground: Ground, job: Job, signals: Signals | None = None) -> Shape:
     """Load the task of `job` in a forked process and return what a place must know of it."""
-    devices = local.devices_seen(job, Visible.from_environment())
+    environment = {
+        **local.devices_seen(job, Visible.from_environment()),
+        **local.backend_of_keras(job),
+    }
     shared = ground.shared(Path(job.run_dir))
     with scratch_folder(shared) as scratch:
         run_dir = Path(scratch)
         (run_dir / "logs").mkdir()
         log = rank_log_path(run_dir, 0)
         argument = {**job.to_data(), "run_dir": scratch}
-        process = Process(0, f"{WORKER}:describe", argument, devices, log)
+        process = Process(0, f"{ENGINES[job.engine]}:describe", argument, environment, log)
         ended = supervise(ground.server, [process], signals=signals)
         if ended.interrupted:
             raise Interrupted("interrupted before anything was started")

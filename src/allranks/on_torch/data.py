@@ -32,27 +32,12 @@ from allranks.on_torch.sources import (
     TensorSource,
     seed_generators,
 )
-from allranks.on_torch.stages import one_ahead
 from allranks.order import Order, random_key
 from allranks.shards import Micro, even_sizes, micro_batches, owned_shards
+from allranks.training.progress import Progress
+from allranks.training.stages import one_ahead
 
 NO_IDS: Ids = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a job is. All counts belong to the job; a skipped update moves only the first four.
-
-    `loss_sum` and `weight_sum` are those of the epoch that is going on.
-    """
-
-    epoch: int = 0
-    step_in_epoch: int = 0
-    batch_index: int = 0
-    samples_seen: int = 0
-    updates: int = 0
-    loss_sum: float = 0.0
-    weight_sum: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ import torch
 from allranks.job import Job
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch, MicroBatch
-from allranks.on_torch.guard import Guard, length
+from allranks.on_torch.gradient_length import length
 from allranks.on_torch.nested import tensors_in
 from allranks.on_torch.step import SharedStep
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.user_buffers import put_back
 from allranks.on_torch.watch import Watch, bad_rows, is_finite
+from allranks.training.guard import Guard
 
 SHOWN = 8  # samples named in one sentence
 FOUND_ENOUGH = 4  # micro-batches of one rank

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.on_torch.averaging import MovingAverage
-from allranks.on_torch.callback import Callback
 from allranks.on_torch.nested import tensors_in
 from allranks.placement import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Placed, write_placement
+from allranks.training.callback import Callback
 
 
 def held(

@@ -7,7 +7,6 @@ one rank and are taken up again only where the number of ranks is the same.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,7 @@ from allranks.on_torch.state import random_streams, set_random_streams
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.task import Task
 from allranks.resume import CHECKPOINTS, Base, changed, changed_fields, sources_of
-
-PLAIN = (bool, int, float, str, type(None))
-
-
-def plain_fields(task: Task) -> dict[str, Any]:
-    """The fields of a task that text can carry."""
-    values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
-    return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
+from allranks.training.task_fields import plain_fields
 
 
 class Saving:

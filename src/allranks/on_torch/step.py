@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,46 +29,19 @@ from allranks.on_torch.averaging import MovingAverage
 from allranks.on_torch.batch_loss import BatchLoss
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch, Leaf, MicroBatch
-from allranks.on_torch.guard import Bad, Guard, length
+from allranks.on_torch.gradient_length import length
 from allranks.on_torch.layers import Scope, computed_again
 from allranks.on_torch.losses import forward, weighted_losses
 from allranks.on_torch.nested import map_tensors
-from allranks.on_torch.tally import NOTHING, Asked, Tally, TallyLayout
+from allranks.on_torch.tally import Tally, TallyLayout
 from allranks.on_torch.task import Task
 from allranks.on_torch.trainable import trainable
 from allranks.on_torch.user_buffers import UserBuffers
 from allranks.order import random_key
+from allranks.training.guard import Bad, Guard
+from allranks.training.progress import NOTHING, StepResult
 
 REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One step of the job, the same on every rank. `loss` is the mean over the global batch.
-
-    `samples` 0 means that no rank had a sample (the end of a stream); `updated` is false where the
-    weights were left as they were; `grad_norm` is the length of the gradient before clipping.
-    `asked` is what the supervisor of any rank wants; `bad` says what is wrong with a bad step.
-    `loss_scale` is that of this step under fp16; with `overflow` it was too large, and is smaller now.
-    """
-
-    batch_index: int
-    epoch: int
-    loss: float
-    samples: int
-    weight: float
-    learning_rate: float
-    updated: bool
-    grad_norm: float | None = None
-    asked: Asked = NOTHING
-    bad: str = ""
-    loss_scale: float | None = None
-    overflow: bool = False
-
-    @property
-    def taken(self) -> bool:
-        """Whether it was a step of the job, updated or not, and no end of a stream."""
-        return self.updated or self.overflow or bool(self.bad)
 
 
 Taken = tuple[Tensor, float, Callable[[], None]]

@@ -18,20 +18,10 @@ from torch import Tensor, nn
 
 from allranks.errors import NOT_AT_THE_SAME_STEP, ProgramError
 from allranks.on_torch.layers import Scope, shard_norms
+from allranks.training.progress import NOTHING, Asked
 
 CACHED_COUNTS = 256
 POSITIONS = 16  # small, so that the counts of a usual step come from a small cache
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the supervisor wants of this rank, for all ranks to hear with the step."""
-
-    stop: bool = False
-    save: bool = False
-
-
-NOTHING = Asked()
 
 
 @dataclass(frozen=True)

@@ -7,50 +7,22 @@ calls these methods; a task never communicates.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.errors import RequestError
-
-REQUIRED = ("model", "optimizer", "train_data", "loss")
+from allranks.training.task_fields import TaskFields
 
 
 @dataclass(kw_only=True)
-class Task:
-    """A training, described for one device.
+class Task(TaskFields):
+    """A training with torch, described for one device. Its fields are those of `TaskFields`."""
 
-    `batch_size` is the number of samples of one optimizer step over *all* ranks; `shards` the
-    number of fixed slices it is cut into, which ranks own whole; `last_batch` what happens with
-    the rest of an epoch; `clip_norm` the largest norm of the whole gradient;
-    `ema` the decay of an exponential moving average of the weights, which is then evaluated.
-    """
-
-    batch_size: int = 256
-    epochs: int = 1
-    shards: int = 8
-    last_batch: Literal["keep", "drop"] = "keep"
-    clip_norm: float | None = None
-    ema: float | None = None
-
-    loss_over: ClassVar[str] = "sample"
-    """`"batch"`: `loss` couples samples, and gets the outputs and the batch of all ranks."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        fields = {name for base in cls.__mro__[1:-1] for name in inspect.get_annotations(base)}
-        annotated = inspect.get_annotations(cls)
-        for name in sorted(fields - {"loss_over"}):
-            if name in cls.__dict__ and name not in annotated:
-                raise TypeError(
-                    f"{cls.__name__}.{name} = … has no annotation, so the dataclass would pass "
-                    f"over it. Write `{name}: int = …` with its type."
-                )
+    required = ("model", "optimizer", "train_data", "loss")
 
     def model(self) -> nn.Module:
         """The model, with its initial weights; called on every rank with the same random state."""
@@ -101,7 +73,7 @@ class Task:
                 yield from (part for part in module if any(True for _ in part.children()))
 
     def callbacks(self) -> Sequence[Any]:
-        """What is to be done between the steps: some `allranks.on_torch.callback.Callback`s."""
+        """What is to be done between the steps: some `allranks.training.callback.Callback`s."""
         return ()
 
     def weight(self, batch: Any) -> Tensor | None:
@@ -135,62 +107,6 @@ class Task:
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics to report, from sum / count over the whole evaluation data."""
         return metrics
-
-    def overrides(self, method: str) -> bool:
-        """Whether this task has a `method` of its own."""
-        return getattr(type(self), method) is not getattr(Task, method)
-
-
-def check_task(task: Task, program: str) -> None:
-    """Raise `RequestError` unless the task has what every task needs."""
-    missing = [name for name in REQUIRED if not task.overrides(name)]
-    if missing:
-        raise RequestError(
-            asked=f"to train {program}",
-            found=f"{type(task).__name__} has no {', '.join(missing)}",
-            why=f"a task needs {', '.join(REQUIRED)}",
-            do=f"add `def {missing[0]}(self, …)` to it",
-        )
-    for base in type(task).__mro__[: type(task).__mro__.index(Task)]:
-        annotated = [
-            n for n, a in inspect.get_annotations(base).items() if "ClassVar" not in str(a)
-        ]
-        if annotated and "__dataclass_params__" not in vars(base):
-            raise RequestError(
-                asked=f"to train {program}",
-                found=f"{base.__name__} has fields ({', '.join(annotated)}) but is no dataclass",
-                why="without the decorator its fields cannot be set, and their values are passed over",
-                do=f"write @dataclass(kw_only=True) above class {base.__name__}",
-            )
-    if task.ema is not None and not 0 <= task.ema < 1:
-        raise RequestError(
-            asked=f"ema = {task.ema}",
-            found=str(task.ema),
-            why="the decay of a moving average is at least 0 and below 1",
-            do="--set ema=0.999, or --set ema=none",
-        )
-    for name in ("batch_size", "epochs", "shards"):
-        if getattr(task, name) < 1:
-            raise RequestError(
-                asked=f"{name} = {getattr(task, name)}",
-                found=str(getattr(task, name)),
-                why=f"{name} must be at least 1",
-                do=f"--set {name}=…",
-            )
-    if task.loss_over not in ("sample", "batch"):
-        raise RequestError(
-            asked=f"loss_over = {task.loss_over!r}",
-            found=repr(task.loss_over),
-            why="a loss is over one sample, or over the batch",
-            do='write loss_over = "sample" or "batch"',
-        )
-    if task.loss_over == "batch" and task.batch_size < task.shards:
-        raise RequestError(
-            asked=f'loss_over = "batch" with batch_size = {task.batch_size}',
-            found=f"shards = {task.shards}",
-            why="a shard without samples has no outputs to gather",
-            do=f"--set shards={task.batch_size}",
-        )
 
 
 def task_of_parts(

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from allranks.on_torch.data import Batch
-from allranks.on_torch.step import SharedStep, StepResult
+from allranks.on_torch.step import SharedStep
 from allranks.on_torch.strategies.base import Strategy
 from allranks.record import JsonLines
+from allranks.training.progress import StepResult
 
 START = -1
 

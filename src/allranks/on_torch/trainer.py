@@ -26,10 +26,8 @@ from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.on_torch.arithmetic import set_kernels
 from allranks.on_torch.build import Built, build_model, build_strategy, compiled
-from allranks.on_torch.callback import Callback
 from allranks.on_torch.comm import join
-from allranks.on_torch.course import Course
-from allranks.on_torch.data import Batch, Progress
+from allranks.on_torch.data import Batch
 from allranks.on_torch.diagnose import guard_of
 from allranks.on_torch.ending import Ending
 from allranks.on_torch.flops import Meter, peak_of
@@ -39,12 +37,14 @@ from allranks.on_torch.machine import device_of
 from allranks.on_torch.replicas import verify
 from allranks.on_torch.saving import Saving
 from allranks.on_torch.state import random_streams, set_random_streams
-from allranks.on_torch.step import StepResult
-from allranks.on_torch.tally import Asked
-from allranks.on_torch.task import Task, check_task, task_of_parts
+from allranks.on_torch.task import Task, task_of_parts
 from allranks.on_torch.task_data import TaskData
 from allranks.pulse import Pulse
 from allranks.testing.faults import Faults
+from allranks.training.callback import Callback
+from allranks.training.course import Course
+from allranks.training.progress import Asked, Progress, StepResult
+from allranks.training.task_fields import check_task
 from allranks.world import World
 
 
@@ -149,18 +149,7 @@ class Trainer:
             self.task_data.batches.dry = True
             self.progress = dataclasses.replace(done, epoch=done.epoch + 1, step_in_epoch=0)
             return result
-        goes_on = batch.epoch == done.epoch and done.step_in_epoch > 0
-        before_it = done if goes_on else Progress()
-        loss, weight = (result.loss * result.weight, result.weight) if result.updated else (0, 0)
-        self.progress = Progress(
-            epoch=batch.epoch,
-            step_in_epoch=batch.step_in_epoch + 1,
-            batch_index=done.batch_index + 1,
-            samples_seen=done.samples_seen + result.samples,
-            updates=done.updates + result.updated,
-            loss_sum=before_it.loss_sum + loss,
-            weight_sum=before_it.weight_sum + weight,
-        )
+        self.progress = done.after(result, batch.epoch, batch.step_in_epoch)
         every = self.job.verify_every
         if every is not None and self.progress.batch_index % every == 0:
             verify(self.strategy)

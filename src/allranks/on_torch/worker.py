@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,26 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from allranks.catalog import find_program
 from allranks.config import threads_per_rank
-from allranks.errors import AllranksError, PeerLost, RequestError
-from allranks.fields import with_settings
+from allranks.errors import AllranksError
 from allranks.job import Job
-from allranks.on_torch.callback import Callback
 from allranks.on_torch.data import Batch
 from allranks.on_torch.digest import weights_sha256
 from allranks.on_torch.fit import fit
-from allranks.on_torch.logs import Logs, check_logs, open_logs
 from allranks.on_torch.machine import check_devices, facts
 from allranks.on_torch.placement import RecordPlacement, update_by_nothing
-from allranks.on_torch.saving import plain_fields
 from allranks.on_torch.sources import seed_generators
-from allranks.on_torch.step import StepResult
-from allranks.on_torch.task import Task, check_task
+from allranks.on_torch.task import Task
 from allranks.on_torch.trace import Trace
 from allranks.on_torch.trainer import Trainer
 from allranks.placement import write_placement
-from allranks.record import JsonLines, keep_rows, rank_events_path
+from allranks.record import JsonLines, rank_events_path
+from allranks.training.callback import Callback
+from allranks.training.failure import exit_code_of, failure_of
+from allranks.training.logs import Logs, check_logs, open_logs
+from allranks.training.metrics_file import open_metrics, row_of
+from allranks.training.progress import StepResult
+from allranks.training.task_fields import shape_of, task_of
 from allranks.world import World
 
 DIGEST_LIMIT_BYTES = 16 * 2**30
@@ -45,20 +44,7 @@ DIGEST_LIMIT_BYTES = 16 * 2**30
 def load_task(job: Job) -> Task:
     """The task of a job with its fields set; raises `RequestError`."""
     seed_generators(job.seed)  # a fork inherits or reseeds them, each in another way
-    task_class = find_program(job.program, Task)
-    try:
-        task: Task = with_settings(task_class, job.task, f"to train {job.program}")
-    except RequestError:
-        raise
-    except Exception as error:
-        raise RequestError(
-            asked=f"to train {job.program}",
-            found=f"{type(error).__name__}: {error}",
-            why=f"making a {task_class.__name__} of its fields fails",
-            do="mend its __post_init__, or the values given with --set",
-        ) from error
-    check_task(task, job.program)
-    return task
+    return task_of(job, Task)
 
 
 def describe(argument: dict[str, Any]) -> int:
@@ -70,14 +56,9 @@ def describe(argument: dict[str, Any]) -> int:
             check_devices(job, job.ranks)
             check_logs(job)
         except AllranksError as error:
-            events.event("failed", **_failure(error, 0, None))
+            events.event("failed", **failure_of(error, 0, None))
             return error.exit_code
-        shape = {
-            "fields": plain_fields(task),
-            "batch_size": task.batch_size,
-            "shards": task.shards,
-        }
-        events.event("described", shape=shape)
+        events.event("described", shape=shape_of(task))
     return 0
 
 
@@ -93,8 +74,8 @@ def main(argument: dict[str, Any]) -> int:
         except BaseException as error:
             step = run.trainer.progress.batch_index if run.trainer else None
             updates = run.trainer.progress.updates if run.trainer else 0
-            events.event("failed", **_failure(error, updates, step))
-            return error.exit_code if isinstance(error, AllranksError) else 1
+            events.event("failed", **failure_of(error, updates, step))
+            return exit_code_of(error)
     return 0
 
 
@@ -111,22 +92,9 @@ def place(argument: dict[str, Any]) -> int:
                 write_placement(run_dir, world.rank, trainer.strategy.placement(updated=True))
                 trainer.comm.barrier()
         except BaseException as error:
-            events.event("failed", **_failure(error, 0, None))
-            return error.exit_code if isinstance(error, AllranksError) else 1
+            events.event("failed", **failure_of(error, 0, None))
+            return exit_code_of(error)
     return 0
-
-
-def _failure(error: BaseException, updates: int, step: int | None) -> dict[str, Any]:
-    return {
-        "kind": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        "peer_lost": isinstance(error, PeerLost),
-        "passing": error.passing if isinstance(error, AllranksError) else True,
-        "request": error.to_data() if isinstance(error, RequestError) else None,
-        "updates": updates,
-        "step": step,
-    }
 
 
 class _Run(Callback):
@@ -172,7 +140,7 @@ class _Run(Callback):
         self.resumed_from = trainer.resume()
         self.seen_before = trainer.progress.samples_seen
         if self.world.is_leader:
-            self.metrics = self._open_metrics(trainer.progress.batch_index)
+            self.metrics = open_metrics(self.run_dir, trainer.progress.batch_index)
             self.logs = open_logs(self.job, trainer.progress.batch_index)
         trainer.comm.barrier()
         trainer.faults.reach("start")
@@ -183,12 +151,6 @@ class _Run(Callback):
             self._conclude(trainer, seconds)
         else:
             self._stop(trainer)
-
-    def _open_metrics(self, step: int) -> JsonLines:
-        """The metrics so far, without steps that a checkpoint does not know of."""
-        path = self.run_dir / "metrics.jsonl"
-        keep_rows(path, lambda row: int(row["step"]) < step)
-        return JsonLines(path)
 
     def _conclude(self, trainer: Trainer, seconds: float) -> None:
         if self.world.is_leader:
@@ -245,20 +207,7 @@ class _Run(Callback):
             self.events.event("bad_step", step=result.batch_index, bad=result.bad)
         if self.metrics is None:
             return
-        row: dict[str, Any] = {
-            "step": result.batch_index,
-            "epoch": result.epoch,
-            "loss": result.loss,
-            "samples": result.samples,
-            "learning_rate": result.learning_rate,
-            "monotonic": time.monotonic(),
-        }
-        if result.grad_norm is not None:
-            row["grad_norm"] = result.grad_norm
-        if result.loss_scale is not None:
-            row["loss_scale"] = result.loss_scale
-        if result.bad:
-            row["bad"] = result.bad
+        row = row_of(result)
         self.metrics.row(row)
         self.logs.row(row)
 
@@ -279,7 +228,7 @@ class _Run(Callback):
             "nodes": self.job.nodes,
             "strategy": self.job.strategy,
             "steps": done.updates,
-            "train_loss": done.loss_sum / done.weight_sum if done.weight_sum else None,
+            "train_loss": done.mean_loss,
             "eval": evaluation,
             "samples_per_s": samples_per_s,
             "flops_per_sample": trainer.meter.flops_per_sample,

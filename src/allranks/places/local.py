@@ -54,6 +54,7 @@ def plan(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()) -
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             **devices,
+            **backend_of_keras(job),
         }
         if seat.interface != "lo":
             environment["NCCL_SOCKET_IFNAME"] = seat.interface
@@ -85,6 +86,11 @@ def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
         f"{workers} {what}s on {shape.shards} shards: {what}s are busy {busy:.0%} of the time; "
         f"--set shards={workers * -(-shape.shards // workers)} would keep all busy, as another job",
     )
+
+
+def backend_of_keras(job: Job) -> dict[str, str]:
+    """What makes Keras compute with the engine of a job; it reads this when it is imported."""
+    return {"KERAS_BACKEND": job.engine}
 
 
 def devices_seen(job: Job, visible: Visible) -> dict[str, str]:

@@ -31,9 +31,10 @@ from allranks.on_torch.state import (
     model_state,
     optimizer_state,
 )
-from allranks.on_torch.step import SharedStep, StepResult
+from allranks.on_torch.step import SharedStep
 from allranks.on_torch.task import Task
 from allranks.placement import Placed
+from allranks.training.progress import StepResult
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from allranks.card import Workload
 from allranks.catalog import REDUCERS, load
 from allranks.on_torch.buckets import Buckets
 from allranks.on_torch.data import Batch, Leaf
-from allranks.on_torch.step import StepResult
 from allranks.on_torch.strategies.base import Strategy
+from allranks.training.progress import StepResult
 
 
 class DDP(Strategy):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from allranks.on_torch.data import Batch
-from allranks.on_torch.step import StepResult
 from allranks.on_torch.strategies.base import Strategy
+from allranks.training.progress import StepResult
 
 
 class DDPPlain(Strategy):

@@ -33,10 +33,11 @@ from allranks.on_torch.losses import forward
 from allranks.on_torch.model_copy import copy_of, follow
 from allranks.on_torch.nested import concatenated, map_tensors, tensors_in
 from allranks.on_torch.placement import held, row
-from allranks.on_torch.step import SharedStep, StepResult
+from allranks.on_torch.step import SharedStep
 from allranks.on_torch.strategies.base import Strategy
 from allranks.placement import GATHERED, Placed
 from allranks.shards import Micro, owned_shards
+from allranks.training.progress import StepResult
 
 NAME = "inputs and outputs of a micro-batch"
 

@@ -7,8 +7,8 @@ apart are the point; nobody should mistake this for training together.
 from __future__ import annotations
 
 from allranks.on_torch.data import Batch
-from allranks.on_torch.step import StepResult
 from allranks.on_torch.strategies.base import Strategy
+from allranks.training.progress import StepResult
 
 
 class Independent(Strategy):

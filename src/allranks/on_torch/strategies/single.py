@@ -10,9 +10,9 @@ import torch
 
 from allranks.on_torch.data import Batch, Leaf
 from allranks.on_torch.reducers.tree import TreeSum
-from allranks.on_torch.step import StepResult
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.tally import Tally
+from allranks.training.progress import StepResult
 
 
 class Single(Strategy):

@@ -27,8 +27,8 @@ from allranks.job_limits import logs_of
 from allranks.record import FLUSH_EVERY_S, FULL, rank_events_path, read_rows, write_whole
 
 LOGS = {
-    "csv": "allranks.on_torch.logs:CsvLog",
-    "tensorboard": "allranks.on_torch.tensorboard_log:TensorBoardLog",
+    "csv": "allranks.training.logs:CsvLog",
+    "tensorboard": "allranks.training.tensorboard_log:TensorBoardLog",
 }
 STEP_COLUMNS = (
     *("step", "epoch", "loss", "samples", "learning_rate", "monotonic"),

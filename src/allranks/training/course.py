@@ -10,7 +10,7 @@ from typing import Any
 
 from allranks.best import Best
 from allranks.job import Job
-from allranks.on_torch.data import Progress
+from allranks.training.progress import Progress
 
 
 class Course:

@@ -17,17 +17,20 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, Protocol
 
 from allranks.errors import BadStep
-from allranks.on_torch.data import Batch
 
 WINDOW = 100  # good steps that say how long a gradient usually is
 ENOUGH = 20  # of them, before anything is called a spike
 SKIPPED_IN_A_ROW = 20
+
+
+class Batch(Protocol):
+    """What is known of a global batch here: which step of the job it is."""
+
+    @property
+    def index(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Guard:
         self,
         policy: str = "stop",
         spike: float | None = None,
-        find: Callable[[Batch, bool], str] = lambda batch, spiked: "",
+        find: Callable[[Any, bool], str] = lambda batch, spiked: "",
     ) -> None:
         self.policy, self.spike, self.find = policy, spike, find
         self.skipped_in_a_row = 0
@@ -123,19 +126,6 @@ class _Lately:
     def median(self) -> float | None:
         """The upper median; `None` while there are too few."""
         return self._sorted[len(self._sorted) // 2] if len(self._sorted) >= ENOUGH else None
-
-
-def length(gradients: list[Tensor], kind: torch.dtype | None = None) -> float:
-    """The norm of all `gradients` together, each squared and summed as `kind` if given."""
-    if not gradients:
-        return 0.0
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    if kind is not None:
-        dense = [g.to(torch.promote_types(g.dtype, kind)) for g in dense]
-    norms = torch._foreach_norm(dense)
-    if norms[0].device.type == "cpu":
-        return math.hypot(*(norm.item() for norm in norms))
-    return math.hypot(*torch.stack(norms).tolist())  # waits for the device once
 
 
 def _not_finite(loss: float, norm: float) -> str:

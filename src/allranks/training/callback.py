@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from allranks.on_torch.data import Batch
-from allranks.on_torch.step import StepResult
+from allranks.training.progress import StepResult
 
 
 class Callback:
@@ -19,7 +18,7 @@ class Callback:
     def on_start(self, trainer: Any) -> None:
         """The first step follows; a checkpoint is loaded if there was one."""
 
-    def on_step(self, trainer: Any, batch: Batch, result: StepResult) -> None:
+    def on_step(self, trainer: Any, batch: Any, result: StepResult) -> None:
         """A step was made, or skipped (`result.updated` is false)."""
 
     def on_evaluation(self, trainer: Any, metrics: dict[str, float]) -> None:

@@ -1,0 +1,104 @@
+"""Which engine trains a job: the one that was asked for, that its strategy needs, or its program.
+
+    --engine NAME         said by the user
+    the strategy          `ddp` is torch's, `mirrored` is TensorFlow's; `single` is in both
+    the program           what its file imports: `allranks.on_tf`, or else torch
+
+A Keras task (`allranks.on_tf.Task`) can be trained by either engine; one of torch by torch alone.
+Nothing is imported to find out: a file is only read.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+from allranks.card import Card
+from allranks.cards import CARDS
+from allranks.catalog import ENGINES, PROGRAMS
+from allranks.choice import parse_choice
+from allranks.errors import RequestError, nearest
+
+TORCH, TENSORFLOW = "torch", "tensorflow"
+KERAS_TASKS = "allranks.on_tf"
+KERAS_PROGRAMS = ("digits-keras", "mnist-keras")
+NEEDS = {"tensorflow": ("tensorflow", "keras")}
+DEFAULTS = {TORCH: ("single", "ddp"), TENSORFLOW: ("single", "multi-worker-mirrored")}
+
+
+def engine_of(asked: str, strategy: str, program: str) -> str:
+    """The engine of a job; `asked` and `strategy` are "" where nobody said one.
+
+    Raises `RequestError` for one that is not known, and for one that has no such strategy.
+    """
+    if asked and asked not in ENGINES:
+        raise RequestError(
+            asked=f"--engine {asked}",
+            found=f"no engine {asked!r}",
+            why=f"an engine is the framework that does the arithmetic: {', '.join(ENGINES)}",
+            do=nearest(asked, ENGINES),
+        )
+    card = CARDS.get(parse_choice(strategy).name) if strategy else None
+    if asked:
+        if card is not None and asked not in card.engines:
+            raise _not_there(asked, strategy, card)
+        return asked
+    if card is not None and len(card.engines) == 1:
+        return card.engines[0]
+    return TENSORFLOW if _is_keras(program) else TORCH
+
+
+def default_strategy(engine: str, ranks: int) -> str:
+    """The strategy where nobody says one."""
+    alone, many = DEFAULTS[engine]
+    return many if ranks > 1 else alone
+
+
+def check_installed(engine: str) -> None:
+    """Raise `RequestError` unless the packages of an engine are in this Python; imports nothing."""
+    missing = [name for name in NEEDS.get(engine, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RequestError(
+            asked=f"the {engine} engine",
+            found=f"no package {' and '.join(missing)} in this Python",
+            why="it is an extra: who trains with torch installs nothing of it",
+            do=f"pip install 'allranks[{engine}]'",
+        )
+
+
+def _not_there(engine: str, strategy: str, card: Card) -> RequestError:
+    own = [name for name, other in CARDS.items() if engine in other.engines]
+    return RequestError(
+        asked=f"--engine {engine} --strategy {strategy}",
+        found=f"{card.name!r} is a strategy of {' and '.join(card.engines)}",
+        why=f"the {engine} engine has {', '.join(own)}",
+        do=f"--engine {card.engines[0]}, or one of those strategies",
+    )
+
+
+def _is_keras(program: str) -> bool:
+    """Whether a program is a Keras task, as far as its name or the text of its file tells."""
+    if program in PROGRAMS:
+        return program in KERAS_PROGRAMS
+    path = Path(program if program.endswith(".py") else program.rpartition(":")[0])
+    if path.suffix != ".py" or not path.is_file():
+        return False
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # what is wrong with it is said when it is loaded
+    return any(_is_of_keras(name) for node in ast.walk(tree) for name in _imported(node))
+
+
+def _is_of_keras(name: str) -> bool:
+    return name == KERAS_TASKS or name.startswith(f"{KERAS_TASKS}.")
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        module = node.module or ""
+        return [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return []

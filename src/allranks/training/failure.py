@@ -1,0 +1,27 @@
+"""How a rank tells of its failure, so that the supervisor can say who was first and why."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from allranks.errors import AllranksError, PeerLost, RequestError
+
+
+def failure_of(error: BaseException, updates: int, step: int | None) -> dict[str, Any]:
+    """The values of the event `failed`, after so many updates, in `step` of the job."""
+    return {
+        "kind": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "peer_lost": isinstance(error, PeerLost),
+        "passing": error.passing if isinstance(error, AllranksError) else True,
+        "request": error.to_data() if isinstance(error, RequestError) else None,
+        "updates": updates,
+        "step": step,
+    }
+
+
+def exit_code_of(error: BaseException) -> int:
+    """With what code a rank leaves that `error` has ended."""
+    return error.exit_code if isinstance(error, AllranksError) else 1

@@ -1,0 +1,80 @@
+"""How far a job is, and what one step of it gave: plain numbers, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job is. All counts belong to the job; a skipped update moves only the first four.
+
+    `loss_sum` and `weight_sum` are those of the epoch that is going on.
+    """
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    batch_index: int = 0
+    samples_seen: int = 0
+    updates: int = 0
+    loss_sum: float = 0.0
+    weight_sum: float = 0.0
+
+    def after(self, result: StepResult, epoch: int, step_in_epoch: int) -> Progress:
+        """The progress once the step with number `step_in_epoch` of `epoch` has given `result`."""
+        before = self if epoch == self.epoch and self.step_in_epoch > 0 else Progress()
+        loss, weight = (result.loss * result.weight, result.weight) if result.updated else (0, 0)
+        return Progress(
+            epoch=epoch,
+            step_in_epoch=step_in_epoch + 1,
+            batch_index=self.batch_index + 1,
+            samples_seen=self.samples_seen + result.samples,
+            updates=self.updates + result.updated,
+            loss_sum=before.loss_sum + loss,
+            weight_sum=before.weight_sum + weight,
+        )
+
+    @property
+    def mean_loss(self) -> float | None:
+        """The loss of the epoch that is going on, over all its samples so far."""
+        return self.loss_sum / self.weight_sum if self.weight_sum else None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the supervisor wants of this rank, for all ranks to hear with the step."""
+
+    stop: bool = False
+    save: bool = False
+
+
+NOTHING = Asked()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step of the job, the same on every rank. `loss` is the mean over the global batch.
+
+    `samples` 0 means that no rank had a sample (the end of a stream); `updated` is false where the
+    weights were left as they were; `grad_norm` is the length of the gradient before clipping.
+    `asked` is what the supervisor of any rank wants; `bad` says what is wrong with a bad step.
+    `loss_scale` is that of this step under fp16; with `overflow` it was too large, and is smaller now.
+    """
+
+    batch_index: int
+    epoch: int
+    loss: float
+    samples: int
+    weight: float
+    learning_rate: float
+    updated: bool
+    grad_norm: float | None = None
+    asked: Asked = NOTHING
+    bad: str = ""
+    loss_scale: float | None = None
+    overflow: bool = False
+
+    @property
+    def taken(self) -> bool:
+        """Whether it was a step of the job, updated or not, and no end of a stream."""
+        return self.updated or self.overflow or bool(self.bad)

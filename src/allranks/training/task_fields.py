@@ -1,0 +1,151 @@
+"""The fields that every task has, whatever engine trains it, and what is checked of all of them.
+
+A task is a dataclass, and its fields are the hyper-parameters of the job. Each engine derives its
+own `Task` from `TaskFields`, with the methods that its framework needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+from allranks.catalog import find_program
+from allranks.errors import RequestError
+from allranks.fields import with_settings
+from allranks.job import Job
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(kw_only=True)
+class TaskFields:
+    """A training, described for one device.
+
+    `batch_size` is the number of samples of one optimizer step over *all* ranks; `shards` the
+    number of fixed slices it is cut into, which ranks own whole; `last_batch` what happens with
+    the rest of an epoch; `clip_norm` the largest norm of the whole gradient;
+    `ema` the decay of an exponential moving average of the weights, which is then evaluated.
+    """
+
+    batch_size: int = 256
+    epochs: int = 1
+    shards: int = 8
+    last_batch: Literal["keep", "drop"] = "keep"
+    clip_norm: float | None = None
+    ema: float | None = None
+
+    loss_over: ClassVar[str] = "sample"
+    """`"batch"`: `loss` couples samples, and gets the outputs and the batch of all ranks."""
+    required: ClassVar[tuple[str, ...]] = ()
+    """The methods that a task has to have."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        fields = {name for base in cls.__mro__[1:-1] for name in inspect.get_annotations(base)}
+        annotated = inspect.get_annotations(cls)
+        for name in sorted(fields - {"loss_over", "required"}):
+            if name in cls.__dict__ and name not in annotated:
+                raise TypeError(
+                    f"{cls.__name__}.{name} = … has no annotation, so the dataclass would pass "
+                    f"over it. Write `{name}: int = …` with its type."
+                )
+
+    @classmethod
+    def engines_own(cls) -> type:
+        """The `Task` of the engine that this class derives from."""
+        mro = cls.__mro__
+        return mro[mro.index(TaskFields) - 1]
+
+    def overrides(self, method: str) -> bool:
+        """Whether this task has a `method` of its own."""
+        return getattr(type(self), method) is not getattr(self.engines_own(), method)
+
+
+Kind = TypeVar("Kind", bound=TaskFields)
+
+
+def task_of(job: Job, kind: type[Kind]) -> Kind:
+    """The task of a job, one of `kind`, with its fields set and checked; raises `RequestError`."""
+    task_class = find_program(job.program, kind)
+    try:
+        task: Kind = with_settings(task_class, job.task, f"to train {job.program}")
+    except RequestError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            asked=f"to train {job.program}",
+            found=f"{type(error).__name__}: {error}",
+            why=f"making a {task_class.__name__} of its fields fails",
+            do="mend its __post_init__, or the values given with --set",
+        ) from error
+    check_task(task, job.program)
+    return task
+
+
+def plain_fields(task: TaskFields) -> dict[str, Any]:
+    """The fields of a task that text can carry."""
+    values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
+    return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
+
+
+def shape_of(task: TaskFields) -> dict[str, Any]:
+    """What a place must know of a task (`places.base.Shape`)."""
+    return {
+        "fields": plain_fields(task),
+        "batch_size": task.batch_size,
+        "shards": task.shards,
+    }
+
+
+def check_task(task: TaskFields, program: str) -> None:
+    """Raise `RequestError` unless the task has what every task needs."""
+    missing = [name for name in task.required if not task.overrides(name)]
+    if missing:
+        raise RequestError(
+            asked=f"to train {program}",
+            found=f"{type(task).__name__} has no {', '.join(missing)}",
+            why=f"a task needs {', '.join(task.required)}",
+            do=f"add `def {missing[0]}(self, …)` to it",
+        )
+    for base in type(task).__mro__[: type(task).__mro__.index(task.engines_own())]:
+        annotated = [
+            n for n, a in inspect.get_annotations(base).items() if "ClassVar" not in str(a)
+        ]
+        if annotated and "__dataclass_params__" not in vars(base):
+            raise RequestError(
+                asked=f"to train {program}",
+                found=f"{base.__name__} has fields ({', '.join(annotated)}) but is no dataclass",
+                why="without the decorator its fields cannot be set, and their values are passed over",
+                do=f"write @dataclass(kw_only=True) above class {base.__name__}",
+            )
+    if task.ema is not None and not 0 <= task.ema < 1:
+        raise RequestError(
+            asked=f"ema = {task.ema}",
+            found=str(task.ema),
+            why="the decay of a moving average is at least 0 and below 1",
+            do="--set ema=0.999, or --set ema=none",
+        )
+    for name in ("batch_size", "epochs", "shards"):
+        if getattr(task, name) < 1:
+            raise RequestError(
+                asked=f"{name} = {getattr(task, name)}",
+                found=str(getattr(task, name)),
+                why=f"{name} must be at least 1",
+                do=f"--set {name}=…",
+            )
+    if task.loss_over not in ("sample", "batch"):
+        raise RequestError(
+            asked=f"loss_over = {task.loss_over!r}",
+            found=repr(task.loss_over),
+            why="a loss is over one sample, or over the batch",
+            do='write loss_over = "sample" or "batch"',
+        )
+    if task.loss_over == "batch" and task.batch_size < task.shards:
+        raise RequestError(
+            asked=f'loss_over = "batch" with batch_size = {task.batch_size}',
+            found=f"shards = {task.shards}",
+            why="a shard without samples has no outputs to gather",
+            do=f"--set shards={task.batch_size}",
+        )
