@@ -5,7 +5,6 @@ Every tensor of a state is filled from its step number, so that a mixture of two
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import signal
@@ -19,10 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from allranks.errors import PeerLost, RequestError
-from allranks.on_torch.checkpoint.checkpointer import About, Checkpointer
-from allranks.on_torch.checkpoint.loading import Loaded
+from allranks.on_torch.checkpoint.checkpointer import Checkpointer
 from allranks.on_torch.comm import CPU, Comm, join
+from allranks.training.checkpoint.about import About
+from allranks.training.checkpoint.newest import Loaded
 from allranks.world import World
+from small_disk import small_disk
 
 POINTS = ("save:snapshot", "save:write", "save:half", "save:fsync", "save:written")
 LEADER_POINTS = ("save:manifest", "save:rename", "save:committed", "save:prune")
@@ -252,24 +253,6 @@ def _train(common: dict[str, Any], ours: dict[str, Any], step: int) -> None:
         tensor.copy_(fresh["model"][name])
     common.update({name: value for name, value in fresh.items() if name != "model"})
     ours["random"].copy_(own(step, rank)["random"])
-
-
-CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
-
-
-def small_disk(folder: str, size: str) -> None:
-    """Mount a disk of `size` on `folder`, seen by this process and its children only."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    uid, gid = os.getuid(), os.getgid()
-
-    def must(result: int) -> None:
-        assert result == 0, os.strerror(ctypes.get_errno())
-
-    must(libc.unshare(CLONE_NEWUSER | CLONE_NEWNS))
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
-    must(libc.mount(b"none", folder.encode(), b"tmpfs", 0, f"size={size}".encode()))
 
 
 def on_a_full_disk(argument: dict[str, Any]) -> None:

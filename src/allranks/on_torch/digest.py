@@ -1,12 +1,13 @@
-"""The digest of a model: equal exactly when every bit of every parameter and buffer is equal."""
+"""The digest of a model in torch: equal exactly when every bit of every tensor is equal."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from allranks.training.digest import digest_of_weights
 
 
 def weights_sha256(tensors: Iterator[tuple[str, Tensor]]) -> str:
@@ -14,10 +15,9 @@ def weights_sha256(tensors: Iterator[tuple[str, Tensor]]) -> str:
 
     Give them by name in sorted order (`Strategy.full_state`); one tensor is held at a time.
     """
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        digest.update(f"{name}\0{kind}\0".encode())
-        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        digest.update(flat.numpy().data)
-    return digest.hexdigest()
+    return digest_of_weights((name, *_content(tensor)) for name, tensor in tensors)
+
+
+def _content(tensor: Tensor) -> tuple[str, memoryview]:
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return str(tensor.dtype).removeprefix("torch."), flat.numpy().data

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ import torch
 from allranks.cards import devices_of_a_rank
 from allranks.errors import RequestError
 from allranks.job import Job
+from allranks.training.going_on import program_sha256
 from allranks.world import World
 
 DECIDES_BITS = ("torch", "cpu_capability", "threads", "deterministic")
@@ -50,26 +49,5 @@ def facts(job: Job) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "program_sha256": _program_sha256(job.program),
+        "program_sha256": program_sha256(job.program),
     }
-
-
-def _program_sha256(program: str) -> str | None:
-    """The digest of the file of the task; `None` where the program is a module or a built-in one."""
-    path = Path(program if program.endswith(".py") else program.rpartition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-
-def differing(was: dict[str, Any], now: dict[str, Any], bitwise: bool) -> dict[str, list[Any]]:
-    """The facts that are not as they were, name -> [was, is]; raises where bits are promised."""
-    found = {name: [was[name], now.get(name)] for name in was if was[name] != now.get(name)}
-    deciding = [name for name in DECIDES_BITS if name in found]
-    if bitwise and deciding:
-        name = deciding[0]
-        raise RequestError(
-            asked="to go on with --bitwise",
-            found=f"{name} is {found[name][1]}; the checkpoint was made with {found[name][0]}",
-            why="the bits of a step follow from it",
-            do="go on where it was, or start anew without --bitwise and --resume PATH",
-        )
-    return found

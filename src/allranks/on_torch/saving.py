@@ -8,20 +8,17 @@ one rank and are taken up again only where the number of ranks is the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError
 from allranks.job import Job
-from allranks.job_file import redacted
-from allranks.on_torch.checkpoint.checkpointer import About, Checkpointer
-from allranks.on_torch.checkpoint.loading import Loaded
-from allranks.on_torch.machine import differing, facts
+from allranks.on_torch.checkpoint.checkpointer import Checkpointer
+from allranks.on_torch.machine import DECIDES_BITS, facts
 from allranks.on_torch.state import random_streams, set_random_streams
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.task import Task
-from allranks.resume import CHECKPOINTS, Base, changed, changed_fields, sources_of
-from allranks.training.task_fields import plain_fields
+from allranks.training.checkpoint.newest import Loaded
+from allranks.training.going_on import about_of, changes_since, check_not_asked_for, sources_for
 
 
 class Saving:
@@ -38,9 +35,8 @@ class Saving:
     ) -> None:
         self.task, self.job, self.strategy, self.report = task, job, strategy, report
         self.is_prepared = False
-        self.folder = Path(job.run_dir) / CHECKPOINTS
         self.checkpointer = Checkpointer(
-            self.folder,
+            sources_for(job)[0],
             strategy.comm,
             keep=job.keep,
             best=job.best,
@@ -51,7 +47,8 @@ class Saving:
 
     def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
         """Save the strategy's state and the `rest` of the training; a thread goes on with it."""
-        self.checkpointer.save(step, *self._parts(rest), self._about(rest, metrics))
+        about = about_of(self.task, self.job, rest["progress"], facts(self.job), metrics)
+        self.checkpointer.save(step, *self._parts(rest), about)
 
     def prepare(self, rest: dict[str, Any]) -> None:
         """After the first step: a thread takes the memory that saves need."""
@@ -65,28 +62,17 @@ class Saving:
         own = {"random": random_streams(self.strategy.comm.device), **(state if apart else {})}
         return {} if apart else state, own
 
-    def _about(self, rest: dict[str, Any], metrics: dict[str, float]) -> About:
-        job = {**self.job.to_data(), "task": redacted(plain_fields(self.task))}
-        return About(job, rest["progress"], facts(self.job), metrics)
-
     def load(self) -> dict[str, Any] | None:
         """Take up the newest good checkpoint; returns the rest of the state, `None` if there is none.
 
         That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
         the job is another one.
         """
-        sources = [self.folder]
-        if self.job.resume:
-            sources += sources_of(Path(self.job.resume))
-        loaded = self.checkpointer.load(sources)
+        loaded = self.checkpointer.load(sources_for(self.job))
         if loaded is None:
-            self._check_not_asked_for()
+            check_not_asked_for(self.job)
             return None
-        was = loaded.manifest.job
-        base = Base(loaded.path, False, was, was.get("task", {}))
-        fields = changed_fields(base, plain_fields(self.task))
-        changes = {**changed(base, self.job), **fields}
-        differs = differing(loaded.manifest.facts, facts(self.job), self.job.bitwise)
+        changes = changes_since(loaded, self.task, self.job, facts(self.job), DECIDES_BITS)
         state = self._state_in(loaded)
         self.strategy.load_state(state)
         random = None if loaded.own is None else loaded.own["random"]
@@ -98,8 +84,8 @@ class Saving:
                 step=loaded.step,
                 path=str(loaded.path),
                 ranks_were=loaded.manifest.ranks,
-                changes=changes,
-                differs=differs,
+                changes=changes.job,
+                differs=changes.facts,
                 random_streams_restored=random is not None,
             )
         return {**state, "step": loaded.step}
@@ -115,12 +101,3 @@ class Saving:
                 do=f"--ranks {loaded.manifest.ranks}",
             )
         return dict(loaded.own)
-
-    def _check_not_asked_for(self) -> None:
-        if self.job.resume:
-            raise RequestError(
-                asked=f"--resume {self.job.resume}",
-                found="no checkpoint in it whose digests hold",
-                why="starting anew instead would pass over what was asked",
-                do="see `allranks checkpoints verify` for what is wrong with each",
-            )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from allranks.errors import RequestError, nearest
+from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.on_torch.data import GlobalBatches
 from allranks.on_torch.evaluate import evaluate, try_evaluation
@@ -16,6 +15,7 @@ from allranks.on_torch.state import kept_random_streams
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.task import Task
 from allranks.shards import largest_shard
+from allranks.training.course import check_metrics
 
 
 class TaskData:
@@ -78,7 +78,7 @@ class TaskData:
         source, names = self._evaluated(), dict[str, float]()
         if source is not None:
             names = try_evaluation(self.task, self.strategy, source, self._chunk)
-        self._check_best(names)
+        check_metrics(self.job, names)
 
     def close(self) -> None:
         """Let go of the data, and of the threads and processes that read it."""
@@ -122,15 +122,3 @@ class TaskData:
                 why="each takes its own part of what all draw, so all must draw the same",
                 do="draw from torch's generator alone, or hand in the data set without a sampler",
             )
-
-    def _check_best(self, names: Iterable[str]) -> None:
-        """Raise unless the evaluation has the metrics by which the job judges."""
-        for flag, rule in (("--best", self.job.best), ("--early-stop", self.job.early_stop)):
-            metric = rule.partition(":")[2]
-            if rule and metric not in names:
-                raise RequestError(
-                    asked=f"{flag} {rule}",
-                    found=f"no metric {metric!r} in the evaluation of this task",
-                    why="what is judged by is what eval_data() and metrics() of the task give",
-                    do=nearest(metric, names),
-                )

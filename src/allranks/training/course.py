@@ -6,9 +6,11 @@ train apart each judge their own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from allranks.best import Best
+from allranks.errors import RequestError, nearest
 from allranks.job import Job
 from allranks.training.progress import Progress
 
@@ -69,3 +71,16 @@ class Course:
         for own, was in ((self._best, state["best"]), (self._stop, state["stop"])):
             if own is not None and was is not None:
                 own.load_state(was)
+
+
+def check_metrics(job: Job, names: Iterable[str]) -> None:
+    """Raise `RequestError` unless an evaluation has the metrics by which the job judges."""
+    for flag, rule in (("--best", job.best), ("--early-stop", job.early_stop)):
+        metric = rule.partition(":")[2]
+        if rule and metric not in names:
+            raise RequestError(
+                asked=f"{flag} {rule}",
+                found=f"no metric {metric!r} in the evaluation of this task",
+                why="what is judged by is what eval_data() and metrics() of the task give",
+                do=nearest(metric, names),
+            )

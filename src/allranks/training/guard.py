@@ -62,6 +62,12 @@ class Guard:
         self.skipped_in_a_row = 0
         self._lately = _Lately()
 
+    @property
+    def limit(self) -> float:
+        """The longest gradient that is no spike; infinite where spikes are not looked for."""
+        usual = self._lately.median() if self.spike is not None else None
+        return self.spike * usual if self.spike is not None and usual else math.inf
+
     def judge(self, loss: float, norm: float) -> Bad | None:
         """What is wrong with a step of this loss and this gradient norm; `None` if nothing is."""
         if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -66,9 +66,9 @@ class TaskFields:
 Kind = TypeVar("Kind", bound=TaskFields)
 
 
-def task_of(job: Job, kind: type[Kind]) -> Kind:
-    """The task of a job, one of `kind`, with its fields set and checked; raises `RequestError`."""
-    task_class = find_program(job.program, kind)
+def task_of(job: Job, *kinds: type[Kind]) -> Kind:
+    """The task of a job, one of `kinds`, with its fields set and checked; raises `RequestError`."""
+    task_class = find_program(job.program, *kinds)
     try:
         task: Kind = with_settings(task_class, job.task, f"to train {job.program}")
     except RequestError:

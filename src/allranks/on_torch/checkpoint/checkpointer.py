@@ -1,48 +1,32 @@
 """Saves and loads checkpoints, on all ranks together: what is committed, is committed for all.
 
-A save makes training wait for one copy in memory (`storage`); the rest is done by a thread
-(`commit`). Loading is in `loading`, who writes what in `plan`, what a state may hold in `tree`.
+A save makes training wait for one copy in memory (`storage`); the rest is done by a thread, by the
+protocol that all engines share (`training.checkpoint`). Which tensors a rank reads is in `loading`,
+who writes what in `plan`, what a tensor of a state may be in `tree`.
 """
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from allranks import checkpoint_folder
-from allranks.errors import RequestError
 from allranks.manifest import Reach, nothing, step_folder
-from allranks.on_torch.checkpoint.commit import Commit, Rules, Save, named
-from allranks.on_torch.checkpoint.loading import Loaded, Loader
+from allranks.on_torch.checkpoint.loading import Reader
 from allranks.on_torch.checkpoint.plan import Planner
 from allranks.on_torch.checkpoint.storage import Snapshot
 from allranks.on_torch.checkpoint.tree import flatten
 from allranks.on_torch.comm import Comm
-from allranks.record import as_json
-
-
-@dataclass(frozen=True)
-class About:
-    """What the manifest says beside the state. The leader's is written; all of it is plain JSON."""
-
-    job: dict[str, Any] = field(default_factory=dict)
-    progress: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def frozen(self) -> dict[str, Any]:
-        """A copy that later changes do not reach."""
-        names = ("job", "progress", "facts", "metrics")
-        copy: dict[str, Any] = json.loads(as_json({name: getattr(self, name) for name in names}))
-        return copy
+from allranks.training.checkpoint.about import About, check_best
+from allranks.training.checkpoint.commit import Commit, Rules, Save, named
+from allranks.training.checkpoint.newest import Loaded, Search
+from allranks.training.checkpoint.thread import Aside
 
 
 class Checkpointer:
@@ -65,14 +49,12 @@ class Checkpointer:
         reach: Reach = nothing,
         report: Callable[..., None] = nothing,
     ) -> None:
-        if best and best.partition(":")[0] not in ("max", "min"):
-            raise _unknown_best(best)
+        check_best(best)
         self._rules = Rules(folder, keep, best, attempt, reach, report)
         self._training = comm
         self._aside: Comm | None = None
         self._snapshot = Snapshot()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = Aside()
         self._committed = True
         self._done_step = -1
 
@@ -91,7 +73,7 @@ class Checkpointer:
             return
         comm = self._ready()
         save = self._take(step, common, own, about.frozen(), begun)
-        self._start(lambda: self._commit(comm, save))
+        self._thread.start(lambda: self._commit(comm, save))
         if blocking:
             self.wait()
 
@@ -110,25 +92,14 @@ class Checkpointer:
             with suppress(MemoryError):  # the save tries again, and tells
                 self._snapshot.make_room(writes)
 
-        self._start(act)
-
-    def _start(self, act: Callable[[], None]) -> None:
-        self._thread = threading.Thread(
-            target=self._guarded, args=(act,), name="checkpoint", daemon=True
-        )
-        self._thread.start()
+        self._thread.start(act)
 
     def wait(self) -> bool:
         """Return when the save under way is over: whether it was committed, on all ranks alike.
 
         Raises what its thread raised: `PeerLost`, if another rank went away.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._thread.wait()
         return self._committed
 
     def load(
@@ -141,8 +112,10 @@ class Checkpointer:
         filled in place. None if there is no checkpoint.
         """
         self.wait()
-        loader = Loader(self._ready(), self._rules.folder, templates or {}, self._rules.report)
-        loaded = loader.newest(sources)
+        comm = self._ready()
+        reader = Reader(comm.rank, comm.size, templates or {})
+        search = Search(comm, self._rules.folder, reader.read, self._rules.report)
+        loaded = search.newest(sources)
         if loaded is not None:
             here = step_folder(self._rules.folder, loaded.step)
             self._done_step = loaded.step if here.resolve() == loaded.path.resolve() else -1
@@ -181,7 +154,18 @@ class Checkpointer:
             self._snapshot.take(writes)
         except (OSError, MemoryError) as error:
             failed = named(error)
-        save = Save(step, plan, self._snapshot, skeleton, own_skeleton, about, begun, 0.0, failed)
+        save = Save(
+            step=step,
+            ranks=self._training.size,
+            tensors=plan.tensors,
+            snapshot=self._snapshot,
+            common=skeleton,
+            own=own_skeleton,
+            about=about,
+            begun=begun,
+            stall_s=0.0,
+            failed=failed,
+        )
         return replace(save, stall_s=time.monotonic() - begun)
 
     def _own(self, own: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -191,19 +175,3 @@ class Checkpointer:
         self._committed = False
         self._committed = Commit(self._rules, comm, save).run()
         self._done_step = save.step if self._committed else self._done_step
-
-    def _guarded(self, act: Callable[[], None]) -> None:
-        """The thread: nothing it raises is lost."""
-        try:
-            act()
-        except BaseException as error:
-            self._error = error
-
-
-def _unknown_best(best: str) -> RequestError:
-    return RequestError(
-        asked=f"to keep the best checkpoint by {best!r}",
-        found="neither max: nor min: before the name of a metric",
-        why="whether more is better is not told by a name",
-        do="write max:accuracy, or min:loss",
-    )

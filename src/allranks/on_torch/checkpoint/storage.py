@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint: a snapshot in memory, the file that is made of it, and reading it back.
+"""The tensors of a checkpoint as bytes: a snapshot in memory, and reading its files back.
 
 The snapshot lies in one buffer of the host as the file will have it, so that training waits for one
 copy in memory and no more; the buffer is kept from save to save.
@@ -7,30 +7,17 @@ copy in memory and no more; the buffer is kept from save to save.
 from __future__ import annotations
 
 import mmap
-import os
-from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from allranks.checkpoint_folder import BLOCK_BYTES
-from allranks.manifest import (
-    DIGEST_BYTES,
-    BadCheckpoint,
-    SavedFile,
-    SavedTensor,
-    nothing,
-    piece_name,
-)
+from allranks.manifest import BadCheckpoint, SavedTensor, piece_name
 from allranks.on_torch.checkpoint.parts import Part
 from allranks.on_torch.checkpoint.plan import load_plan
 from allranks.on_torch.checkpoint.tree import DTYPES
-from allranks.tensor_file import Layout, Piece, lay_out
-
-Tell = Callable[[str], None]
+from allranks.tensor_file import Piece, lay_out
 
 
 class Snapshot:
@@ -76,44 +63,6 @@ class Snapshot:
             piece = self.layout.pieces[name]
             flat = self._buffer[piece.begin : piece.end].view(DTYPES[piece.dtype])
             self._places[part] = flat.view(piece.shape)
-
-
-def write_file(path: Path, layout: Layout, data: memoryview, reach: Tell = nothing) -> SavedFile:
-    """Write a new file, whole and lasting when this returns; raises OSError, and then it is gone.
-
-    All of its room is taken before the first byte is written: a full disk shows at once.
-    """
-    total = len(layout.header) + layout.data_bytes
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        os.posix_fallocate(fd, 0, total)
-        digest = _write(fd, memoryview(layout.header), data, reach)
-        reach("save:fsync")
-        os.fsync(fd)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
-    return SavedFile(total, digest)
-
-
-def _write(fd: int, header: memoryview, data: memoryview, reach: Tell) -> str:
-    running = blake2b(digest_size=DIGEST_BYTES)
-    half = len(data) // 2
-    _write_all(fd, header, running)
-    _write_all(fd, data[:half], running)
-    reach("save:half")
-    _write_all(fd, data[half:], running)
-    return running.hexdigest()
-
-
-def _write_all(fd: int, data: memoryview, running: blake2b) -> None:
-    for start in range(0, len(data), BLOCK_BYTES):
-        block = data[start : start + BLOCK_BYTES]
-        running.update(block)
-        while block:
-            block = block[os.write(fd, block) :]
 
 
 def read_files(folder: Path, saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> None:

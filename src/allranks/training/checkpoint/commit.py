@@ -1,8 +1,10 @@
-"""The commit of one checkpoint: what the thread of each rank does after the snapshot.
+"""The commit of one checkpoint: what the thread of each writing rank does after the snapshot.
 
 Every rank writes its file. One exchange tells all how each fared: if all did well the leader writes
 the manifest, and a second exchange tells that it stands. If any could not write (a full disk), every
 rank takes its file back, the last good checkpoint stays, and training goes on.
+
+An engine whose ranks all hold the same lets its leader write alone (`ALONE`): then nothing is sent.
 """
 
 from __future__ import annotations
@@ -13,22 +15,60 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from allranks import checkpoint_folder
 from allranks.manifest import (
     Manifest,
     Reach,
     SavedFile,
+    SavedTensor,
     fsync_folder,
     rank_file,
     step_folder,
     write_manifest,
 )
-from allranks.on_torch.checkpoint.plan import Plan
-from allranks.on_torch.checkpoint.storage import Snapshot, write_file
-from allranks.on_torch.comm import Comm
 from allranks.record import as_json
+from allranks.tensor_file import Layout
+from allranks.training.checkpoint.writing import write_file
+
+
+class Ranks(Protocol):
+    """Ranks that tell each other texts, seen from one of them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather_texts(self, text: str) -> list[str]:
+        """What each rank says here, in rank order; every rank calls it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One rank that has nobody to tell."""
+
+    rank: int = 0
+    size: int = 1
+
+    def gather_texts(self, text: str) -> list[str]:
+        return [text]
+
+
+ALONE = Alone()
+
+
+class Snapshot(Protocol):
+    """Copies of tensors, as their file will have them: its layout, and the bytes after the header."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def data(self) -> memoryview: ...
 
 
 @dataclass(frozen=True)
@@ -47,11 +87,15 @@ class Rules:
 class Save:
     """One save after its snapshot. `failed` says why there is none, if there is none.
 
-    `about` is what the manifest says beside the state; `begun` and `stall_s` are for the report.
+    `ranks` are those of the job; not all of them need to write. `tensors(files)` says where every
+    tensor lies in the files of those that do, in rank order. `common` and `own` are the values
+    beside the tensors; `about` is what the manifest says beside the state; `begun` and `stall_s`
+    are for the report.
     """
 
     step: int
-    plan: Plan
+    ranks: int
+    tensors: Callable[[list[str]], dict[str, SavedTensor]]
     snapshot: Snapshot
     common: Any
     own: Any
@@ -64,10 +108,10 @@ class Save:
 class Commit:
     """Carries out one save on one rank, over a communicator that nobody else uses meanwhile."""
 
-    def __init__(self, rules: Rules, comm: Comm, save: Save) -> None:
+    def __init__(self, rules: Rules, comm: Ranks, save: Save) -> None:
         self.rules, self.comm, self.save = rules, comm, save
         self.folder = step_folder(rules.folder, save.step)
-        self.path = self.folder / rank_file(comm.rank, comm.size, rules.attempt)
+        self.path = self.folder / rank_file(comm.rank, save.ranks, rules.attempt)
         self.is_leader = comm.rank == 0
         self._wrote = False
 
@@ -110,15 +154,17 @@ class Commit:
 
     def _commit(self, told: list[dict[str, Any]]) -> str:
         """Leader: write the manifest. Returns why it could not be written, or nothing."""
-        names = [rank_file(r, self.comm.size, self.rules.attempt) for r in range(self.comm.size)]
+        ranks = self.save.ranks
+        names = [rank_file(r, ranks, self.rules.attempt) for r in range(self.comm.size)]
         files = {n: SavedFile(s["bytes"], s["blake2b"]) for n, s in zip(names, told, strict=True)}
+        own = [said["own"] for said in told] + [None] * (ranks - len(told))
         manifest = Manifest(
             step=self.save.step,
             created=time.time(),
-            ranks=self.comm.size,
+            ranks=ranks,
             files=files,
-            tensors=self.save.plan.tensors(names),
-            values={"common": self.save.common, "own": [said["own"] for said in told]},
+            tensors=self.save.tensors(names),
+            values={"common": self.save.common, "own": own},
             **self.save.about,
         )
         try:

@@ -1,0 +1,24 @@
+"""A disk that is soon full, for the tests that fill one. Needs no framework."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+
+
+def small_disk(folder: str, size: str) -> None:
+    """Mount a disk of `size` on `folder`, seen by this process and its children only."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = os.getuid(), os.getgid()
+
+    def must(result: int) -> None:
+        assert result == 0, os.strerror(ctypes.get_errno())
+
+    must(libc.unshare(CLONE_NEWUSER | CLONE_NEWNS))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    must(libc.mount(b"none", folder.encode(), b"tmpfs", 0, f"size={size}".encode()))
