@@ -121,9 +121,8 @@ class Mixed(OfKeras):
         return nn.Sequential(conv, flat, nn.BatchNorm1d(180), nn.ReLU(), nn.Dropout(0.2), out)
 
 
-class _Told(layers.Layer):  # type: ignore[misc]
-    def call(self, inputs: Tensor, training: bool = False) -> Tensor:
-        return 2 * inputs if training else inputs
+class _Norm(layers.BatchNormalization):  # type: ignore[misc]
+    """One of a user's own, of which nobody knows what it counts."""
 
 
 def _net(*inner: Any) -> nn.Module:
@@ -132,12 +131,13 @@ def _net(*inner: Any) -> nn.Module:
 
 
 REFUSED: dict[str, Callable[[], nn.Module]] = {
-    "nn.BatchNorm2d": lambda: _net(layers.BatchNormalization()),
-    "nn.Dropout": lambda: nn.Sequential(_net(layers.Dense(2), layers.SpatialDropout2D(0.1))),
+    "BatchNormalization itself": lambda: _net(_Norm()),
+    "renorm=True": lambda: _net(layers.BatchNormalization(renorm=True)),
+    "keras.layers.Dropout": lambda: nn.Sequential(_net(layers.Dense(2), layers.GaussianNoise(0.1))),
+    "None for the samples": lambda: _net(layers.Dropout(0.1, noise_shape=(1, 8, 8, 2))),
     "keras.Input": lambda: keras.Sequential([layers.Dense(2)]),
     "regularizer(model)": lambda: _net(layers.Dense(2, kernel_regularizer="l2")),
     "loss(output, batch)": lambda: _net(layers.Dense(2, activity_regularizer="l2")),
-    "`training`": lambda: _net(_Told(), layers.Dense(2)),
     "a torch Dropout": lambda: _net(layers.TorchModuleWrapper(nn.Dropout(0.1))),
 }
 

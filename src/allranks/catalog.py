@@ -33,6 +33,10 @@ ENGINES = {"torch": "allranks.on_torch.worker", "tensorflow": "allranks.on_tf.wo
 WARM = {"torch": "allranks.on_torch.warm", "tensorflow": "allranks.on_tf.warm"}
 """What a fork server of each engine imports besides."""
 
+WARM_FOR_KERAS = "allranks.on_torch.warm_keras"
+KERAS_PROGRAMS = ("digits-keras", "mnist-keras")
+"""Programs that either engine trains; before the torch engine imports one, Keras is told of it."""
+
 STRATEGIES = {
     "single": "allranks.on_torch.strategies.single:Single",
     "dp": "allranks.on_torch.strategies.dp:DP",
@@ -81,16 +85,18 @@ def load(path: str) -> Any:
 
 def preload_for(program: str, engine: str = "torch") -> tuple[str, ...]:
     """Modules that the fork server may import before it forks: ours, never a user's file."""
-    modules = (WARM[engine], ENGINES[engine])
+    modules: tuple[str, ...] = (WARM[engine], ENGINES[engine])
+    if program in KERAS_PROGRAMS and engine == "torch":
+        modules = (*modules, WARM_FOR_KERAS)
     return (*modules, PROGRAMS[program].partition(":")[0]) if program in PROGRAMS else modules
 
 
-def find_program(program: str, base: type) -> Any:
+def find_program(program: str, *bases: type) -> Any:
     """The task class that `program` names: built-in name, file.py, file.py:Class or module:Class.
 
     Importing a file runs it; it happens in a rank, never in the command line. Raises
-    `RequestError` for a name that is unknown, a file that does not load, or a class that is not
-    a `base`.
+    `RequestError` for a name that is unknown, a file that does not load, or a class that is none
+    of `bases`.
     """
     where = PROGRAMS.get(program, program)
     place, _, wanted = where.rpartition(":")
@@ -110,7 +116,7 @@ def find_program(program: str, base: type) -> Any:
     classes = {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, base) and value is not base
+        if isinstance(value, type) and issubclass(value, bases) and value not in bases
     }
     own = {name: c for name, c in classes.items() if c.__module__ == module.__name__}
     if wanted:
@@ -119,7 +125,8 @@ def find_program(program: str, base: type) -> Any:
         raise RequestError(
             asked=f"PROGRAM {program!r}",
             found=f"{len(own)} tasks in it ({', '.join(sorted(own)) or 'none'})",
-            why=f"a program is one class derived from {base.__module__}.{base.__qualname__}",
+            why="a program is one class derived from "
+            + " or ".join(f"{base.__module__}.{base.__qualname__}" for base in bases),
             do=f"name one: {program}:{next(iter(sorted(own)), 'MyTask')}",
         )
     return next(iter(own.values()))

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from allranks.card import Card
 from allranks.cards import CARDS
-from allranks.catalog import ENGINES, PROGRAMS
+from allranks.catalog import ENGINES, KERAS_PROGRAMS, PROGRAMS
 from allranks.choice import parse_choice
 from allranks.errors import RequestError, nearest
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
 KERAS_TASKS = "allranks.on_tf"
-KERAS_PROGRAMS = ("digits-keras", "mnist-keras")
 NEEDS = {"tensorflow": ("tensorflow", "keras")}
 DEFAULTS = {TORCH: ("single", "ddp"), TENSORFLOW: ("single", "multi-worker-mirrored")}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from allranks.errors import RequestError
-from allranks.on_torch.checkpoint.tree import flatten, unflatten
+from allranks.on_torch.checkpoint.tree import flatten
 from allranks.on_torch.state import (
     hyper_parameters,
     kept_random_streams,
@@ -25,6 +25,7 @@ from allranks.on_torch.state import (
     random_streams,
     set_random_streams,
 )
+from allranks.training.checkpoint.tree import unflatten
 from resume_tasks import Odd
 
 CPU = torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from allranks.errors import ProgramError, RequestError
 from allranks.programs.cifar10 import Cifar10
 from allranks.programs.imagenet import ImageNet
 from allranks.programs.mnist import Fashion, Mnist
+from allranks.programs.mnist_data import MNIST
 from allranks.readers.cifar import RECORD_BYTES
 from allranks.readers.download import Remote
 from allranks.readers.idx import write_idx
@@ -171,8 +173,8 @@ def test_without_a_network_all_files_are_named(
     nobody = "http://127.0.0.1:9"
     grey_images(tmp_path / "mnist", 10)
     (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").unlink()  # the others are taken as they are
-    here = tuple(Remote(f"{nobody}/{r.name}", r.digest) for r in Mnist.published)
-    monkeypatch.setattr(Mnist, "published", here)
+    here = tuple(Remote(f"{nobody}/{r.name}", r.digest) for r in MNIST.published)
+    monkeypatch.setattr(Mnist, "collection", dataclasses.replace(MNIST, published=here))
     with pytest.raises(RequestError) as caught:
         Mnist(data=str(tmp_path)).train_data()
     assert "t10k-labels-idx1-ubyte.gz (md5:ec29112d" in caught.value.do

@@ -24,7 +24,8 @@ from allranks.loss_scale import loss_scale_of
 from allranks.on_torch.arithmetic import Arithmetic, arithmetic_of
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.keras_layers import check_keras
-from allranks.on_torch.layers import Scope, ShardBatchNorm, ShardDropout, swap_layers
+from allranks.on_torch.keras_shards import is_keras, swap_keras_layers
+from allranks.on_torch.layers import OfShard, Scope, swap_layers
 from allranks.on_torch.recompute import recompute_blocks
 from allranks.on_torch.sources import seed_generators
 from allranks.on_torch.state import model_state
@@ -60,6 +61,7 @@ def build_model(task: Task, job: Job, scope: Scope, arithmetic: Arithmetic) -> B
     missing = None if given is None else _fill(model, given)
     model = arithmetic.model(model)
     swapped = swap_layers(model, scope)
+    swap_keras_layers(model, scope, swapped)
     if job.activation_checkpointing:
         return Built(model, swapped, missing, recompute_blocks(task, model, scope))
     return Built(model, swapped, missing)
@@ -135,9 +137,16 @@ def compiled(model: nn.Module, backend: str) -> tuple[Callable[..., Any], Callab
             why=f"torch knows {', '.join(sorted(known))}",
             do="--compile inductor",
         )
-    layers = [m for m in model.modules() if isinstance(m, (ShardBatchNorm, ShardDropout))]
+    if any(is_keras(module) for module in model.modules()):
+        raise RequestError(
+            asked=f"--compile {backend}",
+            found="a model with Keras layers",
+            why="the compiler gives up on most of what Keras does around a layer, without a word",
+            do="leave it out",
+        )
+    layers = [m for m in model.modules() if isinstance(m, OfShard)]
     for layer in layers:
-        layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
+        layer.forward = torch.compiler.disable(layer.forward)
 
     def undo() -> None:
         for layer in layers:

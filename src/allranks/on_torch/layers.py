@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -105,37 +106,90 @@ class Scope:
         return [piece.samples * per_sample for piece in self.pieces]
 
 
-class ShardBatchNorm(_BatchNorm):
-    """BatchNorm over each shard by itself. Made from a BatchNorm layer by `swap_layers`."""
+class Swapped:
+    """What a layer of a model is, too, while the engine has it: its own class is the second base."""
+
+
+class OfShard(Swapped):
+    """A layer that follows the scope; `index` is its number in the model."""
 
     scope: Scope
     index: int
+
+
+class ShardNorm(Protocol):
+    """A swapped layer with running statistics: what the tally must know of it."""
+
+    index: int
+
+    @property
+    def num_features(self) -> int: ...
+
+    def running_statistics(self) -> list[Tensor]:
+        """The tensors that only the engine writes."""
+        ...
+
+    def update_running(self, moments: Tensor) -> None:
+        """One update from `moments`: (weight, weighted mean and variance)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Normalising:
+    """What a BatchNorm does to its channels; `running` are its statistics, if it keeps any.
+
+    Torch keeps the unbiased variance, Keras the `biased` one.
+    """
+
+    features: int
+    running: tuple[Tensor, Tensor] | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    biased: bool = False
+
+
+def normalised(scope: Scope, index: int, input: Tensor, by: Normalising) -> Tensor:
+    """`input`, (rows, channels, …), normalised shard by shard; leaves the moments in `scope`."""
+    moments = scope.moments.get(index)
+    if moments is None:
+        moments = input.new_zeros(1 + 2 * by.features, dtype=full_type(input.dtype))
+        scope.moments[index] = moments
+    rows = scope.rows("BatchNorm", input)
+    outputs = []
+    for piece, part in zip(scope.pieces, input.split(rows), strict=True):
+        if piece.shard_size == 1 and by.running is not None:
+            outputs.append(F.batch_norm(part, *by.running, by.weight, by.bias, False, 0.0, by.eps))
+            continue
+        found = moments.new_zeros(2, by.features)  # (mean, unbiased variance)
+        outputs.append(
+            F.batch_norm(part, found[0], found[1], by.weight, by.bias, True, 1.0, by.eps)
+        )
+        if by.biased:  # in a new tensor: backward takes the other one
+            values = part.numel() // by.features
+            found = torch.stack((found[0], found[1] * ((values - 1) / values)))
+        moments[0] += piece.samples
+        moments[1:].add_(found.flatten(), alpha=piece.samples)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class ShardBatchNorm(OfShard, _BatchNorm):
+    """BatchNorm over each shard by itself. Made from a BatchNorm layer by `swap_layers`."""
 
     def forward(self, input: Tensor) -> Tensor:
         scope = self.scope
         if not (self.training and scope.pieces):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        moments = scope.moments.get(self.index)
-        if moments is None:
-            moments = input.new_zeros(1 + 2 * self.num_features, dtype=_full(input.dtype))
-            scope.moments[self.index] = moments
-        rows = scope.rows("BatchNorm", input)
-        outputs = []
-        for piece, part in zip(scope.pieces, input.split(rows), strict=True):
-            if piece.shard_size == 1 and self.track_running_stats:
-                mean, var = self.running_mean, self.running_var
-                outputs.append(
-                    F.batch_norm(part, mean, var, self.weight, self.bias, False, 0.0, self.eps)
-                )
-                continue
-            found = moments.new_zeros(2, self.num_features)  # (mean, unbiased variance)
-            outputs.append(
-                F.batch_norm(part, found[0], found[1], self.weight, self.bias, True, 1.0, self.eps)
-            )
-            moments[0] += piece.samples
-            moments[1:].add_(found.flatten(), alpha=piece.samples)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        running = None
+        if self.track_running_stats:
+            assert self.running_mean is not None and self.running_var is not None
+            running = self.running_mean, self.running_var
+        by = Normalising(self.num_features, running, self.weight, self.bias, self.eps)
+        return normalised(scope, self.index, input, by)
+
+    def running_statistics(self) -> list[Tensor]:
+        return list(self.buffers())
 
     @torch.no_grad()
     def update_running(self, moments: Tensor) -> None:
@@ -153,44 +207,45 @@ class ShardBatchNorm(_BatchNorm):
         self.running_var.lerp_(var.to(self.running_var.dtype), rate)
 
 
-def _full(kind: torch.dtype) -> torch.dtype:
+def full_type(kind: torch.dtype) -> torch.dtype:
     """The type for statistics over what is of this type: 16 bits would not hold them."""
     return torch.promote_types(kind, torch.float32)
 
 
-class ShardDropout(nn.Module):
+class ShardDropout(OfShard, nn.Module):
     """Dropout whose mask belongs to the shard. Made from a dropout layer by `swap_layers`."""
 
-    scope: Scope
-    index: int
     shared_dims: int
     p: float
 
     def forward(self, input: Tensor) -> Tensor:
-        scope = self.scope
-        if not (self.training and scope.pieces):
+        if not (self.training and self.scope.pieces):
             return super().forward(input)  # type: ignore[no-any-return]
-        if self.p == 0:
-            return input
-        call = scope.calls.get(self.index, 0)
-        scope.calls[self.index] = call + 1
-        rows = scope.rows("Dropout", input)
         shape = list(input.shape)
         for dim in range(len(shape) - self.shared_dims, len(shape)):
             shape[dim] = 1
-        draws = torch.empty(shape, device=input.device)
-        for piece, count, part in zip(scope.pieces, rows, draws.split(rows), strict=True):
-            key = random_key(scope.seed, scope.step, piece.shard, self.index, call)
-            scope.generator.manual_seed(key)
-            if piece.samples == piece.shard_size:
-                part.uniform_(generator=scope.generator)
-            else:  # part of a shard: draw for the whole shard, take the rows of this piece
-                per_sample = count // piece.samples
-                whole = torch.empty((piece.shard_size * per_sample, *shape[1:]), device=part.device)
-                whole.uniform_(generator=scope.generator)
-                part.copy_(whole[piece.start * per_sample : piece.stop * per_sample])
-        keep = draws.ge(self.p).to(input.dtype)
-        return input * keep.div_(1 - self.p) if self.p < 1 else input * keep
+        return dropped(self.scope, self.index, input, self.p, shape)
+
+
+def dropped(scope: Scope, index: int, input: Tensor, rate: float, shape: list[int]) -> Tensor:
+    """`input` without a part of it, drawn for each shard; `shape` is that of the mask."""
+    if rate == 0:
+        return input
+    call = scope.calls.get(index, 0)
+    scope.calls[index] = call + 1
+    rows = scope.rows("Dropout", input)
+    draws = torch.empty(shape, device=input.device)
+    for piece, count, part in zip(scope.pieces, rows, draws.split(rows), strict=True):
+        scope.generator.manual_seed(random_key(scope.seed, scope.step, piece.shard, index, call))
+        if piece.samples == piece.shard_size:
+            part.uniform_(generator=scope.generator)
+        else:  # part of a shard: draw for the whole shard, take the rows of this piece
+            per_sample = count // piece.samples
+            whole = torch.empty((piece.shard_size * per_sample, *shape[1:]), device=part.device)
+            whole.uniform_(generator=scope.generator)
+            part.copy_(whole[piece.start * per_sample : piece.stop * per_sample])
+    keep = draws.ge(rate).to(input.dtype)
+    return input * keep.div_(1 - rate) if rate < 1 else input * keep
 
 
 def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
@@ -201,9 +256,7 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
     """
     names: dict[str, list[str]] = {"batchnorm": [], "dropout": [], "user_randomness": []}
     for index, (name, module) in enumerate(model.named_modules()):
-        kind = type(module)
-        if isinstance(module, (ShardBatchNorm, ShardDropout)):  # swapped before, by another trainer
-            kind = kind.__bases__[1]
+        kind = own_kind(module)  # swapped before, it may be, by another trainer
         if isinstance(module, (nn.SyncBatchNorm, nn.modules.lazy.LazyModuleMixin)):
             raise RequestError(
                 asked=f"to train a model with {kind.__name__} at {name!r}",
@@ -238,18 +291,38 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
     return names
 
 
+def own_kind(module: nn.Module) -> type:
+    """The class of a layer as its owner made it, whether it is swapped or not."""
+    kind = type(module)
+    while issubclass(kind, Swapped):
+        kind = kind.__bases__[1]
+    return kind
+
+
 def restore_layers(model: nn.Module) -> None:
-    """Undo `swap_layers`: the model is the user's own again, and can be pickled."""
+    """Undo every swap: the model is the user's own again, and can be pickled."""
+    for module in every_layer(model):
+        if isinstance(module, Swapped):
+            module.__class__ = own_kind(module)
+            for name in ("scope", "index", "shared_dims", "adds_no_loss"):
+                vars(module).pop(name, None)
+
+
+def every_layer(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module of a model once, with the layers that Keras keeps out of torch's sight."""
+    seen: set[int] = set()
     for module in model.modules():
-        if isinstance(module, (ShardBatchNorm, ShardDropout)):
-            module.__class__ = type(module).__bases__[1]
-            del module.scope, module.index
+        below: Any = getattr(module, "_flatten_layers", tuple)
+        for layer in (module, *below()):
+            if id(layer) not in seen:
+                seen.add(id(layer))
+                yield layer
 
 
-def shard_norms(model: nn.Module) -> list[ShardBatchNorm]:
+def shard_norms(model: nn.Module) -> list[ShardNorm]:
     """The swapped BatchNorm layers that keep running statistics, in the order of the model."""
-    layers = (m for m in model.modules() if isinstance(m, ShardBatchNorm))
-    return [layer for layer in layers if layer.track_running_stats]
+    layers: list[Any] = [layer for layer in every_layer(model) if isinstance(layer, OfShard)]
+    return [layer for layer in layers if getattr(layer, "track_running_stats", False)]
 
 
 def computed_again() -> RequestError:

@@ -22,6 +22,13 @@ def copy_of(model: nn.Module, device: torch.device, instead: dict[int, Any]) -> 
 
     `instead` says what the copy has in place of an object, by the object's id.
     """
+    if any(hasattr(module, "_flatten_layers") for module in model.modules()):
+        raise RequestError(
+            asked=f"a second replica of {type(model).__name__}",
+            found="a Keras model",
+            why="Keras copies a model by writing and reading it, with weights of other names",
+            do="--strategy ddp, or with --engine tensorflow --strategy mirrored",
+        )
     memo = dict(instead)
     for parameter in model.parameters():
         weight = parameter.detach().to(device, copy=True)

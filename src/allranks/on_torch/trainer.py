@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from allranks.cards import resolved_strategy
 from allranks.errors import RequestError
 from allranks.job import Job
+from allranks.on_tf.task import Task as KerasTask
 from allranks.on_torch.arithmetic import set_kernels
 from allranks.on_torch.build import Built, build_model, build_strategy, compiled
 from allranks.on_torch.comm import join
@@ -31,6 +32,7 @@ from allranks.on_torch.data import Batch
 from allranks.on_torch.diagnose import guard_of
 from allranks.on_torch.ending import Ending
 from allranks.on_torch.flops import Meter, peak_of
+from allranks.on_torch.keras_task import torch_task
 from allranks.on_torch.layers import Scope, restore_layers
 from allranks.on_torch.limits import check_limits
 from allranks.on_torch.machine import device_of
@@ -59,7 +61,7 @@ class Trainer:
 
     def __init__(
         self,
-        task: Task,
+        task: Task | KerasTask,
         job: Job | None = None,
         *,
         world: World | None = None,
@@ -67,7 +69,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.world = World.from_environment() if world is None else world
-        self.task, self.job = task, _for_world(job or Job(), self.world)
+        self.job = _for_world(job or Job(), self.world)
+        self.task = task = torch_task(task, self.job.precision)
         check_task(task, type(task).__name__)
         self.device = device_of(self.job, self.world)
         self.progress, self.course = Progress(), Course(self.job)

@@ -1,19 +1,26 @@
 """Buffers that the model itself writes in its forward pass: kept, so that a bad step can be undone.
 
 The engine's own (BatchNorm) change only with an update; these change before anybody knows whether
-the step is good. Which ones are written is seen in the first step, and watched from then on.
+the step is good. Which ones are written is seen in the first step, and watched from then on. In a
+Keras model, whose layers have no buffers, the weights that are not trained are watched.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from allranks.on_torch.data import Batch
-from allranks.on_torch.layers import shard_norms
+from allranks.on_torch.layers import every_layer, shard_norms
 
-Copies = list[tuple[nn.Module, str, Tensor, Tensor]]
-"""Module, name in it, the buffer itself, and a copy of what it held."""
+Holder = dict[str, Tensor | None]
+"""Where buffers are by name: those of one module, or of a Keras model."""
+
+Copies = list[tuple[Holder, str, Tensor, Tensor]]
+"""Holder, name in it, the buffer itself, and a copy of what it held."""
 
 
 class UserBuffers:
@@ -24,11 +31,11 @@ class UserBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        own = {id(buffer) for norm in shard_norms(model) for buffer in norm.buffers()}
+        own = {id(buffer) for norm in shard_norms(model) for buffer in norm.running_statistics()}
         self._slots = [
-            (f"{path}.{name}" if path else name, module, name)
-            for path, module in model.named_modules()
-            for name, buffer in module._buffers.items()
+            (f"{path}.{name}" if path else name, holder, name)
+            for path, holder in _holders(model)
+            for name, buffer in holder.items()
             if buffer is not None and id(buffer) not in own
         ]
         self.written: set[str] = set()
@@ -45,14 +52,14 @@ class UserBuffers:
         if not self._slots:
             return
         self._kept = _copies(self._watched)
-        self._before = [_version(module, name) for _, module, name in self._slots]
+        self._before = [_version(holder, name) for _, holder, name in self._slots]
 
     def end(self, batch: Batch) -> None:
         """The forward passes of the step are done."""
         if not self._slots:
             return
-        for (full, module, name), (buffer, version) in zip(self._slots, self._before, strict=True):
-            if module._buffers[name] is not buffer or _version(module, name)[1] != version:
+        for (full, holder, name), (buffer, version) in zip(self._slots, self._before, strict=True):
+            if holder[name] is not buffer or _version(holder, name)[1] != version:
                 self.written.add(full)
         if batch.own_samples:
             self._watched = [slot for slot in self._slots if slot[0] in self.written]
@@ -62,20 +69,32 @@ class UserBuffers:
         put_back(self._kept)
 
 
-def _version(module: nn.Module, name: str) -> tuple[Tensor | None, int]:
+def _holders(model: nn.Module) -> Iterator[tuple[str, Holder]]:
+    """What holds the buffers of a model, each with its path."""
+    for path, module in model.named_modules():
+        yield path, module._buffers
+    seen: set[int] = set()
+    for layer in every_layer(model):
+        frozen: Any = getattr(layer, "non_trainable_variables", ())  # of Keras
+        new = {v.path: v.value for v in frozen if id(v.value) not in seen}
+        seen.update(id(value) for value in new.values())
+        yield "", new
+
+
+def _version(holder: Holder, name: str) -> tuple[Tensor | None, int]:
     """A buffer, and how often it was written."""
-    buffer = module._buffers[name]
+    buffer = holder[name]
     return buffer, -1 if buffer is None else buffer._version
 
 
-def _copies(slots: list[tuple[str, nn.Module, str]]) -> Copies:
-    found = ((module, name, module._buffers[name]) for _, module, name in slots)
-    return [(module, name, b, b.detach().clone()) for module, name, b in found if b is not None]
+def _copies(slots: list[tuple[str, Holder, str]]) -> Copies:
+    found = ((holder, name, holder[name]) for _, holder, name in slots)
+    return [(holder, name, b, b.detach().clone()) for holder, name, b in found if b is not None]
 
 
 @torch.no_grad()
 def put_back(copies: Copies) -> None:
     """Let every buffer be the tensor that it was, and hold what it held."""
-    for module, name, buffer, content in copies:
+    for holder, name, buffer, content in copies:
         buffer.copy_(content)
-        module._buffers[name] = buffer
+        holder[name] = buffer

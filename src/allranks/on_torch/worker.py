@@ -19,9 +19,11 @@ from torch import Tensor
 from allranks.config import threads_per_rank
 from allranks.errors import AllranksError
 from allranks.job import Job
+from allranks.on_tf.task import Task as KerasTask
 from allranks.on_torch.data import Batch
 from allranks.on_torch.digest import weights_sha256
 from allranks.on_torch.fit import fit
+from allranks.on_torch.keras_task import torch_task
 from allranks.on_torch.machine import check_devices, facts
 from allranks.on_torch.placement import RecordPlacement, update_by_nothing
 from allranks.on_torch.sources import seed_generators
@@ -42,9 +44,10 @@ DIGEST_LIMIT_BYTES = 16 * 2**30
 
 
 def load_task(job: Job) -> Task:
-    """The task of a job with its fields set; raises `RequestError`."""
+    """The task of a job with its fields set, in torch's form if it is Keras'; raises `RequestError`."""
     seed_generators(job.seed)  # a fork inherits or reseeds them, each in another way
-    return task_of(job, Task)
+    found: Any = task_of(job, Task, KerasTask)
+    return torch_task(found, job.precision)
 
 
 def describe(argument: dict[str, Any]) -> int:

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from allranks.on_torch.task import Task
-
-TRAINING = 1437  # 1437 = 5 * 256 + 157: the last batch of an epoch is uneven
+from allranks.programs.digits_data import TRAINING, digits
 
 
 @dataclass(kw_only=True)
@@ -64,7 +62,5 @@ class Digits(Task):
 
 def _digits(part: slice) -> tuple[Tensor, Tensor]:
     """Images (n, 1, 8, 8) in [0, 1] and labels (n,), in an order that mixes the writers."""
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1797))
-    pictures = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
-    return pictures[order][part], torch.tensor(labels)[order][part]
+    images, labels = digits(part)
+    return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels)

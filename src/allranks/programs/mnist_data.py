@@ -1,0 +1,99 @@
+"""MNIST and Fashion-MNIST as arrays, for the program of each engine.
+
+A folder has the four IDX files of one of them. Plain ones are taken as they are, packed ones (.gz)
+have to be the published ones, and what is missing is fetched once per node.
+LeCun et al. 1998; Xiao, Rasul and Vollgraf 2017, arXiv 1708.07747.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allranks.readers.bad_record import OnBadRecord
+from allranks.readers.download import Remote, fetch
+from allranks.readers.files import require
+from allranks.readers.idx import read_labelled
+
+CLASSES = 10
+TRAINING = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+TEST = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
+
+_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+_FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Images of one kind; `mean` and `deviation` are those of the pixels that are trained on."""
+
+    name: str
+    mean: float
+    deviation: float
+    published: tuple[Remote, ...]
+
+
+MNIST = Collection(
+    "mnist",
+    0.1307,
+    0.3081,
+    (
+        Remote(f"{_MNIST}{TRAINING[0]}.gz", "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+        Remote(f"{_MNIST}{TRAINING[1]}.gz", "md5:d53e105ee54ea40749a09fcbcd1e9432"),
+        Remote(f"{_MNIST}{TEST[0]}.gz", "md5:9fb629c4189551a2d022fa330f9573f3"),
+        Remote(f"{_MNIST}{TEST[1]}.gz", "md5:ec29112dd5afa0611ce80d1b7f02629c"),
+    ),
+)
+FASHION = Collection(
+    "fashion",
+    0.2860,
+    0.3530,
+    (
+        Remote(f"{_FASHION}{TRAINING[0]}.gz", "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
+        Remote(f"{_FASHION}{TRAINING[1]}.gz", "md5:25c81989df183df01b3e8a0aad5dffbe"),
+        Remote(f"{_FASHION}{TEST[0]}.gz", "md5:bef4ecab320f06d8554ea6380940ec79"),
+        Remote(f"{_FASHION}{TEST[1]}.gz", "md5:bb300cfdad3c16e7a12a480ee83cd310"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a collection below `data`; `asked_by` is the task, as errors name it."""
+
+    collection: Collection
+    data: str
+    download: bool
+    on_bad_record: OnBadRecord
+    asked_by: str
+
+    def labelled(self, images: str, labels: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Images (n, 28, 28) of mean 0 and deviation 1, and labels (n,)."""
+        paths = self._path(images), self._path(labels)
+        pixels, numbers = read_labelled(*paths, CLASSES, self.on_bad_record)
+        pictures = pixels.astype(np.float32)
+        pictures /= 255
+        pictures -= self.collection.mean
+        pictures /= self.collection.deviation
+        return pictures, numbers
+
+    def _path(self, name: str) -> Path:
+        """The file of this name, plain if it is there, else packed."""
+        folder = Path(self.data) / self.collection.name
+        packed = [
+            remote
+            for remote in self.collection.published
+            if not (folder / remote.name.removesuffix(".gz")).exists()
+        ]
+        if not self.download:  # but what is there has to be the published file
+            packed = [remote for remote in packed if (folder / remote.name).exists()]
+        fetch(packed, folder)  # all of them at once: whoever has no network is told once
+        looked_for = [folder / name, folder / f"{name}.gz"]
+        found = [path for path in looked_for if path.exists()]
+        if not found:
+            do = "put one of them there, or --set download=yes"
+            require(f"the data of {self.asked_by}", looked_for, do)
+        return found[0]
