@@ -33,6 +33,7 @@ import pytest_randomly
 import torch
 
 import allranks.on_torch.warm  # noqa: F401  it changes variables, once
+from allranks.catalog import preload_for
 from allranks.config import resolve
 from allranks.job import Job
 from allranks.launch.cluster import Cluster, gathered
@@ -140,6 +141,26 @@ def train(server: ForkServer, tmp_path: Path) -> Train:
     return run
 
 
+@pytest.fixture(scope="session")
+def tf_server() -> Iterator[ForkServer]:
+    """A fork server that has imported TensorFlow and Keras once, for all tests."""
+    with ForkServer(preload_for("digits-keras", "tensorflow")) as running:
+        yield running
+
+
+@pytest.fixture
+def train_tf(tf_server: ForkServer, tmp_path: Path) -> Train:
+    """`train_tf(program, *settings, **flags)`: as `train`, with the TensorFlow engine."""
+    runs = iter(range(1000))
+
+    def run(program: str, *settings: str, **flags: Any) -> Result:
+        defaults = {"run_dir": str(tmp_path / f"run-{next(runs)}"), "threads": 1}
+        flags = {**defaults, "engine": "tensorflow", **flags}
+        return run_job(resolve(program, flags, settings), tf_server)
+
+    return run
+
+
 @pytest.fixture
 def on_ranks(server: ForkServer, tmp_path: Path) -> Callable[..., Ended]:
     """`on_ranks(n, target, argument)`: call module:function in n processes that are a world."""
@@ -236,7 +257,7 @@ def _snapshot() -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves anything behind."""
-    for shared in {"server", "nodes"} & set(request.fixturenames):
+    for shared in {"server", "nodes", "tf_server"} & set(request.fixturenames):
         request.getfixturevalue(shared)
     before = _snapshot()
     yield

@@ -14,7 +14,7 @@ from allranks.catalog import VERBS
 SOURCE = Path(__file__).parent.parent / "src" / "allranks"
 
 FLOORS = [
-    {"", "errors", "units", "card", "choice", "fields", "shards", "tree"},
+    {"", "errors", "units", "card", "choice", "fields", "roles", "shards", "tree"},
     {
         "job",
         "config",
@@ -32,8 +32,9 @@ FLOORS = [
         "loss_scale",
         "best",
     }
-    | {"tensor_file", "manifest", "checkpoint_folder", "export", "placement"}
+    | {"tensor_file", "manifest", "checkpoint_folder", "checkpoint_tensors", "export", "placement"}
     | {"allocation", "hostfile", "launchers"}
+    | {"engines", "tensorflow_cards", "card_bytes"}
     | {"topology", "variables", "torchrun", "command", "meeting", "network"},
     {"places", "sites"},
     {"launch"},

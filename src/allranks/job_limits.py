@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from allranks.cards import devices_of_a_rank, resolved_strategy
+from allranks.cards import crew_of, devices_of_a_rank, resolved_strategy
 from allranks.choice import parse_choice
 from allranks.errors import RequestError, nearest
 from allranks.job import BAD_STEPS, DEVICES, LOGS, PLACES, PRECISIONS, Job
@@ -46,10 +46,11 @@ def checked(job: Job) -> Job:
     _check_names(job)
     _check_place(job)
     _check_arithmetic(job)
-    _check_engine(job)
+    check_engine(job)
     _check_course(job)
     choice = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
     _check_devices(job, devices_of_a_rank(job.strategy))
+    _check_roles(job)
     return dataclasses.replace(job, strategy=str(choice))
 
 
@@ -198,6 +199,7 @@ def _check_arithmetic(job: Job) -> None:
 
 
 NOT_IN_TENSORFLOW = {
+    "bitwise": "tf.distribute has no fixed order of sums, so they follow the replicas",
     "compile": "its steps are graphs of TensorFlow already",
     "channels_last": "a Keras model says by itself in which order it takes images",
     "activation_checkpointing": "a Keras layer says so by itself: keras.RematScope",
@@ -205,7 +207,7 @@ NOT_IN_TENSORFLOW = {
 }
 
 
-def _check_engine(job: Job) -> None:
+def check_engine(job: Job) -> None:
     """What one of the engines does not have."""
     if job.engine == "torch" and job.steps_per_call != 1:
         raise RequestError(
@@ -231,6 +233,38 @@ def _check_engine(job: Job) -> None:
             why="whether a step counts is decided by Python, before the next one begins",
             do="--steps-per-call 1",
         )
+
+
+def _check_roles(job: Job) -> None:
+    """What cannot be where the processes of a job have roles, and work in their own time."""
+    crew = crew_of(job.strategy, job.ranks)
+    if crew.are_all_trainers:
+        return
+    at_once = "workers make several steps at once"
+    refused = {
+        f"--precision {job.precision}": (
+            job.precision == "fp16",
+            f"the loss scale of a step follows from the step before it, and {at_once}",
+        ),
+        f"--steps-per-call {job.steps_per_call}": (
+            job.steps_per_call > 1,
+            "steps are handed out one by one, each to the worker that is free",
+        ),
+        "no --checkpoint-every": (
+            job.checkpoint_every is None and "evaluator" in str(crew),
+            "the evaluator judges checkpoints, and there would be none",
+        ),
+    }
+    for asked, (is_asked, why) in refused.items():
+        if is_asked:
+            raise RequestError(
+                asked=f"--strategy {job.strategy} with {asked}",
+                found=str(crew),
+                why=why,
+                do="give --checkpoint-every, or leave the evaluator out"
+                if asked.startswith("no ")
+                else "leave it out, or --strategy multi-worker-mirrored",
+            )
 
 
 def _check_course(job: Job) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from allranks.card import Card, Exact, Option, Reference, Workload
 from allranks.card_bytes import RING, no_bytes, ring_bytes
+from allranks.roles import Role
 
 ENGINES = ("tensorflow",)
 PAPER = "Abadi et al. 2016, TensorFlow, arXiv 1605.08695"
@@ -14,6 +15,16 @@ PAPER = "Abadi et al. 2016, TensorFlow, arXiv 1605.08695"
 def _pull_and_push(work: Workload, options: dict[str, Any]) -> int:
     """A worker pulls every weight and pushes every gradient, once for each step."""
     return 2 * sum(work.messages)
+
+
+def _served(ranks: int, options: dict[str, Any]) -> tuple[Role, ...]:
+    """The ranks are the workers: one that dies is done without, as long as another one is left."""
+    roles = (
+        Role("chief", 1),
+        Role("worker", ranks, least=1, serves=True),
+        Role("server", options["servers"], serves=True),
+    )
+    return (*roles, Role("evaluator", 1, least=0)) if options["evaluator"] == "yes" else roles
 
 
 TENSORFLOW_CARDS = (
@@ -68,11 +79,13 @@ TENSORFLOW_CARDS = (
         name="parameter-server",
         summary="Weights on servers; workers pull and push on their own: ParameterServerStrategy.",
         guarantee=Reference(
-            "a loop that takes the gradient of each batch at the weights of up to N - 1 updates "
-            "before, and applies them one by one; `single` when N = 1"
+            "a loop that takes the gradient of each batch at weights that lack up to "
+            "(N - 1) + (in_flight · N - 1) of the updates before it, and applies them one by one; "
+            "`single` when N = 1"
         ),
         bytes_sent=_pull_and_push,
         bytes_formula="2 · weights, from and to each worker",
+        roles=_served,
         memory="weights + optimizer once, over the servers; weights + gradients on every worker",
         many_ranks=True,
         can_be_bitwise=False,
@@ -84,6 +97,10 @@ TENSORFLOW_CARDS = (
                 "how large variables are cut over the servers",
                 ("none", "fixed", "min-size", "max-size"),
             ),
+            Option(
+                "part_kb", 256.0, "KiB of a part: at least under min-size, at most under max-size"
+            ),
+            Option("in_flight", 2, "batches for each worker that are handed out and not done"),
             Option("evaluator", "no", "a process that evaluates each checkpoint", ("no", "yes")),
         ),
         paper="Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI",

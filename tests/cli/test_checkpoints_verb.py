@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from allranks.cli.main import main
+from allranks.job import Job
 from allranks.launch.supervisor import Ended
 from allranks.manifest import NAME, read_manifest, step_folder
-from allranks.on_torch.checkpoint.checkpointer import About, Checkpointer
+from allranks.on_torch.checkpoint.checkpointer import Checkpointer
 from allranks.on_torch.comm import Comm
+from allranks.training.checkpoint.about import About
 
 Door = Callable[..., tuple[int, str, str]]
 FILE = "rank-000-of-001.a0.safetensors"
@@ -176,3 +178,20 @@ def test_no_framework_is_needed(run: Path, tmp_path: Path) -> None:
     )
     words = f"list {run};verify {run};export {run} --to {tmp_path / 'weights'}"
     subprocess.run([sys.executable, "-c", code, words], check=True)
+
+
+def test_a_keras_model_comes_of_the_tensorflow_engine_alone(door: Door, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "checkpoints", Comm())
+    about = About(job=Job("digits", engine="torch", strategy="single").to_data())
+    checkpointer.save(10, {"model": weights(10)}, None, about)
+    checkpointer.close()
+    before = set(tmp_path.iterdir())
+    for form, name in (("keras", "m.keras"), ("saved-model", "served")):
+        code, _, err = door("export", tmp_path, "--to", tmp_path / name, "--format", form)
+        assert code == 2 and "a run of the torch engine" in err and "--format safetensors" in err
+    code, _, err = door("export", tmp_path, "--to", tmp_path / "model.h5", "--format", "keras")
+    assert code == 2 and "a name without .keras" in err
+    damage(tmp_path, 10)
+    code, _, err = door("export", tmp_path, "--to", tmp_path / "m.keras", "--format", "keras")
+    assert code == 5 and "digest" in err and set(tmp_path.iterdir()) == before
+    assert door("export", tmp_path, "--to", tmp_path / "w", "--format", "onnx")[0] == 2

@@ -1,4 +1,4 @@
-"""`allranks checkpoints list|verify|export RUN`: what can be resumed, whether it holds, its weights."""
+"""`allranks checkpoints list|verify|export RUN`: what can be resumed, whether it holds, its model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import click
 from allranks.checkpoint_folder import FOLDER, bad, committed, step_of, uncommitted, verify_files
 from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError
 from allranks.export import export_weights
+from allranks.launch.exporting import FORMATS, export_model
 from allranks.manifest import NAME, BadCheckpoint, read_manifest
 from allranks.record import as_json
+from allranks.training.going_on import program_sha256
 from allranks.units import format_bytes, printable
 
+SAFETENSORS = "safetensors"
 as_object_option = click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 
 
@@ -64,25 +67,56 @@ def verify(run: str, as_object: bool) -> None:
 @click.argument("run")
 @click.option("--to", "target", required=True, type=click.Path(), help="The file to write.")
 @click.option("--step", type=int, help="Which checkpoint (default: the newest).")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice((SAFETENSORS, *FORMATS)),
+    default=SAFETENSORS,
+    show_default=True,
+    help="safetensors: the weights by name, of any engine. keras, saved-model: the model itself, "
+    "of a run of the TensorFlow engine.",
+)
 @as_object_option
-def export(run: str, target: str, step: int | None, as_object: bool) -> None:
-    """Write the weights of RUN's model to one safetensors file. Exit code 5: they do not hold."""
+def export(run: str, target: str, step: int | None, form: str, as_object: bool) -> None:
+    """Write the weights of RUN's model to one safetensors file, or the whole Keras model.
+
+    Exit code 5: the checkpoint does not hold.
+    """
     good, _ = _there(run)
     chosen = [folder for folder in good if step in (None, step_of(folder))]
     if not chosen:
         raise _none(run if step is None else f"{run} at step {step}")
     try:
-        names = export_weights(chosen[0], Path(target))
+        tensors = _exported(chosen[0], Path(target), form)
     except BadCheckpoint as error:
         click.echo(printable(f"{chosen[0]}: {error}"), err=True)
         click.echo("nothing was written; --step N takes an older one", err=True)
         sys.exit(EXIT_DIFFERENCE_FOUND)
-    size = Path(target).stat().st_size
+    size = _size(Path(target))
     if as_object:
-        said = {"from": str(chosen[0]), "to": target, "tensors": len(names), "bytes": size}
+        said = {"from": str(chosen[0]), "to": target, "tensors": tensors, "bytes": size}
         click.echo(as_json(said))
     else:
-        click.echo(printable(f"{target}: {len(names)} tensors, {format_bytes(size)}"))
+        click.echo(printable(f"{target}: {tensors} tensors, {format_bytes(size)}"))
+
+
+def _exported(folder: Path, target: Path, form: str) -> int:
+    """Export one checkpoint; returns how many tensors were written."""
+    if form == SAFETENSORS:
+        return len(export_weights(folder, target))
+    tensors = export_model(folder, target, form)
+    manifest = read_manifest(folder)
+    was, now = manifest.facts.get("program_sha256"), program_sha256(manifest.job["program"])
+    if was != now:
+        note = f"note: {manifest.job['program']} has changed since; the model is that of today's"
+        click.echo(printable(note), err=True)
+    return tensors
+
+
+def _size(target: Path) -> int:
+    """The bytes of a file, or of all files in a folder."""
+    files = [target] if target.is_file() else [p for p in target.rglob("*") if p.is_file()]
+    return sum(path.stat().st_size for path in files)
 
 
 def _there(run: str) -> tuple[list[Path], list[tuple[Path, str]]]:

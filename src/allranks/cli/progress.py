@@ -114,7 +114,7 @@ def in_sentences(summary: dict[str, Any]) -> str:
         lines.append(
             f"{format_count(summary['samples_per_s'])} samples/s, {summary['steps']} steps"
         )
-    if summary["sent_bytes"]["gradients"]:
+    if summary["sent_bytes"] and summary["sent_bytes"]["gradients"]:
         steps = summary["steps"] - (summary["resumed_from_step"] or 0)
         sent = summary["sent_bytes"]["gradients"] / max(steps, 1)
         lines.append(f"{format_bytes(sent)} sent by rank 0 in each step")

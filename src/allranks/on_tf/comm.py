@@ -1,0 +1,81 @@
+"""What the ranks of a TensorFlow job tell each other beside their steps: sums of numbers, texts.
+
+Made of the collectives of tf.distribute, so they are called from the thread that trains, by all
+ranks alike. With `size` 1 nothing is ever sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from allranks.errors import PeerLost
+
+Numbers = NDArray[np.float64]
+LOST = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+)
+
+
+def peer_lost(error: Exception) -> Exception:
+    """The error that says what a broken collective means; others are what they are."""
+    if isinstance(error, LOST):
+        return PeerLost(f"another process went away: {error.message}")
+    return error
+
+
+@dataclass
+class Comm:
+    """The ranks that work together, seen from one of them, over `distribution`."""
+
+    rank: int = 0
+    size: int = 1
+    distribution: Any = None
+    _sum: Callable[[Any], Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._sum = tf.function(self._summed, reduce_retracing=True)
+
+    def sum(self, numbers: Numbers) -> Numbers:
+        """The sum over all ranks of an array of any shape, the same on all."""
+        if self.size == 1:
+            return numbers
+        try:
+            flat = self._sum(tf.constant(numbers.reshape(-1), tf.float64))
+        except tf.errors.OpError as error:
+            raise peer_lost(error) from error
+        whole: Numbers = flat.numpy().reshape(numbers.shape)
+        return whole
+
+    def _summed(self, flat: Any) -> Any:
+        def one() -> Any:
+            context = tf.distribute.get_replica_context()
+            own = tf.identity(flat)  # on the device of the replica
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+
+        return self.distribution.experimental_local_results(self.distribution.run(one))[0]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text, in rank order, on every rank."""
+        if self.size == 1:
+            return [text]
+        data = np.frombuffer(text.encode(), np.uint8)
+        sizes = np.zeros(self.size)
+        sizes[self.rank] = len(data)
+        sizes = self.sum(sizes)
+        table = np.zeros((self.size, max(1, int(sizes.max()))))
+        table[self.rank, : len(data)] = data
+        rows = self.sum(table).astype(np.uint8)
+        return [bytes(row[: int(n)]).decode() for row, n in zip(rows, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Return when every rank has called this."""
+        self.sum(np.zeros(1))

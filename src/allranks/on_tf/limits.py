@@ -1,0 +1,24 @@
+"""What of a task this engine does not do: refused by name, before anything is built."""
+
+from __future__ import annotations
+
+from allranks.errors import RequestError
+from allranks.on_tf.task import Task
+
+
+def check_task_limits(task: Task) -> None:
+    """Raise `RequestError` for what only the torch engine does."""
+    if task.ema is not None:
+        raise RequestError(
+            asked=f"ema = {task.ema} with the TensorFlow engine",
+            found="a moving average that the engine would keep",
+            why="Keras optimizers keep one themselves, and this engine leaves it to them",
+            do="--set ema=none, and use_ema=True in the optimizer; or --engine torch",
+        )
+    if task.loss_over != "sample":
+        raise RequestError(
+            asked=f'loss_over = "{task.loss_over}" with the TensorFlow engine',
+            found="a loss that couples the samples of all ranks",
+            why="outputs are not gathered here",
+            do="--engine torch",
+        )

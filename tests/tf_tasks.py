@@ -1,0 +1,121 @@
+"""Keras tasks of the tests: small, of every kind of layer that a strategy could get wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from allranks.on_tf.task import Task
+
+SAMPLES = 101  # by 24: four batches and an uneven one of 5, which leaves three shards empty
+
+
+def digits(samples: int = SAMPLES, seed: int = 1) -> tuple[Any, Any]:
+    """Images (n, 6, 6, 1) of noise about one pattern for each of four labels."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 4, samples)
+    patterns = np.random.default_rng(0).normal(size=(4, 6, 6, 1))
+    images = patterns[labels] + random.normal(size=(samples, 6, 6, 1))
+    return images.astype(np.float32), labels.astype(np.int64)
+
+
+@dataclass(kw_only=True)
+class Dense(Task):
+    """A perceptron: nothing in it knows of shards."""
+
+    batch_size: int = 24
+    epochs: int = 10
+    lr: float = 0.1
+    optimizer_name: str = "SGD"
+    clip_norm: float | None = None
+
+    def model(self) -> Any:
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((6, 6, 1)),
+                layers.Flatten(),
+                layers.Dense(16, activation="relu"),
+                layers.Dense(4),
+            ]
+        )
+
+    def optimizer(self) -> Any:
+        return getattr(keras.optimizers, self.optimizer_name)(self.lr)
+
+    def train_data(self) -> Any:
+        return digits()
+
+    def eval_data(self) -> Any:
+        return digits(37, seed=2)
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        return keras.losses.sparse_categorical_crossentropy(batch[1], output, from_logits=True)
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
+        hits = ops.equal(ops.argmax(output, axis=-1), ops.cast(batch[1], "int64"))
+        return {"accuracy": (ops.sum(ops.cast(hits, "float32")), len(batch[1]))}
+
+
+@dataclass(kw_only=True)
+class Convolutions(Dense):
+    """BatchNormalization, dropout of rows and of whole channels, regularizers, weights, a schedule."""
+
+    lr: float = 0.02
+
+    def model(self) -> Any:
+        layers = keras.layers
+        small = keras.regularizers.L2(1e-3)
+        image = keras.Input((6, 6, 1))
+        x = layers.Conv2D(8, 3, padding="same", use_bias=False, kernel_regularizer=small)(image)
+        x = layers.ReLU()(layers.BatchNormalization(momentum=0.9)(x))
+        x = layers.SpatialDropout2D(0.2)(x)
+        x = layers.Flatten()(layers.MaxPooling2D()(x))
+        x = layers.Dropout(0.3)(layers.BatchNormalization(momentum=0.9, scale=False)(x))
+        return keras.Model(image, layers.Dense(4)(x))
+
+    def weight(self, batch: Any) -> Any:
+        return 1.0 + ops.cast(batch[1], keras.config.floatx())
+
+    def schedule(self, step: int) -> float:
+        return 1.0 / (1 + step / 10)
+
+
+@dataclass(kw_only=True)
+class Augmented(Dense):
+    """Samples by number, each changed by chance."""
+
+    def train_data(self) -> Any:
+        return list(zip(*digits(), strict=True))
+
+    def augment(self, sample: Any, random: np.random.Generator) -> Any:
+        image, label = sample
+        return image + random.normal(size=image.shape).astype(np.float32), label
+
+
+@dataclass(kw_only=True)
+class Poisoned(Dense):
+    """Adds a loss in a layer, which would follow the replicas."""
+
+    def model(self) -> Any:
+        layers = keras.layers
+        kind = keras.regularizers.L2(1e-3)
+        return keras.Sequential(
+            [
+                keras.Input((6, 6, 1)),
+                layers.Flatten(),
+                layers.Dense(4, activity_regularizer=kind),
+            ]
+        )
+
+
+@dataclass(kw_only=True)
+class Mean(Dense):
+    """Takes the mean itself."""
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        return ops.mean(super().loss(output, batch))
