@@ -8,7 +8,7 @@ import pytest
 
 from allranks.card import Exact, Reference, Workload
 from allranks.cards import CARDS, card_for, resolved_strategy
-from allranks.catalog import REDUCERS, STRATEGIES
+from allranks.catalog import REDUCERS, STRATEGIES, TENSORFLOW_STRATEGIES
 from allranks.choice import Choice
 from allranks.errors import RequestError
 from allranks.tree import PAIRS_LIMIT_BYTES
@@ -25,6 +25,9 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("ddp", "tree"): (0, 3360, 6720, 6720, 10080),
     ("ddp", "fp16"): (0, 1760, 2347, 2640, 3080),
     ("ddp", "bf16"): (0, 1760, 2347, 2640, 3080),
+    **dict.fromkeys([(n, "") for n in ("mirrored", "central-storage", "tpu")], (0, 0, 0, 0, 0)),
+    ("multi-worker-mirrored", ""): (0, 3360, 4480, 5040, 5880),
+    ("parameter-server", ""): (6720, 6720, 6720, 6720, 6720),
 }
 
 
@@ -40,7 +43,10 @@ def test_golden_bytes_of_a_step(name: str, reduce: str) -> None:
 
 
 def test_every_strategy_has_golden_bytes_a_card_and_a_class() -> None:
-    assert {name for name, _ in GOLDEN} == set(CARDS) == set(STRATEGIES)
+    assert {name for name, _ in GOLDEN} == set(CARDS)
+    assert set(CARDS) == set(STRATEGIES) | set(TENSORFLOW_STRATEGIES)
+    for table, engine in ((STRATEGIES, "torch"), (TENSORFLOW_STRATEGIES, "tensorflow")):
+        assert set(table) == {name for name, card in CARDS.items() if engine in card.engines}
     assert {reduce for _, reduce in GOLDEN if reduce} == set(REDUCERS)
     (choices,) = (o.choices for o in CARDS["ddp"].options if o.name == "reduce")
     assert set(choices) == set(REDUCERS)
@@ -72,7 +78,9 @@ def test_a_large_message_goes_through_the_tree_in_chunks_where_that_is_less() ->
 def test_an_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(RequestError) as refused:
         card_for(Choice("ddp-plane"))
-    assert refused.value.do.startswith("did you mean 'ddp-plain'? known: ddp, ddp-plain")
+    assert refused.value.do.startswith(
+        "did you mean 'ddp-plain'? known: central-storage, ddp, ddp-plain"
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 from keras import ops
 
 from allranks.on_tf.task import Task
+from allranks.programs.digits_keras import DigitsKeras
 
 SAMPLES = 101  # by 24: four batches and an uneven one of 5, which leaves three shards empty
 
@@ -119,3 +120,24 @@ class Mean(Dense):
 
     def loss(self, output: Any, batch: Any) -> Any:
         return ops.mean(super().loss(output, batch))
+
+
+def save_start(argument: dict[str, Any]) -> None:
+    """In a process of its own: the initial weights of `Started`, as Keras writes them."""
+    keras.utils.set_random_seed(3)
+    Started(start="").model().save_weights(argument["path"])
+
+
+@dataclass(kw_only=True)
+class Started(DigitsKeras):
+    """The digits from weights in a file, for two engines that would draw others; without dropout."""
+
+    start: str
+    dropout: float = 0.0
+    lr: float = 0.05
+
+    def pretrained(self) -> Any:
+        return self.start
+
+    def optimizer(self) -> Any:
+        return keras.optimizers.SGD(self.lr, momentum=0.9)

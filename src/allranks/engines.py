@@ -54,15 +54,20 @@ def default_strategy(engine: str, ranks: int) -> str:
     return many if ranks > 1 else alone
 
 
-def check_installed(engine: str) -> None:
-    """Raise `RequestError` unless the packages of an engine are in this Python; imports nothing."""
-    missing = [name for name in NEEDS.get(engine, ()) if importlib.util.find_spec(name) is None]
+def check_installed(engine: str, program: str = "") -> None:
+    """Raise `RequestError` unless what trains `program` is in this Python; imports nothing."""
+    extra: str = engine
+    packages: tuple[str, ...] = NEEDS.get(engine, ())
+    if engine == TORCH and _is_keras(program):
+        extra, packages = "keras", ("keras",)
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
+        other = ", or --engine torch for a Keras task" if engine == TENSORFLOW else ""
         raise RequestError(
-            asked=f"the {engine} engine",
+            asked=f"to train {program or 'a Keras task'} with the {engine} engine",
             found=f"no package {' and '.join(missing)} in this Python",
-            why="it is an extra: who trains with torch installs nothing of it",
-            do=f"pip install 'allranks[{engine}]'",
+            why="it is an extra: who trains with torch alone installs nothing of it",
+            do=f"pip install 'allranks[{extra}]'{other}",
         )
 
 

@@ -88,7 +88,7 @@ def _wanted(
 def plan_only(resolved: Resolved, meeting: Meeting) -> Iterator[tuple[Plan, ForkServer]]:
     """What would run where; no node is called."""
     job = with_run_dir(resolved.job)
-    check_installed(job.engine)
+    check_installed(job.engine, job.program)
     with ForkServer(preload_for(job.program, job.engine)) as server:
         ground = OneMachine(server)
         if job.place != "local":
@@ -101,7 +101,7 @@ def ground_of(
     job: Job, meeting: Meeting, words: tuple[str, ...] = (), signals: Signals | None = None
 ) -> Iterator[Ground]:
     """Where this job runs: a fork server here, or its nodes, once all have come together."""
-    check_installed(job.engine)
+    check_installed(job.engine, job.program)
     modules = preload_for(job.program, job.engine)
     if job.place == "local":
         with ForkServer(modules) as server:
