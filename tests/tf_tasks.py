@@ -130,14 +130,17 @@ def save_start(argument: dict[str, Any]) -> None:
 
 @dataclass(kw_only=True)
 class Started(DigitsKeras):
-    """The digits from weights in a file, for two engines that would draw others; without dropout."""
+    """The digits from weights in a file, for two engines that would draw others; without dropout.
+
+    Rate and momentum are exact in 32 bits: Keras rounds them to that on the way to TensorFlow.
+    """
 
     start: str
     dropout: float = 0.0
-    lr: float = 0.05
+    lr: float = 0.0625
 
     def pretrained(self) -> Any:
         return self.start
 
     def optimizer(self) -> Any:
-        return keras.optimizers.SGD(self.lr, momentum=0.9)
+        return keras.optimizers.SGD(self.lr, momentum=0.875)

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from allranks.errors import RequestError
 from allranks.launchers import meeting_point, standard_variables
+from allranks.roles import TRAINER
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class World:
     shares with its supervisor, -1 if it has none. Ranks of several nodes meet at `meeting`
     ("address:port"), where rank 0 listens at the socket that it was given, `listener`. `on_machine`
     ranks share its processors: those of this node, and of others that are simulated beside it.
+
+    `role` is what this process is to the others ("trainer" unless the strategy has roles), and
+    `role_index` which of that role; trainers are counted by `rank` alone.
     """
 
     rank: int = 0
@@ -44,6 +48,8 @@ class World:
     meeting: str = ""
     listener: int = -1
     on_machine: int = 0
+    role: str = TRAINER
+    role_index: int = 0
 
     @property
     def is_leader(self) -> bool:
@@ -51,6 +57,7 @@ class World:
 
     def variables(self) -> dict[str, str]:
         """The environment that makes a process this member of the world."""
+        of_role = {"ALLRANKS_ROLE": self.role, "ALLRANKS_ROLE_INDEX": str(self.role_index)}
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -64,6 +71,7 @@ class World:
             "ALLRANKS_MEETING": self.meeting,
             "ALLRANKS_LISTENER": str(self.listener),
             "ALLRANKS_ON_MACHINE": str(self.on_machine),
+            **(of_role if self.role != TRAINER else {}),
         }
 
     @classmethod
@@ -87,6 +95,8 @@ class World:
                 meeting=given.get("ALLRANKS_MEETING", ""),
                 listener=int(given.get("ALLRANKS_LISTENER", "-1")),
                 on_machine=int(given.get("ALLRANKS_ON_MACHINE", "0")),
+                role=given.get("ALLRANKS_ROLE", TRAINER),
+                role_index=int(given.get("ALLRANKS_ROLE_INDEX", "0")),
             )
         except ValueError as error:
             raise RequestError(
@@ -108,6 +118,13 @@ class World:
 def say_where_to_meet() -> None:
     """Under srun, set what is missing of MASTER_ADDR and MASTER_PORT, which torch reads itself."""
     os.environ.update(meeting_point(os.environ))
+
+
+def where_to_meet() -> str:
+    """ "address:port" where another launcher lets rank 0 serve the others; "" if it says nothing."""
+    say_where_to_meet()
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    return f"{address}:{port}" if address and port else ""
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def _as_data(card: Card) -> dict[str, Any]:
         "memory": card.memory,
         "bitwise": card.can_be_bitwise,
         "many_ranks": card.many_ranks,
+        "engines": list(card.engines),
         "options": {
             o.name: {
                 "default": o.default,
@@ -70,6 +71,7 @@ def _as_data(card: Card) -> dict[str, Any]:
 def _whole(card: Card) -> str:
     lines = [
         f"{card.name}: {card.summary}",
+        f"  engine     {' or '.join(card.engines)}",
         f"  guarantee  {card.guarantee}",
         *(f"             with {what}, {text}" for what, text in _guarantees(card).items()),
         f"  --bitwise  {'yes' if card.can_be_bitwise else 'no'}",

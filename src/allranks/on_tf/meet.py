@@ -10,6 +10,7 @@ theirs (`Held.part`); a collective of TensorFlow cannot say that of itself.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -20,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from allranks.errors import PeerLost
+from allranks.errors import PeerLost, RequestError
 from allranks.launch.ports import Reservation
-from allranks.world import World
+from allranks.world import World, where_to_meet
 
 TIMEOUT_S = 600.0  # whoever started the processes sees earlier that one of them is gone
 LOOK_S = 0.02
@@ -77,6 +78,15 @@ def _exchange_of(world: World) -> _Alone | _ByFile | _AsLeader | _ByLeader:
         return _Alone()
     if world.store:
         return _ByFile(world)
+    if not world.meeting:  # another launcher started this process
+        world = dataclasses.replace(world, meeting=where_to_meet(), listener=-1)
+        if not world.meeting:
+            raise RequestError(
+                asked=f"to be rank {world.rank} of {world.size}",
+                found="neither MASTER_ADDR nor MASTER_PORT in the environment",
+                why="the ranks must find each other somewhere",
+                do="start them with `allranks train`, `allranks run` or srun",
+            )
     return _AsLeader(world) if world.rank == 0 else _ByLeader(world)
 
 
@@ -130,8 +140,7 @@ class _AsLeader:
         self._stack = ExitStack()
         self._files: dict[int, IO[str]] = {}
         deadline = time.monotonic() + TIMEOUT_S
-        listener = socket.socket(fileno=os.dup(world.listener))
-        with listener:
+        with _listener_of(world) as listener:
             listener.listen(world.size)
             listener.settimeout(1.0)
             while len(self._files) < world.size - 1:
@@ -156,6 +165,23 @@ class _AsLeader:
     def close(self) -> None:
         with suppress(OSError):
             self._stack.close()
+
+
+def _listener_of(world: World) -> socket.socket:
+    """The socket that the launcher gave to the leader, or one at the address that it left to it."""
+    if world.listener >= 0:
+        return socket.socket(fileno=os.dup(world.listener))
+    address, _, port = world.meeting.rpartition(":")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address.strip("[]"), int(port)), family=family)
+    except OSError as error:
+        raise RequestError(
+            asked=f"to meet the other ranks at {world.meeting}",
+            found=str(error),
+            why="rank 0 serves the others there, and somebody else listens at it",
+            do="start them with `allranks run`: torchrun keeps that port for its own store",
+        ) from error
 
 
 class _ByLeader:

@@ -222,7 +222,7 @@ class _Run(Callback):
         size = sum(array.nbytes for _, array in trainer.weights())
         fits = size <= DIGEST_LIMIT_BYTES
         return {
-            "world_size": self.world.size,
+            "world_size": trainer.job.ranks,
             "nodes": self.job.nodes,
             "strategy": self.job.strategy,
             "engine": self.job.engine,
@@ -239,7 +239,7 @@ class _Run(Callback):
             "card_bytes_per_step": trainer.strategy.promised_bytes(trainer.graphs.message_bytes),
             "ended_early": trainer.course.is_over,
             "user_randomness": trainer.built.swapped["user_randomness"],
-            "user_buffers": [],
+            "user_buffers": trainer.user_buffers,
         }
 
 
