@@ -63,8 +63,8 @@ FAULTS = {
     ),
     "one stream for all ranks": Fault(
         "on_torch/layers.py",
-        "random_key(scope.seed, scope.step, piece.shard, self.index, call)",
-        "random_key(scope.seed, scope.step, piece.shard - scope.pieces[0].shard, self.index, call)",
+        "random_key(scope.seed, scope.step, piece.shard, index, call)",
+        "random_key(scope.seed, scope.step, piece.shard - scope.pieces[0].shard, index, call)",
         step=0,
         stage="loss",
         tensor=None,

@@ -39,6 +39,13 @@ def test_before_any_rank_has_come_all_are_at_the_start(pulses: Pulses) -> None:
         assert (beat.phase, beat.beats, beat.since, beat.collectives) == ("start", 0, 0.0, 0)
 
 
+def test_a_rank_sees_the_step_of_another(pulses: Pulses) -> None:
+    other = Pulse(pulses.fd, 2, 3)
+    assert other.step_of(0) == -1
+    Pulse(pulses.fd, 0, 3).at_step(7)
+    assert (other.step_of(0), other.step_of(2)) == (7, -1)
+
+
 def test_what_each_rank_says_is_read_as_its_own(pulses: Pulses) -> None:
     ranks = [Pulse(pulses.fd, rank, 3) for rank in range(3)]
     for rank, pulse in enumerate(ranks):

@@ -19,6 +19,12 @@ def test_a_world_comes_back_from_its_variables(size: int, data: st.DataObject, s
     assert world.is_leader == (rank == 0)
 
 
+def test_a_role_is_told_only_where_there_are_roles() -> None:
+    server = World(3, 4, 3, 4, role="server", role_index=1)
+    assert World.from_environment(server.variables()) == server
+    assert not [name for name in World(3, 4, 3, 4).variables() if "ROLE" in name]
+
+
 def test_without_variables_one_rank_is_alone() -> None:
     assert World.from_environment({}) == World(0, 1, 0, 1, 0, "")
 

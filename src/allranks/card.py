@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.errors import RequestError, nearest
+from allranks.roles import Role, trainers
 
 WHOLE = "whole, the same on every rank"
 APART = "every rank its own"
@@ -122,6 +123,8 @@ class Card:
     """Which engines have it."""
     state: str = WHOLE
     """What a checkpoint of it holds: strategies with the same words here go on from each other's."""
+    roles: Callable[[int, dict[str, Any]], tuple[Role, ...]] = lambda ranks, _: trainers(ranks)
+    """The processes of a job of so many ranks with these options, the leader first."""
 
     def guarantee_of(self, options: dict[str, Any]) -> Guarantee:
         """What the strategy promises with these options, as `read_options` gives them."""

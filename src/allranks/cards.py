@@ -14,6 +14,7 @@ from allranks.card import APART, Card, Exact, Option, Reference, Workload
 from allranks.card_bytes import RING, no_bytes, ring_bytes
 from allranks.choice import Choice, parse_choice
 from allranks.errors import RequestError, nearest
+from allranks.roles import Crew, trainers
 from allranks.shards import owned_shards
 from allranks.tensorflow_cards import TENSORFLOW_CARDS
 from allranks.tree import rounds_of_pairs, subtree_roots, uses_pairs
@@ -147,6 +148,15 @@ def devices_of_a_rank(strategy: str) -> int:
     """How many devices one rank works on: the replicas of `dp`, one of every other strategy."""
     choice = parse_choice(strategy)
     return int(card_for(choice).read_options(choice.options).get("replicas", 1))
+
+
+def crew_of(strategy: str, ranks: int) -> Crew:
+    """The processes of a job of so many ranks: trainers, or the roles that its strategy has."""
+    if not strategy:
+        return Crew(trainers(ranks))
+    choice = parse_choice(strategy)
+    card = card_for(choice)
+    return Crew(card.roles(ranks, card.read_options(choice.options)))
 
 
 def _for_many(card: Card) -> str:

@@ -74,6 +74,10 @@ class Pulse:
         """This rank works on step `step` of the job from now on."""
         self._row[_STEP] = step
 
+    def step_of(self, local_rank: int) -> int:
+        """The step that another rank of this node works on; -1 if it has not begun."""
+        return int(self._all[_WANTED + local_rank * _ROW + _STEP])
+
     def collective(self) -> None:
         """This rank takes part in one more collective."""
         self._row[_COLLECTIVES] += 1

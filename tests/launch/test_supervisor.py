@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from allranks.cards import crew_of
 from allranks.errors import PlaceError, RequestError
-from allranks.launch.process import Process
+from allranks.launch.process import Exit, Process, Stand
+from allranks.launch.report import error_of, first_fault
 from allranks.launch.server import ForkServer
-from allranks.launch.supervisor import Ended, supervise
-from launch_workers import read_pid
+from allranks.launch.supervisor import Care, Ended, supervise
+from allranks.pulse import Pulses
+from launch_workers import read_pid, write_pid
 
 PATIENCE_S = 120
 SOON_S = 30  # on a loaded machine; what is left behind would stay for ten minutes
@@ -121,6 +125,117 @@ def test_a_rank_that_stands_still_is_ended_too(ranks_server: ForkServer, tmp_pat
     ended = supervise(ranks_server, processes(tmp_path, "stands_still", "raises"))
     assert codes(ended)[1] == 1 and ended.stopped == {0}
     assert_gone(read_pid(tmp_path, "waiting-0"))
+
+
+# --- processes with roles -------------------------------------------------------------------
+
+
+def test_one_that_can_be_spared_stops_nobody_and_servants_end_with_their_leader(
+    ranks_server: ForkServer, tmp_path: Path
+) -> None:
+    """Rank 1 is killed and done without; rank 2 would wait for ever, but only serves rank 0."""
+    heard = []
+
+    def on_spared(rank: int, exit_: Exit) -> None:
+        heard.append((rank, exit_.code))
+        write_pid(str(tmp_path), "go", 0)
+
+    with closing(Pulses(3)) as pulses:
+        care = Care(
+            pulses,
+            ended_well=lambda rank: rank == 0,
+            spare=lambda rank, left: rank == 1 and left == {0, 2},
+            on_spared=on_spared,
+            servants=frozenset({1, 2}),
+        )
+        targets = ("ends_when_told", "is_killed", "waits")
+        ended = supervise(ranks_server, processes(tmp_path, *targets), care=care)
+    assert heard == [(1, -signal.SIGKILL)] and ended.spared == {1}
+    assert codes(ended) == {0: 0, 1: -signal.SIGKILL, 2: -signal.SIGKILL}
+    assert ended.stopped == {2}
+    (tmp_path / "events-0.jsonl").write_text('{"event": "done"}\n')
+    assert first_fault(ended, tmp_path, must_say_so=True) is None
+
+
+def test_the_last_of_its_role_is_a_fault_that_is_called_by_its_name(
+    ranks_server: ForkServer, tmp_path: Path
+) -> None:
+    crew = crew_of("parameter-server", 1)
+    named = [
+        dataclasses.replace(process, name=crew.name_of(process.rank))
+        for process in processes(tmp_path, "waits", "is_killed", "waits")
+    ]
+    with closing(Pulses(3)) as pulses:
+        care = Care(pulses, spare=crew.goes_on_without, servants=crew.servants)
+        ended = supervise(ranks_server, named, care=care)
+    assert ended.spared == frozenset() and ended.stopped == {0, 2}
+    (tmp_path / "logs").mkdir()
+    fault = first_fault(ended, tmp_path, must_say_so=True)
+    assert fault is not None
+    assert str(error_of(fault, ended, tmp_path)).startswith("worker (rank 1) on ")
+
+
+@dataclasses.dataclass
+class LostNode:
+    """Owns processes of which rank 1 is on a node that is lost at once; the others end when told."""
+
+    alive: list[int] = dataclasses.field(default_factory=list)
+    ended: list[Exit] = dataclasses.field(default_factory=list)
+
+    def spawn(self, process: Process, pulses: Pulses | None = None) -> int:
+        self.alive.append(process.rank)
+        if process.rank == 1:
+            self._end(1, lost="no word of it")
+        return process.rank
+
+    def _end(self, rank: int, lost: str = "") -> None:
+        self.ended.append(Exit(rank, -signal.SIGKILL, time.monotonic(), lost=lost))
+
+    def exits(self, timeout_s: float) -> list[Exit]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def signal(self, ticket: int, number: int) -> None:
+        if number == signal.SIGKILL:
+            self._end(ticket)
+
+    def started(self, ticket: int) -> bool:
+        return True
+
+    def stands(self, tickets: Mapping[int, int]) -> dict[int, Stand]:
+        return {}
+
+    def wake(self) -> None:
+        pass
+
+    def is_silent(self) -> bool:
+        return False
+
+    def messages(self) -> list[int]:
+        return []
+
+    def asked(self) -> str:
+        return ""
+
+
+def test_who_is_lost_with_its_node_is_not_spared(tmp_path: Path) -> None:
+    """The others would wait for its answer: nobody tells them that none will come."""
+    with closing(Pulses(3)) as pulses:
+        care = Care(pulses, spare=lambda rank, left: True)
+        ended = supervise(LostNode(), processes(tmp_path, "waits", "waits", "waits"), care=care)
+    assert ended.spared == frozenset() and ended.stopped == {0, 2}
+
+
+def test_a_leader_that_leaves_without_a_word_leaves_no_servants(
+    ranks_server: ForkServer, tmp_path: Path
+) -> None:
+    write_pid(str(tmp_path), "go", 0)
+    with closing(Pulses(2)) as pulses:
+        care = Care(pulses, servants=frozenset({1}))
+        ended = supervise(ranks_server, processes(tmp_path, "ends_when_told", "waits"), care=care)
+    assert codes(ended) == {0: 0, 1: -signal.SIGKILL}
+    fault = first_fault(ended, tmp_path, must_say_so=True)
+    assert fault is not None and fault.rank == 0
 
 
 # --- nothing is left ------------------------------------------------------------------------

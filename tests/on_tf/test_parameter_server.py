@@ -11,9 +11,11 @@ import pytest
 from allranks.checkpoint_folder import committed
 from allranks.config import resolve
 from allranks.errors import ProgramError, RequestError, Stopped
+from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
 from allranks.launch.signals import Signals
 from allranks.launch.start import Result, Watcher, run_job
+from allranks.launch.supervisor import supervise
 from allranks.manifest import read_manifest
 from allranks.placement import read_placements
 from allranks.record import read_events, read_rows
@@ -84,6 +86,13 @@ def test_a_worker_that_dies_is_done_without(train_tf: Train) -> None:
     last = max(evaluated, key=lambda event: int(event["step"]))
     assert last["step"] == 120, "that of the end is evaluated, though the chief is done"
     assert last["metrics"] == pytest.approx(done.summary["eval"], rel=1e-5)
+
+
+def test_a_row_that_a_dead_worker_kept_is_made_again(tf_server: ForkServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    target = "tf_served_workers:a_row_that_is_lost_is_made_again"
+    ended = supervise(tf_server, [Process(0, target, None, {}, log)])
+    assert ended.exits[0].code == 0, log.read_text()
 
 
 def test_a_server_that_dies_ends_the_attempt_and_the_next_goes_on(train_tf: Train) -> None:

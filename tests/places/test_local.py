@@ -22,6 +22,7 @@ ALL = Visible()
 
 GOLDEN = """\
 program = digits
+engine = torch
 strategy = ddp
 ranks = 2
 nodes = 1
@@ -35,6 +36,7 @@ steps = 3
 threads = 1
 loader_workers = 0
 prefetch = 2
+steps_per_call = 1
 devices = 
 loss_scale = dynamic
 channels_last = False
@@ -65,11 +67,11 @@ task:
 
 rank 0: RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 \
 ALLRANKS_STORE=/somewhere/run/.store ALLRANKS_ATTEMPT=0 ALLRANKS_RESTARTS=0 ALLRANKS_PULSE=-1 \
-ALLRANKS_MEETING= ALLRANKS_LISTENER=-1 ALLRANKS_ON_MACHINE=2 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+ALLRANKS_MEETING= ALLRANKS_LISTENER=-1 ALLRANKS_ON_MACHINE=2 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 KERAS_BACKEND=torch
 
 rank 1: RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 \
 ALLRANKS_STORE=/somewhere/run/.store ALLRANKS_ATTEMPT=0 ALLRANKS_RESTARTS=0 ALLRANKS_PULSE=-1 \
-ALLRANKS_MEETING= ALLRANKS_LISTENER=-1 ALLRANKS_ON_MACHINE=2 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+ALLRANKS_MEETING= ALLRANKS_LISTENER=-1 ALLRANKS_ON_MACHINE=2 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 KERAS_BACKEND=torch
 """
 
 
@@ -81,6 +83,22 @@ def plan_for(shards: int = 8, visible: Visible = ALL, **values: Any) -> Plan:
 
 def test_the_whole_plan_of_a_small_job() -> None:
     assert str(plan_for(ranks=2, seed=7, steps=3)) == GOLDEN
+
+
+def test_a_plan_with_roles_has_a_process_for_each() -> None:
+    """More workers than shards: each takes whole batches."""
+    made = plan_for(strategy="parameter-server:servers=2", ranks=9, shards=8)
+    worlds = [rank.world for rank in made.ranks]
+    assert [(w.role, w.role_index) for w in worlds] == [
+        ("chief", 0),
+        *(("worker", index) for index in range(9)),
+        ("server", 0),
+        ("server", 1),
+    ]
+    assert {(w.size, w.local_size) for w in worlds} == {(12, 12)}
+    assert made.ranks[11].environment["ALLRANKS_ROLE_INDEX"] == "1"
+    assert made.job.ranks == 9 and made.notes == ("processes: 1 chief, 9 workers, 2 servers",)
+    assert "\nserver 1 (rank 11): RANK=11 WORLD_SIZE=12 " in str(made)
 
 
 def test_a_plan_is_the_same_each_time_and_plain_data() -> None:

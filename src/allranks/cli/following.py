@@ -96,7 +96,8 @@ class Follower:
         self._log = _Tail(rank_log_path(run_dir, 0))
         self._metrics = _Tail(run_dir / "metrics.jsonl")
         self._events: dict[int | None, _Tail] = {None: _Tail(run_dir / "events.jsonl")}
-        self._events |= {rank: _Tail(rank_events_path(run_dir, rank)) for rank in range(job.ranks)}
+        ranks = range(max(job.ranks, len(plan.ranks)))
+        self._events |= {rank: _Tail(rank_events_path(run_dir, rank)) for rank in ranks}
         self._anomalies: dict[tuple[int | None, str], Anomaly] = {}  # by rank and kind
         self._points: deque[_Point] = deque()
         self._samples = 0
@@ -129,7 +130,7 @@ class Follower:
         name, known = event["event"], dict[str, Any]()
         if name == "training" and event["rank"] == 0:
             known = {"total_steps": event.get("total_steps", self.state.total_steps)}
-        elif name == "evaluated" and event["rank"] == 0:
+        elif name == "evaluated" and (event["rank"] == 0 or self.state.agree):
             metrics = {metric: float(value) for metric, value in event["metrics"].items()}
             known = {"evaluation": Evaluation(event["step"], metrics, bool(event.get("best")))}
         elif name == "checkpoint":

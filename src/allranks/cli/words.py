@@ -36,6 +36,8 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: {event['path']} is damaged, and passed over: {event['problems'][0]}"]
     if name == "bad_step":
         return [f"note: {_whose(event)}{event['bad']}"]
+    if name == "worker_lost":
+        return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
     if name == "straggler":
         return [f"note: rank {event['rank']} on {event['host']} is {_slow(event)}"]
     return []
@@ -57,6 +59,8 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
         step = what.partition(":")[0]
         named = (re.fullmatch(r"(\d+):? ?(.*)", text, re.S) for text in found)
         return [(int(m[1]), f"{step}: {m[2]}") for m in named if m is not None]
+    if name == "worker_lost":
+        return [(event["rank"], f"lost: {event['cause']}")]
     if name == "straggler":
         return [(event["rank"], _slow(event))]
     return []

@@ -26,10 +26,12 @@ from allranks.errors import (
 )
 from allranks.launch.forkserver import LISTENER_FD, PULSE_FD
 from allranks.launch.ground import Ground
+from allranks.launch.last_words import last_words
 from allranks.launch.memory import Kills
-from allranks.launch.process import Process
+from allranks.launch.process import Exit, Process
 from allranks.launch.report import (
     Fault,
+    cause_of,
     ended_well,
     error_of,
     events_of,
@@ -45,6 +47,7 @@ from allranks.places.local import STORE
 from allranks.pulse import Beat, Pulses
 from allranks.record import RunFolder, rank_log_path
 from allranks.resume import CHECKPOINTS, sources_of
+from allranks.roles import LEADER
 
 AGAIN = "not started again: the same fault came twice, with no step between"
 
@@ -71,7 +74,7 @@ class Attempts:
         before: Fault | None = None
         for attempt in range(first, first + restarts + 1):
             self._plan_again(attempt)
-            with closing(Pulses(self.plan.job.ranks)) as pulses:
+            with closing(Pulses(len(self.plan.ranks))) as pulses:
                 kills = Kills.now()
                 ended = self._try(target, attempt, pulses)
                 beats = pulses.read()
@@ -114,13 +117,16 @@ class Attempts:
 
     def _try(self, target: str, attempt: int, pulses: Pulses) -> Ended:
         """Start all ranks, and watch them until all are gone."""
-        job = self.plan.job
+        job, crew = self.plan.job, self.plan.crew
         care = Care(
             pulses,
             job.hang_timeout,
             self._stop_at(),
             self.ground.evidence_s,
             lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
+            lambda rank, left: pulses.read()[LEADER].step >= 0 and crew.goes_on_without(rank, left),
+            self._record_lost,
+            crew.servants,
         )
         hosts = [rank.host for rank in self.plan.ranks]
         stragglers = Stragglers(pulses, self.folder.events, hosts)
@@ -164,7 +170,8 @@ class Attempts:
         log = rank_log_path(self.folder.path, world.rank)
         environment = {**rank.environment, **world.variables()}
         argument = self.plan.job.to_data()
-        return Process(world.rank, target, argument, environment, log, hosts_store)
+        name = self.plan.crew.name_of(world.rank)
+        return Process(world.rank, target, argument, environment, log, hosts_store, name)
 
     def _summary(self, attempt: int) -> dict[str, Any] | None:
         """What the leader wrote when it was done."""
@@ -206,7 +213,8 @@ class Attempts:
         """The error of an attempt that failed, and the rank to name."""
         if ended.hang is not None:
             hosts = [rank.host for rank in self.plan.ranks]
-            report = hang_report(ended.hang, self.folder.path, attempt, hosts)
+            name_of = ended.name_of
+            report = hang_report(ended.hang, self.folder.path, attempt, hosts, name_of)
             return ProgramError(report), next(iter(ended.hang.missing), None)
         lost = self.ground.lost() if fault is None or fault.is_victim else ""
         if lost:  # the peers were quicker to see it than the head
@@ -221,6 +229,20 @@ class Attempts:
         return PlaceError(
             f"all ranks ended well, but {self.folder.path} holds no summary of the leader"
         ), None
+
+    def _record_lost(self, rank: int, exit_: Exit) -> None:
+        """Say who is gone that the job does without, and what it said last."""
+        log = rank_log_path(self.folder.path, rank)
+        memory = exit_.memory or ""
+        fault = Fault(rank, exit_.code, exit_.monotonic, None, memory, exit_.peak_bytes)
+        self.folder.events.event(
+            "worker_lost",
+            rank=rank,
+            who=self.plan.crew.name_of(rank),
+            exit=exit_.code,
+            cause=exit_.lost or cause_of(fault),
+            last_words=last_words(log).text,
+        )
 
     def _record_restart(self, values: dict[str, Any], attempt: int, reached: int) -> None:
         """Say what is started again, from where, and what is lost."""

@@ -19,7 +19,7 @@ from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
 from allranks.job import Job
 from allranks.launch.agent import serve
 from allranks.launch.gathering import Call, Gathering, preflight
-from allranks.launch.ground import meeting_at, seats_of, shares
+from allranks.launch.ground import for_all_processes, meeting_at, seats_of, shares
 from allranks.launch.nodes import Node, Nodes
 from allranks.launch.simulated import SimulatedNodes
 from allranks.launch.starters import Wanted, start_agents
@@ -48,6 +48,7 @@ class Cluster:
     simulated: SimulatedNodes | None = None
     per_rank: bool = False
     ends_at: float = NEVER
+    _idle: frozenset[int] = frozenset()  # processes that are at no step of their own
     _done: set[faults.Fault] = field(default_factory=set)
     _to_do: list[tuple[Callable[[], None], faults.Fault]] = field(default_factory=list)
 
@@ -59,7 +60,7 @@ class Cluster:
         return run_dir.parent
 
     def plan(self, job: Job, shape: Shape) -> Plan:
-        return local.plan(job, shape, Visible.from_environment(), self._take_seats())
+        return local.plan(job, shape, Visible.from_environment(), self._take_seats(job))
 
     def again(self, plan: Plan) -> Plan:
         """On the nodes that are left, fewer ranks if need be; raises `PlaceError` if none is."""
@@ -76,11 +77,15 @@ class Cluster:
     def _planned(self, plan: Plan) -> Plan:
         """The plan for the nodes that are there, and a socket at which their ranks meet."""
         self.nodes.newly_lost()  # what was lost before is not to blame for what comes
-        seats = self._take_seats()
+        self._idle = (
+            frozenset(range(1, plan.crew.size)) if not plan.crew.are_all_trainers else frozenset()
+        )
+        seats = self._take_seats(plan.job)
         nodes = len({seat.node for seat in seats})
-        job = dataclasses.replace(plan.job, ranks=len(seats), nodes=nodes)
+        ranks = sum(self.counts[node.number] for node in self.nodes.living)
+        job = dataclasses.replace(plan.job, ranks=ranks, nodes=nodes)
         fewer = dataclasses.replace(plan, job=job)
-        if len(seats) < plan.job.ranks:
+        if ranks < plan.job.ranks:
             fewer = local.plan(job, plan.shape, Visible.from_environment(), seats)
         if len(seats) == 1:
             return fewer
@@ -111,14 +116,16 @@ class Cluster:
             raise PlaceError("no node is left to go on with")
         yield tuple(found)
 
-    def _take_seats(self) -> list[Seat]:
-        """A seat for every rank on the nodes that are there."""
+    def _take_seats(self, job: Job | None = None) -> list[Seat]:
+        """A seat for every process on the nodes that are there; without a job they are the ranks."""
         living = self.nodes.living
         counts = [self.counts[node.number] for node in living]
-        self.nodes.seats = tuple(
-            node for count, node in zip(counts, living, strict=True) for _ in range(count)
-        )
-        return seats_of(counts, [self._seat(node, living) for node in living])
+        nodes = [node for count, node in zip(counts, living, strict=True) for _ in range(count)]
+        seats = seats_of(counts, [self._seat(node, living) for node in living])
+        if job is not None:
+            nodes, seats = for_all_processes(job, nodes), for_all_processes(job, seats)
+        self.nodes.seats = tuple(nodes)
+        return seats
 
     def _seat(self, node: Node, living: list[Node]) -> Seat:
         """Nodes count by their hosts: with an agent for every rank, several are on one."""
@@ -131,7 +138,7 @@ class Cluster:
 
     def look(self, beats: Sequence[Beat]) -> None:
         """Break what is to be broken, once all ranks have come so far."""
-        step = min((beat.step for beat in beats), default=-1)
+        step = min((beat.step for beat in beats if beat.rank not in self._idle), default=-1)
         for act, fault in self._to_do:
             if fault not in self._done and step >= fault.step >= 0:
                 self._done.add(fault)

@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from allranks.cards import crew_of
 from allranks.job import Job
 from allranks.launch.process import Processes
 from allranks.launch.server import ForkServer
@@ -19,7 +20,10 @@ from allranks.launch.supervisor import EVIDENCE_S
 from allranks.places import local
 from allranks.places.base import Plan, Seat, Shape
 from allranks.pulse import Beat
+from allranks.roles import RANKS
 from allranks.world import Visible
+
+T = TypeVar("T")
 
 
 class Ground(Protocol):
@@ -99,7 +103,17 @@ class Foreseen(OneMachine):
     seats: tuple[Seat, ...] = ()
 
     def plan(self, job: Job, shape: Shape) -> Plan:
-        return local.plan(job, shape, Visible.from_environment(), self.seats)
+        seats = for_all_processes(job, self.seats)
+        return local.plan(job, shape, Visible.from_environment(), seats)
+
+
+def for_all_processes(job: Job, of_ranks: Sequence[T]) -> list[T]:
+    """What each process of a job has, where each of its ranks has something (a seat, a node).
+
+    Where there are roles the ranks are the workers, and all others are where the first of them is.
+    """
+    crew, ranks = crew_of(job.strategy, len(of_ranks)), iter(of_ranks)
+    return [next(ranks) if one.role.name in RANKS else of_ranks[0] for one in crew.members]
 
 
 def meeting_at(plan: Plan, address: str) -> Plan:

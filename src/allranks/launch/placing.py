@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 
 from allranks.catalog import ENGINES
-from allranks.errors import Interrupted, PlaceError
+from allranks.errors import Interrupted, PlaceError, RequestError
 from allranks.launch.leftovers import scratch_folder
 from allranks.launch.process import Process
 from allranks.launch.report import error_of, first_fault
@@ -24,6 +24,13 @@ from allranks.record import rank_log_path
 
 def place_ranks(plan: Plan, server: ForkServer) -> list[RankPlacement]:
     """What each rank holds; raises as a job would whose ranks cannot be set up."""
+    if not plan.crew.are_all_trainers:
+        raise RequestError(
+            asked=f"--placement with --strategy {plan.job.strategy}",
+            found=str(plan.crew),
+            why="ranks are asked what they hold, and here servers hold it, which only serve",
+            do="leave --placement out: a run writes which server has what into placement/ of its folder",
+        )
     with scratch_folder() as scratch:
         run_dir = Path(scratch)
         (run_dir / "logs").mkdir()

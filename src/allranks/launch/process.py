@@ -20,7 +20,7 @@ class Process:
     """One process to start: its rank, what it calls, what is added to its environment, its log.
 
     `target` is module:function, called with `argument`. With `hosts_store` it is given the socket
-    that its node listens on, where the ranks of all nodes meet.
+    that its node listens on, where the ranks of all nodes meet. `name` is how a person knows it.
     """
 
     rank: int
@@ -29,6 +29,7 @@ class Process:
     environment: dict[str, str]
     log: Path
     hosts_store: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +95,8 @@ def first_fault(
     """
     faults = []
     for rank, exit_ in ended.exits.items():
+        if rank in ended.spared:
+            continue
         events = events_of(run_dir, rank, attempt)
         event = next((row for row in events if row["event"] == "failed"), None)
         if ended_well(events):
@@ -164,7 +166,13 @@ def _lost_node(fault: Fault, ended: Ended) -> str:
     return "\n".join(lines)
 
 
-def hang_report(hang: Hang, run_dir: Path, attempt: int, hosts: Sequence[str] = ()) -> str:
+def hang_report(
+    hang: Hang,
+    run_dir: Path,
+    attempt: int,
+    hosts: Sequence[str] = (),
+    name_of: Callable[[int], str] = "rank {}".format,
+) -> str:
     """Who is missing, where it stands, and who waits for it; all stacks go into a file."""
     path = run_dir / "logs" / f"hang-{attempt}.txt"
     with suppress(OSError):  # a full disk must not hide the report
@@ -173,31 +181,34 @@ def hang_report(hang: Hang, run_dir: Path, attempt: int, hosts: Sequence[str] = 
     for rank in hang.missing:
         host = hosts[rank] if hosts else ""
         lines += [
-            f"rank {rank} on {host or socket.gethostname()} is missing: {hang.describe(rank)}",
+            f"{name_of(rank)} on {host or socket.gethostname()} is missing: {hang.describe(rank)}",
             "",
         ]
         lines += [hang.stacks[rank] or "it wrote no stack", ""]
     if not hang.missing:
         lines.append("every rank waits for the others: is a task communicating on its own?")
     for rank in sorted(set(hang.beats) - set(hang.missing)):
-        lines.append(f"rank {rank} waits {hang.describe(rank)}")
+        lines.append(f"{name_of(rank)} waits {hang.describe(rank)}")
     return "\n".join([*lines, f"the stacks of all ranks: {path}"])
 
 
 def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
     event = fault.event or {}
     step = f" at step {fault.step}" if fault.step is not None else ""
-    who = f"rank {fault.rank} on {fault.host} failed first"
+    who = f"{ended.name_of(fault.rank)} on {fault.host} failed first"
     if fault.alike:  # they all saw the same: who did it stands in the words
         who = f"ranks {_listed(fault.rank, *fault.alike)} ended the job together"
-    lines = [f"{who}{step}: {_cause(fault)}"]
+    lines = [f"{who}{step}: {cause_of(fault)}"]
     if event.get("traceback"):
         lines += ["", event["traceback"].rstrip(), ""]
-    others = sorted(rank for rank in ended.exits if rank not in (fault.rank, *fault.alike))
+    known = {fault.rank, *fault.alike, *ended.spared}
+    others = sorted(rank for rank in ended.exits if rank not in known)
     done = [rank for rank in others if ended.exits[rank].code == 0]
     victims = [rank for rank in others if rank not in done]
     if victims:
         lines.append(f"stopped because of it: rank {_listed(*victims)}")
+    if ended.spared:
+        lines.append(f"lost before it: {', '.join(map(ended.name_of, sorted(ended.spared)))}")
     lines.append(f"its output: {rank_log_path(run_dir, fault.rank)}")
     return "\n".join(lines)
 
@@ -216,7 +227,8 @@ def _listed(*ranks: int) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-def _cause(fault: Fault) -> str:
+def cause_of(fault: Fault) -> str:
+    """Why a rank ended, in its own words or in those of the kernel."""
     if fault.event is not None:
         cause = f"{fault.event['kind']}: {fault.event['message']}"
         said = "out of memory" if any(sign in cause for sign in OUT_OF_MEMORY) else fault.memory

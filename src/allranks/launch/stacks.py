@@ -11,7 +11,7 @@ import time
 
 from allranks.launch.forkserver import STACKS_SIGNAL
 
-STACKS_WAIT_S = 1.0
+STACKS_WAIT_S = 3.0  # a machine that is busy with others takes its time
 
 
 def stacks_of(pids: dict[int, int], files: dict[int, int]) -> dict[int, str]:

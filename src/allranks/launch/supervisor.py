@@ -2,15 +2,16 @@
 
 It knows no framework. A rank that fails stops the others; so does one that shows no sign of life.
 Ctrl-C, SIGTERM and the time limit ask the ranks to commit a checkpoint and leave, where they have
-a pulse to hear it by, and stop them otherwise. It returns only when every process is gone. Who
-failed first is decided in `report`.
+a pulse to hear it by, and stop them otherwise. Where the job can do without a process (`Care.spare`)
+its death stops nobody, and processes that only serve the leader are ended when it is done. It
+returns only when every process is gone. Who failed first is decided in `report`.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -21,6 +22,7 @@ from allranks.launch.hang import Hang, find_hang
 from allranks.launch.process import Exit, Process, Processes
 from allranks.launch.signals import Signals
 from allranks.pulse import Pulses
+from allranks.roles import LEADER
 
 TICK_S = 0.1
 EVIDENCE_S = 0.2
@@ -37,6 +39,9 @@ class Care:
     `hang_timeout_s` 0 waits for ever; `stop_at` is on the monotonic clock. `ended_well(rank)` says
     whether a process that left with a bad exit code had done its work all the same. After the first
     fault `evidence_s` pass before the others are stopped: the cause may be told after its victim.
+
+    `spare(rank, left)` says whether the ranks `left` go on without one that failed; `on_spared`
+    hears of it. `servants` have no end of their own: they are ended when rank 0 has ended well.
     """
 
     pulses: Pulses
@@ -44,19 +49,29 @@ class Care:
     stop_at: float = NEVER
     evidence_s: float = EVIDENCE_S
     ended_well: Callable[[int], bool] = lambda rank: False
+    spare: Callable[[int, Collection[int]], bool] = lambda rank, left: False
+    on_spared: Callable[[int, Exit], None] = lambda rank, exit_: None
+    servants: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Ended:
     """All processes are gone. `exits` by rank; `stopped` are the ranks that were told to stop.
 
-    `reason` says why the job was asked to stop ("SIGTERM", "time limit"; "" if it was not).
+    `reason` says why the job was asked to stop ("SIGTERM", "time limit"; "" if it was not). `spared`
+    are the ranks that failed and were done without; `names` those of processes that have one.
     """
 
     exits: dict[int, Exit]
     stopped: frozenset[int]
     reason: str = ""
     hang: Hang | None = None
+    spared: frozenset[int] = frozenset()
+    names: Mapping[int, str] = field(default_factory=dict)
+
+    def name_of(self, rank: int) -> str:
+        """How a person knows this process."""
+        return self.names.get(rank) or f"rank {rank}"
 
     @property
     def interrupted(self) -> bool:
@@ -85,7 +100,9 @@ def supervise(
             watch.look_for_a_hang()
             watch.obey(signals)
             watch.kill_what_is_due()
-    return Ended(watch.exits, watch.stopped, watch.reason, watch.hang)
+    names = {process.rank: process.name for process in processes if process.name}
+    stopped = watch.stopped | watch.dismissed
+    return Ended(watch.exits, stopped, watch.reason, watch.hang, watch.spared, names)
 
 
 @dataclass
@@ -97,6 +114,8 @@ class _Watch:
     alive: dict[int, int] = field(default_factory=dict)  # ticket -> rank
     exits: dict[int, Exit] = field(default_factory=dict)
     stopped: frozenset[int] = frozenset()
+    dismissed: frozenset[int] = frozenset()
+    spared: frozenset[int] = frozenset()
     reason: str = ""
     hang: Hang | None = None
     stop_at: float = NEVER
@@ -119,10 +138,34 @@ class _Watch:
                 continue
             rank = self.alive.pop(ended.ticket)
             self.exits[rank] = ended
-            fine = ended.code == 0 or (self.care is not None and self.care.ended_well(rank))
-            if not fine:
+            if not (self._is_fine(rank, ended) or self._spares(rank, ended)):
                 evidence_s = EVIDENCE_S if self.care is None else self.care.evidence_s
                 self.stop_at = min(self.stop_at, time.monotonic() + evidence_s)
+
+    def _is_fine(self, rank: int, ended: Exit) -> bool:
+        """Whether this process ended as it should; with a leader that did its servants end too."""
+        if self.care is None or rank in self.dismissed:
+            return self.care is not None or ended.code == 0
+        if rank != LEADER or not self.care.servants:
+            return ended.code == 0 or self.care.ended_well(rank)
+        if not self.care.ended_well(rank):  # it left its servants without a word
+            return False
+        self.dismissed = self.care.servants & set(self.alive.values())
+        self._signal(signal.SIGKILL, self.dismissed)
+        return True
+
+    def _spares(self, rank: int, ended: Exit) -> bool:
+        """Whether the others go on without this process, which failed.
+
+        Not where its node is lost: who waits for an answer of it is not told that none will come.
+        """
+        left = frozenset(self.alive.values())
+        if self.care is None or ended.lost or not self.care.spare(rank, left):
+            return False
+        if not self.stopped:
+            self.spared |= {rank}
+            self.care.on_spared(rank, ended)
+        return True
 
     def look_for_a_hang(self) -> None:
         """If the ranks show no life, take down where each of them stands, and kill them all.
@@ -171,16 +214,18 @@ class _Watch:
         if now >= self.stop_at and not self.stopped:
             self.stopped = frozenset(self.alive.values())
             # those with a pulse were asked by it, or are victims: they pass over SIGTERM
-            self._signal_all(signal.SIGTERM if self.care is None else signal.SIGKILL)
+            self._signal(signal.SIGTERM if self.care is None else signal.SIGKILL)
             self.stop_at, self.kill_at = NEVER, now + GRACE_S
         if now >= self.kill_at:
-            self._signal_all(signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             self.kill_at = now + GRACE_S
 
-    def _signal_all(self, number: int) -> None:
-        for ticket in self.alive:
-            self.server.signal(ticket, number)
-            self.server.signal(ticket, signal.SIGCONT)
+    def _signal(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Send it to these of the living; `None`: to all."""
+        for ticket, rank in self.alive.items():
+            if ranks is None or rank in ranks:
+                self.server.signal(ticket, number)
+                self.server.signal(ticket, signal.SIGCONT)
 
     def __enter__(self) -> Self:
         return self
@@ -194,7 +239,7 @@ class _Watch:
         """If watching itself broke, the processes are killed before the error goes on."""
         with suppress(PlaceError):
             if error is not None:
-                self._signal_all(signal.SIGKILL)
+                self._signal(signal.SIGKILL)
             while self.alive:
                 for ended in self.server.exits(TICK_S):
                     self.alive.pop(ended.ticket, None)

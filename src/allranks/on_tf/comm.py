@@ -6,7 +6,8 @@ ranks alike. With `size` 1 nothing is ever sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from allranks.errors import PeerLost
+from allranks.errors import AllranksError, PeerLost
 
 Numbers = NDArray[np.float64]
 LOST = (
@@ -30,6 +31,31 @@ def peer_lost(error: Exception) -> Exception:
     if isinstance(error, LOST):
         return PeerLost(f"another process went away: {error.message}")
     return error
+
+
+def meant_by(error: BaseException) -> BaseException:
+    """What an error is about: one of ours that was raised while a graph was made, or a lost peer.
+
+    AutoGraph raises another one in the place of what a task, or the engine, has raised within.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, AllranksError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return peer_lost(error) if isinstance(error, Exception) else error
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Within, errors of TensorFlow are raised as what they mean."""
+    try:
+        yield
+    except Exception as error:
+        meant = meant_by(error)
+        if meant is error:
+            raise
+        raise meant from (error if isinstance(meant, PeerLost) else None)
 
 
 @dataclass
@@ -48,10 +74,8 @@ class Comm:
         """The sum over all ranks of an array of any shape, the same on all."""
         if self.size == 1:
             return numbers
-        try:
+        with translated():
             flat = self._sum(tf.constant(numbers.reshape(-1), tf.float64))
-        except tf.errors.OpError as error:
-            raise peer_lost(error) from error
         whole: Numbers = flat.numpy().reshape(numbers.shape)
         return whole
 

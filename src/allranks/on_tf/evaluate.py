@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from allranks.errors import RequestError
-from allranks.on_tf.comm import peer_lost
+from allranks.on_tf.comm import translated
 from allranks.on_tf.nested import mapped
 from allranks.on_tf.open_data import Source
 from allranks.on_tf.step import weighted_losses
@@ -96,10 +96,8 @@ class Evaluator:
         spare = len(self.strategy.own) - len(chunks)
         empty = mapped(lambda array: array[:0], chunks[0])
         parts = [mapped(tf.convert_to_tensor, part) for part in (*chunks, *[empty] * spare)]
-        try:
+        with translated():
             tables = self._call(self.strategy.feed(parts))
-        except tf.errors.OpError as error:
-            raise peer_lost(error) from error
         local = self.strategy.distribution.experimental_local_results(tables)
         return [table.numpy().tolist() for table, _ in zip(local, sizes, strict=False)]
 

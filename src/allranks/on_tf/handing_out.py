@@ -127,19 +127,17 @@ class HandedOut(Graphs):
         """The graph of a step. It is made outside of the scope of the strategy: see there."""
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, arguments)
         if self._held is None:
-            return tf.function(partial(self._one, cut), autograph=False).get_concrete_function(
-                *specs
-            )
+            return tf.function(partial(self._one, cut)).get_concrete_function(*specs)
 
         def by_number(arrays: Any, numbers: Any, *rest: Any) -> Any:
             return self._one(cut, tf.nest.map_structure(partial(_rows, arrays), numbers), *rest)
 
-        inner = tf.function(by_number, autograph=False).get_concrete_function(self._specs, *specs)
+        inner = tf.function(by_number).get_concrete_function(self._specs, *specs)
 
         def outer(held: Any, *rest: Any) -> Any:
             return inner(next(held), *rest)
 
-        return tf.function(outer, autograph=False)
+        return tf.function(outer)
 
 
 def _rows(arrays: Any, numbers: Any) -> Any:

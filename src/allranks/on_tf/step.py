@@ -32,7 +32,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from allranks.errors import RequestError
-from allranks.on_tf.comm import peer_lost
+from allranks.on_tf.comm import translated
 from allranks.on_tf.layers import Passing, passing, shard_norms
 from allranks.on_tf.nested import mapped
 from allranks.on_tf.task import Task
@@ -144,10 +144,8 @@ class Graphs:
             self._made[known] = tf.function(partial(make, cut))
         keys = tf.constant([said.key for said in says], tf.int64)
         numbers = tf.constant([said.numbers() for said in says], tf.float64)
-        try:
+        with translated():
             rows = self._made[known](data, keys, numbers).numpy()
-        except tf.errors.OpError as error:
-            raise peer_lost(error) from error
         return [self._read(row) for row in rows]
 
     def _read(self, row: NDArray[np.float64]) -> Found:

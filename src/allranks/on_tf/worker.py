@@ -15,13 +15,12 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from safetensors.numpy import save_file
 
 from allranks.config import threads_per_rank
 from allranks.errors import AllranksError
 from allranks.job import Job
-from allranks.on_tf.comm import peer_lost
+from allranks.on_tf.comm import meant_by
 from allranks.on_tf.data import Batch
 from allranks.on_tf.evaluator import EVALUATOR, evaluate_checkpoints
 from allranks.on_tf.fit import fit
@@ -85,7 +84,7 @@ def main(argument: dict[str, Any]) -> int:
             else:
                 run.train()
         except BaseException as error:
-            cause = peer_lost(error) if isinstance(error, tf.errors.OpError) else error
+            cause = meant_by(error)
             step = run.trainer.progress.batch_index if run.trainer else None
             updates = run.trainer.progress.updates if run.trainer else 0
             events.event("failed", **failure_of(cause, updates, step))

@@ -10,8 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from allranks.cards import crew_of
 from allranks.job import Job
 from allranks.job_file import redacted
+from allranks.roles import Crew
 from allranks.units import printable
 from allranks.world import World
 
@@ -56,6 +58,11 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     notes: tuple[str, ...]
 
+    @property
+    def crew(self) -> Crew:
+        """What the processes are to each other."""
+        return crew_of(self.job.strategy, self.job.ranks)
+
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data, for `--dry-run --json`; without secrets."""
         data = dataclasses.asdict(self)
@@ -69,6 +76,6 @@ class Plan:
         for rank in self.ranks:
             variables = " ".join(f"{k}={v}" for k, v in rank.environment.items())
             where = f" on {rank.host}" if rank.host and self.job.nodes > 1 else ""
-            lines += ["", f"rank {rank.world.rank}{where}: {variables}"]
+            lines += ["", f"{self.crew.name_of(rank.world.rank)}{where}: {variables}"]
         lines += ["", *(f"note: {note}" for note in self.notes)]
         return "\n".join(printable(line) for line in lines)

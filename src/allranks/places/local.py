@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from allranks.cards import devices_of_a_rank
+from allranks.cards import crew_of, devices_of_a_rank
 from allranks.config import threads_per_rank
 from allranks.errors import RequestError
 from allranks.job import Job
@@ -29,22 +29,25 @@ def plan(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()) -
     them, where they meet is known only when an attempt begins. Of the devices that are `visible`, ranks see
     those that the job names; local rank r uses the r-th of them.
     """
-    notes = _notes(job, shape)
-    store = str(Path(job.run_dir) / STORE) if job.ranks > 1 and not seats else ""
-    seats = seats or [Seat()] * job.ranks
+    crew = crew_of(job.strategy, job.ranks)
+    notes = _notes(job, shape) if crew.are_all_trainers else (f"processes: {crew}",)
+    store = str(Path(job.run_dir) / STORE) if crew.size > 1 and not seats else ""
+    seats = seats or [Seat()] * crew.size
     devices = devices_seen(job, visible)
     on_node, on_machine = Counter(s.node for s in seats), Counter(s.machine for s in seats)
     before: Counter[int] = Counter()
     ranks = []
-    for rank, seat in enumerate(seats):
+    for rank, (seat, member) in enumerate(zip(seats, crew.members, strict=True)):
         world = World(
             rank,
-            job.ranks,
+            crew.size,
             local_rank=before[seat.node],
             local_size=on_node[seat.node],
             node=seat.node,
             store=store,
             on_machine=on_machine[seat.machine],
+            role=member.role.name,
+            role_index=0 if crew.are_all_trainers else member.index,
         )
         before[seat.node] += 1
         threads = str(threads_per_rank(job, world.on_machine))

@@ -12,7 +12,7 @@ import os
 
 import tensorflow as tf
 
-from allranks.on_tf.comm import Comm, peer_lost
+from allranks.on_tf.comm import Comm, translated
 from allranks.on_tf.machine import take_devices
 from allranks.on_tf.meet import meet
 from allranks.on_tf.strategies.base import Strategy
@@ -46,11 +46,10 @@ class MultiWorkerMirrored(Strategy):
             }
         )
         try:
-            self.distribution = tf.distribute.MultiWorkerMirroredStrategy(
-                communication_options=self.collective_options
-            )
-        except tf.errors.OpError as error:
-            raise peer_lost(error) from error
+            with translated():
+                self.distribution = tf.distribute.MultiWorkerMirroredStrategy(
+                    communication_options=self.collective_options
+                )
         finally:  # the strategy has read it; what this process starts is no worker
             os.environ.pop(VARIABLE)
             if before is not None:

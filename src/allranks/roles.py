@@ -1,0 +1,88 @@
+"""What the processes of a job are to each other: all trainers, or with roles among them. Pure data.
+
+Most strategies have trainers alone, as many as `--ranks` says. A parameter server has more: a chief
+that hands out the work, workers (those are counted by `--ranks`), servers that hold the weights,
+and perhaps an evaluator. A card says which; the plan, the supervisor and the reports read it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+TRAINER, WORKER = "trainer", "worker"
+RANKS = (TRAINER, WORKER)
+"""The roles that `--ranks` counts."""
+LEADER = 0
+
+
+@dataclass(frozen=True)
+class Role:
+    """`count` processes that do the same work.
+
+    The job goes on while `least` of them are left (`None`: all must be). With `serves` they have no
+    end of their own: they are ended when the leader, process 0, is done.
+    """
+
+    name: str
+    count: int
+    least: int | None = None
+    serves: bool = False
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of a job: its role, and which of that role it is."""
+
+    role: Role
+    index: int
+
+
+@dataclass(frozen=True)
+class Crew:
+    """All processes of a job by their roles, in the order in which they are numbered."""
+
+    roles: tuple[Role, ...]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Process by process."""
+        return tuple(Member(role, index) for role in self.roles for index in range(role.count))
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return sum(role.count for role in self.roles)
+
+    @property
+    def are_all_trainers(self) -> bool:
+        return all(role.name == TRAINER for role in self.roles)
+
+    @property
+    def servants(self) -> frozenset[int]:
+        """The processes that are ended when the leader is done."""
+        return frozenset(rank for rank, one in enumerate(self.members) if one.role.serves)
+
+    def name_of(self, rank: int) -> str:
+        """`rank 3`, or `server 0 (rank 3)` where there are roles."""
+        if self.are_all_trainers:
+            return f"rank {rank}"
+        one = self.members[rank]
+        which = "" if one.role.count == 1 else f" {one.index}"
+        return f"{one.role.name}{which} (rank {rank})"
+
+    def goes_on_without(self, rank: int, left: Collection[int]) -> bool:
+        """Whether the job goes on when `rank` is gone, and only the processes `left` are there."""
+        role = self.members[rank].role
+        if role.least is None:
+            return False
+        return sum(self.members[other].role == role for other in left) >= role.least
+
+    def __str__(self) -> str:
+        """`1 chief, 2 workers, 1 server`."""
+        return ", ".join(f"{r.count} {r.name}{'s' if r.count > 1 else ''}" for r in self.roles)
+
+
+def trainers(ranks: int) -> tuple[Role, ...]:
+    """The roles of a job where all processes are alike."""
+    return (Role(TRAINER, ranks),)

@@ -1,0 +1,69 @@
+"""Roles: which processes a job has, what they are called, and which of them it can do without."""
+
+from __future__ import annotations
+
+import pytest
+
+from allranks.cards import CARDS, crew_of
+from allranks.cli.words import anomalies_in, in_words
+from allranks.errors import RequestError
+from allranks.job import Job
+from allranks.launch.ground import for_all_processes
+from allranks.launch.placing import place_ranks
+from allranks.places.base import Shape
+from allranks.places.local import plan
+from allranks.world import Visible
+
+ALL = "parameter-server:servers=2,evaluator=yes"
+
+
+@pytest.mark.parametrize("name", sorted(set(CARDS) - {"parameter-server"}))
+def test_other_strategies_have_trainers_alone(name: str) -> None:
+    crew = crew_of(name, 3)
+    assert crew.are_all_trainers and crew.size == 3 and not crew.servants
+    assert [crew.name_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
+    assert not any(crew.goes_on_without(rank, {0, 1, 2}) for rank in range(3))
+
+
+def test_a_job_with_servers_has_all_roles_in_one_order() -> None:
+    crew = crew_of(ALL, 2)
+    assert str(crew) == "1 chief, 2 workers, 2 servers, 1 evaluator"
+    assert [crew.name_of(rank) for rank in range(crew.size)] == [
+        "chief (rank 0)",
+        "worker 0 (rank 1)",
+        "worker 1 (rank 2)",
+        "server 0 (rank 3)",
+        "server 1 (rank 4)",
+        "evaluator (rank 5)",
+    ]
+    assert crew.servants == {1, 2, 3, 4}
+    assert crew_of("parameter-server", 1).size == 3
+
+
+def test_a_worker_is_spared_while_another_is_left_and_a_server_never() -> None:
+    crew = crew_of(ALL, 2)
+    everyone = set(range(crew.size))
+    assert [crew.goes_on_without(rank, everyone - {rank}) for rank in range(crew.size)] == [
+        *(False, True, True, False, False, True)
+    ]
+    assert not crew.goes_on_without(2, everyone - {1, 2}), "it was the last"
+
+
+def test_on_several_nodes_the_others_are_where_the_first_worker_is() -> None:
+    job = Job(strategy=ALL, ranks=3)
+    assert for_all_processes(job, ["a", "a", "b"]) == ["a", "a", "a", "b", "a", "a", "a"]
+    assert for_all_processes(job, ["b"]) == ["b"] * 5, "the other node is lost"
+    assert for_all_processes(Job(strategy="ddp", ranks=3), ["a", "a", "b"]) == ["a", "a", "b"]
+
+
+def test_servers_are_not_asked_what_they_hold() -> None:
+    job = Job("digits-keras", strategy=ALL, ranks=2, run_dir="/somewhere/run", threads=1)
+    made = plan(job, Shape({}, 8, 8), Visible())
+    with pytest.raises(RequestError, match="1 chief, 2 workers, 2 servers, 1 evaluator"):
+        place_ranks(made, server=None)  # type: ignore[arg-type]
+
+
+def test_who_is_lost_is_told_by_name() -> None:
+    event = {"event": "worker_lost", "rank": 1, "who": "worker 0 (rank 1)", "cause": "killed"}
+    assert in_words(event) == ["note: worker 0 (rank 1) is lost: killed; the others go on"]
+    assert anomalies_in(event) == [(1, "lost: killed")]
