@@ -4,11 +4,12 @@ Which samples a step uses, how they are cut into shards, and which replica owns 
 arithmetic (`order`, `shards`), so nobody communicates. A `tf.data.Dataset` has an order of its own:
 every process reads all of it and takes its own rows.
 
-    arrays               rows are taken by number, one batch after another, in a thread
+    arrays               rows are taken by number, where they are needed: a thread would take
+                         Python's lock in the midst of the step, which costs more than the rows
     samples by number    read and augmented in threads, `prefetch` batches ahead (`stages`)
     tf.data.Dataset      made anew for each epoch with its random numbers keyed; read ahead by itself
 
-`prefetch` batches are made ahead of the step: a process holds that many and the one in use.
+What has to be read is: `prefetch` batches, so a process holds that many and the one in use.
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ class Batches:
     def __post_init__(self) -> None:
         self._open: list[Generator[Batch]] = []
         self._cuts: dict[tuple[int, ...], Cut] = {}
+        runs = [owned_shards(self.shards, self.replicas, replica) for replica in self.own]
+        self._mine = range(runs[0].start, runs[-1].stop)
         if self.steps_per_epoch == 0:
             raise RequestError(
                 asked="last_batch = drop",
@@ -171,11 +174,14 @@ class Batches:
                 continue
             samples = order.batch(epoch, step)
             sizes = even_sizes(len(samples), self.shards)
-            ends = np.cumsum((0, *sizes))
-            mine = owned_shards_of(self.shards, self.replicas, self.own)
-            own = np.concatenate([samples[ends[s] : ends[s + 1]] for s in mine])
-            yield Batch(index, epoch, step, sizes, self.cut(sizes), own)
+            start, stop = self._span(sizes)
+            yield Batch(index, epoch, step, sizes, self.cut(sizes), samples[start:stop])
             step, index = step + 1, index + 1
+
+    def _span(self, sizes: tuple[int, ...]) -> tuple[int, int]:
+        """Where the samples of this process begin and end in a batch: its shards lie together."""
+        start = sum(sizes[: self._mine.start])
+        return start, start + sum(sizes[self._mine.start : self._mine.stop])
 
     def cut(self, sizes: tuple[int, ...]) -> Cut:
         """Who has which pieces of a batch whose shards are of these sizes."""
@@ -194,14 +200,7 @@ class Batches:
 
     def _data(self, source: Arrays | Samples, plans: Iterator[Batch]) -> Generator[list[list[Any]]]:
         if isinstance(source, Arrays):
-            yield from staged(
-                ([plan] for plan in plans),
-                read=lambda plan: split(source.rows(plan.ids), plan.cut, self.place),
-                decode=lambda plan, parts: parts,
-                collate=lambda parts: parts[0],
-                threads=1,
-                ahead=self.prefetch,
-            )
+            yield from (split(source.rows(p.ids), p.cut, self.place) for p in plans)
         else:
             yield from self._sampled(source, plans)
 
@@ -246,21 +245,12 @@ class Batches:
             for whole, rows in source.open(epoch, skip=step):
                 sizes = even_sizes(rows, self.shards)
                 cut = self.cut(sizes)
-                mine = owned_shards_of(self.shards, self.replicas, self.own)
-                start = sum(sizes[: mine.start])
-                end = start + sum(sizes[s] for s in mine)
-                parts = split(_rows_of(whole, start, end), cut, self.place)
+                parts = split(_rows_of(whole, *self._span(sizes)), cut, self.place)
                 yield Batch(index, epoch, step, sizes, cut, np.empty(0, np.int64), parts)
                 step, index = step + 1, index + 1
                 if steps is not None and index >= steps:
                     return
             epoch, step = epoch + 1, 0
-
-
-def owned_shards_of(shards: int, replicas: int, own: range) -> range:
-    """The shards of several replicas that follow each other."""
-    runs = [owned_shards(shards, replicas, replica) for replica in own]
-    return range(runs[0].start, runs[-1].stop)
 
 
 def split(own: Any, cut: Cut, place: Callable[[Any], Any]) -> list[list[Any]]:

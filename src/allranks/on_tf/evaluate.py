@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from allranks.errors import RequestError
 from allranks.on_tf.comm import translated
+from allranks.on_tf.losses import weighted_losses
 from allranks.on_tf.nested import mapped
 from allranks.on_tf.open_data import Source
-from allranks.on_tf.step import weighted_losses
 from allranks.on_tf.strategies.base import Strategy
 from allranks.on_tf.task import Task
 from allranks.on_tf.whole_dataset import WholeDataset

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from allranks.on_tf.comm import peer_lost
 from allranks.on_tf.nested import mapped
-from allranks.on_tf.step import Cut, Found, Graphs, Says
+from allranks.on_tf.step import Cut, Found, Graphs, Says, told_of
 
 Row = NDArray[np.float64]
 
@@ -68,11 +68,7 @@ class HandedOut(Graphs):
 
     def hand_out(self, data: Any, cut: Cut, says: Says) -> Handed:
         """A worker will run this step; rows are fetched in the order of the calls."""
-        arguments = (
-            data,
-            tf.constant([says.key], tf.int64),
-            tf.constant([says.numbers()], tf.float64),
-        )
+        arguments = data, told_of([says])
         known = cut, 1
         if known not in self._made:
             self._made[known] = self._graph(cut, arguments)

@@ -31,9 +31,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from allranks.errors import RequestError
 from allranks.on_tf.comm import translated
 from allranks.on_tf.layers import Passing, passing, shard_norms
+from allranks.on_tf.losses import check_layer_losses, weighted_losses
 from allranks.on_tf.nested import mapped
 from allranks.on_tf.task import Task
 from allranks.shards import Micro
@@ -77,6 +77,12 @@ class Says:
             *(self.nominal, self.rate, self.stop, self.save, self.scale, self.limit),
             self.poison,
         ]
+
+
+def told_of(says: list[Says]) -> Any:
+    """One tensor of what is said to each step, (steps, 8): the key, and the bits of the numbers."""
+    numbers = np.array([said.numbers() for said in says], np.float64).view(np.int64)
+    return tf.constant(np.column_stack([[said.key for said in says], numbers]), tf.int64)
 
 
 NOMINAL, RATE, ASKED_STOP, ASKED_SAVE, SCALE, LIMIT, POISON = range(7)
@@ -124,7 +130,7 @@ class Graphs:
         self.norms = shard_norms(model)
         self.kind = tf.as_dtype(keras.config.floatx())
         self.has_schedule = task.overrides("schedule")
-        self._made: dict[tuple[Cut, int], Callable[..., Any]] = {}
+        self._made: dict[Any, Callable[..., Any]] = {}
         self.tally_size = HEAD + replicas + sum(norm.moment_size for norm in self.norms)
 
     @property
@@ -138,14 +144,15 @@ class Graphs:
 
         For several steps every array of it has them along a first axis more. All ranks call this.
         """
-        known = cut, len(says)
-        if known not in self._made:
-            make = self._several if len(says) > 1 else self._one
-            self._made[known] = tf.function(partial(make, cut))
-        keys = tf.constant([said.key for said in says], tf.int64)
-        numbers = tf.constant([said.numbers() for said in says], tf.float64)
+        told = told_of(says)
+        shapes = [array.shape for array in tf.nest.flatten(data, expand_composites=True)]
+        known = cut, len(says), *map(tuple, shapes)
         with translated():
-            rows = self._made[known](data, keys, numbers).numpy()
+            if known not in self._made:  # a concrete one does not look at its arguments anew
+                make = self._several if len(says) > 1 else self._one
+                graph = tf.function(partial(make, cut))
+                self._made[known] = graph.get_concrete_function(data, told)
+            rows = self._made[known](data, told).numpy()
         return [self._read(row) for row in rows]
 
     def _read(self, row: NDArray[np.float64]) -> Found:
@@ -156,11 +163,11 @@ class Graphs:
 
     # --- the graph: what is called from here on makes it, and runs once for each --------------
 
-    def _one(self, cut: Cut, data: Any, keys: Any, numbers: Any) -> Any:
-        return self._step(cut, data, keys[0], numbers[0])[tf.newaxis]
+    def _one(self, cut: Cut, data: Any, told: Any) -> Any:
+        return self._step(cut, data, told[0])[tf.newaxis]
 
-    def _several(self, cut: Cut, data: Any, keys: Any, numbers: Any) -> Any:
-        steps = int(keys.shape[0])
+    def _several(self, cut: Cut, data: Any, told: Any) -> Any:
+        steps = int(told.shape[0])
         width = HEAD + 3 + self.replicas
         rows = tf.TensorArray(tf.float64, steps, element_shape=(width,))
 
@@ -168,7 +175,7 @@ class Graphs:
             def own(part: Any) -> Any:
                 return mapped(lambda array: array[number], part)
 
-            row = self._step(cut, data, keys[number], numbers[number], own)
+            row = self._step(cut, data, told[number], own)
             return number + 1, rows.write(number, row)
 
         _, rows = tf.while_loop(
@@ -184,12 +191,12 @@ class Graphs:
         self,
         cut: Cut,
         data: Any,
-        key: Any,
-        numbers: Any,
+        told: Any,
         own: Callable[[Any], Any] = lambda part: part,
     ) -> Any:
         """The result of a step, (HEAD + 3 + replicas,), float64."""
         used: list[Any] = []
+        key, numbers = told[0], tf.bitcast(told[1:], tf.float64)
 
         def replica(part: Any) -> tuple[list[Any], Any, Any]:
             gradients, tally = self.gradients_of(cut, own(part), key, numbers)
@@ -235,8 +242,10 @@ class Graphs:
             poison = tf.ones((), self.kind)
         if cut.spare:  # one that has nothing to pass through knows not what the loss reaches
             gradients = [_or_zeros(g, v) for g, v in zip(gradients, self.variables, strict=True)]
-        bad = self._is_bad(gradients, tally)
-        marks = tf.one_hot(replica, self.replicas, dtype=self.kind) * bad
+        marks = tf.zeros(self.replicas, self.kind)
+        if self.replicas > 1:  # who it was is asked where there are several
+            bad = self._is_bad(gradients, tally)
+            marks = tf.one_hot(replica, self.replicas, dtype=self.kind) * bad
         zeros = self.tally_size - HEAD - self.replicas
         asked = tf.cast(numbers[ASKED_STOP : ASKED_SAVE + 1], self.kind)
         more = tf.concat([tf.zeros(3, self.kind), asked, marks, tf.zeros(zeros, self.kind)], 0)
@@ -324,50 +333,6 @@ class Graphs:
             norm.update_moving(moments[start : start + norm.moment_size])
             start += norm.moment_size
         return tf.constant(0)
-
-
-def weighted_losses(
-    task: Task, output: Any, batch: Any, samples: int, kind: Any
-) -> tuple[Any, Any]:
-    """The weighted losses of a micro-batch, a row per sample, and the sum of their weights."""
-    output = mapped(lambda tensor: _full(tensor, kind), output)
-    losses = tf.cast(tf.convert_to_tensor(task.loss(output, batch)), kind)
-    if losses.ndim == 0 or losses.shape[0] != samples:
-        raise RequestError(
-            asked="loss(output, batch) of the task",
-            found=f"values of shape {tuple(losses.shape)} for {samples} samples",
-            why="the engine divides by the weight of the whole global batch, so it takes no mean",
-            do="return one value for each sample: reduction='none', or a function of keras.losses",
-        )
-    weights = task.weight(batch)
-    if weights is None:
-        return losses, tf.cast(tf.size(losses), kind)
-    weights = tf.cast(tf.convert_to_tensor(weights), kind)
-    if weights.shape != losses.shape:
-        raise RequestError(
-            asked="weight(batch) of the task",
-            found=f"shape {tuple(weights.shape)} for losses of shape {tuple(losses.shape)}",
-            why="each value that loss() returns has its own weight",
-            do="return the weights in the shape of the losses",
-        )
-    return losses * weights, tf.reduce_sum(weights)
-
-
-def _full(tensor: Any, kind: Any) -> Any:
-    """Numbers of 16 bits as `kind`: a loss is not computed in them."""
-    return tf.cast(tensor, kind) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
-
-
-def check_layer_losses(model: Any) -> None:
-    """Raise `RequestError` if a layer has added a loss in the forward pass that was just made."""
-    names = [layer.name for layer in model._flatten_layers() if getattr(layer, "_losses", ())]
-    if names:
-        raise RequestError(
-            asked="to train a model whose layers add losses",
-            found=f"add_loss, or an activity regularizer, in {', '.join(names)}",
-            why="they are means over what one replica sees, so they follow the replicas",
-            do="compute them in loss(output, batch), a value for each sample",
-        )
 
 
 def _or_zeros(gradient: Any, variable: Any) -> Any:
