@@ -1,0 +1,91 @@
+"""Ranks find each other by file and by socket, in whatever order they come, and part together."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from allranks.errors import RequestError
+from allranks.launch.ports import Reservation
+from allranks.on_tf.meet import Held, meet
+from allranks.world import World
+
+RANKS = 3
+Worlds = Callable[[int], World]
+
+
+def all_meet(world_of: Worlds) -> list[Held]:
+    """Every rank in a thread of its own, the leader last."""
+    with ThreadPoolExecutor(RANKS) as threads:
+
+        def one(rank: int) -> Held:
+            time.sleep(0.05 * (RANKS - rank))
+            return meet(world_of(rank))
+
+        return list(threads.map(one, range(RANKS)))
+
+
+@pytest.fixture(params=["file", "socket", "another launcher"])
+def world_of(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Worlds]:
+    if request.param == "file":
+        yield lambda rank: World(rank, RANKS, store=str(tmp_path / ".store-0"))
+    elif request.param == "another launcher":
+        with Reservation(1) as reserved:
+            monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+            monkeypatch.setenv("MASTER_PORT", str(reserved.ports[0]))
+            yield lambda rank: World(rank, RANKS)
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            meeting, fd = f"127.0.0.1:{listener.getsockname()[1]}", listener.fileno()
+            yield lambda rank: World(rank, RANKS, meeting=meeting, listener=fd if rank == 0 else -1)
+
+
+def test_all_hear_the_addresses_of_all_and_leave_together(world_of: Worlds) -> None:
+    found = all_meet(world_of)
+    addresses = found[0].addresses
+    assert [held.addresses for held in found] == [addresses] * RANKS
+    assert len(set(addresses)) == RANKS
+    for held in found:  # a server binds the port that was held for it
+        held.close()
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        with closing(socket.socket()) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind((host, int(port)))
+    gone: list[int] = []
+
+    def part(rank: int) -> None:
+        found[rank].part()
+        gone.append(rank)
+
+    threads = [threading.Thread(target=part, args=[rank]) for rank in (1, 2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    assert gone == [], "somebody left while the leader was still there"
+    part(0)
+    for thread in threads:
+        thread.join()
+    assert sorted(gone) == [0, 1, 2]
+
+
+def test_one_alone_asks_nobody() -> None:
+    held = meet(World())
+    assert len(held.addresses) == 1
+    held.close()
+    held.part()
+
+
+def test_nowhere_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RequestError, match="start them with"):
+        meet(World(1, 2))

@@ -1,0 +1,40 @@
+"""A loop of one's own is as many ranks as its launcher says, and gives what one rank gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.launch.ports import Reservation
+from allranks.launch.process import Process
+from allranks.launch.server import ForkServer
+from allranks.launch.supervisor import supervise
+
+
+def losses_on(server: ForkServer, ranks: int, out: Path) -> list[dict[str, Any]]:
+    """What every rank wrote; each knows of the others what torch's launcher tells."""
+    out.mkdir()
+    with Reservation(1) as reserved:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved.ports[0])}
+        processes = []
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+            argument, log = {"out": str(out)}, out / f"{rank}.log"
+            processes.append(Process(rank, "tf_loops:loop", argument, {**own, **where}, log))
+        ended = supervise(server, processes)
+    logs = "".join((out / f"{rank}.log").read_text() for rank in range(ranks))
+    assert {exit_.code for exit_ in ended.exits.values()} == {0}, logs
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_a_loop_gives_the_same_on_two_ranks(tf_server: ForkServer, tmp_path: Path) -> None:
+    (alone,) = losses_on(tf_server, 1, tmp_path / "one")
+    both = losses_on(tf_server, 2, tmp_path / "two")
+    assert alone["strategy"] == "single"
+    for one in both:
+        assert one["strategy"] == "multi-worker-mirrored"
+        assert one["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+        assert one["eval"] == pytest.approx(alone["eval"], rel=1e-12)
