@@ -32,6 +32,7 @@ class Dense(Task):
     epochs: int = 10
     lr: float = 0.1
     optimizer_name: str = "SGD"
+    samples: int = SAMPLES
     clip_norm: float | None = None
 
     def model(self) -> Any:
@@ -49,7 +50,7 @@ class Dense(Task):
         return getattr(keras.optimizers, self.optimizer_name)(self.lr)
 
     def train_data(self) -> Any:
-        return digits()
+        return digits(self.samples)
 
     def eval_data(self) -> Any:
         return digits(37, seed=2)
@@ -120,6 +121,58 @@ class Mean(Dense):
 
     def loss(self, output: Any, batch: Any) -> Any:
         return ops.mean(super().loss(output, batch))
+
+
+@dataclass(kw_only=True)
+class Averaged(Dense):
+    """Keras' own moving average, which `fit` alone puts in the place of the weights."""
+
+    def optimizer(self) -> Any:
+        return keras.optimizers.SGD(self.lr, use_ema=True)
+
+
+@dataclass(kw_only=True)
+class Unreached(Dense):
+    """A layer whose output is not used, and an optimizer that changes weights without a gradient."""
+
+    def model(self) -> Any:
+        layers = keras.layers
+        image = keras.Input((6, 6, 1))
+        flat = layers.Flatten()(image)
+        return keras.Model(image, [layers.Dense(4)(flat), layers.Dense(3, name="unused")(flat)])
+
+    def optimizer(self) -> Any:
+        return keras.optimizers.AdamW(0.1, weight_decay=0.1)
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        return super().loss(output[0], batch)
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
+        return super().metrics(output[0], batch)
+
+
+@dataclass(kw_only=True)
+class Noisy(Dense):
+    """A layer of Keras that draws random numbers."""
+
+    def model(self) -> Any:
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((6, 6, 1)),
+                layers.Flatten(),
+                layers.GaussianNoise(0.1),
+                layers.Dense(4),
+            ]
+        )
+
+
+@dataclass(kw_only=True)
+class Columns(Dense):
+    """A list where a tuple is meant."""
+
+    def train_data(self) -> Any:
+        return list(digits())
 
 
 def save_start(argument: dict[str, Any]) -> None:

@@ -85,14 +85,24 @@ def _is_keras(program: str) -> bool:
     """Whether a program is a Keras task, as far as its name or the text of its file tells."""
     if program in PROGRAMS:
         return program in KERAS_PROGRAMS
-    path = Path(program if program.endswith(".py") else program.rpartition(":")[0])
-    if path.suffix != ".py" or not path.is_file():
+    path = _file_of(program)
+    if path is None:
         return False
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return False  # what is wrong with it is said when it is loaded
     return any(_is_of_keras(name) for node in ast.walk(tree) for name in _imported(node))
+
+
+def _file_of(program: str) -> Path | None:
+    """The file of a program, if it can be told without importing anything."""
+    place = program if program.endswith(".py") else program.rpartition(":")[0]
+    if not place.endswith(".py") and place.isidentifier():  # a package would be imported for it
+        spec = importlib.util.find_spec(place)
+        place = spec.origin or "" if spec is not None else ""
+    path = Path(place)
+    return path if path.suffix == ".py" and path.is_file() else None
 
 
 def _is_of_keras(name: str) -> bool:

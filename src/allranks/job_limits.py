@@ -202,7 +202,7 @@ NOT_IN_TENSORFLOW = {
     "bitwise": "tf.distribute has no fixed order of sums, so they follow the replicas",
     "compile": "its steps are graphs of TensorFlow already",
     "channels_last": "a Keras model says by itself in which order it takes images",
-    "activation_checkpointing": "a Keras layer says so by itself: keras.RematScope",
+    "activation_checkpointing": "Keras has no way to it that works in a graph of TensorFlow",
     "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
 }
 
@@ -226,10 +226,16 @@ def check_engine(job: Job) -> None:
                 why=why,
                 do="leave it out, or train a Keras task with --engine torch",
             )
-    if job.steps_per_call > 1 and (job.precision == "fp16" or job.on_bad_step == "skip"):
+    decided = {
+        "--precision fp16": job.precision == "fp16",
+        "--on-bad-step skip": job.on_bad_step == "skip",
+        f"--spike {job.spike}": job.spike is not None,
+    }
+    found = [flag for flag, is_asked in decided.items() if is_asked]
+    if job.steps_per_call > 1 and found:
         raise RequestError(
             asked=f"--steps-per-call {job.steps_per_call}",
-            found="--precision fp16" if job.precision == "fp16" else "--on-bad-step skip",
+            found=found[0],
             why="whether a step counts is decided by Python, before the next one begins",
             do="--steps-per-call 1",
         )

@@ -17,7 +17,7 @@ from allranks.catalog import TENSORFLOW_STRATEGIES
 from allranks.errors import RequestError
 from allranks.launch.start import Result
 from conftest import Train
-from tf_runs import difference, rows, weights
+from tf_runs import difference, events, rows, weights
 
 TOLERANCE = 1e-10
 STEPS = 50
@@ -161,6 +161,57 @@ def test_what_cannot_be_is_refused(
     assert not list(tmp_path.glob("run-*"))
 
 
-def test_a_mean_over_ema_is_left_to_keras(train_tf: Train) -> None:
-    with pytest.raises(RequestError, match="use_ema=True"):
+def test_no_average_is_kept(train_tf: Train) -> None:
+    with pytest.raises(RequestError, match="this engine keeps none"):
         train_tf("tf_tasks:Dense", "ema=0.9")
+    with pytest.raises(RequestError, match="use_ema=True"):
+        train_tf("tf_tasks:Averaged", steps=1)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored:replicas=2", "multi-worker-mirrored"])
+def test_groups_of_steps_are_the_same_on_all_ranks(strategy: str, train_tf: Train) -> None:
+    """The last batch has fewer samples on one replica only: 116 samples by 24, 20 in the last."""
+    ranks = 1 if strategy.startswith("mirrored") else 2
+    flags: dict[str, Any] = {"strategy": strategy, "ranks": ranks, "precision": "fp64"}
+    one = train_tf("tf_tasks:Dense", "samples=116", "epochs=2", **flags)
+    three = train_tf("tf_tasks:Dense", "samples=116", "epochs=2", **flags, steps_per_call=3)
+    assert difference(one, three) <= TOLERANCE
+    assert [row["samples"] for row in rows(three)] == [24, 24, 24, 24, 20] * 2
+
+
+def test_what_the_loss_does_not_reach_stays_as_it_is(train_tf: Train) -> None:
+    """AdamW would shrink it; also in a batch of which one replica has nothing."""
+    flags: dict[str, Any] = {"precision": "fp64", "steps": 10}
+    alone = train_tf("tf_tasks:Unreached", strategy="single", **flags)
+    mirrored = train_tf("tf_tasks:Unreached", strategy="mirrored:replicas=3", **flags)
+    assert difference(mirrored, alone) <= TOLERANCE
+
+
+def test_every_epoch_of_a_dataset_is_evaluated(train_tf: Train) -> None:
+    """Nobody knows its length before; the end of an early stop is the same with several steps."""
+    flags: dict[str, Any] = {"eval_every": "epoch", "strategy": "single"}
+    result = train_tf("tf_datasets:Filtered", "epochs=3", **flags)
+    assert [event["step"] for event in events(result, "evaluated")] == [4, 8, 12]
+    judged = {"early_stop": "max:accuracy", "patience": 1}
+    ends = [
+        train_tf("tf_tasks:Dense", "lr=1e-12", **flags, **judged, steps_per_call=n).summary["steps"]
+        for n in (1, 3)
+    ]
+    assert ends == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "words"),
+    [
+        ("tf_datasets:Small", {}, "a batch of 8 samples in the midst of an epoch"),
+        ("tf_datasets:Nothing", {}, "there is nothing to learn from"),
+        ("tf_tasks:Noisy", {"strategy": "central-storage:replicas=2"}, "draws random numbers"),
+        ("tf_tasks:Columns", {}, "a list of 2 arrays"),
+        ("tf_tasks:Dense", {"steps_per_call": 2, "spike": 3.0}, "--spike"),
+    ],
+)
+def test_what_would_be_wrong_in_silence(
+    program: str, flags: dict[str, Any], words: str, train_tf: Train
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        train_tf(program, **{"strategy": "single", "steps": 3, **flags})

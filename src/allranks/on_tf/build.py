@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +9,13 @@ import keras
 
 from allranks.errors import RequestError
 from allranks.job import Job
+from allranks.on_tf.built import Built
 from allranks.on_tf.layers import swap_layers
 from allranks.on_tf.machine import described
 from allranks.on_tf.strategies.base import Strategy
 from allranks.on_tf.task import Task
 
 SUMS = "_all_reduce_sum_gradients"
-
-
-@dataclass(frozen=True)
-class Built:
-    """A model and its optimizer; `swapped` names the layers that were swapped in.
-
-    `made_rate` is the learning rate as the task made it, before any step; `None` where a schedule
-    of Keras decides it.
-    """
-
-    model: Any
-    optimizer: Any
-    swapped: dict[str, list[str]]
-    made_rate: float | None
 
 
 def build(task: Task, job: Job, strategy: Strategy) -> Built:
@@ -63,6 +49,11 @@ def take_sums_as_they_are(optimizer: Any) -> None:
             "install the Keras that constraints.txt of allranks names",
         )
     setattr(optimizer, SUMS, list)
+
+
+def let_sum_again(optimizer: Any) -> None:
+    """Undo `take_sums_as_they_are`: the optimizer is Keras' own again."""
+    vars(optimizer).pop(SUMS, None)
 
 
 def _check_model(model: Any) -> None:
@@ -118,6 +109,14 @@ def _check_optimizer(task: Task, optimizer: Any) -> None:
             "a LossScaleOptimizer",
             "the loss scale belongs to the job, which skips a step on all replicas alike",
             "return the optimizer in it, and ask for --precision fp16",
+        )
+    if optimizer.use_ema:
+        raise _refused(
+            "optimizer() of the task",
+            "use_ema=True",
+            "the average that Keras keeps is put in the place of the weights by `fit` alone, so "
+            "neither the evaluation nor the final weights would be those of the average",
+            "leave it out; with --engine torch, --set ema=0.999 keeps and evaluates one",
         )
     clips = [n for n in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(optimizer, n)]
     if clips and clips != ["global_clipnorm"]:

@@ -51,6 +51,8 @@ class Batch:
     cut: Cut
     ids: Ids
     parts: list[list[Any]] = field(default_factory=list)
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of one sample of a `tf.data.Dataset`, which may pad each batch to another length."""
 
     @property
     def nominal(self) -> int:
@@ -246,7 +248,8 @@ class Batches:
                 sizes = even_sizes(rows, self.shards)
                 cut = self.cut(sizes)
                 parts = split(_rows_of(whole, *self._span(sizes)), cut, self.place)
-                yield Batch(index, epoch, step, sizes, cut, np.empty(0, np.int64), parts)
+                shapes = tuple(tuple(array.shape[1:]) for array in arrays_in(whole))
+                yield Batch(index, epoch, step, sizes, cut, np.empty(0, np.int64), parts, shapes)
                 step, index = step + 1, index + 1
                 if steps is not None and index >= steps:
                     return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import keras
@@ -17,12 +18,18 @@ import tensorflow as tf
 
 from allranks.errors import RequestError
 from allranks.on_tf.comm import translated
-from allranks.on_tf.losses import weighted_losses
+from allranks.on_tf.losses import full, weighted_losses
 from allranks.on_tf.nested import mapped
 from allranks.on_tf.open_data import Source
 from allranks.on_tf.strategies.base import Strategy
 from allranks.on_tf.task import Task
 from allranks.on_tf.whole_dataset import WholeDataset
+
+Chunk = Callable[[], Any]
+
+
+def _as_it_is(arrays: Any) -> Any:
+    return arrays
 
 
 class Evaluator:
@@ -50,8 +57,8 @@ class Evaluator:
 
     def rehearse(self, source: Source) -> dict[str, float]:
         """Evaluate the first samples, on the first replica of each rank: every name, no message."""
-        chunk = next(self._chunks(source))
-        pairs = np.array(self._pairs([(chunk, True)]))[0]
+        read = next(self._chunks(source))
+        pairs = np.array(self._pairs([(read, True)]))[0]
         found = {
             name: float(total / count)
             for name, (total, count) in zip(self._names, pairs, strict=True)
@@ -59,16 +66,18 @@ class Evaluator:
         }
         return {**dict.fromkeys(self._names, math.nan), **self.task.finalize(found)}
 
-    def _chunks(self, source: Source) -> Iterator[Any]:
+    def _chunks(self, source: Source) -> Iterator[Chunk]:
+        """What reads each chunk; of a `tf.data.Dataset` every rank reads all."""
         if isinstance(source, WholeDataset):
-            yield from (arrays for arrays, _ in source.open(0))
+            yield from (partial(_as_it_is, arrays) for arrays, _ in source.open(0))
             return
         for start in range(0, len(source), self.chunk):
-            yield source.rows(np.arange(start, min(start + self.chunk, len(source))))
+            ids = np.arange(start, min(start + self.chunk, len(source)))
+            yield partial(source.rows, ids)
 
-    def _groups(self, source: Source) -> Iterator[list[tuple[Any, bool]]]:
+    def _groups(self, source: Source) -> Iterator[list[tuple[Chunk, bool]]]:
         """Chunks for all replicas at once, each with whether it is one of this process."""
-        group: list[tuple[Any, bool]] = []
+        group: list[tuple[Chunk, bool]] = []
         for number, chunk in enumerate(self._chunks(source)):
             replica = number % self.strategy.replicas
             group.append((chunk, replica in self.strategy.own))
@@ -78,14 +87,14 @@ class Evaluator:
         if group:
             yield group
 
-    def _pairs(self, group: list[tuple[Any, bool]]) -> list[list[list[float]]]:
+    def _pairs(self, group: list[tuple[Chunk, bool]]) -> list[list[list[float]]]:
         """For each chunk (sum, count) of every metric; zeros for those of other processes."""
-        own = [chunk for chunk, is_own in group if is_own]
+        own = [read() for read, is_own in group if is_own]
         found = iter(self._computed(own))
         if (
             not self._names
         ):  # nothing of the group was its own: the names must be known all the same
-            self._computed([group[0][0]])
+            self._computed([group[0][0]()])
         nothing = [[0.0, 0.0]] * len(self._names)
         return [next(found) if is_own else nothing for _, is_own in group]
 
@@ -113,7 +122,7 @@ class Evaluator:
         output = self.model(task.inputs(batch), training=False)
         losses, weight = weighted_losses(task, output, batch, samples, kind)
         pairs: dict[str, tuple[Any, Any]] = {"loss": (tf.reduce_sum(losses), weight)}
-        for name, pair in task.metrics(output, batch).items():
+        for name, pair in task.metrics(full(output, kind), batch).items():
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise RequestError(
                     asked="metrics(output, batch) of the task",

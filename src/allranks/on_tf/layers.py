@@ -159,6 +159,9 @@ class ShardDropout(keras.layers.Dropout):  # type: ignore[misc]
         """The shape of the mask of one row: axes that share a draw have length 1."""
         shape = [int(size) for size in inputs.shape[1:]]
         given = getattr(self, "noise_shape", None)
+        if given is not None and given[0] is not None:
+            why = "one mask for all samples of a batch would be one for each micro-batch"
+            raise _unlike(self, f"noise_shape={tuple(given)}", why)
         if given is not None:
             return [
                 size if wanted is None else int(wanted)
@@ -231,5 +234,5 @@ def _unlike(layer: Any, found: str, why: str) -> RequestError:
         asked=f"to train the Keras {type(layer).__name__} {layer.name!r}",
         found=f"{found} in it",
         why=why,
-        do="use keras.layers.BatchNormalization itself, without it",
+        do=f"use keras.layers.{type(layer).__mro__[1].__name__} without it",
     )

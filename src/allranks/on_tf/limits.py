@@ -11,9 +11,9 @@ def check_task_limits(task: Task) -> None:
     if task.ema is not None:
         raise RequestError(
             asked=f"ema = {task.ema} with the TensorFlow engine",
-            found="a moving average that the engine would keep",
-            why="Keras optimizers keep one themselves, and this engine leaves it to them",
-            do="--set ema=none, and use_ema=True in the optimizer; or --engine torch",
+            found="a moving average of the weights",
+            why="this engine keeps none, and evaluates the weights themselves",
+            do="--set ema=none, or --engine torch",
         )
     if task.loss_over != "sample":
         raise RequestError(

@@ -15,8 +15,7 @@ def weighted_losses(
     task: Task, output: Any, batch: Any, samples: int, kind: Any
 ) -> tuple[Any, Any]:
     """The weighted losses of a micro-batch, a row per sample, and the sum of their weights."""
-    output = mapped(lambda tensor: _full(tensor, kind), output)
-    losses = tf.cast(tf.convert_to_tensor(task.loss(output, batch)), kind)
+    losses = tf.cast(tf.convert_to_tensor(task.loss(full(output, kind), batch)), kind)
     if losses.ndim == 0 or losses.shape[0] != samples:
         raise RequestError(
             asked="loss(output, batch) of the task",
@@ -38,9 +37,10 @@ def weighted_losses(
     return losses * weights, tf.reduce_sum(weights)
 
 
-def _full(tensor: Any, kind: Any) -> Any:
-    """Numbers of 16 bits as `kind`: a loss is not computed in them."""
-    return tf.cast(tensor, kind) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
+def full(output: Any, kind: Any) -> Any:
+    """An output with numbers of 16 bits as `kind`: no loss and no metric is computed in them."""
+    short = (tf.float16, tf.bfloat16)
+    return mapped(lambda t: tf.cast(t, kind) if t.dtype in short else t, output)
 
 
 def check_layer_losses(model: Any) -> None:

@@ -42,7 +42,7 @@ def devices_for(job: Job, replicas: int) -> list[str]:
         d.name for d in tf.config.list_logical_devices("CPU" if job.device == "cpu" else "GPU")
     ]
     if len(found) < replicas:
-        raise _begun(job, f"{len(found)} devices")
+        raise begun(job, f"{len(found)} devices")
     return found[:replicas]
 
 
@@ -64,7 +64,7 @@ def take_devices(job: Job, replicas: int, local_rank: int = 0, ranks_here: int =
         for gpu in own:
             tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
-        raise _begun(job, str(error)) from error
+        raise begun(job, str(error)) from error
 
 
 def _take_logical_cpus(replicas: int) -> None:
@@ -95,6 +95,18 @@ def set_arithmetic(job: Job) -> Callable[[], None]:
     return undo
 
 
+def check_backend() -> None:
+    """Raise `RequestError` unless Keras computes with TensorFlow in this process."""
+    found = keras.config.backend()
+    if found != "tensorflow":
+        raise RequestError(
+            asked="a Keras task with the TensorFlow engine",
+            found=f"Keras computes with {found} in this process",
+            why="it takes its backend once, when it is imported",
+            do="set KERAS_BACKEND=tensorflow before that, or use `allranks train`, which does",
+        )
+
+
 def has_tpu() -> bool:
     """Whether TensorFlow sees a TPU in this process."""
     return bool(tf.config.list_physical_devices("TPU"))
@@ -109,7 +121,7 @@ def _too_few(job: Job, found: int, what: str, needs: str) -> RequestError:
     )
 
 
-def _begun(job: Job, found: str) -> RequestError:
+def begun(job: Job, found: str) -> RequestError:
     return RequestError(
         asked=f"--strategy {job.strategy} in a process where TensorFlow has begun",
         found=found,

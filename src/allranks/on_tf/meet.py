@@ -27,6 +27,7 @@ from allranks.world import World, where_to_meet
 
 TIMEOUT_S = 600.0  # whoever started the processes sees earlier that one of them is gone
 LOOK_S = 0.02
+GREETING_S = 10.0
 LOCALHOST = "127.0.0.1"
 PARTING = "parting"
 
@@ -149,9 +150,11 @@ class _AsLeader:
                 except TimeoutError:
                     _give_up_after(deadline, world, {0, *self._files})
                     continue
-                one.settimeout(TIMEOUT_S)
+                one.settimeout(GREETING_S)
                 file = self._stack.enter_context(self._stack.enter_context(one).makefile("rw"))
-                self._files[int(_line(file))] = file
+                with suppress(PeerLost, ValueError):  # somebody else, who says nothing of a rank
+                    self._files[int(_line(file))] = file
+                    one.settimeout(TIMEOUT_S)
 
     def all(self, word: str, own: Any) -> list[Any]:
         told = {rank: json.loads(_line(file)) for rank, file in self._files.items()}

@@ -70,6 +70,17 @@ def _by_number(data: Any, name: str) -> Arrays | Samples:
             found = f"lengths {sorted(lengths)}"
             raise _unusable(name, found, "axis 0 is the samples of each", "cut them to one length")
         return Arrays(arrays)
+    if isinstance(data, list) and data and all(_is_long(item) for item in data):
+        raise _unusable(
+            name,
+            f"a list of {len(data)} arrays",
+            "a list is taken for samples, and these may be columns",
+            "return a tuple of the columns, or a list of tuples",
+        )
+    kinds = {kind.__name__ for kind in type(data).__mro__}
+    if "PyDataset" in kinds:
+        why = "it makes batches by itself, in an order of its own"
+        raise _unusable(name, described(data), why, "return what it reads: samples by number")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Samples(data)
     raise _unusable(
@@ -78,6 +89,10 @@ def _by_number(data: Any, name: str) -> Arrays | Samples:
         "it has neither samples by number nor an order of its own",
         "return arrays, something with __getitem__ and __len__, or a tf.data.Dataset",
     )
+
+
+def _is_long(item: Any) -> bool:
+    return isinstance(item, (np.ndarray, tf.Tensor)) and item.ndim > 0
 
 
 def _input_ndim(model: Any) -> int | None:

@@ -25,7 +25,7 @@ import numpy as np
 from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.on_tf.ahead import Ahead
-from allranks.on_tf.build import Built
+from allranks.on_tf.built import Built
 from allranks.on_tf.data import Arrays, Batch
 from allranks.on_tf.handing_out import Handed, HandedOut
 from allranks.on_tf.state import State

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.on_tf.build import Built
+from allranks.on_tf.built import Built
 from allranks.on_tf.names import (
     names_of,
     set_values,

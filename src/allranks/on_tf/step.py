@@ -41,6 +41,7 @@ from allranks.shards import Micro
 SUM = tf.distribute.ReduceOp.SUM
 HEAD = 5
 LOSS, WEIGHT, SAMPLES, STOP, SAVE = range(HEAD)
+FINE = HEAD + 1  # in the row for the host
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Graphs:
         self.norms = shard_norms(model)
         self.kind = tf.as_dtype(keras.config.floatx())
         self.has_schedule = task.overrides("schedule")
+        self._reached = [True] * len(self.variables)
         self._made: dict[Any, Callable[..., Any]] = {}
         self.tally_size = HEAD + replicas + sum(norm.moment_size for norm in self.norms)
 
@@ -145,8 +147,8 @@ class Graphs:
         For several steps every array of it has them along a first axis more. All ranks call this.
         """
         told = told_of(says)
-        shapes = [array.shape for array in tf.nest.flatten(data, expand_composites=True)]
-        known = cut, len(says), *map(tuple, shapes)
+        arrays = tf.nest.flatten(data, expand_composites=True)
+        known = cut, len(says), *((tuple(array.shape), array.dtype) for array in arrays)
         with translated():
             if known not in self._made:  # a concrete one does not look at its arguments anew
                 make = self._several if len(says) > 1 else self._one
@@ -171,17 +173,18 @@ class Graphs:
         width = HEAD + 3 + self.replicas
         rows = tf.TensorArray(tf.float64, steps, element_shape=(width,))
 
-        def body(number: Any, rows: Any) -> tuple[Any, Any]:
+        def body(number: Any, goes_on: Any, rows: Any) -> tuple[Any, Any, Any]:
             def own(part: Any) -> Any:
                 return mapped(lambda array: array[number], part)
 
-            row = self._step(cut, data, told[number], own)
-            return number + 1, rows.write(number, row)
+            row = self._step(cut, data, told[number], own, goes_on)
+            goes_on &= row[FINE] > 0  # nothing is updated after the step that ends the job
+            return number + 1, goes_on, rows.write(number, row)
 
-        _, rows = tf.while_loop(
-            lambda number, rows: number < steps,
+        *_, rows = tf.while_loop(
+            lambda number, goes_on, rows: number < steps,
             body,
-            (tf.constant(0), rows),
+            (tf.constant(0), tf.constant(True), rows),
             parallel_iterations=1,
             maximum_iterations=steps,
         )
@@ -193,6 +196,7 @@ class Graphs:
         data: Any,
         told: Any,
         own: Callable[[Any], Any] = lambda part: part,
+        goes_on: Any = True,
     ) -> Any:
         """The result of a step, (HEAD + 3 + replicas,), float64."""
         used: list[Any] = []
@@ -214,7 +218,7 @@ class Graphs:
                 self._update(gradients, used, moments)
             else:
                 tf.cond(
-                    row[HEAD + 1] > 0,
+                    tf.logical_and(row[FINE] > 0, goes_on),
                     lambda: self._update(gradients, used, moments),
                     lambda: tf.constant(0),
                 )
@@ -240,8 +244,11 @@ class Graphs:
             gradients = [_added(g, f) for g, f in zip(gradients, found, strict=True)]
             tally = tally + part
             poison = tf.ones((), self.kind)
-        if cut.spare:  # one that has nothing to pass through knows not what the loss reaches
-            gradients = [_or_zeros(g, v) for g, v in zip(gradients, self.variables, strict=True)]
+        if not cut.spare:
+            self._reached = [g is not None for g in gradients]
+        else:  # one that has nothing to pass through knows what the loss reaches from before
+            three = zip(gradients, self.variables, self._reached, strict=True)
+            gradients = [_or_zeros(g, v) if is_reached else g for g, v, is_reached in three]
         marks = tf.zeros(self.replicas, self.kind)
         if self.replicas > 1:  # who it was is asked where there are several
             bad = self._is_bad(gradients, tally)
@@ -257,14 +264,15 @@ class Graphs:
         """Forward and backward of one micro-batch: its gradients, and its part of the tally."""
         samples = sum(piece.samples for piece in pieces)
         task = self.task
-        with passing(Passing(pieces, samples, key)) as now, tf.GradientTape() as tape:
-            output = self.model(task.inputs(batch), training=True)
-            losses, weights = weighted_losses(task, output, batch, samples, self.kind)
-            total = tf.reduce_sum(losses) * poison
-            factor = numbers[SCALE] / numbers[NOMINAL]
-            scaled = total * tf.cast(factor, self.kind)
+        with passing(Passing(pieces, samples, key)) as now:
+            with tf.GradientTape() as tape:
+                output = self.model(task.inputs(batch), training=True)
+                losses, weights = weighted_losses(task, output, batch, samples, self.kind)
+                total = tf.reduce_sum(losses) * poison
+                factor = numbers[SCALE] / numbers[NOMINAL]
+                scaled = total * tf.cast(factor, self.kind)
+            found = tape.gradient(scaled, [v.value for v in self.variables])
         check_layer_losses(self.model)
-        found = tape.gradient(scaled, [v.value for v in self.variables])
         found = [None if g is None else tf.convert_to_tensor(g) for g in found]
         moments = [
             tf.cast(now.moments[norm.shard_index], self.kind)

@@ -19,6 +19,12 @@ from allranks.shards import largest_shard
 from allranks.training.course import check_metrics
 
 
+def on_host(array: Any) -> Any:
+    """An array as a tensor in the memory of the host: each replica takes its part from there."""
+    with tf.device("CPU:0"):
+        return tf.convert_to_tensor(array)
+
+
 class TaskData:
     """What one rank reads for one task under one strategy: its batches, and its evaluation data."""
 
@@ -53,7 +59,7 @@ class TaskData:
                 micro_batch=self.job.micro_batch,
                 prefetch=self.job.prefetch,
                 threads=max(1, self.job.loader_workers),
-                place=tf.convert_to_tensor,
+                place=on_host,
             )
         return self._batches
 
@@ -67,22 +73,24 @@ class TaskData:
 
         Sends a digest of what a `tf.data.Dataset` gives, where the task hands in one.
         """
-        source = self.batches.source
+        evaluated = self._evaluated()
+        self._check_same("train_data", self.batches.source)
+        self._check_same("eval_data", evaluated)
+        names = {} if evaluated is None else self._evaluator.rehearse(evaluated)
+        check_metrics(self.job, names)
+
+    def _check_same(self, name: str, source: Source | None) -> None:
+        """Raise unless a `tf.data.Dataset` begins alike on all ranks."""
         comm = self.strategy.comm
-        if (
-            isinstance(source, WholeDataset)
-            and comm.size > 1
-            and len(set(comm.gather_texts(source.fingerprint()))) > 1
-        ):
+        if not isinstance(source, WholeDataset) or comm.size == 1:
+            return
+        if len(set(comm.gather_texts(source.fingerprint()))) > 1:
             raise RequestError(
-                asked="train_data() of the task: a tf.data.Dataset",
+                asked=f"{name}() of the task: a tf.data.Dataset",
                 found="its first batch is not the same on all ranks",
                 why="each takes its own part of what all read, so all must read the same",
                 do="draw from TensorFlow's generators alone, or return arrays",
             )
-        evaluated = self._evaluated()
-        names = {} if evaluated is None else self._evaluator.rehearse(evaluated)
-        check_metrics(self.job, names)
 
     def close(self) -> None:
         """Let go of the data, and of the threads that read it."""

@@ -26,12 +26,13 @@ from allranks.engines import TENSORFLOW, default_strategy
 from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.job_limits import check_engine
-from allranks.on_tf.build import Built, build
+from allranks.on_tf.build import build, let_sum_again
+from allranks.on_tf.built import Built
 from allranks.on_tf.data import Batch
 from allranks.on_tf.judge import Judge
 from allranks.on_tf.layers import restore_layers
 from allranks.on_tf.limits import check_task_limits
-from allranks.on_tf.machine import set_arithmetic
+from allranks.on_tf.machine import check_backend, set_arithmetic
 from allranks.on_tf.names import names_of, value_of, values_of
 from allranks.on_tf.saving import Saving
 from allranks.on_tf.state import State
@@ -68,6 +69,7 @@ class Trainer:
         report: Callable[..., None] = lambda event, **values: None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        check_backend()
         self.world = World.from_environment() if world is None else world
         self.task, self.job = task, _for_world(job or Job(), self.world)
         check_task(task, type(task).__name__)
@@ -85,6 +87,7 @@ class Trainer:
             self.strategy = _made_strategy(task, self.job, self.world)
             self.comm = self.strategy.comm
             self.built: Built = build(task, self.job, self.strategy)
+            self.strategy.check(self.built)
             self.judge = Judge(self.job, "rank" if self.comm.size > 1 else "replica")
             self.graphs = self._made_graphs()
             self.state_of = State(self.built)
@@ -136,9 +139,11 @@ class Trainer:
         """
         group: list[Batch] = []
         for batch in self.batches():
-            if group and (batch.cut != group[0].cut or batch.epoch != group[0].epoch):
+            if group and not _alike(batch, group[0]):
                 yield group
                 group = []
+                if self.course.is_over:  # decided while the group was trained
+                    return
             group.append(batch)
             if len(group) == self.job.steps_per_call or self._is_due_after(batch):
                 yield group
@@ -160,6 +165,7 @@ class Trainer:
     def steps(self, batches: list[Batch]) -> list[StepResult]:
         """Several steps in one call of TensorFlow, on batches that are cut alike."""
         first = batches[0]
+        assert all(_alike(batch, first) for batch in batches), "the batches of a call are cut alike"
         self.pulse.at_step(first.index)
         self.pulse.enter("compute")
         for batch in batches:
@@ -354,6 +360,7 @@ class Trainer:
     def _give_back(self) -> None:
         self.task_data.close()
         restore_layers(self.built.model)
+        let_sum_again(self.built.optimizer)
         self._undo()
 
     def __enter__(self) -> Self:
@@ -369,6 +376,16 @@ class Trainer:
             self.close()
         else:  # the others need not wait for one that comes no further
             self._give_back()
+
+
+def _alike(one: Batch, other: Batch) -> bool:
+    """Whether two batches can go in one call, by what all ranks know of them: sizes, not own parts.
+
+    Of a `tf.data.Dataset` all ranks see the same, so there the lengths of what it pads count too.
+    """
+    if one.epoch != other.epoch or one.sizes != other.sizes:
+        return False
+    return one.shapes == other.shapes
 
 
 def _for_world(job: Job, world: World) -> Job:

@@ -38,27 +38,39 @@ class WholeDataset:
     ) -> None:
         self._make, self._size, self._seed, self._last = make, batch_size, seed, last_batch
         self._first_input, self._ndim, self._name = first_input, input_ndim, name
-        self.steps_per_epoch: int | None = None
         cardinality = int(self._batched(self._opened(0)).cardinality())
         if cardinality == tf.data.INFINITE_CARDINALITY:
             raise self._refused("it never ends", "an epoch has an end", "dataset.take(…) of it")
-        if cardinality >= 0 and last_batch == "keep":
-            self.steps_per_epoch = cardinality
+        if cardinality == 0:
+            raise self._refused("nothing in it", "there is nothing to learn from", "give it some")
+        self._known = cardinality if cardinality > 0 and last_batch == "keep" else None
+        self.steps_per_epoch = self._known
 
     def open(self, epoch: int, skip: int = 0) -> Iterator[tuple[Any, int]]:
         """The batches of one epoch as arrays, with their samples, from number `skip` on."""
-        number = 0
+        self.steps_per_epoch = self._known
+        number, held, short = 0, None, 0
         for batch in self._batched(self._opened(epoch)).prefetch(tf.data.AUTOTUNE):
+            if short:
+                found = f"a batch of {short} samples in the midst of an epoch"
+                why = f"every batch but the last is a global batch: batch_size = {self._size}"
+                raise self._refused(
+                    found, why, f"--set batch_size={short}, or .batch({self._size})"
+                )
             arrays = mapped(np.asarray, batch)
             rows = self._rows(arrays)
-            if rows < self._size and self._last == "drop":
+            short = rows if rows < self._size else 0
+            if short and self._last == "drop":
                 continue
-            if number >= skip:
-                yield arrays, rows
+            if held is not None:
+                yield held
+            held = (arrays, rows) if number >= skip else None
             number += 1
         if number == 0:
             raise self._refused("no batch in it", "there is nothing to learn from", "give it some")
-        self.steps_per_epoch = number
+        self.steps_per_epoch = number  # before the last is handed out: whoever takes it may ask
+        if held is not None:
+            yield held
 
     def fingerprint(self) -> str:
         """What all ranks must have in common: the first batch of the first epoch."""
@@ -77,16 +89,23 @@ class WholeDataset:
         return made.with_options(options)
 
     def _batched(self, made: Any) -> Any:
-        spec = self._first_input(made.element_spec)
-        spec = next(arrays_in(spec))
+        spec = next(arrays_in(made.map(self._input_of).element_spec))
         is_batched = spec.shape.rank == self._ndim
         if not is_batched and self._ndim is not None and spec.shape.rank != self._ndim - 1:
             found = f"inputs of {spec.shape.rank} axes, where the model takes {self._ndim}"
             why = "neither samples nor batches of them fit the model"
             raise self._refused(found, why, "let its elements be samples, or .batch() them")
         if self._ndim is None:
-            is_batched = spec.shape.rank > 0 and spec.shape[0] in (None, self._size)
+            is_batched = self._seems_batched(made)
         return made if is_batched else made.batch(self._size)
+
+    def _input_of(self, *element: Any) -> Any:
+        return self._first_input(element if len(element) > 1 else element[0])
+
+    def _seems_batched(self, made: Any) -> bool:
+        """Whether elements are batches, where the model does not tell: all begin with one length."""
+        shapes = [spec.shape for spec in arrays_in(made.element_spec)]
+        return all(s.rank for s in shapes) and {s[0] for s in shapes} <= {None, self._size}
 
     def _rows(self, arrays: Any) -> int:
         rows = {len(array) for array in arrays_in(arrays)}

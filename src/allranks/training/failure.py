@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from typing import Any
 
 from allranks.errors import AllranksError, PeerLost, RequestError
+
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # Keras paints its errors
 
 
 def failure_of(error: BaseException, updates: int, step: int | None) -> dict[str, Any]:
     """The values of the event `failed`, after so many updates, in `step` of the job."""
     return {
         "kind": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": COLOURS.sub("", str(error)),
+        "traceback": COLOURS.sub("", "".join(traceback.format_exception(error))),
         "peer_lost": isinstance(error, PeerLost),
         "passing": error.passing if isinstance(error, AllranksError) else True,
         "request": error.to_data() if isinstance(error, RequestError) else None,

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from allranks.card import Card, Workload
 from allranks.cards import CARDS
 from allranks.job import Job
+from allranks.on_tf.built import Built
 from allranks.on_tf.comm import Comm
 from allranks.on_tf.task import Task
 from allranks.world import World
@@ -71,6 +72,9 @@ class Strategy(ABC):
     def trained(self, model: Any) -> list[Any]:
         """The variables that the optimizer of `model` updates."""
         return list(model.trainable_variables)
+
+    def check(self, built: Built) -> None:
+        """Raise `RequestError` for a model or optimizer that this strategy cannot train."""
 
     def feed(self, parts: list[Any]) -> Any:
         """The parts of the own replicas, in order, as TensorFlow hands them to its replicas."""

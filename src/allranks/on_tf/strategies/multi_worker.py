@@ -13,7 +13,7 @@ import os
 import tensorflow as tf
 
 from allranks.on_tf.comm import Comm, translated
-from allranks.on_tf.machine import take_devices
+from allranks.on_tf.machine import begun, take_devices
 from allranks.on_tf.meet import meet
 from allranks.on_tf.strategies.base import Strategy
 
@@ -50,6 +50,8 @@ class MultiWorkerMirrored(Strategy):
                 self.distribution = tf.distribute.MultiWorkerMirroredStrategy(
                     communication_options=self.collective_options
                 )
+        except RuntimeError as error:
+            raise begun(self.job, str(error)) from error
         finally:  # the strategy has read it; what this process starts is no worker
             os.environ.pop(VARIABLE)
             if before is not None:

@@ -7,9 +7,11 @@ are logical ones of the CPU, which share its cores: nothing gets quicker, and ev
 
 from __future__ import annotations
 
+import keras
 import tensorflow as tf
 
 from allranks.errors import RequestError
+from allranks.on_tf.built import Built
 from allranks.on_tf.machine import devices_for, has_tpu
 from allranks.on_tf.strategies.base import Strategy
 
@@ -35,7 +37,9 @@ class Mirrored(Strategy):
 
     def join(self) -> None:
         devices = self._devices()
-        self.distribution = tf.distribute.MirroredStrategy(devices)
+        # On the CPU two of these in one process would share the keys of their collectives.
+        ops = tf.distribute.ReductionToOneDevice() if self.job.device == "cpu" else None
+        self.distribution = tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
 
     def _devices(self) -> list[str]:
         self.replicas = int(self.setting.options["replicas"])
@@ -51,6 +55,24 @@ class CentralStorage(Mirrored):
     def join(self) -> None:
         devices = self._devices()
         self.distribution = tf.distribute.experimental.CentralStorageStrategy(devices, HOST)
+
+    def check(self, built: Built) -> None:
+        """Raise `RequestError` for what writes a variable from within a replica: it cannot here."""
+        found = [f"{name}, which draws random numbers" for name in built.swapped["user_randomness"]]
+        variables = built.model.trainable_variables
+        found += [f"a constraint on {v.path}" for v in variables if v.constraint is not None]
+        layers = built.model._flatten_layers()
+        found += [x.name for x in layers if isinstance(x, keras.layers.SpectralNormalization)]
+        if isinstance(built.optimizer, keras.optimizers.Nadam):
+            found.append("the optimizer Nadam")
+        if found:
+            raise RequestError(
+                asked=f"--strategy {self.job.strategy}",
+                found=found[0],
+                why="it writes a variable in its own pass, and tf.distribute lets no replica of "
+                "this strategy write one",
+                do=f"--strategy mirrored:replicas={self.replicas}",
+            )
 
 
 class TPU(Strategy):
