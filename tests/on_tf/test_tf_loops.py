@@ -38,3 +38,9 @@ def test_a_loop_gives_the_same_on_two_ranks(tf_server: ForkServer, tmp_path: Pat
         assert one["strategy"] == "multi-worker-mirrored"
         assert one["losses"] == pytest.approx(alone["losses"], rel=1e-12)
         assert one["eval"] == pytest.approx(alone["eval"], rel=1e-12)
+
+
+def test_two_trainers_share_a_process(tf_server: ForkServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = Process(0, "tf_loops:two_in_one_process", {}, {}, log)
+    assert supervise(tf_server, [process]).exits[0].code == 0, log.read_text()
