@@ -26,7 +26,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[digits,test]'
 	touch $(READY)
 
-# The frameworks whose scripts tests/scripts holds. DeepSpeed comes as source; it compiles nothing.
+# TensorFlow, for its engine, and the frameworks whose scripts tests/scripts holds. DeepSpeed comes
+# as source; it compiles nothing.
 $(SCRIPTS): $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[scripts]'
 	touch $(SCRIPTS)

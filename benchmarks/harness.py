@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 RECORDS = Path(__file__).resolve().parent / "records"
-PACKAGES = ("torch", "allranks", "accelerate", "lightning-fabric", "numpy")
+PACKAGES = ("torch", "tensorflow", "keras", "allranks", "accelerate", "lightning-fabric", "numpy")
 SCHEMA = 1
 ENOUGH = 0.9  # confidence below which no bar is called met or missed: four pairs or fewer
 

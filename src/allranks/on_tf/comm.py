@@ -68,7 +68,7 @@ class Comm:
     _sum: Callable[[Any], Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._sum = tf.function(self._summed, reduce_retracing=True)
+        self._sum = tf.function(self._summed, reduce_retracing=True, autograph=False)
 
     def sum(self, numbers: Numbers) -> Numbers:
         """The sum over all ranks of an array of any shape, the same on all."""

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from allranks.errors import RequestError
 from allranks.on_tf.comm import translated
+from allranks.on_tf.in_graph import InGraph
 from allranks.on_tf.losses import full, weighted_losses
 from allranks.on_tf.nested import mapped
 from allranks.on_tf.open_data import Source
@@ -36,9 +37,10 @@ class Evaluator:
     """Evaluates `model` for `task` on the replicas of `strategy`, in chunks of `chunk` samples."""
 
     def __init__(self, task: Task, model: Any, strategy: Strategy, chunk: int) -> None:
-        self.task, self.model, self.strategy, self.chunk = task, model, strategy, chunk
+        self.task: Any = InGraph(task)
+        self.model, self.strategy, self.chunk = model, strategy, chunk
         self._names: list[str] = []
-        self._call = tf.function(self._on_replicas, reduce_retracing=False)
+        self._call = tf.function(self._on_replicas, autograph=False)
 
     def run(self, source: Source, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The metrics of the task, and its mean `loss`, over all of `source`; every rank calls it."""
@@ -53,7 +55,8 @@ class Evaluator:
             for name, (total, count) in zip(self._names, sums, strict=True)
             if count
         }
-        return self.task.finalize(means)
+        finalized: dict[str, float] = self.task.finalize(means)
+        return finalized
 
     def rehearse(self, source: Source) -> dict[str, float]:
         """Evaluate the first samples, on the first replica of each rank: every name, no message."""

@@ -32,6 +32,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from allranks.on_tf.comm import translated
+from allranks.on_tf.in_graph import InGraph
 from allranks.on_tf.layers import Passing, passing, shard_norms
 from allranks.on_tf.losses import check_layer_losses, weighted_losses
 from allranks.on_tf.nested import mapped
@@ -123,7 +124,8 @@ class Graphs:
         options: Any = None,
         updates_bad: bool = False,
     ) -> None:
-        self.task, self.model, self.optimizer = task, model, optimizer
+        self.task: Any = InGraph(task)
+        self.model, self.optimizer = model, optimizer
         self.distribution, self.replicas, self.first = distribution, replicas, first
         self.options = options
         self.updates_bad = updates_bad
@@ -152,7 +154,7 @@ class Graphs:
         with translated():
             if known not in self._made:  # a concrete one does not look at its arguments anew
                 make = self._several if len(says) > 1 else self._one
-                graph = tf.function(partial(make, cut))
+                graph = tf.function(partial(make, cut), autograph=False)
                 self._made[known] = graph.get_concrete_function(data, told)
             rows = self._made[known](data, told).numpy()
         return [self._read(row) for row in rows]
