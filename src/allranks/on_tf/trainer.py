@@ -33,7 +33,8 @@ from allranks.on_tf.judge import Judge
 from allranks.on_tf.layers import restore_layers
 from allranks.on_tf.limits import check_task_limits
 from allranks.on_tf.machine import check_backend, set_arithmetic
-from allranks.on_tf.names import names_of, value_of, values_of
+from allranks.on_tf.names import names_of, value_of
+from allranks.on_tf.own_writes import OwnWrites
 from allranks.on_tf.saving import Saving
 from allranks.on_tf.state import State
 from allranks.on_tf.step import Found, Graphs, Says
@@ -80,8 +81,6 @@ class Trainer:
         self.pulse = Pulse(self.world.pulse, self.world.local_rank, self.world.local_size)
         self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
         self._poison = 1.0
-        self.user_buffers: list[str] = []
-        self._has_looked = False
         self._undo = set_arithmetic(self.job)
         try:
             self.strategy = _made_strategy(task, self.job, self.world)
@@ -90,6 +89,7 @@ class Trainer:
             self.strategy.check(self.built)
             self.judge = Judge(self.job, "rank" if self.comm.size > 1 else "replica")
             self.graphs = self._made_graphs()
+            self.own_writes = OwnWrites(self.built.model)
             self.state_of = State(self.built)
             self.task_data = TaskData(task, self.job, self.strategy, self.built.model)
             self.faults.tensors = lambda: self.built.model.trainable_variables
@@ -172,14 +172,15 @@ class Trainer:
             self.faults.reach("step", batch.index)
         asked = Asked(self.pulse.wants_stop, self.pulse.wants_save())
         says = [self._says(batch, number, asked) for number, batch in enumerate(batches)]
-        data, before_it = self._fed(batches), self._own_state()
+        data = self._fed(batches)
+        self.own_writes.before_step()
         self._poison = 1.0
         before = self.pulse.enter("exchange") if self.comm.size > 1 else ""
         self.pulse.collective()
         found = self.graphs.run(data, first.cut, says)
         if before:
             self.pulse.enter(before)
-        self._look_for_user_buffers(before_it)
+        self.own_writes.after_step()
         results = [self._taken(b, f) for b, f in zip(batches, found, strict=True)]
         for batch in batches:
             self.faults.reach("stepped", batch.index)
@@ -217,24 +218,6 @@ class Trainer:
         result = self.judge.judged(batch, found)
         self.progress = self.progress.after(result, batch.epoch, batch.step_in_epoch)
         return result
-
-    def _own_state(self) -> dict[str, NDArray[Any]]:
-        """Before the first step: the variables that no update changes, unless a layer does itself."""
-        if self._has_looked:
-            return {}
-        model = self.built.model
-        ours = [v for n in self.graphs.norms for v in (n.moving_mean, n.moving_variance)]
-        known = {id(v) for v in (*model.trainable_variables, *ours)}
-        return values_of({n: v for n, v in names_of(model).items() if id(v) not in known})
-
-    def _look_for_user_buffers(self, before: dict[str, NDArray[Any]]) -> None:
-        """Name the variables that a layer writes in its forward pass: they follow the replica."""
-        if not self._has_looked:
-            self._has_looked = True
-            now = names_of(self.built.model)
-            self.user_buffers = [
-                name for name, was in before.items() if not (value_of(now[name]) == was).all()
-            ]
 
     def _poison_next(self) -> None:
         self._poison = math.nan

@@ -238,7 +238,7 @@ class _Run(Callback):
             "card_bytes_per_step": trainer.strategy.promised_bytes(trainer.graphs.message_bytes),
             "ended_early": trainer.course.is_over,
             "user_randomness": trainer.built.swapped["user_randomness"],
-            "user_buffers": trainer.user_buffers,
+            "user_buffers": trainer.own_writes.names,
         }
 
 
