@@ -55,6 +55,21 @@ def test_who_decides(asked: str, strategy: str, text: str, wanted: str, tmp_path
         assert engine_of(asked, strategy, program) == wanted
 
 
+def test_a_module_is_looked_up_without_being_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = KERAS + "raise AssertionError('it was imported')\n"
+    for folder, name in ((tmp_path / "path", "far_tasks"), (tmp_path / "here", "near_tasks")):
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("far_tasks", "near_tasks"):
+        assert engine_of("", "", f"{name}:Mine") == "tensorflow"
+    for name in ("__main__", "sys", "no_such_module"):
+        assert engine_of("", "", f"{name}:Mine") == "torch"
+
+
 def test_built_in_programs() -> None:
     assert engine_of("", "", "digits") == "torch"
     assert engine_of("", "", "digits-keras") == "tensorflow"
@@ -77,7 +92,7 @@ def test_an_engine_without_the_strategy(asked: str, strategy: str, words: str) -
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("allranks.engines.find_spec", lambda name: None)
     with pytest.raises(RequestError) as refused:
         check_installed("tensorflow", "digits-keras")
     assert "pip install 'allranks[tensorflow]'" in refused.value.do

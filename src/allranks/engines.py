@@ -11,7 +11,8 @@ Nothing is imported to find out: a file is only read.
 from __future__ import annotations
 
 import ast
-import importlib.util
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from allranks.card import Card
@@ -60,7 +61,7 @@ def check_installed(engine: str, program: str = "") -> None:
     packages: tuple[str, ...] = NEEDS.get(engine, ())
     if engine == TORCH and _is_keras(program):
         extra, packages = "keras", ("keras",)
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         other = ", or --engine torch for a Keras task" if engine == TENSORFLOW else ""
         raise RequestError(
@@ -98,9 +99,10 @@ def _is_keras(program: str) -> bool:
 def _file_of(program: str) -> Path | None:
     """The file of a program, if it can be told without importing anything."""
     place = program if program.endswith(".py") else program.rpartition(":")[0]
-    if not place.endswith(".py") and place.isidentifier():  # a package would be imported for it
-        spec = importlib.util.find_spec(place)
-        place = spec.origin or "" if spec is not None else ""
+    if place.isidentifier():  # of a module in a package the package would have to be imported
+        here = f"{place}.py"  # where ranks look first
+        spec = None if Path(here).is_file() or place in sys.modules else find_spec(place)
+        place = here if spec is None else spec.origin or ""
     path = Path(place)
     return path if path.suffix == ".py" and path.is_file() else None
 

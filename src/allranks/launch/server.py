@@ -48,6 +48,7 @@ class ForkServer:
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         leftovers.sweep()
+        self._modules = modules
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._mark = f"{leftovers.owner()}/{next(_servers)}"
         environment = {"OPENBLAS_NUM_THREADS": "1", leftovers.VARIABLE: self._mark}
@@ -169,10 +170,10 @@ class ForkServer:
     def _gone(self) -> PlaceError:
         code = self._process.wait(CLOSE_TIMEOUT_S)
         leftovers.end_processes_of(self._mark)
-        return PlaceError(
-            f"the fork server ended with code {code}: its own message stands above. "
-            "Is torch installed in this environment? `python -c 'import torch'` must work."
-        )
+        text = f"the fork server ended with code {code}: its own message stands above."
+        if code > 0 and self._modules:  # it was not killed: what ranks need could not be imported
+            text += f" `python -c 'import {', '.join(self._modules)}'` must work."
+        return PlaceError(text)
 
     def close(self) -> None:
         """End the server and every process that it started, and wait until they are gone."""

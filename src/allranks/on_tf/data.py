@@ -59,11 +59,6 @@ class Batch:
         """The samples of the whole global batch."""
         return sum(self.sizes)
 
-    @property
-    def own_samples(self) -> int:
-        micros = [micro for parts in self.cut.pieces for micro in parts]
-        return sum(piece.samples for micro in micros for piece in micro)
-
 
 @dataclass(frozen=True)
 class Arrays:
@@ -101,7 +96,7 @@ def collated(samples: Sequence[Any]) -> Any:
 class Batches:
     """The batches of a job for the replicas `own` of `replicas`.
 
-    `place` brings an array to where it is computed with; it is called ahead of the step.
+    `place` makes of an array what the step takes; `threads` read samples by number.
     """
 
     source: Arrays | Samples | WholeDataset

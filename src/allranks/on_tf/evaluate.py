@@ -104,14 +104,13 @@ class Evaluator:
     def _computed(self, chunks: list[Any]) -> list[list[list[float]]]:
         if not chunks:
             return []
-        sizes = [len(next(iter(tf.nest.flatten(chunk)))) for chunk in chunks]
         spare = len(self.strategy.own) - len(chunks)
         empty = mapped(lambda array: array[:0], chunks[0])
         parts = [mapped(tf.convert_to_tensor, part) for part in (*chunks, *[empty] * spare)]
         with translated():
             tables = self._call(self.strategy.feed(parts))
         local = self.strategy.distribution.experimental_local_results(tables)
-        return [table.numpy().tolist() for table, _ in zip(local, sizes, strict=False)]
+        return [table.numpy().tolist() for table in local[: len(chunks)]]
 
     def _on_replicas(self, data: Any) -> Any:
         return self.strategy.distribution.run(self._table, args=(data,))
