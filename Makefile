@@ -3,8 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 SCRIPTS := .venv/scripts
+TORCHES := 2.11.0 2.14.1
+CORE := tests/test_every_strategy.py $(addprefix tests/on_torch/test_,step.py single.py layers.py \
+	precision.py state.py changes.py leaving.py machine.py replicas.py checkpoint_save.py)
 
-.PHONY: demo test test-cluster check
+.PHONY: demo test test-cluster test-mutants test-torch check docs
 
 demo: $(READY)
 	$(BIN)/allranks train digits --ranks 2
@@ -16,10 +19,22 @@ test: check $(SCRIPTS)
 test-cluster: $(SCRIPTS)
 	$(BIN)/pytest tests/cluster
 
+# Breaks on purpose, in a copy: which of them no test sees. OF="step guard", or files that changed.
+test-mutants: $(SCRIPTS)
+	$(BIN)/python tests/mutants/plant.py $(OF)
+
+# The core tests on the oldest torch that is supported, and on the newest: gigabytes for each.
+test-torch: $(TORCHES:%=.venv/torch-%/ready)
+	for version in $(TORCHES); do .venv/torch-$$version/bin/pytest $(CORE) || exit 1; done
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# docs/reference.md, from the docstrings.
+docs: $(READY)
+	$(BIN)/python docs/make_reference.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -31,3 +46,10 @@ $(READY): pyproject.toml constraints.txt
 $(SCRIPTS): $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[scripts]'
 	touch $(SCRIPTS)
+
+.venv/torch-%/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv/torch-$*
+	grep -v '^torch==' constraints.txt > .venv/torch-$*/constraints.txt
+	.venv/torch-$*/bin/pip install --quiet --constraint .venv/torch-$*/constraints.txt \
+		torch==$* --editable '.[digits,test]'
+	touch $@

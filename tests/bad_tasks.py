@@ -128,6 +128,22 @@ class FailsWhenMade(Good):
         raise ValueError("lr and order do not go together")
 
 
+class Sets(Good):
+    """Nothing wrong: two sets to evaluate on."""
+
+    def eval_data(self) -> Any:
+        return {"a": self.train_data(), "b": [(torch.ones(3), torch.tensor(1))] * 5}
+
+    def metrics(self, output: Tensor, batch: Any) -> Any:
+        hits = output.argmax(1) == batch[1]
+        return {"hits": (hits.sum(), len(hits))}
+
+
+class Misspelt(Good):
+    def shedule(self, step: int) -> float:
+        return self.shedule(step - 1) if step else 0.0  # that it calls itself is no use
+
+
 class Diverges(Good):
     """No mistake that can be refused: the loss is not a number."""
 

@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from allranks.errors import PeerLost, RequestError
+from allranks.job import Job
 from allranks.on_torch.checkpoint.checkpointer import Checkpointer
 from allranks.on_torch.comm import CPU, Comm, join
+from allranks.on_torch.saving import Saving
 from allranks.training.checkpoint.about import About
 from allranks.training.checkpoint.newest import Loaded
 from allranks.world import World
+from kinds_tasks import Rows
 from small_disk import small_disk
 
 POINTS = ("save:snapshot", "save:write", "save:half", "save:fsync", "save:written")
@@ -139,6 +143,43 @@ def load_sharded(argument: dict[str, Any]) -> None:
     for name, tensor in _sharded().items():
         found = parts[name].full_tensor() if comm.size > 1 else loaded.common["model"][name]
         assert torch.equal(found, 2 * tensor), name
+    comm.leave()
+
+
+@dataclass
+class Halves:
+    """Stands in for a strategy that splits its weights over the ranks."""
+
+    comm: Comm
+    parts: dict[str, DTensor]
+    replicas_agree: bool = True
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.parts, "count": torch.tensor(3)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for name, part in self.parts.items():
+            assert state["model"][name].placements == part.placements, "a whole one was read"
+            part.copy_(state["model"][name])
+
+
+def job_of_halves(argument: dict[str, Any]) -> None:
+    """A job saves weights that are split over its ranks; one of another size goes on from them."""
+    comm = joined()
+    job = Job(run_dir=argument["folder"], ranks=comm.size, strategy="ddp")
+    factor = 2.0 if argument["saves"] else 0.0
+    parts = _distributed(comm, {n: t * factor for n, t in _sharded().items()})
+    strategy: Any = Halves(comm, parts)
+    saving = Saving(Rows(), job, strategy, 0, lambda point, step: None, lambda event, **_: None)
+    if argument["saves"]:
+        saving.save(4, {"progress": {}}, {})
+        assert saving.checkpointer.wait()
+    else:
+        state = saving.load()
+        assert state is not None and state["step"] == 4
+        for name, tensor in _sharded().items():
+            assert torch.equal(parts[name].full_tensor(), 2 * tensor), name
+    saving.checkpointer.close()
     comm.leave()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bad_tasks import Good
@@ -125,3 +126,16 @@ class BreaksLater(Good):
     def __post_init__(self) -> None:
         if os.environ.get("ALLRANKS_ATTEMPT", "0") != "0":
             raise ValueError("this file was edited")
+
+
+class OneMore(Good):
+    """Rank 1 makes a collective of its own, once."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        LOSSES.append(0)
+        if dist.is_initialized() and dist.get_rank() == 1 and len(LOSSES) == 12:
+            dist.all_reduce(torch.ones(5000))
+        return super().loss(output, batch)
+
+
+LOSSES: list[int] = []

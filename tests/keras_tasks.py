@@ -121,6 +121,25 @@ class Mixed(OfKeras):
         return nn.Sequential(conv, flat, nn.BatchNorm1d(180), nn.ReLU(), nn.Dropout(0.2), out)
 
 
+class Normed(OfKeras):
+    """A model of Keras with its BatchNormalization, and with its dropout."""
+
+    def model(self) -> nn.Module:
+        inner = [layers.Conv2D(5, 3, use_bias=False), layers.BatchNormalization(), layers.ReLU()]
+        head = [layers.Flatten(), layers.Dropout(0.2), layers.Dense(3)]
+        net: nn.Module = keras.Sequential([keras.Input((8, 8, 2)), *inner, *head])
+        return net
+
+
+class Narrow(OfKeras):
+    """A layer of 32 bits, whatever the job says."""
+
+    def model(self) -> nn.Module:
+        head = [layers.Flatten(), layers.Dense(3, dtype="float32")]
+        net: nn.Module = keras.Sequential([keras.Input((8, 8, 2)), *head])
+        return net
+
+
 class _Norm(layers.BatchNormalization):  # type: ignore[misc]
     """One of a user's own, of which nobody knows what it counts."""
 

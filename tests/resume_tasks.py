@@ -19,6 +19,7 @@ import contract_tasks
 from allranks.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.digest import weights_sha256
+from allranks.schedules import Plateau
 from allranks.world import World
 from contract_tasks import Images, Plain
 
@@ -93,6 +94,16 @@ class Rates(Plain):
 class Scheduled(Rates):
     def schedule(self, step: int) -> float:
         return 1 / (1 + step)
+
+
+class OnPlateau(Scheduled):
+    """The rate falls with the first evaluation that is no better by a fifth."""
+
+    def schedule(self, step: int) -> float:
+        return 1 + step % 2
+
+    def plateau(self) -> Plateau:
+        return Plateau(rule="min:loss", factor=0.5, patience=0, threshold=0.2, cooldown=1)
 
 
 class RatesAdam(Rates):

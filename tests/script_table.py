@@ -21,7 +21,8 @@ SAID = re.compile(
 class Script:
     """One script. `speakers` are the ranks that print losses; None: all of them.
 
-    `losses_are_shared`: every rank prints the loss of all, so these are equal.
+    `losses_are_shared`: every rank prints the loss of all, so these are equal. `spawns` workers are
+    started by each process itself, which are the ranks then.
     """
 
     name: str
@@ -31,6 +32,8 @@ class Script:
     speakers: tuple[int, ...] | None = None
     losses_are_shared: bool = False
     on_torch: bool = True
+    spawns: int = 1
+    arguments: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -40,11 +43,13 @@ class Script:
     def words(self) -> tuple[str, ...]:
         """What stands behind the words that say where it runs, with the command."""
         roles = ("--roles", self.roles) if self.roles else ()
-        return (*roles, *self.options, "--", sys.executable, str(self.path))
+        return (*roles, *self.options, "--", sys.executable, str(self.path), *self.arguments)
 
 
 SCRIPTS = (
     Script("ddp"),
+    Script("convnet_torchrun"),
+    Script("imagenet_spawn", spawns=2, arguments=("--multiprocessing-distributed", "-j", "0")),
     Script("fsdp2"),
     Script("lightning_ddp"),
     Script("deepspeed_zero2"),
@@ -75,11 +80,12 @@ SCRIPTS = (
 def check_output(script: Script, output: str, hosts: dict[int, str]) -> None:
     """Each rank that speaks is in the right world, on the host of `hosts`, and learns."""
     said = {int(found["rank"]): found for found in SAID.finditer(output)}
-    speakers = range(script.processes) if script.speakers is None else script.speakers
+    world_size = script.processes * script.spawns
+    speakers = range(world_size) if script.speakers is None else script.speakers
     assert sorted(said) == sorted(speakers), output
     for rank, found in said.items():
-        assert int(found["size"]) == script.processes, found[0]
-        assert found["host"] == hosts[rank], found[0]
+        assert int(found["size"]) == world_size, found[0]
+        assert found["host"] == hosts[rank // script.spawns], found[0]
         assert float(found["last"]) < 0.6 * float(found["first"]), found[0]
     if script.losses_are_shared:
         assert len({(found["first"], found["last"]) for found in said.values()}) == 1, output

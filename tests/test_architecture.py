@@ -20,6 +20,7 @@ FLOORS = [
         "config",
         "cards",
         "catalog",
+        "loaded",
         "world",
         "record",
         "order",
@@ -31,6 +32,7 @@ FLOORS = [
         "job_limits",
         "loss_scale",
         "best",
+        "room",
     }
     | {"tensor_file", "manifest", "checkpoint_folder", "checkpoint_tensors", "export", "placement"}
     | {"allocation", "hostfile", "launchers"}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from allranks.card import Exact, Reference, Workload
-from allranks.cards import CARDS, card_for, resolved_strategy
+from allranks.cards import CARDS, TO_COME, card_for, resolved_strategy
 from allranks.catalog import REDUCERS, STRATEGIES, TENSORFLOW_STRATEGIES
-from allranks.choice import Choice
+from allranks.choice import Choice, parse_choice
 from allranks.errors import RequestError
 from allranks.tree import PAIRS_LIMIT_BYTES
 
@@ -117,3 +117,27 @@ def test_what_a_strategy_cannot_do_is_refused(
     with pytest.raises(RequestError) as refused:
         resolved_strategy(text, ranks=ranks, bitwise=bitwise)
     assert refused.value.do == do
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero1", "tensor", "pipeline", "fsdp:x=1"])
+def test_a_strategy_that_is_to_come_is_not_taken_for_another(name: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        card_for(parse_choice(name))
+    assert "which this version does not have yet" in refused.value.found
+    assert "did you mean" not in str(refused.value) and "ddp" in refused.value.do
+
+
+def test_no_strategy_that_is_there_is_said_to_come() -> None:
+    assert not set(CARDS) & set(TO_COME)
+
+
+def test_every_number_of_a_card_says_its_bound() -> None:
+    """One without would be taken at any value, and fail in a rank."""
+    for card in CARDS.values():
+        for option in card.options:
+            if isinstance(option.default, (int, float)) and not isinstance(option.default, bool):
+                assert (option.at_least, option.above) != (None, None), (card.name, option.name)
+
+
+def test_what_is_always_refused_promises_nothing() -> None:
+    assert str(CARDS["tpu"].guarantee).startswith("UNTRIED: refused")

@@ -121,6 +121,13 @@ def test_a_file_without_a_task(folder: Path) -> None:
     assert "test_catalog.Base" in refused("catalog_none.py").why
 
 
+def test_a_loop_of_ones_own_names_the_other_verb_and_is_not_run(folder: Path) -> None:
+    text = "from pathlib import Path\nfor step in range(3):\n    Path('ran').touch()"
+    write(folder / "catalog_loop.py", text)
+    assert refused("catalog_loop.py").do == "allranks run --ranks 2 -- python catalog_loop.py"
+    assert not Path("ran").exists()
+
+
 def test_a_syntax_error_names_file_and_line(folder: Path) -> None:
     write(folder / "catalog_syntax.py", "def broken(:\n    pass\n")
     found = refused("catalog_syntax.py").found

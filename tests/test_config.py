@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from allranks.config import Resolved, resolve, threads_per_rank
 from allranks.errors import RequestError
 from allranks.job import Job
-from allranks.job_file import read_job_file, write_toml
+from allranks.job_file import FOR_CHECK, NOT_SETTABLE, read_job_file, write_toml
 from allranks.record import RunFolder
 
 PLAIN = st.text() | st.integers() | st.booleans() | st.floats(allow_nan=False)
@@ -43,7 +43,7 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_default(
     assert sources["ranks"] == sources["task.width"] == f"file {path}"
     assert sources["seed"] == sources["task.lr"] == "command line"
     assert sources["precision"] == sources["strategy"] == "default"
-    assert set(sources) >= {f.name for f in dataclasses.fields(Job)} - {"task", "trace", "replay"}
+    assert set(sources) >= {f.name for f in dataclasses.fields(Job)} - set(NOT_SETTABLE)
 
 
 def test_a_program_on_the_command_line_goes_before_that_of_the_file(tmp_path: Path) -> None:
@@ -68,6 +68,16 @@ def test_threads_are_the_cores_shared_out_and_one_under_bitwise() -> None:
 
 
 # --- job.toml -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [{"strategy": "mirrored"}, {"engine": "tensorflow"}])
+def test_a_program_of_torch_names_its_twin_for_tensorflow(flags: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as refused:
+        resolve("digits", flags)
+    assert refused.value.do == "allranks train digits-keras"
+    with pytest.raises(RequestError) as refused:
+        resolve("text", flags)
+    assert "digits-keras and mnist-keras" in refused.value.why
 
 
 @given(plain=st.dictionaries(st.text(), PLAIN), table=st.dictionaries(st.text(), PLAIN))
@@ -109,7 +119,7 @@ def test_job_toml_holds_the_source_of_every_value(tmp_path: Path) -> None:
     data = tomllib.loads((tmp_path / "run" / "job.toml").read_text())
     assert data["schema"] == 1 and data["task"] == {"lr": "0.1"}
     assert data["source"] == first.sources
-    assert not {"trace", "replay"} & set(data)
+    assert not set(FOR_CHECK) & set(data)
 
 
 # --- the run that is gone on with ------------------------------------------------------------
@@ -181,7 +191,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"place": "cloud"}, (), "no place of that name in this version"),
     ({"bitwise": True, "threads": 2}, (), "2 threads in each rank"),
     ({"ranks": 2, "strategy": "single"}, (), "'single' is one process"),
-    ({"strategy": "fsdp"}, (), "no strategy 'fsdp'"),
+    ({"strategy": "fsdb"}, (), "no strategy 'fsdb'"),
     ({}, ("lr",), "no '=' in it"),
 ]
 

@@ -284,6 +284,20 @@ def test_a_loop_in_c_that_holds_the_interpreter_is_named(train: Train, tmp_path:
     assert "running: computing, or in an endless loop" in str(error.value)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_collective_more_is_told_with_its_rank_and_line(
+    train: Train, tmp_path: Path, ranks: int
+) -> None:
+    """Gloo ends a rank that waits for something else; what it says stands in the report."""
+    with pytest.raises(ProgramError) as error:
+        train("failure_tasks:OneMore", ranks=ranks, steps=20, run_dir=str(tmp_path / "run"))
+    text = str(error.value)
+    assert "killed by SIGABRT: " in text and "Received data size doesn't match" in text
+    assert "no traceback" not in text and "Extension" not in text
+    found = re.findall(r"rank (\d) was in another collective: (\S+) line \d+ in (\w+)", text)
+    assert found == [("1", str(Path(__file__).with_name("failure_tasks.py")), "loss")]
+
+
 def test_a_rank_that_leaves_out_a_collective_is_found(train: Train, tmp_path: Path) -> None:
     """The sums do not fit the step, or the rank waits alone in the end: it is never passed over."""
     text = failed(train, tmp_path, inject="skip-collective@rank=1,step=5", hang_timeout=HUNG_S)

@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 import contract_tasks
+import data_tasks
 import foreign_tasks
 from allranks.errors import RequestError
 from allranks.on_torch.arithmetic import Arithmetic
@@ -255,3 +256,14 @@ def test_a_hugging_face_data_set_is_read_as_any_other(train: Train, library: str
     digests = {run.summary["weights_sha256"] for run in (alone, pair, plain)}
     assert len(digests) == 1
     assert alone.summary["eval"] == pair.summary["eval"] == plain.summary["eval"]
+
+
+@pytest.mark.parametrize("sampled", ["false", "true"])
+def test_a_loader_that_drops_its_last_batch_is_taken_at_its_word(
+    train: Train, sampled: str
+) -> None:
+    program = f"{data_tasks.__file__}:Full"
+    run = train(program, f"sampled={sampled}", ranks=2)
+    assert run.summary["steps"] == SAMPLES // 24
+    (notes,) = [row["notes"] for row in read_events(run.run_dir) if row["event"] == "data_notes"]
+    assert "drop_last=True" in notes[0]

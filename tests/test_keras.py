@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from allranks.errors import RequestError
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result
 from conftest import MODULES, Train
@@ -57,3 +58,27 @@ def test_keras_layers_stand_beside_those_that_belong_to_a_shard(train: Train) ->
 
 def test_what_keras_would_train_otherwise_is_refused(on_ranks: Callable[..., Any]) -> None:
     on_ranks(1, "keras_tasks:refuse", None)
+
+
+def test_in_float64_keras_layers_compute_in_float64(train: Train) -> None:
+    """Else two right runs would differ by the rounding of 32 bits, and BatchNormalization crash."""
+    flags: dict[str, Any] = {"threads": 1, "steps": 9, "precision": "fp64"}
+    wanted = weights(train("keras_tasks:OfTorch", **flags))
+    for ranks in (1, 2):
+        found = weights(train("keras_tasks:OfKeras", ranks=ranks, **flags))
+        for name, value in wanted.items():
+            assert found[name].dtype == torch.float64
+            assert torch.linalg.vector_norm(found[name] - value) <= 1e-12 * value.norm(), name
+
+
+def test_batch_normalization_of_keras_trains_in_float64(train: Train) -> None:
+    runs = [
+        train("keras_tasks:Normed", ranks=n, threads=1, steps=9, precision="fp64") for n in (1, 2)
+    ]
+    losses = [run.summary["train_loss"] for run in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_keras_layers_of_32_bits_are_refused_in_float64(train: Train) -> None:
+    with pytest.raises(RequestError, match="which the model makes as float32"):
+        train("keras_tasks:Narrow", precision="fp64", steps=1)

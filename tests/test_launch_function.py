@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import allranks
 from allranks.errors import ProgramError, RequestError
-from allranks.from_python.cells import program_text
-from allranks.from_python.program import fields_of, place_of, program_of
+from allranks.from_python.cells import program_for
+from allranks.from_python.program import _written, fields_of, place_of, program_of
 from allranks.launch import leftovers, start
 from allranks.launch.server import ForkServer
 from allranks.launch.signals import Signals
@@ -51,6 +53,22 @@ def test_an_instance_trains_with_its_fields(warm: Path, train: Train) -> None:
     assert trained.weights()["0.weight"].shape == (4, 4)
     recorded = (warm / "run" / "job.toml").read_text()
     assert 'ranks = "launch()"' in recorded and '"task.lr" = "launch()"' in recorded
+
+
+def test_options_are_those_of_train(warm: Path) -> None:
+    """Passes over the data are said as on the command line, and a number may stand for a text."""
+    trained = allranks.launch(Rates, epochs=2, eval_every=5, run_dir="run")
+    assert trained.summary["steps"] == 10
+    recorded = (warm / "run" / "job.toml").read_text()
+    assert "epochs = 2" in recorded and 'eval_every = "5"' in recorded
+    assert any(e["event"] == "evaluated" for e in read_events(warm / "run"))
+    with pytest.raises(RequestError, match="two things about one end"):
+        allranks.launch(Rates, epochs=2, steps=5)
+    with pytest.raises(RequestError, match="did you mean 'epochs'"):
+        allranks.launch(Rates, epoch=2)
+    with pytest.raises(RequestError, match="no option 'lr'") as error:
+        allranks.launch(Rates, lr=0.1)
+    assert "settings" in error.value.why
 
 
 def test_a_name_with_settings_trains_in_a_thread(warm: Path) -> None:
@@ -222,6 +240,13 @@ def test_a_class_is_named_by_where_it_is() -> None:
 # --- the program file of a notebook -------------------------------------------------------------
 
 
+def program_text(name: str, cells: Sequence[str], namespace: dict[str, Any]) -> str:
+    """The text of a program that needs no file of values."""
+    program = program_for(name, cells, namespace)
+    assert not program.values.tensors and not program.values.arrays
+    return program.text(())
+
+
 def run_cells(monkeypatch: pytest.MonkeyPatch, *cells: str) -> dict[str, Any]:
     """Run cells as a notebook does: in `__main__`, all in one namespace; one may fail."""
     main = ModuleType("__main__")
@@ -278,12 +303,16 @@ def test_a_name_that_only_the_notebook_has_is_refused(monkeypatch: pytest.Monkey
     for cells, found in [
         (("def f(): return missing",), "f needs the name 'missing', which nothing in the"),
         (("def x(): pass\nx.a = 1", "def f(): return x"), "'x', which is changed by a statement"),
-        (("x = frozenset({1})\nx |= {2}", "def f(): return x"), "changed by a statement: x |= {2}"),
-        (("for x in [object()]: pass", "def f(): return x"), "changed by a statement: for x in"),
-        (("x = object()", "x = [x]", "def f(): return x"), "changed by a statement: x = [x]"),
+        (("x = [1, object()]", "def f(): return x"), "f needs 'x[1]', a builtins.object"),
+        (("import io\nx = io.StringIO()", "def f(): return x"), "f needs 'x', a _io.StringIO"),
+        (("x = [lambda: 1][0]", "def f(): return x"), "'x' (function), which no cell defines"),
+        (("x = []\nx.append(x)", "def f(): return x"), "'x', which holds itself"),
         (("def f(): return display(1)",), "f needs the name 'display'"),
         (("token = 'hf_abcdefghijkl'", "def f(): return token"), "looks like a secret"),
-        (("x = list(range(9999))", "def f(): return x"), "a constant of"),
+        (("c = {'api_key': 'abc'}", "def f(): return c"), "\"c['api_key']\", which looks like a"),
+        (("x = list(range(300_000))", "def f(): return x"), "'x', of 2,288,890 characters"),
+        (("class f: x = object()",), "f needs 'f.x', a builtins.object"),
+        (("class A:\n  def g(s): pass\nA.h = 1", "def f(): return A"), "a statement: A.h = 1"),
     ]:
         with pytest.raises(RequestError) as error:
             program_text("f", cells, run_cells(monkeypatch, *cells))
@@ -306,3 +335,71 @@ def test_what_calls_each_other_is_in_an_order_that_runs(monkeypatch: pytest.Monk
         exec(compile(text, "program.py", "exec", dont_inherit=True), again)
         assert again["A"].mark and again["A"]().b() is again["B"]
         assert text.index("from __future__") < text.index("MANY")
+
+
+DRAWN = (
+    "import random\nimport numpy as np\nimport torch\nfrom dataclasses import dataclass, field\n"
+    "from pathlib import Path\nfrom torch.utils.data import TensorDataset, random_split",
+    "torch.manual_seed(42); X = torch.randn(6, 2, dtype=torch.bfloat16)\ny = X.sum(1)\nX *= 2",
+    "np.random.seed(1)\norder = np.random.permutation(6)\nlow, high = np.split(order, 2)\n"
+    "mean = np.float32(high.mean())",
+    "part, rest = random_split(TensorDataset(X, y), [4, 2])\nX[0] = 7",
+    "@dataclass\nclass Config:\n    rate: float\n    sizes: list = field(default_factory=list)",
+    "config = Config(random.random())\nconfig.sizes.append(np.arange(3.0))",
+    "device, dtype, where = torch.device('cpu'), torch.float64, Path('a') / 'b'\n"
+    "table = {('a', 1): (float('inf'), {3}, b'b', None), 'b': [1j, (True,), frozenset()]}",
+    "def everything():\n    return [X, y, low, mean, part[0], part[3], config, device, dtype, where,"
+    " table]\nsame = everything",
+    "def all_of(): return same()",
+)
+
+
+def test_what_was_drawn_or_changed_travels_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is drawn again: not a tensor, an array, a split, or a field of a dataclass."""
+    namespace = run_cells(monkeypatch, *DRAWN)
+    place = _written(program_for("all_of", DRAWN, namespace), tmp_path)
+    path = Path(place.removesuffix(":all_of"))
+    assert place == _written(program_for("all_of", DRAWN, namespace), tmp_path)
+    assert len(list(path.parent.iterdir())) == 3  # the program, tensors, arrays
+    text = path.read_text()
+    assert not [
+        word for word in ("randn", "seed", "random", "split", "permutation") if word in text
+    ]
+    torch.manual_seed(0)
+    here, there = run_file(path)["all_of"](), namespace["all_of"]()
+    for one, other in zip(here, there, strict=True):
+        if type(one).__name__ == "Config":
+            assert one.rate == other.rate and np.array_equal(one.sizes[0], other.sizes[0])
+        elif isinstance(one, torch.Tensor | np.ndarray):
+            assert one.dtype == other.dtype and (one == other).all()
+        elif isinstance(one, tuple):
+            assert all(map(torch.equal, one, other))
+        else:
+            assert type(one) is type(other) and one == other, (one, other)
+
+
+def run_file(path: Path) -> dict[str, Any]:
+    """What a rank has that imports it."""
+    made: dict[str, Any] = {"__name__": "program", "__file__": str(path)}
+    exec(compile(path.read_text(), str(path), "exec", dont_inherit=True), made)
+    return made
+
+
+def test_what_a_definition_draws_is_refused_on_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cells = (
+        "import random",
+        "class Net:\n    layers = int('3')\n    rate = random.random()",
+        "def f(a, b=random.random()): return Net, b",
+    )
+    for name in ("Net", "f"):
+        place = _written(program_for(name, cells, run_cells(monkeypatch, *cells)), tmp_path)
+        with pytest.raises(RequestError, match="every rank made another one"):
+            run_file(Path(place.removesuffix(f":{name}")))
+    tensor = ("import torch", "x = torch.ones(2, requires_grad=True)", "def f(): return x")
+    with pytest.raises(RequestError, match="requires a gradient") as error:
+        program_for("f", tensor, run_cells(monkeypatch, *tensor))
+    assert "%%writefile mytask.py" in error.value.do

@@ -212,6 +212,32 @@ def test_a_manifest_gets_its_name_when_it_is_whole(
     assert seen == [seal(small(1))] and (tmp_path / NAME).read_bytes() == seal(small(1))
 
 
+def test_a_manifest_lasts_before_it_has_its_name_and_so_does_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses power between two of these has a whole manifest, or none."""
+    done: list[tuple[str, Any]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def lasting(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        done.append(("fsync", tmp_path if path.is_dir() else path.read_bytes()))
+        fsync(fd)
+
+    def named(source: Path, target: Path) -> None:
+        done.append(("name", target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", lasting)
+    monkeypatch.setattr(os, "replace", named)
+    write_manifest(tmp_path, small(1))
+    assert done == [
+        ("fsync", seal(small(1))),
+        ("name", tmp_path / NAME),
+        ("fsync", tmp_path),
+    ]
+
+
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     for step, accuracy in enumerate([0.1, 0.9, 0.2, float("nan"), 0.9, 0.3, 0.4]):
         commit(tmp_path, step, metrics={"accuracy": accuracy})

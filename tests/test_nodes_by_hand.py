@@ -100,6 +100,13 @@ def test_a_stranger_is_refused_and_the_job_goes_on(node: Nodes) -> None:
     assert ended(head)[0] == 0
 
 
+def test_an_interface_that_is_not_there_is_refused_on_node_0_as_well(node: Nodes) -> None:
+    code, _, err = ended(node(0, *DIGITS, "--interface", "nowhere0"))
+    assert code == 2
+    assert "allranks: this cannot be done\nasked: --interface nowhere0\nfound: " in err
+    assert err.count("asked: ") == 1
+
+
 def test_a_node_that_does_not_come_is_named(node: Nodes, tmp_path: Path) -> None:
     code, _, err = ended(node(0, *DIGITS, "--join-timeout", "8"))
     assert code == 3

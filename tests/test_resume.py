@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from allranks.checkpoint_folder import committed
 from allranks.config import resolve
-from allranks.errors import ProgramError, RequestError
+from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result, run_job
 from allranks.manifest import read_manifest, write_manifest
@@ -280,6 +281,70 @@ def test_a_changed_program_file_is_noted(train: Train, folder: Path) -> None:
     train(str(folder / "mine.py"), run_dir="run", steps=4)  # the same file by another name
     (was, now) = events("run", "resumed")[-1]["differs"]["program_sha256"]
     assert was != now and len(now) == 64
+
+
+EDITED = """
+from pathlib import Path
+
+from resume_tasks import Rates
+
+{more}
+
+class Mine(Rates):
+    def train_data(self):
+        found = super().train_data()
+        file = Path({edits!r})
+        file.write_text(file.read_text() + "# edited while the job runs\\n")
+        return found
+"""
+
+
+@pytest.mark.parametrize("edits", ["mine.py", "helping.py"])
+def test_a_checkpoint_tells_of_the_program_that_was_loaded(
+    train: Train, folder: Path, edits: str
+) -> None:
+    """It was edited before the first save; going on with the edited one is noted, by its name."""
+    (folder / "helping.py").write_text("VALUE = 1\n")
+    text = EDITED.format(more="import helping  # noqa: F401", edits=str(folder / edits))
+    (folder / "mine.py").write_text(text)
+    loaded = {name: (folder / name).read_bytes() for name in ("mine.py", "helping.py")}
+    result = train("mine.py", run_dir="run", steps=2, checkpoint_every=1)
+    facts = read_manifest(committed(result.run_dir / "checkpoints")[0]).facts
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in loaded.items()}
+    assert facts["program_sha256"] == digests["mine.py"]
+    assert facts["modules_sha256"]["helping"] == digests["helping.py"]
+    train("", run_dir="run", steps=3)
+    changed = {"mine.py": "program_sha256", "helping.py": "module helping"}[edits]
+    differs = events("run", "resumed")[-1]["differs"]
+    assert list(differs) == [changed] and differs[changed][0] == digests[edits]
+
+
+def test_a_restart_with_an_edited_program_is_told(train: Train, folder: Path) -> None:
+    """There is no checkpoint yet that could tell of it."""
+    (folder / "mine.py").write_text(EDITED.format(more="", edits=str(folder / "mine.py")))
+    was = hashlib.sha256((folder / "mine.py").read_bytes()).hexdigest()
+    train("mine.py", run_dir="run", steps=3, max_restarts=1, inject="fail@step=1")
+    (told,) = events("run", "program_changed")
+    assert (
+        list(told["differs"]) == ["program_sha256"] and told["differs"]["program_sha256"][0] == was
+    )
+
+
+@pytest.mark.parametrize("program", ["mine.py", "mine:Mine"])
+def test_ranks_that_load_other_files_end_the_job(
+    train: Train, folder: Path, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nodes do on which a module of the user's, or what `module:Class` names, is another."""
+    for name in ("0", "1"):
+        (folder / name).mkdir()
+        (folder / name / "helping.py").write_text(f"VALUE = {name}\n")
+    where = f"sys.path.insert(0, {str(folder)!r} + '/' + os.environ.get('RANK', '0'))"
+    more = f"import os, sys\n{where}\nimport helping\n"
+    (folder / "mine.py").write_text(f"{more}{PROGRAM}")
+    with pytest.raises(PlaceError) as refused:
+        train(program, run_dir="run", ranks=2, steps=200)
+    assert "  module helping: rank 0 has " in str(refused.value)
+    assert events("run", "failed")[-1]["report"] == str(refused.value)
 
 
 # --- what is refused --------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from allranks.check.against_one import check_against_one
+from allranks.check.plan import Plan
 from allranks.config import resolve
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.launch.cluster import Cluster
@@ -162,9 +163,9 @@ def test_a_check_compares_nodes_with_one_process(
         "allranks.launch.start.ground_of", lambda *job: contextlib.nullcontext(nodes)
     )
     resolved = resolve("digits", {**ON_NODES, "steps": 3, "precision": "fp64"})
-    verdict = check_against_one(resolved, tmp_path, server)
-    assert verdict.equal and verdict.comparison.steps == 3
-    events = read_events(tmp_path / "candidate")
+    verdict = check_against_one(resolved, tmp_path, server, Plan((4,), 4, shards=8))
+    assert verdict.equal and verdict.looks[0].comparison.steps == 3
+    events = read_events(tmp_path / "fp64-4-ranks")
     assert {row["host"] for row in events if row["event"] == "ready"} == {
         "node0",
         "node1",

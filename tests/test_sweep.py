@@ -42,16 +42,16 @@ def most_at_once(spans: list[tuple[float, float]]) -> int:
 def test_four_jobs_in_two_slots_one_of_them_failing(
     host: Host, train: Train, tmp_path: Path
 ) -> None:
-    words = ("train", TASK, "--ranks", "1", "--steps", "6", "--sweep", "lr=1e-2,nan,0.02,3e-2")
+    words = ("train", TASK, "--ranks", "1", "--steps", "6", "--sweep", "lr=1e-2,1e38,0.02,3e-2")
     folder = tmp_path / "sweep"
     launch = host.launch(tmp_path, *words, "--slots", "2", "--run-dir", "sweep", "--json")
     assert launch.wait() == 1, launch.err
     jobs = record(folder)
-    names = ["lr=0.01", "lr=nan", "lr=0.02", "lr=0.03"]
+    names = ["lr=0.01", "lr=1e+38", "lr=0.02", "lr=0.03"]
     assert list(jobs) == names and launch.summary()["jobs"] == list(jobs.values())
     assert [jobs[name]["state"] for name in names] == ["done", "failed", "done", "done"]
-    assert "is nan" in jobs["lr=nan"]["report"]
-    assert f"1 of 4 jobs failed: lr=nan; to go on, say the same with --run-dir {folder}" in (
+    assert "the loss is" in jobs["lr=1e+38"]["report"]
+    assert f"1 of 4 jobs failed: lr=1e+38; to go on, say the same with --run-dir {folder}" in (
         launch.err
     )
     _as_when_run_alone(jobs, folder, train)
@@ -61,11 +61,11 @@ def test_four_jobs_in_two_slots_one_of_them_failing(
     again = host.launch(tmp_path, *words, "--slots", "1", "--run-dir", "sweep")
     assert again.wait() == 1, again.err
     changed = [n for n in names if (folder / n / "job.toml").stat().st_mtime_ns != times[n]]
-    assert changed == ["lr=nan"]
+    assert changed == ["lr=1e+38"]
     lines = again.out.splitlines()
     assert lines[0].split() == ["lr", "state", "loss", "train", "loss", "run", "folder"]
     assert [line.split()[:2] for line in lines[1:]] == [
-        *(["1e-2", "done"], ["nan", "failed"], ["0.02", "done"], ["3e-2", "done"])
+        *(["1e-2", "done"], ["1e38", "failed"], ["0.02", "done"], ["3e-2", "done"])
     ]
     other = host.launch(tmp_path, *words[:-1], "lr=1", "--run-dir", "sweep")
     assert other.wait() == 2 and "found: a sweep of other jobs" in other.err

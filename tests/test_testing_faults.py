@@ -76,7 +76,7 @@ FAULTS = st.builds(
     step=st.integers(),
     at=st.sampled_from(sorted(POINTS)),
     attempt=st.integers(-1, 9),
-    seconds=st.floats(allow_nan=False),
+    seconds=st.floats(allow_infinity=False, allow_nan=False),
     code=st.integers(),
 )
 

@@ -96,6 +96,12 @@ def test_golden_trees() -> None:
     ]
 
 
+def test_halves_that_do_not_meet_where_the_tree_splits_are_no_siblings() -> None:
+    assert are_siblings((0, 4), (4, 6), 6)
+    assert not are_siblings((0, 3), (3, 6), 6), "the root of six shards splits at four"
+    assert not are_siblings((0, 1), (1, 4), 8)
+
+
 def test_neighbours_of_different_parents_are_no_siblings() -> None:
     assert are_siblings((0, 2), (2, 4), 8)
     assert not are_siblings((2, 4), (4, 6), 8)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.units import format_bytes, format_count, parse_duration, printable
+from allranks.units import format_bytes, format_count, parse_duration, parse_slurm_time, printable
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,35 @@ def test_every_way_to_write_a_duration_means_the_same(
     assert parse_duration(f"{(days * 24 + hours) * 60 + minutes}:{seconds}") == total
     assert parse_duration(str(total)) == parse_duration(f"{total}s") == total
     assert parse_duration(f"{days}d{minutes}m") == days * 86400 + minutes * 60
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("20", 1200),  # minutes, as for sbatch
+        ("1:30", 90),
+        ("1:30:00", 5400),
+        ("2-12", 216_000),
+        ("1-12:30", 131_400),
+        ("1-12:30:05", 131_405),
+        ("0-0:90", 5400),
+        ("20s", 20),
+        ("90m", 5400),
+        ("2h", 7200),
+        ("1h30m", 5400),
+        ("7d", 604_800),
+    ],
+)
+def test_time_limits_of_slurm(text: str, seconds: float) -> None:
+    assert parse_slurm_time(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "soon", "1.5", "-5", "1-", "-1", "1-2-3", "1-2h", "1:2:3:4", "1h30", "²", "9" * 400],
+)
+def test_what_is_no_time_limit_of_slurm(text: str) -> None:
+    assert parse_slurm_time(text) is None
 
 
 @given(st.text() | st.text("0123456789dhms:.²१ \n-", max_size=12))

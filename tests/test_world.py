@@ -56,3 +56,12 @@ def test_a_rank_that_cannot_be_is_refused(variables: dict[str, str], found: str)
     with pytest.raises(RequestError) as refused:
         World.from_environment(variables)
     assert refused.value.found == found
+
+
+def test_a_world_size_without_a_rank_is_refused() -> None:
+    """Every process would be rank 0 of many."""
+    with pytest.raises(RequestError) as refused:
+        World.from_environment({"WORLD_SIZE": "4"})
+    assert refused.value.found == "no RANK in the environment"
+    assert World.from_environment({"WORLD_SIZE": "1"}).size == 1
+    assert World.from_environment({"WORLD_SIZE": "4", "RANK": "3"}).rank == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,3 +200,19 @@ class Started(DigitsKeras):
 
     def optimizer(self) -> Any:
         return keras.optimizers.SGD(self.lr, momentum=0.875)
+
+
+@dataclass(kw_only=True)
+class Differs(Dense):
+    """Rank 1 has other data: a sample less, its own part, or samples of its own."""
+
+    how: str = "shorter"
+
+    def train_data(self) -> Any:
+        rank = int(os.environ.get("RANK", "0"))
+        images, labels = digits(72)
+        if self.how == "shorter":
+            return images[: 36 - rank], labels[: 36 - rank]
+        if self.how == "cut":
+            return images[rank::2], labels[rank::2]
+        return [(image + rank, label) for image, label in zip(images, labels, strict=True)]

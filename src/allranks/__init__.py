@@ -2,7 +2,8 @@
 
 Importing this package does nothing: it reads no environment, sets up no logging and loads no
 framework. Tasks for torch start from `allranks.on_torch`; `allranks.launch(task, ranks=4)` trains
-one from a script or a notebook, and is loaded when it is first asked for.
+one from a script or a notebook, `allranks.check(task)` compares it with one process; both are loaded when
+they are first asked for.
 """
 
 import importlib
@@ -12,6 +13,6 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name != "launch":
+    if name not in ("check", "launch"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("allranks.launch")
+    return importlib.import_module(f"allranks.{name}")

@@ -80,7 +80,11 @@ CARDS = {
             "gathers the inputs and outputs of the whole micro-batch",
             many_ranks=False,
             can_be_bitwise=False,
-            options=(Option("replicas", 2, "how many: on cuda:0, cuda:1, …, or all on the CPU"),),
+            options=(
+                Option(
+                    "replicas", 2, "how many: on cuda:0, cuda:1, …, or all on the CPU", at_least=1
+                ),
+            ),
         ),
         Card(
             name="ddp-plain",
@@ -110,7 +114,7 @@ CARDS = {
                     ("mean", "tree", "fp16", "bf16"),
                     {"fp16": ROUNDED, "bf16": ROUNDED},
                 ),
-                Option("bucket_mb", 25.0, "MiB of gradients that leave in one message"),
+                Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),
             ),
             paper="Li et al. 2020, PyTorch Distributed, arXiv 2006.15704",
         ),
@@ -132,8 +136,28 @@ CARDS = {
 }
 
 
+TO_COME = {
+    **dict.fromkeys(("zero1", "zero2", "zero3", "fsdp", "fsdp2", "hsdp"), "sharded training"),
+    **dict.fromkeys(("tensor", "tensor-parallel", "tp"), "tensor parallelism"),
+    **dict.fromkeys(("pipeline", "pp", "gpipe", "model-parallel"), "splitting a model by layers"),
+    **dict.fromkeys(("context", "ulysses", "ring"), "splitting sequences"),
+    **dict.fromkeys(("expert", "moe"), "splitting experts"),
+    **dict.fromkeys(("local-sgd", "diloco", "slowmo", "bmuf"), "training with rare exchanges"),
+    **dict.fromkeys(("ps", "async"), "a parameter server for torch"),
+    "deepspeed": "DeepSpeed as a strategy",
+}
+"""Names that people know, of what is planned -> what they stand for."""
+
+
 def card_for(choice: Choice) -> Card:
     """The card of a chosen strategy; an unknown name raises with the nearest known one."""
+    if choice.name in TO_COME:
+        raise RequestError(
+            asked=f"--strategy {choice}",
+            found=f"{choice.name!r}, which this version does not have yet",
+            why=f"{TO_COME[choice.name]} is to come, and nothing here does the same",
+            do=f"one of those there are: {', '.join(CARDS)}",
+        )
     if choice.name not in CARDS:
         raise RequestError(
             asked=f"--strategy {choice}",

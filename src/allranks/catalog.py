@@ -6,6 +6,7 @@ too, so that asking for help imports nothing but what help needs.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from allranks.errors import RequestError, nearest
+from allranks.loaded import remember_program
 
 VERBS = {
     "train": ("allranks.cli.train:train", "Train a task, on this machine or on several nodes."),
@@ -29,6 +31,9 @@ VERBS = {
 }
 
 ENGINES = {"torch": "allranks.on_torch.worker", "tensorflow": "allranks.on_tf.worker"}
+
+TASKS = {"torch": "allranks.on_torch.task", "tensorflow": "allranks.on_tf.task"}
+"""Where the base class of the tasks of each engine stands."""
 
 WARM = {"torch": "allranks.on_torch.warm", "tensorflow": "allranks.on_tf.warm"}
 """What a fork server of each engine imports besides."""
@@ -102,6 +107,8 @@ def find_program(program: str, *bases: type) -> Any:
     place, _, wanted = where.rpartition(":")
     if not place or wanted.endswith(".py"):  # a colon in the name of a folder
         place, wanted = where, ""
+    if place.endswith(".py") and not wanted:
+        _check_is_no_script(Path(place), program)
     if place.endswith(".py"):
         module = _import_file(Path(place), program)
     elif wanted and all(part.isidentifier() for part in place.split(".")):
@@ -127,19 +134,51 @@ def find_program(program: str, *bases: type) -> Any:
             found=f"{len(own)} tasks in it ({', '.join(sorted(own)) or 'none'})",
             why="a program is one class derived from "
             + " or ".join(f"{base.__module__}.{base.__qualname__}" for base in bases),
-            do=f"name one: {program}:{next(iter(sorted(own)), 'MyTask')}",
+            do=f"name one: {program}:{next(iter(sorted(own)))}"
+            if own
+            else _of_another_engine(module),
         )
     return next(iter(own.values()))
 
 
+def _of_another_engine(module: ModuleType) -> str:
+    """What to do about a file without a task of this engine: there may be one of another."""
+    for engine, place in TASKS.items():
+        for name, value in sorted(vars(module).items()):
+            bases = value.__mro__[1:] if isinstance(value, type) else ()
+            if any((base.__module__, base.__qualname__) == (place, "Task") for base in bases):
+                return f"{name} is a task of {engine}: --engine {engine}, and its strategies"
+    return "write a class derived from Task in it"
+
+
+def _check_is_no_script(path: Path, program: str) -> None:
+    """Raise for a loop of one's own, a file without any class: importing it would run it."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return  # what is wrong with it is said when it is loaded
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    names = {getattr(call, "id", getattr(call, "attr", "")) for call in calls}
+    kinds = {type(node) for node in ast.walk(tree)}
+    loops, makes_classes = kinds & {ast.For, ast.While}, names & {"type", "make_dataclass"}
+    if loops and ast.ClassDef not in kinds and not makes_classes:
+        raise RequestError(
+            asked=f"PROGRAM {program!r}",
+            found="a script without a class, so without a task",
+            why="`train` trains a task; a loop of one's own is started on all ranks by `run`",
+            do=f"allranks run --ranks 2 -- python {program}",
+        )
+
+
 def _named_class(program: str, wanted: str, classes: dict[str, type], module: ModuleType) -> type:
     if wanted not in classes:
+        other = _of_another_engine(module)
         found = "that name is no task there" if hasattr(module, wanted) else "no such name there"
         raise RequestError(
             asked=f"PROGRAM {program!r}",
             found=found,
             why="the name after the colon is a task class of that file or module",
-            do=nearest(wanted, classes),
+            do=nearest(wanted, classes) if classes else other,
         )
     return classes[wanted]
 
@@ -156,6 +195,7 @@ def _import_file(path: Path, program: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
+    remember_program(path, path.read_bytes())
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[name] = module
     try:

@@ -121,14 +121,14 @@ def prune(checkpoints: Path, keep: int, best: str = "") -> list[Path]:
     `best` is `max:metric` or `min:metric`, over the metrics of all manifests; of equals the newest.
     """
     there = committed(checkpoints)
-    spared = {*there[: max(keep, 1)], *_best(there, best)}
+    spared = {*there[: max(keep, 1)], *best_of(there, best)}
     gone = [folder for folder in there if folder not in spared]
     for folder in gone:
         remove(folder)
     return gone
 
 
-def _best(folders: list[Path], best: str) -> list[Path]:
+def best_of(folders: list[Path], best: str) -> list[Path]:
     sign, _, metric = best.partition(":")
     scores = {}
     for folder in folders if metric else []:

@@ -11,7 +11,7 @@ import mmap
 from pathlib import Path
 
 from allranks.manifest import BadCheckpoint, Chunk, SavedTensor, piece_name
-from allranks.tensor_file import ITEM_BYTES, Layout, read_layout
+from allranks.tensor_file import ITEM_BYTES, Layout, as_written, read_layout
 
 
 class TensorFiles:
@@ -41,7 +41,8 @@ class TensorFiles:
         name = piece_name(path, tensor.shape, chunk.offsets, chunk.sizes)
         layout, mapped = self._file(chunk.file)
         piece = layout.pieces.get(name)
-        if piece is None or (piece.dtype, piece.shape) != (tensor.dtype, chunk.sizes):
+        wanted = as_written(tensor.dtype, chunk.sizes)
+        if piece is None or (piece.dtype, piece.shape) != (wanted.dtype, wanted.shape):
             raise BadCheckpoint(f"{chunk.file}: {name} is not in it as the manifest says")
         start = len(layout.header)
         return mapped[start + piece.begin : start + piece.end]

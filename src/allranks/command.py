@@ -215,9 +215,10 @@ def redacted_words(words: Iterable[str]) -> list[str]:
     flag = ""
     for word in words:
         name, equals, value = word.partition("=")
+        of = "" if word.startswith("-") else flag  # what begins with a dash is no value of a flag
         if equals and redacted({name: value})[name] != value:
             shown.append(f"{name}={HIDDEN}")
-        elif not word.startswith("-") and redacted({flag: word})[flag] != word:
+        elif redacted({of: word})[of] != word:
             shown.append(HIDDEN)
         else:
             shown.append(word)

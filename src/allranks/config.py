@@ -13,7 +13,7 @@ from typing import Any
 
 from allranks.cards import card_for
 from allranks.choice import parse_choice
-from allranks.engines import default_strategy, engine_of
+from allranks.engines import check_program, default_strategy, engine_of
 from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.job_file import HIDDEN, NOT_SETTABLE, read_job_file
@@ -63,6 +63,7 @@ def resolve(
         values.setdefault("ranks", values["nodes"])  # one on each, where nobody says more
     job = Job(**values, task=task)
     engine = engine_of(values.get("engine", ""), job.strategy, job.program)
+    check_program(engine, job.program)
     job = dataclasses.replace(job, engine=engine)
     if not job.strategy or _outgrown(job, sources):
         job = dataclasses.replace(job, strategy=default_strategy(engine, job.ranks))

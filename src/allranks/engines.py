@@ -17,7 +17,7 @@ from pathlib import Path
 
 from allranks.card import Card
 from allranks.cards import CARDS
-from allranks.catalog import ENGINES, KERAS_PROGRAMS, PROGRAMS
+from allranks.catalog import ENGINES, KERAS_PROGRAMS, PROGRAMS, TASKS
 from allranks.choice import parse_choice
 from allranks.errors import RequestError, nearest
 
@@ -47,6 +47,43 @@ def engine_of(asked: str, strategy: str, program: str) -> str:
     if card is not None and len(card.engines) == 1:
         return card.engines[0]
     return TENSORFLOW if _is_keras(program) else TORCH
+
+
+def check_program(engine: str, program: str) -> None:
+    """Raise `RequestError` for a built-in program that TensorFlow cannot train: name its twin."""
+    if engine != TENSORFLOW or program not in PROGRAMS or program in KERAS_PROGRAMS:
+        return
+    twin = f"{program}-keras"
+    theirs = " and ".join(KERAS_PROGRAMS)
+    raise RequestError(
+        asked=f"to train {program} with the {TENSORFLOW} engine",
+        found=f"{program!r}, a program of torch",
+        why=f"TensorFlow trains Keras models: the programs with one are {theirs}",
+        do=f"allranks train {twin}" if twin in KERAS_PROGRAMS else "one of them, or --engine torch",
+    )
+
+
+def is_only_a_task(file: Path) -> bool:
+    """Whether a script defines a task and does nothing else: run by itself it would just end."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    names = {name for node in ast.walk(tree) for name in _imported(node)}
+    of_a_task = any(
+        name in (f"{place}.Task", "allranks.on_torch.Task", "allranks.on_tf.Task")
+        for place in TASKS.values()
+        for name in names
+    )
+    texts = [n for n in tree.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    defines = all(isinstance(node, ONLY_DEFINES) or node in texts for node in tree.body)
+    return of_a_task and defines and any(isinstance(node, ast.ClassDef) for node in tree.body)
+
+
+ONLY_DEFINES = (
+    *(ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef),
+    *(ast.Assign, ast.AnnAssign),
+)
 
 
 def default_strategy(engine: str, ranks: int) -> str:

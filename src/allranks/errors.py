@@ -5,7 +5,8 @@
     ├── ProgramError    1   the program failed while it ran
     │   ├── PeerLost    1   ... because another rank went away: a victim, never the cause
     │   ├── BadStep     1   ... because a step had a loss or gradient that must not be applied
-    │   └── ReplicasDiffer 1 .. because ranks that must hold the same weights do not
+    │   ├── ReplicasDiffer 1 .. because ranks that must hold the same weights do not
+    │   └── FollowsRanks 1 .... because its result follows the number of ranks, and --witness stop
     ├── PlaceError      3   the place failed: node, scheduler, network
     ├── Stopped         4   stopped early, after a checkpoint
     └── Interrupted   130   stopped from the keyboard, or before there was a checkpoint
@@ -83,6 +84,12 @@ class BadStep(ProgramError):
 
 class ReplicasDiffer(ProgramError):
     """Ranks that must hold the same weights do not: broken hardware, or a race. A passing fault."""
+
+
+class FollowsRanks(ProgramError):
+    """The result follows the number of ranks, and the job is to stop then. It would again."""
+
+    passing = False
 
 
 class PlaceError(AllranksError):

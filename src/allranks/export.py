@@ -6,6 +6,7 @@ framework. Optimizer and random streams stay where they are: the file is for tho
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from allranks.checkpoint_folder import verify_files
 from allranks.checkpoint_tensors import TensorFiles
 from allranks.errors import RequestError
 from allranks.manifest import BadCheckpoint, Manifest, read_manifest
-from allranks.tensor_file import Layout, Piece, lay_out
+from allranks.tensor_file import COMPLEX, PAIR, Layout, as_written, lay_out
 
 MODEL = "common/model/"
 WRITTEN_AS = (("~3", ""), ("~2", "@"), ("~1", "/"), ("~0", "~"))
@@ -29,12 +30,26 @@ def export_weights(folder: Path, target: Path) -> list[str]:
     check_free(target)
     manifest = verified(folder)
     weights = {model_name(p): (p, t) for p, t in manifest.tensors.items() if p.startswith(MODEL)}
+    for name in _not_persistent(manifest):
+        weights.pop(name, None)
     if not weights:
         raise refused(target, f"no tensor below {MODEL} in {folder}", "there is no model in it")
-    layout = lay_out({name: Piece(t.dtype, t.shape) for name, (_, t) in weights.items()})
+    pairs = sorted(name for name, (_, t) in weights.items() if t.dtype in PAIR)
+    layout = lay_out(
+        {name: as_written(t.dtype, t.shape) for name, (_, t) in weights.items()},
+        {COMPLEX: json.dumps(pairs)} if pairs else None,
+    )
     with TensorFiles(folder) as source:
         _write(target, layout, (source.bytes_of(*weights[name]) for name in layout.pieces))
     return sorted(weights)
+
+
+def _not_persistent(manifest: Manifest) -> list[str]:
+    """The buffers that a strict load of the model would not know."""
+    try:
+        return list(manifest.values["common"]["not_persistent"])
+    except (TypeError, KeyError):  # of an older version, or of another engine
+        return []
 
 
 def check_free(target: Path) -> None:

@@ -7,6 +7,7 @@ line, `[task]` in a job file. The same words, the same checks and the same error
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from typing import Any
@@ -74,7 +75,11 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _convert(value: Any, kind: Any) -> Any:
-    """The value as `kind`, or `_NO`. Never lossy: 2.5 is no int, True is no float."""
+    """The value as `kind`, or `_NO`. Never lossy: 2.5 is no int, True is no float.
+
+    A text that is not finite is no float either: nobody trains with `nan`. A file may have one,
+    which a task has as its default.
+    """
     if kind is type(None):
         return None if value is None or value == "none" else _NO
     if typing.get_origin(kind) is typing.Literal:
@@ -85,9 +90,10 @@ def _convert(value: Any, kind: Any) -> Any:
         return _NO
     if isinstance(value, str):
         try:
-            return kind(value)
+            read = kind(value)
         except ValueError:
             return _NO
+        return _NO if kind is float and not math.isfinite(read) else read
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return _NO
     if kind is not float:

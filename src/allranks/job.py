@@ -15,6 +15,7 @@ DEVICES = ("cpu", "cuda")
 LOGS = ("csv", "tensorboard")
 PLACES = ("local", "hosts", "simulated", "slurm")
 BAD_STEPS = ("stop", "skip", "warn")
+WITNESS = ("warn", "stop", "off")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Job:
     (0: for ever) is a fault. After `time_limit` seconds the job stops as if asked to. `on_bad_step`
     says what happens with a step whose loss or gradient is not finite, or whose gradient is `spike`
     times longer than usual; every `verify_every` steps the weights of all ranks are compared.
+    `witness` says what happens when the result is seen to follow the number of ranks.
     `inject` lists faults to make on purpose (`allranks.testing.faults`).
 
     How the arithmetic is done: `loss_scale` of fp16 ("dynamic", with options, or a number);
@@ -48,7 +50,12 @@ class Job:
 
     What is learnt on the way: an evaluation every `eval_every` steps ("100", or "epoch"); the
     training ends when `patience` of them in a row have not bettered the metric `early_stop`
-    ("max:accuracy"); `log` lists further files to write ("csv,tensorboard").
+    ("max:accuracy"); `log` lists further files to write ("csv,tensorboard"); `profile` has torch's
+    profiler write what a few steps of rank 0 spend their time on.
+
+    Set by `check` alone: `trace` records the insides of every step, of so many steps that their
+    tensors fit in `trace_bytes` (0: of all), each from the weights of the trace in `replay`; one
+    process cuts its batches as `cut_for` ranks would (0: as its own ranks do).
     """
 
     program: str = ""
@@ -77,6 +84,7 @@ class Job:
     early_stop: str = ""
     patience: int = 3
     log: str = ""
+    profile: bool = False
     checkpoint_every: int | None = None
     keep: int = 3
     best: str = ""
@@ -87,10 +95,13 @@ class Job:
     on_bad_step: str = "stop"
     spike: float | None = None
     verify_every: int | None = None
+    witness: str = "warn"
     inject: str = ""
     run_dir: str = ""
     trace: bool = False
+    trace_bytes: int = 0
     replay: str = ""
+    cut_for: int = 0
 
     def to_data(self) -> dict[str, Any]:
         """The job as a mapping that JSON and TOML can carry."""

@@ -17,15 +17,24 @@ from allranks.fields import read_value
 from allranks.job import Job
 
 SCHEMA = 1
-NOT_SETTABLE = ("task", "trace", "replay")
+FOR_CHECK = ("trace", "trace_bytes", "replay", "cut_for")
+NOT_SETTABLE = ("task", *FOR_CHECK)
 HIDDEN = "[redacted]"
-_SECRET_WORD = re.compile(
-    r"(api|access|private|secret|auth|ssh)?key|(api|access|auth|bearer)?tokens?|secrets?|bearer"
-    r"|\w*pass|pwd|pw|cred(ential)?s?|auth|jwt|pat|cookie|\w*(password|passwd|passphrase)s?"
+_SECRET_WORD = re.compile(  # one word of a name, small letters
+    r"(api|access|private|secret|auth|ssh|account)?key|\w*tokens?|\w*secrets?|bearer"
+    r"|\w*pass|pwd|pw|cred(ential)?s?|auth(orization)?|jwts?|pats?|cookies?"
+    r"|\w*(password|passwd|passphrase)s?"
 )
 _SECRET_VALUE = re.compile(  # a password in a URL; how common services begin their keys
-    r"://[^/\s:@]*:[^/\s@]+@|\b(sk-|gh[pousr]_|github_pat_|glpat-|hf_|xox[abpr]-)[\w-]{8}"
-    r"|\bAKIA[0-9A-Z]{12}|\beyJ[\w-]{10,}\.|-----BEGIN [A-Z ]*PRIVATE KEY"
+    r"://[^/\s:@]*:[^/\s@]+@"
+    r"|\b(sk-|[sr]k_(live|test)_|gh[pousr]_|github_pat_|glpat-|hf_|xox[abpr]-)[\w-]{8}"
+    r"|\b(nvapi-|npm_|pypi-|dckr_pat_|dapi|r8_|AIza|ya29\.)[\w-]{16}"
+    r"|\bA[KS]IA[0-9A-Z]{12}|\beyJ[\w-]{10,}\.|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+_SECRET_INSIDE = re.compile(  # said by the text itself, which is a command or a list of settings
+    r"(?i)\b(bearer|basic)\s+[\w+/.~-]{8}"
+    r"|(password|passwd|passphrase|secret|token|jwt|(api|access|account)[_-]?key|_pass|_pwd|_pat)"
+    r"\s*=\s*[^\s;&]"
 )
 
 
@@ -83,8 +92,9 @@ def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_secret(name: str, value: str) -> bool:
     words = re.split(r"[\W_]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-    named = any(_SECRET_WORD.fullmatch(word) for word in words) or "api_key" in name.lower()
-    return named or _SECRET_VALUE.search(value) is not None
+    if any(_SECRET_WORD.fullmatch(word) for word in words) or "api_key" in name.lower():
+        return True
+    return bool(_SECRET_VALUE.search(value) or _SECRET_INSIDE.search(value))
 
 
 def write_toml(values: dict[str, Any]) -> str:

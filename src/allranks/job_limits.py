@@ -11,7 +11,7 @@ import re
 from allranks.cards import crew_of, devices_of_a_rank, resolved_strategy
 from allranks.choice import parse_choice
 from allranks.errors import RequestError, nearest
-from allranks.job import BAD_STEPS, DEVICES, LOGS, PLACES, PRECISIONS, Job
+from allranks.job import BAD_STEPS, DEVICES, LOGS, PLACES, PRECISIONS, WITNESS, Job
 from allranks.loss_scale import loss_scale_of
 from allranks.network import network_of
 from allranks.testing import faults
@@ -56,11 +56,13 @@ def checked(job: Job) -> Job:
 
 def _check_names(job: Job) -> None:
     """Every value that is one of a few names."""
-    asked = [(name, getattr(job, name)) for name in ("precision", "device", "on_bad_step")]
+    names = ("precision", "device", "on_bad_step", "witness")
+    asked = [(name, getattr(job, name)) for name in names]
     known = {
         "precision": PRECISIONS,
         "device": DEVICES,
         "on_bad_step": BAD_STEPS,
+        "witness": WITNESS,
         "log": LOGS,
     }
     asked += [("log", name) for name in logs_of(job)]
@@ -203,7 +205,9 @@ NOT_IN_TENSORFLOW = {
     "compile": "its steps are graphs of TensorFlow already",
     "channels_last": "a Keras model says by itself in which order it takes images",
     "activation_checkpointing": "Keras has no way to it that works in a graph of TensorFlow",
+    "profile": "its profiler is torch's",
     "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
+    "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
 }
 
 

@@ -17,13 +17,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from allranks.card import Option
+from allranks.card import Option, read_all
 from allranks.choice import parse_choice
-from allranks.errors import RequestError, nearest
+from allranks.errors import RequestError
 
 OPTIONS = (
-    Option("initial", 65536.0, "the scale of the first step"),
-    Option("every", 2000, "good steps after which it grows"),
+    Option("initial", 65536.0, "the scale of the first step", above=0),
+    Option("every", 2000, "good steps after which it grows", at_least=1),
     Option("rule", "torch", "whose rule says when it grows", ("torch", "tf_cnn")),
 )
 LEAST = 1.0
@@ -85,17 +85,7 @@ def loss_scale_of(text: str) -> LossScale:
         raise _no_scale(asked, error.found) from None
     if choice.name != "dynamic" or fixed is not None:
         raise _no_scale(asked, repr(choice.name))
-    known = {option.name: option for option in OPTIONS}
-    values = {option.name: option.default for option in OPTIONS}
-    for name, given in choice.options.items():
-        if name not in known:
-            raise RequestError(
-                asked=asked,
-                found=f"option {name!r}",
-                why="a dynamic scale has no such option",
-                do=nearest(name, known),
-            )
-        values[name] = known[name].read(given, asked)
+    values = read_all(choice.options, OPTIONS, asked, "a dynamic scale")
     return LossScale(values["initial"], values["every"], values["rule"])
 
 

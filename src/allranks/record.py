@@ -35,10 +35,13 @@ from typing import Any, Self
 
 from allranks.config import Resolved
 from allranks.errors import RequestError
-from allranks.job_file import SCHEMA, redacted, write_toml
+from allranks.job_file import FOR_CHECK, SCHEMA, redacted, write_toml
+from allranks.room import give_back, reserve
 
 FLUSH_EVERY_S = 0.25
 FULL = (errno.ENOSPC, errno.EDQUOT)
+RESERVED_BYTES = 64 << 10  # for the summary of a job, or the report of its end
+LAST_EVENTS = ("done", "failed", "stopped", "interrupted", "kept_elsewhere", "not_kept")
 
 
 class RunFolder:
@@ -94,7 +97,7 @@ class RunFolder:
     def write_job(self, resolved: Resolved) -> None:
         """Write `job.toml` whole: under another name first, then renamed."""
         values = resolved.job.to_data()
-        for name in ("trace", "replay"):
+        for name in FOR_CHECK:
             values.pop(name)
         task = {n: "none" if v is None else v for n, v in redacted(values["task"]).items()}
         values = {"schema": SCHEMA, **values, "task": task, "source": resolved.sources}
@@ -172,6 +175,7 @@ class JsonLines:
 
     The torn last line of a writer that was killed is cut off; `stamp` is added to every event. What
     a full disk does not take is kept, and written with what comes next; only `close` raises then.
+    A file of events has room reserved for the last ones, which others do not use: they wait.
     """
 
     def __init__(self, path: Path, **stamp: Any) -> None:
@@ -182,13 +186,37 @@ class JsonLines:
         self._lines: list[str] = []
         self._rest = b""  # of what was to be written, what is not in the file yet
         self._flushed = time.monotonic()
+        self._waiting: list[str] = []  # events that may not take the room of the last ones
+        self._reserved_to = 0
 
     def event(self, name: str, **values: Any) -> None:
         """Write one event at once, with the wall clock and this host's monotonic clock."""
         now = {"event": name, "time": time.time(), "monotonic": time.monotonic()}
         with self._lock:
-            self._lines.append(as_json({**now, **self._stamp, **values}))
+            line = as_json({**now, **self._stamp, **values})
+            if self._has_room_beside_the_last(len(line)):
+                self._lines += [*self._waiting, line]
+                self._waiting.clear()
+            elif name in LAST_EVENTS:
+                self._lines.append(line)
+            else:
+                self._waiting.append(line)
             self._write()
+
+    def _has_room_beside_the_last(self, length: int) -> bool:
+        """Whether an event leaves the room of the last ones free, which is reserved anew here.
+
+        Where a file system cannot reserve, all of them take what room there is.
+        """
+        if self._file.closed:
+            return True
+        end = os.fstat(self._file.fileno()).st_size
+        if self._reserved_to - end - length >= RESERVED_BYTES // 2:
+            return True
+        error = reserve(self._file.fileno(), RESERVED_BYTES + length)
+        if not error:
+            self._reserved_to = end + RESERVED_BYTES + length
+        return error not in FULL
 
     def row(self, values: dict[str, Any]) -> None:
         """Add one row; it reaches the file within `FLUSH_EVERY_S` of the next row, or at close."""
@@ -212,12 +240,34 @@ class JsonLines:
             if error.errno not in FULL:
                 raise
 
+    def take_waiting(self) -> bytes:
+        """The events that a full disk has not taken, for who keeps them elsewhere."""
+        with self._lock:
+            taken = "".join(f"{line}\n" for line in self._waiting).encode()
+            self._waiting.clear()
+        return taken
+
     def close(self) -> None:
-        self.flush()
-        self._file.close()
+        self._finish()
         rest, self._rest = self._rest, b""
         if rest:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+
+    def close_with_rest(self) -> bytes:
+        """Close; returns the lines that a full disk did not take, the first one whole."""
+        self._finish()
+        rest, self._rest = self._rest, b""
+        return _cut_torn_line(Path(self._file.name)) + rest if rest else b""
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._lines += self._waiting
+            self._waiting.clear()
+            self._write()
+        if not self._file.closed:
+            if self._reserved_to:
+                give_back(self._file.fileno())
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -231,10 +281,12 @@ class JsonLines:
         self.close()
 
 
-def _cut_torn_line(path: Path) -> None:
+def _cut_torn_line(path: Path) -> bytes:
     content = _content(path) or b""
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+    whole = content.rfind(b"\n") + 1
+    if len(content) > whole:
+        os.truncate(path, whole)
+    return content[whole:]
 
 
 def keep_rows(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:

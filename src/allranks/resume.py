@@ -23,18 +23,28 @@ from allranks.checkpoint_folder import FOLDER, committed
 from allranks.choice import parse_choice
 from allranks.errors import RequestError
 from allranks.job import Job
-from allranks.job_file import job_values, read_job_file, redacted
+from allranks.job_file import FOR_CHECK, job_values, read_job_file, redacted
 from allranks.manifest import BadCheckpoint, read_manifest
 
 CHECKPOINTS = FOLDER
 FREE = (
     *("ranks", "nodes", "place", "strategy", "micro_batch", "device", "threads"),
-    *("devices", "prefetch", "steps_per_call", "eval_every", "early_stop", "patience", "log"),
+    *(
+        "devices",
+        "prefetch",
+        "steps_per_call",
+        "eval_every",
+        "early_stop",
+        "patience",
+        "log",
+        "profile",
+    ),
     *("loader_workers", "steps", "checkpoint_every", "keep", "best", "resume", "max_restarts"),
-    *("hang_timeout", "time_limit", "on_bad_step", "spike", "verify_every", "inject", "run_dir"),
+    *("hang_timeout", "time_limit", "on_bad_step", "spike", "verify_every", "witness", "inject"),
+    "run_dir",
 )
 POSITION_FIELDS = ("batch_size", "shards", "last_batch")
-NOT_INHERITED = ("inject", "run_dir", "trace", "replay")
+NOT_INHERITED = ("inject", "profile", "run_dir", *FOR_CHECK)
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,18 @@ ranks; a schedule is a function of that number alone, so it has no state and res
         return cosine(total=10_000, warmup=500)(step)
 
 Each name below makes such a function. `product` multiplies schedules, `then` puts one behind
-another. Nothing here knows a framework.
+another. `Plateau` is the exception: it follows the evaluations, and is what `plateau()` returns.
+Nothing here knows a framework.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from allranks.errors import RequestError
 
@@ -145,6 +147,80 @@ def then(first: Schedule, steps: int, second: Schedule) -> Schedule:
     """`first` for `steps` updates, then `second`, which counts from 0 there."""
     _check_counts("then", steps=steps)
     return lambda step: first(step) if step < steps else second(step - steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plateau:
+    """When a metric gets no better, the rate falls: what `plateau()` of a task returns.
+
+    After more than `patience` evaluations in a row that did not better `rule` ("min:loss",
+    "max:accuracy") by `threshold`, a share of the best, the rate is multiplied by `factor`, down to
+    `floor` times that of the optimizer; then `cooldown` evaluations are not counted. It is torch's
+    `ReduceLROnPlateau`, counted in evaluations on the way (`--eval-every`), and multiplies what
+    `schedule(step)` says. Its state is in every checkpoint, and the same on all ranks.
+    """
+
+    rule: str = "min:loss"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    cooldown: int = 0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        sign, colon, metric = self.rule.partition(":")
+        if sign not in ("min", "max") or not colon or not metric or not 0 < self.factor < 1:
+            raise RequestError(
+                asked=f"Plateau(rule={self.rule!r}, factor={self.factor})",
+                found="no rule min:METRIC or max:METRIC, or a factor that does not lower a rate",
+                why="the rate is multiplied by a factor between 0 and 1 when METRIC gets no better",
+                do='for example Plateau(rule="min:loss", factor=0.1, patience=3)',
+            )
+        _check_counts("Plateau", least=0, patience=self.patience, cooldown=self.cooldown)
+
+
+@dataclass
+class PlateauState:
+    """How far a `Plateau` is: `factor` is what the rate is multiplied by now."""
+
+    rule: Plateau
+    factor: float = 1.0
+    best: float | None = None
+    in_vain: int = 0
+    cooling: int = 0
+
+    def take(self, metrics: Mapping[str, float]) -> None:
+        """Take in the next evaluation; a value that is not there or no number is no better."""
+        sign, _, metric = self.rule.rule.partition(":")
+        value = metrics.get(metric, math.nan)
+        if self._is_better(value, -1.0 if sign == "min" else 1.0):
+            self.best, self.in_vain = value, 0
+        else:
+            self.in_vain += 1
+        if self.cooling:
+            self.cooling, self.in_vain = self.cooling - 1, 0
+        if self.in_vain > self.rule.patience:
+            self.factor = max(self.factor * self.rule.factor, self.rule.floor)
+            self.cooling, self.in_vain = self.rule.cooldown, 0
+
+    def _is_better(self, value: float, sign: float) -> bool:
+        if math.isnan(value) or self.best is None:
+            return not math.isnan(value)
+        return sign * value > sign * self.best * (1.0 + sign * self.rule.threshold)
+
+    def state(self) -> dict[str, Any]:
+        """What later rates depend on, as plain values."""
+        return {
+            "factor": self.factor,
+            "best": self.best,
+            "in_vain": self.in_vain,
+            "cooling": self.cooling,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` returned."""
+        self.factor, self.best = float(state["factor"]), state["best"]
+        self.in_vain, self.cooling = int(state["in_vain"]), int(state["cooling"])
 
 
 def _after_warmup(fall: Schedule, total: int, warmup: int, floor: float) -> Schedule:

@@ -18,7 +18,12 @@ from pathlib import Path
 ITEM_BYTES = {
     **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "U16": 2, "I16": 2, "F16": 2},
     **{"BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8},
+    **{"C128": 16},
 }
+PAIR = {"C128": "F64"}
+"""What the format has no name for: it is written as pairs, (…, 2), of these."""
+COMPLEX = "complex"
+"""Where the metadata of a file of weights lists its tensors that are such pairs, as JSON."""
 HEADER_LIMIT = 100_000_000
 
 
@@ -36,6 +41,11 @@ class Piece:
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
+def as_written(dtype: str, shape: tuple[int, ...]) -> Piece:
+    """The piece that a tensor becomes in a file."""
+    return Piece(PAIR[dtype], (*shape, 2)) if dtype in PAIR else Piece(dtype, shape)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The header of a file, and where each tensor lies after it. `data_bytes` is without header."""
@@ -45,7 +55,7 @@ class Layout:
     data_bytes: int
 
 
-def lay_out(pieces: dict[str, Piece]) -> Layout:
+def lay_out(pieces: dict[str, Piece], metadata: dict[str, str] | None = None) -> Layout:
     """Give every piece its place; the header is padded so that the data starts at 8 bytes."""
     order = sorted(pieces, key=lambda name: (-ITEM_BYTES[pieces[name].dtype], name))
     placed, at = {}, 0
@@ -53,7 +63,8 @@ def lay_out(pieces: dict[str, Piece]) -> Layout:
         piece = pieces[name]
         placed[name] = Piece(piece.dtype, piece.shape, at, at + piece.size)
         at += piece.size
-    entries = {
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    entries |= {
         name: {"dtype": p.dtype, "shape": list(p.shape), "data_offsets": [p.begin, p.end]}
         for name, p in placed.items()
     }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from allranks.card import Card, Exact, Option, Reference, Workload
+from allranks.card import Card, Exact, Option, Reference, Untried, Workload
 from allranks.card_bytes import RING, no_bytes, ring_bytes
 from allranks.roles import Role
 
 ENGINES = ("tensorflow",)
 PAPER = "Abadi et al. 2016, TensorFlow, arXiv 1605.08695"
+REPLICAS = "how many: on GPU 0, 1, …, or on logical devices of the CPU"
 
 
 def _pull_and_push(work: Workload, options: dict[str, Any]) -> int:
@@ -37,9 +38,7 @@ TENSORFLOW_CARDS = (
         memory="weights + gradients + optimizer on every device",
         many_ranks=False,
         can_be_bitwise=False,
-        options=(
-            Option("replicas", 2, "how many: on GPU 0, 1, …, or on logical devices of the CPU"),
-        ),
+        options=(Option("replicas", 2, REPLICAS, at_least=1),),
         paper=PAPER,
         engines=ENGINES,
     ),
@@ -69,9 +68,7 @@ TENSORFLOW_CARDS = (
         memory="weights + optimizer once, in host memory; gradients on every device",
         many_ranks=False,
         can_be_bitwise=False,
-        options=(
-            Option("replicas", 2, "how many: on GPU 0, 1, …, or on logical devices of the CPU"),
-        ),
+        options=(Option("replicas", 2, REPLICAS, at_least=1),),
         paper=PAPER,
         engines=ENGINES,
     ),
@@ -90,7 +87,7 @@ TENSORFLOW_CARDS = (
         many_ranks=True,
         can_be_bitwise=False,
         options=(
-            Option("servers", 1, "processes that hold the weights, beside the workers"),
+            Option("servers", 1, "processes that hold the weights, beside the workers", at_least=1),
             Option(
                 "partition",
                 "none",
@@ -98,9 +95,17 @@ TENSORFLOW_CARDS = (
                 ("none", "fixed", "min-size", "max-size"),
             ),
             Option(
-                "part_kb", 256.0, "KiB of a part: at least under min-size, at most under max-size"
+                "part_kb",
+                256.0,
+                "KiB of a part: at least under min-size, at most under max-size",
+                above=0,
             ),
-            Option("in_flight", 2, "batches for each worker that are handed out and not done"),
+            Option(
+                "in_flight",
+                2,
+                "batches for each worker that are handed out and not done",
+                at_least=1,
+            ),
             Option("evaluator", "no", "a process that evaluates each checkpoint", ("no", "yes")),
         ),
         paper="Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI",
@@ -109,7 +114,7 @@ TENSORFLOW_CARDS = (
     Card(
         name="tpu",
         summary="A replica on every core of a TPU: tf.distribute.TPUStrategy. Needs a TPU.",
-        guarantee=Exact(),
+        guarantee=Untried("refused, with a TPU as without one; none was at hand to try it"),
         bytes_sent=no_bytes,
         bytes_formula="0 over the network of the hosts",
         memory="weights + gradients + optimizer on every core",

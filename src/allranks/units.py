@@ -21,6 +21,7 @@ def format_count(count: float) -> str:
     return f"{count:,.0f}"
 
 
+LONGEST_NUMBER = 10
 NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
 DURATIONS = (
     re.compile(NUMBER),
@@ -42,6 +43,22 @@ def parse_duration(text: str) -> float | None:
     for count, unit in zip(reversed(above), (60, 3600, 86400), strict=False):
         seconds += count * unit
     return seconds if math.isfinite(seconds) else None
+
+
+DAYS = re.compile(r"([0-9]{1,9})-([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
+
+
+def parse_slurm_time(text: str) -> float | None:
+    """Seconds of a time limit as sbatch reads it (`20` are minutes, `1:30`, `1:30:00`, `2-12`,
+    `2-12:30`, `2-12:30:00`), or of `90s`, `20m`, `1h30m`, `2d`; else `None`.
+    """
+    days = DAYS.fullmatch(text)
+    if days is not None:
+        count, hours, minutes, seconds = (int(part or 0) for part in days.groups())
+        return float(((count * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if text.isascii() and text.isdigit():
+        return float(int(text) * 60) if len(text) < LONGEST_NUMBER else None
+    return None if re.fullmatch(NUMBER, text) else parse_duration(text)
 
 
 def printable(line: str) -> str:

@@ -105,6 +105,13 @@ class World:
                 why="these variables are whole numbers, set by the launcher of the process",
                 do="start it with `allranks train`, torchrun or srun, or unset them",
             ) from None
+        if world.size > 1 and "RANK" not in given:
+            raise RequestError(
+                asked=f"to be one of WORLD_SIZE={world.size} ranks",
+                found="no RANK in the environment",
+                why="every process would take itself for rank 0, and write over the others",
+                do="start it with `allranks run`, torchrun or srun, which set both, or unset it",
+            )
         if not 0 <= world.rank < world.size:
             raise RequestError(
                 asked=f"to be rank {world.rank} of {world.size}",

@@ -354,3 +354,14 @@ def test_a_run_folder_in_use_is_refused_and_left_as_it_is(folder: Path, refuse: 
         assert is_in_use(owner.path)
     finally:
         owner.close()
+
+
+@pytest.mark.parametrize("setting", ["lr=nan", "lr=inf", "width=0"])
+def test_a_field_that_nobody_can_train_with_leaves_no_folder(
+    folder: Path, server: ForkServer, setting: str
+) -> None:
+    before = set(folder.rglob("*"))
+    with pytest.raises(RequestError) as refused:
+        run_job(resolve("digits", {"run_dir": "r"}, (setting,)), server)
+    assert setting.partition("=")[0] in refused.value.asked + refused.value.found
+    assert set(folder.rglob("*")) == before

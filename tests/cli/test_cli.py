@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,10 +19,14 @@ import allranks
 from allranks.cards import CARDS
 from allranks.catalog import VERBS
 from allranks.cli.main import main
+from allranks.command import CommandRequest, plan_command
 from allranks.config import Resolved, resolve
 from allranks.job import Job
+from allranks.launch.commands import write_job
 from allranks.record import JsonLines, RunFolder, rank_events_path, read_events
+from allranks.topology import Host
 
+HOSTS = (Host("here", "127.0.0.1", "lo", 2, (2000, 2001, 2002)),)
 SUMMARY: dict[str, Any] = {
     "world_size": 2,
     "nodes": 1,
@@ -83,6 +88,7 @@ def test_every_verb_has_help(door: Door, verb: str) -> None:
 PROTECTING = (
     *("--checkpoint-every", "--keep", "--best", "--resume", "--max-restarts", "--hang-timeout"),
     *("--time-limit", "--on-bad-step", "--spike", "--verify-every", "--inject"),
+    "--witness",
 )
 
 
@@ -261,10 +267,43 @@ def test_show_tells_the_result(door: Door, runs_folder: Path) -> None:
     code, out, _ = door("show", str(runs_folder / "well"))
     assert code == 0 and out.startswith("digits × 2: done\naccuracy   0.9750\n")
     assert "2.0 KiB sent by rank 0 in each step" in out
+    asked = out.partition("asked of it\n")[2].splitlines()
+    assert [" ".join(line.split()) for line in asked] == [
+        "ranks 2 command line",
+        "task.lr 0.1 command line",
+        "the rest has its default; the whole job: allranks show --job "
+        f"{shlex.quote(str(runs_folder / 'well'))}",
+    ]
+    assert "hang_timeout" not in out
+    _, out, _ = door("show", str(runs_folder / "well"), "--job")
     assert 'lr = "0.1"' in out and '"task.lr" = "command line"' in out
     _, out, _ = door("show", str(runs_folder / "well"), "--json")
     shown = json.loads(out)
     assert (shown["summary"]["steps"], shown["job"]["ranks"]) == (12, 2)
+
+
+def test_show_tells_what_went_wrong_on_the_way(door: Door, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "runs" / "again", "", SUMMARY)
+    for step in range(30):
+        folder.events.event("bad_step", step=step, bad=f"step {step}: the loss is nan", rank=None)
+    folder.events.event("done", exits={})
+    folder.close()
+    _, out, _ = door("show", "runs/again")
+    assert "note: step 3: the loss is nan" in out
+    assert "note: and 20 more: see runs/again/events*.jsonl" in out
+    assert out.index("accuracy") < out.index("note: ") < out.index("asked of it")
+
+
+def test_show_tells_of_a_command_what_was_said_of_it(door: Door, tmp_path: Path) -> None:
+    plan = plan_command(CommandRequest(("python", "train.py"), 2, max_restarts=3), HOSTS, {})
+    folder = RunFolder(tmp_path / "runs" / "script")
+    write_job(folder, plan, "0")
+    folder.events.event("done", exits={"0": 0, "1": 0})
+    folder.close()
+    _, out, _ = door("show", "runs/script")
+    assert out.startswith("python train.py × 2: done\n")
+    asked = out.partition("asked of it\n")[2].splitlines()
+    assert [" ".join(line.split()) for line in asked[:-1]] == ["max_restarts 3", "ranks 2"]
 
 
 def test_show_tells_the_first_fault_and_does_not_steer_the_terminal(

@@ -507,8 +507,8 @@ def test_a_job_without_a_terminal(launch: Callable[..., Launch], tmp_path: Path)
     assert second == r"rank 0: hello \x1b[2J from the model"
     bad = [line for line in lines if line.startswith("note: step 5: the loss is nan and the")]
     steps = [
-        line for line in lines if re.match(r"epoch   0  step {5,6}\d+  loss (nan|\d\.\d{4})", line)
+        line for line in lines if re.match(r"epoch   1  step {5,6}\d+  loss (nan|\d\.\d{4})", line)
     ]
     assert len(bad) == 1 and len(steps) > 1
     assert all(line in steps or line.startswith("note: ") for line in lines), going.err
-    assert steps[-1].startswith("epoch   0  step     29") and steps[-1].endswith(" samples/s")
+    assert steps[-1].startswith("epoch   1  step     30") and steps[-1].endswith(" samples/s")

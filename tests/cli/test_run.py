@@ -15,7 +15,13 @@ from typing import Any
 
 import pytest
 
+from allranks.cli.options import words_of
+from allranks.cli.run import _command
 from allranks.command import command_words, redacted_words, script_position, with_local_rank
+from allranks.engines import is_only_a_task
+from allranks.errors import RequestError
+from allranks.launch.connections import LEAST_LOOKS, Connections
+from allranks.torchrun import understand
 
 PATIENCE_S = 120
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -321,3 +327,59 @@ def test_the_threads_of_a_warm_script_are_those_of_a_plain_one(run: Run) -> None
         for words in ((), ("--warm", "torch"))
     ]
     assert [done.stdout for done in told] == ["1 1\n", "1 1\n"], told[1].stderr
+
+
+def test_what_a_node_shows_is_no_word_of_the_job() -> None:
+    """With --show on one node only the others were refused, as if they had another command."""
+    flags = {"ranks": 4, "show": "", "node_rank": 0}
+    assert words_of({**flags, "show": "all", "node_rank": 1}, "run") == words_of(flags, "run")
+    assert words_of({**flags, "ranks": 2}, "run") != words_of(flags, "run")
+
+
+def test_a_task_names_the_verb_that_trains_it(tmp_path: Path) -> None:
+    head = '"""A task."""\nfrom allranks.on_torch.task import Task\n\n\n'
+    text = f"{head}class Mine(Task):\n    pass\n"
+    (tmp_path / "mine.py").write_text(text)
+    assert is_only_a_task(tmp_path / "mine.py")
+    with pytest.raises(RequestError) as refused:
+        _command(("python", str(tmp_path / "mine.py")), understand({}, {}))
+    assert refused.value.do == f"allranks train {tmp_path / 'mine.py'}"
+    for more in ("print(Mine)", "if __name__ == '__main__':\n    Mine()"):
+        (tmp_path / "mine.py").write_text(f"{text}\n{more}\n")
+        assert not is_only_a_task(tmp_path / "mine.py")
+
+
+APART = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+if "together" in sys.argv:
+    dist.init_process_group("gloo")
+time.sleep(6)
+print("rank", os.environ["RANK"], "is done")
+"""
+
+
+@pytest.mark.parametrize(("word", "is_told"), [("apart", True), ("together", False)])
+def test_ranks_that_never_met_are_spoken_of(tmp_path: Path, word: str, is_told: bool) -> None:
+    (tmp_path / "train.py").write_text(APART)
+    command = [sys.executable, "-m", "allranks.cli.main", "run", "--ranks", "2", "--warm", "torch"]
+    done = subprocess.run(
+        [*command, "--run-dir", "run", "--", "python", "train.py", word],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("no rank was ever seen connected to another" in done.stderr) == is_told
+
+
+def test_of_other_frameworks_nothing_is_said() -> None:
+    seen = Connections(looks=LEAST_LOOKS)
+    assert seen.told(2) and not seen.told(1)
+    assert not Connections(looks=LEAST_LOOKS - 1).told(2)
+    assert not Connections(has_met=True, looks=99).told(2)

@@ -93,6 +93,15 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(door: Door) -> None:
     assert words[11] == "--run-dir" and words[12].startswith(f"{Path.cwd()}/runs/digits-")
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [("20", "00:20:00"), ("90", "01:30:00"), ("2-12", "2-12:00:00"), ("90s", "00:01:30")],
+)
+def test_a_plain_number_is_minutes_as_for_sbatch(door: Door, given: str, line: str) -> None:
+    _, out, err = door(*ML, "--time", given, "--dry-run", *CUDA)
+    assert f"--time={line}" in read_script(out, old=False), err
+
+
 def test_the_words_are_completed_and_never_said_twice(door: Door) -> None:
     words = ("--ranks", "12", "--nodes=2", "--place", "slurm", "--run-dir", "runs/a")
     _, out, _ = door(*ML, "--dry-run", *CUDA, *words)
@@ -119,6 +128,16 @@ def test_the_two_dashes_may_be_left_out(door: Door) -> None:
 
 
 def test_a_rank_may_be_a_task_of_slurm(door: Door) -> None:
+    """The whole script; the golden file was read line by line, and no test writes it."""
+    words = ("--per-rank", "--nodes", "2", "--time", "2:00:00", "--run-dir", "r", "--dry-run")
+    code, out, err = door(*ML, *words, *CUDA)
+    assert (code, err) == (0, "")
+    golden = Path(__file__).with_name("golden") / "per-rank.sbatch"
+    on_one_line = out.replace(" \\\n    ", " ").rstrip()  # where it breaks follows the folder
+    assert on_one_line.replace(str(Path.cwd()), "/scratch/me") == golden.read_text().rstrip()
+
+
+def test_a_command_may_have_a_task_for_every_rank_too(door: Door) -> None:
     _, out, _ = door(*ML, "--per-rank", "--dry-run", "--", "run", "--", "python", "-V")
     assert "--per-rank" in program_of(out)
 
@@ -231,7 +250,7 @@ def test_a_dry_run_as_an_object(door: Door) -> None:
         ((*ML, "--mem", "1000", "--mem-per-gpu", "10", *CUDA), "keep one of them: --mem 1000"),
         ((*ML, "--mem", "0", *CUDA), "'0' is no memory"),
         ((*ML, "--time", "8d", *CUDA), "at most 7-00:00:00"),
-        ((*ML, "--time", "soon", *CUDA), "'soon' is no duration"),
+        ((*ML, "--time", "soon", *CUDA), "'soon' is no time limit"),
         ((*ML, "--name", "a\nb", *CUDA), "a character that is not printed"),
         ((*ML, *CUDA, "--set", "lr=1\n2"), "a character that is not printed"),
         ((*ML, "--sbatch=--wrap=x", *CUDA), "--wrap, which takes a script"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from allranks.launch import leftovers
 from allranks.launch.leftovers import VARIABLE, is_dead, owner, scratch_folder, sweep
 from allranks.launch.linux import started_at
+from allranks.launch.process import Process
+from allranks.launch.server import ForkServer
 
 Start = Callable[[str | None], subprocess.Popen[bytes]]
 OWNER_OF_ITS_OWN = "from allranks.launch.leftovers import owner; print(owner())"
@@ -147,6 +150,26 @@ def test_a_scratch_folder_that_another_start_removes_meanwhile_is_no_error(
     sweep()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, 0])
+def test_what_multiprocessing_keeps_for_a_rank_goes_with_it(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder of sockets has a random name, and nobody knew whose it was when it was killed."""
+    short = Path(tempfile.mkdtemp(prefix="t"))  # the name of a socket has 107 characters at most
+    monkeypatch.setenv("TMPDIR", str(short))  # the server's, and so that of what it starts
+    log = tmp_path / "log"
+    with ForkServer(()) as server:
+        environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+        target = "launch_workers:keeps_sockets"
+        server.spawn(Process(0, target, {"number": int(number)}, environment, log))
+        deadline = time.monotonic() + 60
+        while not (ended := server.exits(0.1)):
+            assert time.monotonic() < deadline
+        made = Path(log.read_text().strip())
+        assert ended[0].code == -number and made.is_relative_to(short)
+    short.rmdir()  # it is empty
+
+
 def test_shared_memory_of_an_ended_process_is_removed_by_its_number() -> None:
     names = [f"/dev/shm/torch_{os.getpid()}{rest}" for rest in ("_1_0", "0_1_0", "")]
     for name in names:
@@ -154,6 +177,20 @@ def test_shared_memory_of_an_ended_process_is_removed_by_its_number() -> None:
     try:
         leftovers.remove_shared_memory(os.getpid())
         assert [Path(name).exists() for name in names] == [False, True, True]
+    finally:
+        for name in names:
+            Path(name).unlink(missing_ok=True)
+
+
+def test_what_a_killed_leftover_kept_in_shared_memory_goes_with_it(start: Start) -> None:
+    mark = f"{owner()}/3"
+    killed, spared = start(mark), start(f"{owner()}/4")
+    names = [f"/dev/shm/torch_{process.pid}_1_0" for process in (killed, spared)]
+    for name in names:
+        Path(name).touch()
+    try:
+        leftovers.end_processes_of(mark)
+        assert [Path(name).exists() for name in names] == [False, True]
     finally:
         for name in names:
             Path(name).unlink(missing_ok=True)

@@ -127,6 +127,26 @@ def test_a_rank_that_stands_still_is_ended_too(ranks_server: ForkServer, tmp_pat
     assert_gone(read_pid(tmp_path, "waiting-0"))
 
 
+def test_what_is_left_of_a_dead_ranks_group_is_gone_before_the_others_are(
+    ranks_server: ForkServer, tmp_path: Path
+) -> None:
+    """A loader worker of a dead rank would hold its memory and its files while the rest goes on."""
+    for process in processes(tmp_path, "leaves_a_child", "ends_when_told"):
+        ranks_server.spawn(process)
+    first = None
+    while first is None:
+        first = next(iter(ranks_server.exits(PATIENCE_S)), None)
+    assert (first.ticket, first.code) == (0, 0)
+    child, waiting = read_pid(tmp_path, "child"), read_pid(tmp_path, "waiting-1")
+    try:
+        assert_gone(child)
+        assert is_alive(waiting)
+    finally:
+        write_pid(str(tmp_path), "go", waiting)
+    while not ranks_server.exits(PATIENCE_S):
+        pass
+
+
 # --- processes with roles -------------------------------------------------------------------
 
 

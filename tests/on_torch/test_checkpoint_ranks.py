@@ -55,6 +55,14 @@ def test_sharded_tensors_load_on_another_number_of_ranks(on_ranks: OnRanks, tmp_
     on_ranks(2, worker("load_sharded"), {"folder": str(tmp_path / "of four")})
 
 
+def test_a_job_takes_up_its_own_parts_of_weights_that_other_ranks_split(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    """No rank of either job holds a split weight whole."""
+    on_ranks(2, worker("job_of_halves"), {"folder": str(tmp_path), "saves": True})
+    on_ranks(3, worker("job_of_halves"), {"folder": str(tmp_path), "saves": False})
+
+
 def test_states_that_differ_between_ranks_are_refused(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(2, worker("disagree"), {"folder": str(tmp_path / "checkpoints")})
 

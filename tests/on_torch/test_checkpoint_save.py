@@ -61,6 +61,8 @@ def test_every_type_of_number_in_any_shape(tmp_path: Path) -> None:
     assert len(read) == len(tensors)
     for name, tensor in tensors.items():
         written = read[f"common/{name.replace('/', '~1')}"]
+        if tensor.dtype == torch.complex128:  # the format has none: pairs of F64
+            written = torch.view_as_complex(written.clone())
         for found in (loaded.common[name], written):
             assert found.dtype == tensor.dtype and found.shape == tensor.shape
             assert (

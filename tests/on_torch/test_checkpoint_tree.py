@@ -93,7 +93,6 @@ def test_tied_tensors_and_ordered_dicts_are_fine() -> None:
         (torch.float32, "dtype"),
         ({True: 1}, "bool"),
         ({(1, 2): 1}, "tuple"),
-        (torch.zeros(2, dtype=torch.complex128), "complex128"),
         (torch.zeros(2, device="meta"), "without storage"),
         (torch.eye(2).to_sparse(), "sparse"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,47 @@ def test_evaluation_counts_every_sample_once() -> None:
     assert found["target"] == 4.5
     wanted = (output.squeeze(1) - data[1]).square().mean()
     assert found["loss"] == pytest.approx(float(wanted), rel=1e-12)
+
+
+class Drawn(contract_tasks.UnevenStream):
+    """Shard and number of each sample, and what it drew from torch's own generator."""
+
+    def open(self, shard: int, epoch: int, seed: int, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(skip, 12):
+            yield torch.tensor([shard, number]), torch.rand(())
+
+
+def read_stream(rank: int, ranks: int, done: Progress | None = None) -> list[tuple[Tensor, Tensor]]:
+    """The two parts of the batches of one epoch: 12 samples of each of 8 shards, by 24."""
+    task = contract_tasks.Uneven()
+    opened = open_data(Drawn(), task, 5, 0, "train_data")
+    fields = {"batch_size": 24, "shards": 8, "last_batch": "keep", "seed": 5, "rank": rank}
+    more = {"ranks": ranks, "micro_batch": None, "shard_alone": False, "arithmetic": FP64}
+    stream = GlobalBatches(source=opened.source, **fields, **more)  # type: ignore[arg-type]
+    found = []
+    for batch in stream.after(done or Progress(), 1, 4):
+        parts = [micro.data for micro in batch.micros]
+        found.append((torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])))
+    return found
+
+
+def test_randomness_in_a_stream_belongs_to_its_shard() -> None:
+    whole = read_stream(0, 1)
+    ranks = [read_stream(rank, 3) for rank in range(3)]
+    for step, (numbers, drawn) in enumerate(whole):
+        assert torch.equal(numbers, torch.cat([own[step][0] for own in ranks]))
+        assert torch.equal(drawn, torch.cat([own[step][1] for own in ranks]))
+    everything = torch.cat([drawn for _, drawn in whole])
+    assert len(everything.unique()) == len(everything) == 96, "no two draw the same"
+
+
+def test_a_stream_goes_on_where_it_stood() -> None:
+    whole = read_stream(0, 1)
+    done = Progress(batch_index=2, step_in_epoch=2)
+    for (numbers, drawn), (wanted, was_drawn) in zip(
+        read_stream(0, 1, done), whole[2:], strict=True
+    ):
+        assert torch.equal(numbers, wanted) and torch.equal(drawn, was_drawn)
 
 
 def test_the_digest_of_weights_is_what_the_documents_say() -> None:

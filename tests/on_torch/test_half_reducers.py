@@ -13,6 +13,7 @@ from torch import Tensor
 
 import contract_tasks
 from allranks.check.against_one import check_against_one
+from allranks.check.plan import Plan
 from allranks.config import resolve
 from allranks.errors import ProgramError, RequestError
 from allranks.launch.server import ForkServer
@@ -128,7 +129,7 @@ def test_digits_are_learnt_in_bf16(train: Train) -> None:
 def test_check_does_not_compare_what_is_not_promised(tmp_path: Path, server: ForkServer) -> None:
     resolved = resolve("digits", {"strategy": "ddp:reduce=fp16", "ranks": 2})
     with pytest.raises(RequestError) as refused:
-        check_against_one(resolved, tmp_path, server)
+        check_against_one(resolved, tmp_path, server, Plan((2,), 2, shards=8))
     assert refused.value.found.startswith("its card says: REFERENCE: equal to a loop that rounds")
     with pytest.raises(RequestError, match="only the tree"):
         resolve("digits", {"strategy": "ddp:reduce=bf16", "ranks": 2, "bitwise": True})

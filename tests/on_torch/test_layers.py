@@ -59,6 +59,42 @@ def test_two_dropouts_two_calls_and_two_steps_draw_apart() -> None:
     assert len({mask.numpy().tobytes() for mask in masks}) == 4
 
 
+@pytest.mark.parametrize("limit", [None, 3])
+def test_more_padding_only_adds_to_the_mask(limit: int | None) -> None:
+    """Batches padded to their longest sample: what comes before the padding is the same."""
+    layer = nn.Dropout(0.4)
+    scope = scoped(layer)
+    narrow = outputs(layer, scope, torch.ones(12, 5, 7), limit)
+    wide = outputs(layer, scope, torch.ones(12, 9, 7), None)
+    assert torch.equal(wide[:, :5], narrow)
+    assert not torch.equal(wide[:, 5:], wide[:, :4])
+
+
+def test_rows_that_were_picked_out_are_refused_with_a_remedy() -> None:
+    layer = nn.Dropout(0.4)
+    scope = scoped(layer)
+    scope.enter(0, (Piece(0, 0, 4, 4),), 4)
+    with pytest.raises(RequestError, match="an expert of a mixture") as error:
+        layer(torch.ones(3, 8))
+    assert error.value.found == "3 rows for 4 samples"
+
+
+def test_batchnorm_without_running_statistics_normalises_its_shard_and_leaves_nothing() -> None:
+    plain, layer = (nn.BatchNorm1d(3, track_running_stats=False) for _ in range(2))
+    scope = scoped(layer)
+    data = torch.randn(11, 3, generator=torch.Generator().manual_seed(1))
+    scope.enter(0, (Piece(0, 0, 4, 4), Piece(1, 0, 7, 7)), 11)
+    wanted = torch.cat([plain(data[:4]), plain(data[4:])])
+    torch.testing.assert_close(layer(data), wanted)
+    assert not scope.moments
+    scope.enter(0, (Piece(0, 0, 1, 1),), 1)
+    with pytest.raises(RequestError, match="no variance"):
+        layer(data[:1])
+    image = nn.BatchNorm2d(3, track_running_stats=False)
+    scoped(image).enter(0, (Piece(0, 0, 1, 1),), 1)
+    assert image(torch.randn(1, 3, 4, 4)).isfinite().all()
+
+
 def test_dropout_in_float64_draws_the_same_mask() -> None:
     layer = nn.Dropout(0.3)
     scope = scoped(layer)
@@ -101,6 +137,18 @@ def test_outside_of_a_step_the_layers_are_torchs_own() -> None:
     torch.testing.assert_close(model.running_mean, plain.running_mean)
     assert isinstance(model, nn.BatchNorm1d)
     assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_layer_in_evaluation_mode_is_torchs_own_within_a_step_too() -> None:
+    """A frozen BatchNorm uses its running statistics, and adds nothing to them."""
+    layer, plain = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    for norm in (layer, plain):
+        norm.running_mean.fill_(2.0)  # type: ignore[union-attr]
+    scope = scoped(layer)
+    layer.eval()
+    data = torch.randn(12, 3, generator=torch.Generator().manual_seed(4))
+    torch.testing.assert_close(outputs(layer, scope, data, None), plain.eval()(data))
+    assert not scope.moments
 
 
 def test_rows_that_are_not_samples_are_refused() -> None:

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+import contract_tasks
+import data_tasks
 import trainer_tasks
+from allranks.errors import ProgramError
 from allranks.job import Job
 from allranks.on_torch import Trainer
 from allranks.record import read_rows
@@ -100,6 +104,28 @@ def test_images_in_channels_last_order() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"ranks": 3},
+        {"ranks": 2, "strategy": "ddp:bucket_mb=0.0005"},
+        {"ranks": 3, "strategy": "ddp-plain"},
+        {"ranks": 4, "bitwise": True},
+    ],
+    ids=str,
+)
+def test_channels_last_on_several_ranks_with_weights(flags: dict[str, Any], train: Train) -> None:
+    """Weights in that order lie in buckets; samples count for 1, 2 or 3, with a short last batch."""
+    job: dict[str, Any] = {"precision": "fp64", "steps": 7}
+    wanted = train("evaluation_workers:WeightedImages", **job, ranks=1)
+    found = train("evaluation_workers:WeightedImages", **job, **flags, channels_last=True)
+    assert found.summary["eval"] == pytest.approx(wanted.summary["eval"], rel=1e-9)
+    ours, theirs = (load_file(r.run_dir / "weights.safetensors") for r in (found, wanted))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_torch_can_still_be_asked_about_tf32(precision: str) -> None:
     """It has an older and a newer set of switches, and refuses to answer where they disagree."""
@@ -110,3 +136,36 @@ def test_torch_can_still_be_asked_about_tf32(precision: str) -> None:
         with torch.backends.cudnn.flags(enabled=False):
             pass
     assert before == (torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("", "tf32"),
+        ("cuda.matmul", "tf32"),
+        ("cudnn", "tf32"),
+        ("cudnn.conv", "ieee"),
+        ("mkldnn.matmul", "bf16"),
+    ],
+)
+def test_a_program_may_use_the_newer_switches_of_torch(
+    on_ranks: OnRanks, place: str, value: str
+) -> None:
+    """fp32 means fp32 whatever a program has set, and it finds its switches as they were."""
+    on_ranks(1, "kernel_workers:newer_switch", {"place": place, "value": value})
+
+
+def test_pretrained_weights_of_64_bits_are_not_rounded_to_32() -> None:
+    given = {"0.weight": contract_tasks.made(8, 4, seed=3)}
+    task = type("Filled", (contract_tasks.Plain,), {"pretrained": lambda self: given})()
+    with Trainer(task, Job(precision="fp64")) as trainer:
+        assert torch.equal(dict(trainer.weights())["0.weight"], given["0.weight"])
+
+
+def test_a_tensor_of_another_type_made_in_forward_is_explained(train: Train) -> None:
+    program = f"{data_tasks.__file__}:OfTwoTypes"
+    with pytest.raises(
+        ProgramError, match=r"(?s)x\.new_zeros.*torch\.float64|torch\.float64.*x\.new_"
+    ):
+        train(program, ranks=1, steps=1, precision="fp64")
+    assert train(program, ranks=1, steps=1).summary["steps"] == 1

@@ -75,7 +75,17 @@ def test_a_flipped_bit_is_found_within_the_steps_asked_for(
 
 def test_without_a_comparison_nobody_would_know(train: Train) -> None:
     job = {"ranks": 2, "steps": 8, "inject": "corrupt@rank=1,step=4,at=stepped"}
-    assert train("contract_tasks:Images", **job).summary["steps"] == 8
+    assert train("contract_tasks:Images", **job, witness="off").summary["steps"] == 8
+
+
+@pytest.mark.parametrize("step", [0, 6])
+def test_the_first_two_steps_and_the_end_are_compared_by_default(step: int, train: Train) -> None:
+    """Flipped after the first step, and just before the end: no weights are written."""
+    inject = f"corrupt@rank=1,step={step},at=stepped"
+    with pytest.raises(ProgramError, match=r"first in 0\.weight") as raised:
+        train("contract_tasks:Images", ranks=3, steps=8, inject=inject)
+    assert ("So early it is the task" in str(raised.value)) is (step == 0)
+    assert f" at step {2 if step == 0 else 8}: " in str(raised.value)
 
 
 @pytest.mark.parametrize("task", ["Images", "Words", "Uneven", "Experts", "Pairs"])

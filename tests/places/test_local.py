@@ -46,6 +46,7 @@ eval_every =
 early_stop = 
 patience = 3
 log = 
+profile = False
 checkpoint_every = None
 keep = 3
 best = 
@@ -56,10 +57,13 @@ time_limit = None
 on_bad_step = stop
 spike = None
 verify_every = None
+witness = warn
 inject = 
 run_dir = /somewhere/run
 trace = False
+trace_bytes = 0
 replay = 
+cut_for = 0
 
 task:
   batch_size = 256

@@ -64,9 +64,9 @@ def check(site: Site | str, **asked: Any) -> None:
         ("puhti", PUHTI | {"time_s": 3 * 86_400 + 1}, "at most 3-00:00:00", "--time 3-00:00:00, or --partition longrun"),
         ("taurus-ml", {"time_s": 8 * 86_400}, "at most 7-00:00:00", "--time 7-00:00:00"),
         (LIVE, MINE | {"time_s": 121, "partition": "short"}, "at most 00:02:00", "--time 00:02:00, or --partition debug"),
-        (LIVE, MINE | {"time_s": 59}, "Slurm, which counts minutes", "--time 1m, or longer"),
+        (LIVE, MINE | {"time_s": 59}, "Slurm, which counts minutes", "--time 1, or longer: a plain number is minutes, as for sbatch"),
         (LIVE, MINE | {"time_s": 120, "signal_s": 120}, "a job of 00:02:00", "--signal 60"),
-        (LIVE, MINE | {"signal_s": 70_000}, "65535 at most", "--signal 32767"),
+        (LIVE, MINE | {"signal_s": 65_536}, "65535 at most", "--signal 32767"),
         # account and partition
         ("puhti", {"partition": "gpu"}, "Puhti (CSC) charges every job to a project", "--account PROJECT"),
         ("puhti", {"account": "p", "partition": "cpu"}, "Puhti (CSC) has test, small,", "known: gpu, gputest"),
@@ -96,6 +96,8 @@ def test_what_a_site_cannot_give_is_refused(
         ("taurus-gpu2", {"nodes": 59}),
         (LIVE, MINE | {"nodes": 2, "ranks_per_node": 2, "cpus_per_task": 2, "mem": 2000}),
         (LIVE, MINE | {"nodes": 2, "ranks_per_node": 2, "time_s": 3600}),
+        (LIVE, MINE | {"signal_s": 65_535}),
+        (LIVE, MINE | {"time_s": 120, "signal_s": 119}),
     ],
 )
 def test_what_a_site_can_give_is_taken(site: Site | str, asked: dict[str, Any]) -> None:

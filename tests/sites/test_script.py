@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import RequestError
+from allranks.sites.sbatch_options import full_name
 from allranks.sites.script import directive, render
 from fake_sbatch import read_script
 from site_requests import GOLDEN, golden_request
@@ -175,8 +176,55 @@ def test_plain_values_stay_plain() -> None:
     assert directive("--job-name", "a hetjob") == '#SBATCH --job-name="a het\\job"'
 
 
+@pytest.mark.parametrize(
+    ("option", "decides"),
+    [
+        ("--gpus=16", "--gpus-per-node"),
+        ("--mem-per-c=9000", "--mem"),
+        ("--partit=huge", "--partition"),
+        ("--tasks-per-node=9", "--ranks-per-node"),
+        ("--tasks=9", "--ranks-per-node"),
+        ("--ntasks-per-g=2", "--ranks-per-node"),
+        ("--tres-per-t=gpu:9", "--gpus-per-node"),
+        ("--cpus-per-g=9", "--cpus-per-task"),
+        ("--minc=99", "--cpus-per-task"),
+        ("--cluster=other", "--cluster"),
+        ("--no-r", "--requeue"),
+        ("--workd=/x", "--run-dir"),
+    ],
+)
+def test_no_abbreviation_and_no_synonym_passes_what_was_checked(option: str, decides: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        render(dataclasses.replace(golden_request("puhti"), options=(option,)))
+    if option == "--minc=99":  # mincpus, or mincores of an older version
+        assert refused.value.do == "write the whole name"
+    else:
+        assert decides in refused.value.do
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        ("--qo", "--qos"),
+        ("--mail-u", "--mail-user"),
+        ("--qos", "--qos"),
+        ("--mem", "--mem"),  # whole, though others begin so
+        ("--container-image", "--container-image"),  # a plugin's
+    ],
+)
+def test_an_abbreviation_means_what_sbatch_takes_it_for(given: str, means: str) -> None:
+    assert full_name(given) == means
+
+
+@pytest.mark.parametrize("given", ["--n", "--g", "--mem-per", "--s", "--con"])
+def test_what_may_mean_several_options_is_refused(given: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        full_name(given)
+    assert "options of sbatch that begin so: --" in refused.value.found
+
+
 def test_options_besides_are_directives() -> None:
-    options = ("--qos=debug", "--exclusive", "--comment=a 'b' #c")
+    options = ("--qo=debug", "--exclusive", "--comment=a 'b' #c")
     text = render(dataclasses.replace(golden_request("puhti"), options=options))
     assert read_script(text, old=False)[-3:] == ["--qos=debug", "--exclusive", "--comment=a 'b' #c"]
 

@@ -88,10 +88,12 @@ def kill(logs: Logs) -> None:
 def assert_whole(run: Run, steps: int) -> None:
     """Each of `steps` steps, and each evaluation among them, is there once, in order."""
     rows, evaluations = run.tables()
-    assert [int(row["step"]) for row in rows] == list(range(steps))
+    assert [int(row["step"]) for row in rows] == list(range(1, steps + 1))
+    assert [int(row["epoch"]) for row in rows] == [1 + step // 10 for step in range(steps)]
     expected = [(at, name) for at in range(3, steps + 1, 3) for name in ("loss", "accuracy")]
     assert [(int(line["step"]), line["metric"]) for line in evaluations] == expected
     scalars = run.scalars()
+    assert scalars["train/epoch"] == [(n, 1.0 + (n - 1) // 10) for n in range(1, steps + 1)]
     assert [step for step, _ in scalars["train/loss"]] == list(range(1, steps + 1))
     losses = scalars.get("evaluation/loss", [])
     assert losses == [(at, float(at - 1)) for at in range(3, steps + 1, 3)]
@@ -104,7 +106,8 @@ def test_a_csv_has_the_columns_of_the_metrics(tmp_path: Path) -> None:
     header = (tmp_path / "metrics.csv").read_text().partition("\n")[0]
     assert header == "step,epoch,loss,samples,learning_rate,monotonic,grad_norm,loss_scale,bad"
     for row, metric in zip(rows, read_rows(tmp_path / "metrics.jsonl"), strict=True):
-        assert row == {name: str(metric.get(name, "")) for name in STEP_COLUMNS}
+        as_counted = {**metric, "step": metric["step"] + 1, "epoch": metric["epoch"] + 1}
+        assert row == {name: str(as_counted.get(name, "")) for name in STEP_COLUMNS}
     assert rows[7]["bad"] == row_of(7)["bad"] and rows[7]["loss"] == "nan"
     assert evaluations[1] == {"step": "3", "metric": "accuracy", "value": "0.5"}
 

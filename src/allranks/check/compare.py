@@ -1,40 +1,67 @@
 """Two traces side by side: the first difference, its step, its tensor, its size. Reads files only.
 
 The order of comparison within a step is the order in which a step makes things, so that the first
-difference is the nearest to its cause: samples, weight, loss, gradient, clipped gradient, rate,
-weights, buffers; then whether the ranks of the candidate agree with each other.
+difference is the nearest to its cause: samples, weight, loss, gradient and its norm, clipped
+gradient, rate, weights, their average, buffers; with each tensor whether the ranks of the candidate
+agree with each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from allranks.check import hints
+from allranks.check.sizes import (
+    Array,
+    Rounding,
+    number_difference,
+    tensor_difference,
+    usual_sizes,
+)
 from allranks.record import read_rows
 
-Array = NDArray[Any]
 START = -1
-STAGES = ("gradient", "clipped gradient", "weight", "buffer")
-SMALL = 1e-3  # a tensor counts as at least this part of the norm of all tensors of its stage
+STAGES = ("gradient", "clipped gradient", "weight", "average", "buffer")
+MOVED = ("weight", "average")  # by the optimizer, from gradients that may be rounding only
+SMALL = 1e-3  # a tensor counts as at least this part of what is usual in its stage
+NORM = 1e-6  # the length of a gradient is summed in another order where it lies in other pieces
 
 
 @dataclass(frozen=True)
 class Tolerance:
     """What still counts as equal: norm-relative for tensors, relative for numbers.
 
-    `stages` are compared; `exact` asks for equal bits.
+    `stages` are compared; `exact` asks for equal bits. `small` and `floor` say what the difference
+    of a tensor is relative to (`sizes.usual_sizes`); `noise` allows more, tensor by tensor.
     """
 
     tensors: float
     numbers: float
     stages: tuple[str, ...] = STAGES
     exact: bool = False
+    small: float = SMALL
+    floor: float = 0.0
+    lengths: float = 0.0
+    """How far the length of a gradient may be off: in 32 bits it adds up millions of squares."""
+    skips_alike: bool = True
+    """Whether both must skip the same steps for their loss scale."""
+    noise: Mapping[str, float] = field(default_factory=dict)
+
+    def limit(self, difference: Difference) -> float:
+        """How large this difference may be."""
+        if self.exact:
+            return NORM if difference.stage == "gradient norm" else 0.0
+        if difference.tensor is None:
+            is_length = difference.stage == "gradient norm"
+            return max(self.numbers, self.lengths) if is_length else self.numbers
+        return max(self.tensors, self.noise.get(difference.name, 0.0))
 
 
 @dataclass(frozen=True)
@@ -47,6 +74,10 @@ class Difference:
     size: float | None
     found: str
     hint: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}/{self.tensor}"
 
     def __str__(self) -> str:
         where = "before the first step" if self.step == START else f"at step {self.step}"
@@ -63,7 +94,7 @@ class Comparison:
     largest: float
     largest_at: str
     passed_over: tuple[str, ...] = ()
-    """Tensors whose weights were not compared: their gradient is nothing but rounding."""
+    """Weights that were not compared: their gradient is nothing but rounding."""
 
 
 class Trace:
@@ -73,12 +104,26 @@ class Trace:
         self.path = path
         files = sorted(path.glob("rank-*.jsonl"))
         self.ranks = [{int(row["step"]): row for row in read_rows(file)} for file in files]
+        self.tensors = lru_cache(2)(self._tensors)
+        self._start: dict[str, Array] | None = None
 
     @property
     def steps(self) -> list[int]:
         return sorted(self.ranks[0])
 
-    def tensors(self, step: int) -> dict[str, Array]:
+    @property
+    def start(self) -> dict[str, Array]:
+        """The leader's tensors before the first step."""
+        if self._start is None:
+            self._start = self._tensors(START)
+        return self._start
+
+    @property
+    def draws(self) -> bool:
+        """Whether forward or loss drew from torch's own generator in any step."""
+        return any(row.get("draws") for rank in self.ranks for row in rank.values())
+
+    def _tensors(self, step: int) -> dict[str, Array]:
         """The leader's tensors of one step, by stage/name."""
         name = "start" if step == START else f"step-{step:08d}"
         return dict(load_file(self.path / "tensors" / f"{name}.safetensors"))
@@ -86,26 +131,23 @@ class Trace:
 
 def compare(reference: Trace, candidate: Trace, tolerance: Tolerance) -> Comparison:
     """The first difference between a run of one process and one of any number of ranks."""
+    walk = _Walk(reference, candidate, tolerance)
     largest, largest_at, compared = 0.0, "nothing", 0
-    passed_over: set[str] = set()
 
     def found(first: Difference | None) -> Comparison:
-        return Comparison(first, compared, largest, largest_at, tuple(sorted(passed_over)))
+        return Comparison(first, compared, largest, largest_at, walk.rounding.in_words())
 
     for step in reference.steps:
         if step not in candidate.ranks[0]:
             return found(_ended(step, "the candidate ended before", "lost samples"))
-        noise = set() if tolerance.exact else _rounding_only(reference.tensors(step), tolerance)
-        passed_over |= noise
-        for difference in _differences(reference, candidate, step, tolerance):
-            if difference.stage == "weight" and difference.tensor in noise:
-                continue
-            if not _within(difference, tolerance):
+        for difference in walk.differences(step):
+            size = math.inf if difference.size is None else difference.size
+            if not size <= tolerance.limit(difference):
                 return found(difference)
-            assert difference.size is not None
-            if difference.size > largest:
-                largest = difference.size
-                largest_at = f"{difference.stage} {difference.tensor} at step {step}"
+            if size > largest:
+                largest = size
+                where = " ".join(filter(None, (difference.stage, difference.tensor)))
+                largest_at = f"{where} at step {step}"
         compared += step != START
     extra = sorted(set(candidate.ranks[0]) - set(reference.steps))
     if extra:
@@ -113,129 +155,177 @@ def compare(reference: Trace, candidate: Trace, tolerance: Tolerance) -> Compari
     return found(None)
 
 
+def sizes_between(reference: Trace, candidate: Trace, tolerance: Tolerance) -> dict[str, float]:
+    """The largest size of each tensor's difference, by stage/name, over all steps of both."""
+    walk, sizes = _Walk(reference, candidate, tolerance), dict[str, float]()
+    for step in set(reference.steps) & set(candidate.ranks[0]):
+        for difference in walk.differences(step):
+            if difference.tensor is not None and difference.size is not None:
+                size = difference.size if math.isfinite(difference.size) else 0.0
+                sizes[difference.name] = max(size, sizes.get(difference.name, 0.0))
+    return sizes
+
+
 def _ended(step: int, found: str, hint: str) -> Difference:
     return Difference(step, "number of steps", None, None, found, hint)
 
 
-def _rounding_only(tensors: dict[str, Array], tolerance: Tolerance) -> set[str]:
-    """Parameters whose gradient is zero but for rounding, as of a bias before BatchNorm.
+class _Walk:
+    """Goes through the steps of two traces in order."""
 
-    An optimizer such as AdamW makes steps of that rounding, so their weights prove nothing.
-    """
-    prefix = "gradient/"
-    norms = {n.removeprefix(prefix): _norm(t) for n, t in tensors.items() if n.startswith(prefix)}
-    limit = tolerance.tensors * float(np.sqrt(sum(norm**2 for norm in norms.values())))
-    return {name for name, norm in norms.items() if 0 < norm <= limit}
+    def __init__(self, reference: Trace, candidate: Trace, tolerance: Tolerance) -> None:
+        self.reference, self.candidate, self.tolerance = reference, candidate, tolerance
+        self.rounding = Rounding()
+        self.typical_loss = max(map(_magnitude, reference.ranks[0].values()))
 
+    def differences(self, step: int) -> Iterator[Difference]:
+        """Everything that differs in one step, however little, in the order of the step."""
+        rows = [rank[step] for rank in self.candidate.ranks if step in rank]
+        wanted = self.reference.ranks[0][step]
+        skipped = False
+        if step != START:
+            yield from self._numbers(step, rows, wanted)
+            skipped = bool(wanted["overflow"] or rows[0]["overflow"]) and not self.tolerance.exact
+        if skipped:  # nothing of such a step is left to compare
+            return
+        if all(row["digests"] == wanted["digests"] for row in rows):
+            yield from self._rate(step, rows, wanted)
+        else:
+            yield from self._stages(step, rows, wanted)
 
-def _within(difference: Difference, tolerance: Tolerance) -> bool:
-    limit = tolerance.tensors if difference.tensor is not None else tolerance.numbers
-    return difference.size is not None and difference.size <= (0.0 if tolerance.exact else limit)
-
-
-def _differences(
-    reference: Trace, candidate: Trace, step: int, tolerance: Tolerance
-) -> Iterator[Difference]:
-    """Everything that differs in one step, however little, in the order of the step."""
-    rows, wanted = [rank[step] for rank in candidate.ranks], reference.ranks[0][step]
-    if step != START:
+    def _numbers(
+        self, step: int, rows: list[dict[str, Any]], wanted: dict[str, Any]
+    ) -> Iterator[Difference]:
         ids = [number for row in rows for number in row["ids"]]
         if ids != wanted["ids"]:
-            yield _samples(step, ids, wanted["ids"])
-        for stage in ("samples", "weight", "loss"):
-            yield from _number(step, stage, rows[0][stage], wanted[stage])
-    ours, theirs = candidate.tensors(step), reference.tensors(step)
-    for stage in STAGES:
-        if stage in tolerance.stages or step == START:
-            yield from _tensors(step, stage, ours, theirs, len(rows), tolerance)
-        if stage == "clipped gradient" and step != START:
-            yield from _number(
-                step, "learning rate", rows[0]["learning_rate"], wanted["learning_rate"]
-            )
-    for rank, row in enumerate(rows[1:], start=1):
-        for name, digest in rows[0]["digests"].items():
-            if row["digests"].get(name) != digest:
-                stage, _, tensor = name.partition("/")
-                found = f"rank {rank} does not hold what rank 0 holds"
-                yield Difference(step, stage, tensor, float("inf"), found, "a replica that drifts")
+            yield Difference(step, "samples", None, None, *hints.of_samples(ids, wanted["ids"]))
+        for stage in ("samples", "weight"):
+            yield from _number(step, stage, rows[0][stage], wanted[stage], 0.0, rows[0])
+        eps = 1e-6 * self.typical_loss  # beside a loss of 1 at the start, 1e-16 is no loss
+        scale = max(_magnitude(wanted), eps, self.tolerance.floor**2)
+        yield from _number(step, "loss", rows[0]["loss"], wanted["loss"], scale, rows[0])
+        if self.tolerance.skips_alike:
+            flags = float(rows[0]["overflow"]), float(wanted["overflow"])
+            yield from _number(step, "overflow", *flags, 0.0, rows[0])
+
+    def _stages(
+        self, step: int, rows: list[dict[str, Any]], wanted: dict[str, Any]
+    ) -> Iterator[Difference]:
+        ours, theirs = self.candidate.tensors(step), self.reference.tensors(step)
+        if "weight" in self.tolerance.stages and not self.tolerance.exact:
+            limit, floor = self.tolerance.tensors, self.tolerance.floor
+            self.rounding.see(_of(ours, "gradient"), _of(theirs, "gradient"), limit, floor)
+        for stage in STAGES:
+            if stage in self.tolerance.stages or step == START:
+                yield from self._tensors(step, stage, _of(ours, stage), _of(theirs, stage), rows)
+            if stage == "gradient" and step != START:
+                norms = rows[0]["grad_norm"], wanted["grad_norm"]
+                yield from _number(step, "gradient norm", *norms, self.tolerance.floor, rows[0])
+            if stage == "clipped gradient":
+                yield from self._rate(step, rows, wanted)
+
+    def _rate(
+        self, step: int, rows: list[dict[str, Any]], wanted: dict[str, Any]
+    ) -> Iterator[Difference]:
+        if step != START and self.tolerance.skips_alike:  # a schedule counts updates
+            rates = rows[0]["learning_rate"], wanted["learning_rate"]
+            yield from _number(step, "learning rate", *rates, 0.0, rows[0])
+
+    def _tensors(
+        self,
+        step: int,
+        stage: str,
+        ours: dict[str, Array],
+        theirs: dict[str, Array],
+        rows: list[dict[str, Any]],
+    ) -> Iterator[Difference]:
+        drifting = _drifting(stage, rows)
+        sizes = self._sizes(step, stage, ours, theirs)
+        beyond = sum(size > self.tolerance.tensors for size in sizes.values())
+        for name in sorted({*ours, *theirs, *drifting}):
+            if name not in ours or name not in theirs:
+                which = "candidate" if name not in ours else "reference"
+                hint = "a parameter that some ranks do not use, or one that is trained in one run"
+                yield Difference(step, stage, name, math.inf, f"the {which} has none", hint)
+                continue
+            drifts = ""
+            if name in drifting:
+                drifts = f"rank {drifting[name]} does not hold what rank 0 holds"
+            if name in sizes:
+                size, everywhere = sizes[name], beyond == len(theirs)
+                found = f"relative difference {size:.2e} ({beyond} of {len(theirs)} tensors differ)"
+                hint = self._hint(step, stage, name, ours[name], theirs[name], everywhere)
+                if drifts and stage != "buffer":
+                    found, hint = f"{found}, and {drifts}", hints.DRIFTS[_base(stage)]
+                yield Difference(step, stage, name, size, found, hint)
+            if drifts:
+                hint = hints.of_buffer(name) if stage == "buffer" else hints.DRIFTS[_base(stage)]
+                yield Difference(step, stage, name, math.inf, drifts, hint)
+
+    def _sizes(
+        self, step: int, stage: str, ours: dict[str, Array], theirs: dict[str, Array]
+    ) -> dict[str, float]:
+        """The relative difference of each tensor whose bits are not equal."""
+        start = {} if step == START else _of(self.reference.start, stage)
+        scales = usual_sizes(stage, theirs, start, self.tolerance.small, self.tolerance.floor)
+        sizes = {}
+        for name in sorted(ours.keys() & theirs.keys()):
+            a, b = ours[name], theirs[name]
+            if a.tobytes() == b.tobytes():
+                continue
+            kept = self.rounding.kept(name) if stage in MOVED else None
+            size = tensor_difference(a, b, kept if a.shape == b.shape else None) / scales[name]
+            if size or (self.tolerance.exact and kept is None):
+                sizes[name] = size or math.ulp(0.0)  # other bits, as of a zero with a sign
+        return sizes
+
+    def _hint(self, step: int, stage: str, name: str, a: Array, b: Array, everywhere: bool) -> str:
+        if stage == "buffer":
+            return hints.of_buffer(name)
+        if stage in MOVED:
+            before = None
+            if step != START:
+                before = self.reference.tensors(step - 1).get(f"{stage}/{name}")
+            return hints.of_update(stage, a, b, before)
+        return hints.of_gradient(a, b, len(self.candidate.ranks), everywhere)
 
 
-def _samples(step: int, ids: list[int], wanted: list[int]) -> Difference:
-    missing, extra = set(wanted) - set(ids), set(ids) - set(wanted)
-    found = f"{len(missing)} samples missing, {len(extra)} not of this batch"
-    hint = "a sampler that shares the data out wrongly"
-    if len(ids) != len(set(ids)):
-        found, hint = (
-            f"{len(ids) - len(set(ids))} samples twice, {found}",
-            "ranks read the same data",
-        )
-    elif not missing and not extra:
-        found, hint = "the same samples in another order", "shards in another order"
-    return Difference(step, "samples", None, None, found, hint)
+def _magnitude(row: Mapping[str, Any]) -> float:
+    """How large the losses of a step are, whatever they add up to."""
+    sizes = [0.0]
+    with_weight = float(row.get("weight") or 0.0)
+    if row.get("magnitude") is not None and with_weight > 0:
+        sizes.append(float(row["magnitude"]) / with_weight)
+    if "loss" in row:
+        sizes.append(abs(float(row["loss"])))
+    return max(size for size in sizes if math.isfinite(size))
 
 
-def _number(step: int, stage: str, found: Any, wanted: Any) -> Iterator[Difference]:
-    if found == wanted:
-        return
-    ours, theirs = float(found), float(wanted)
-    size = abs(ours - theirs) / max(abs(theirs), 1e-30)
-    hint = "samples counted twice or lost" if stage != "loss" else "other random numbers or weights"
-    if stage == "learning rate":
-        hint = "a schedule that is stepped by each rank"
-    yield Difference(step, stage, None, size, f"{ours!r}, not {theirs!r}", hint)
-
-
-def _tensors(
-    step: int,
-    stage: str,
-    ours: dict[str, Array],
-    theirs: dict[str, Array],
-    ranks: int,
-    tolerance: Tolerance,
-) -> Iterator[Difference]:
+def _of(tensors: Mapping[str, Array], stage: str) -> dict[str, Array]:
     prefix = stage + "/"
-    wanted = {name: t for name, t in theirs.items() if name.startswith(prefix)}
-    total = float(np.sqrt(sum(_norm(tensor) ** 2 for tensor in wanted.values())))
-    sizes = {}
-    for name in sorted(wanted.keys() | {n for n in ours if n.startswith(prefix)}):
-        if name not in ours or name not in wanted:
-            which = "candidate" if name not in ours else "reference"
-            found = f"the {which} has none"
-            hint = "a parameter that some ranks do not use"
-            yield Difference(step, stage, name.removeprefix(prefix), float("inf"), found, hint)
-            continue
-        a, b = ours[name], wanted[name]
-        if a.tobytes() != b.tobytes():
-            scale = max(_norm(b), SMALL * total, 1e-30)
-            sizes[name] = _norm(a.astype(np.float64) - b.astype(np.float64)) / scale
-    beyond = sum(size > (0.0 if tolerance.exact else tolerance.tensors) for size in sizes.values())
-    for name, size in sizes.items():
-        a, b = ours[name], wanted[name]
-        found = f"relative difference {size:.2e} ({beyond} of {len(wanted)} tensors differ)"
-        hint = _hint(stage, a, b, ranks, everywhere=beyond == len(wanted))
-        yield Difference(step, stage, name.removeprefix(prefix), size, found, hint)
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
-def _hint(stage: str, ours: Array, theirs: Array, ranks: int, everywhere: bool) -> str:
-    if stage == "buffer":
-        return "BatchNorm statistics of one rank only, or updated more than once"
-    a, b = ours.astype(np.float64).ravel(), theirs.astype(np.float64).ravel()
-    norms = _norm(a) * _norm(b)
-    if stage == "weight" or norms == 0:
-        return "an update that was lost, or made with another gradient"
-    ratio, cosine = float(a @ b) / _norm(b) ** 2, float(a @ b) / norms
-    if cosine > 1 - 1e-6:
-        for factor, name in (
-            (ranks, "a sum where the mean is wanted"),
-            (1 / ranks, "divided twice"),
-        ):
-            if ranks > 1 and abs(ratio / factor - 1) < 1e-3:
-                return f"{name} (every value times {ratio:.4g})"
-        return f"scaled by {ratio:.6g}: a weight, a clip or a norm of one rank"
-    if everywhere:
-        return "a mean of means with uneven counts, or gradients changed before they were summed"
-    return "some parameters not summed, or sent before they were finished"
+def _base(stage: str) -> str:
+    return "gradient" if "gradient" in stage else stage
 
 
-def _norm(tensor: Array) -> float:
-    return float(np.linalg.norm(tensor.astype(np.float64).ravel()))
+def _drifting(stage: str, rows: list[dict[str, Any]]) -> dict[str, int]:
+    """The tensors that not all ranks of the candidate hold alike, each with the first such rank."""
+    found: dict[str, int] = {}
+    prefix = stage + "/"
+    for rank, row in enumerate(rows[1:], start=1):
+        for name in rows[0]["digests"].keys() | row["digests"].keys():
+            other = row["digests"].get(name) != rows[0]["digests"].get(name)
+            if other and name.startswith(prefix):
+                found.setdefault(name.removeprefix(prefix), rank)
+    return found
+
+
+def _number(
+    step: int, stage: str, found: Any, wanted: Any, scale: float, row: Mapping[str, Any]
+) -> Iterator[Difference]:
+    size = number_difference(found, wanted, scale)
+    if size:
+        hint = hints.of_number(stage, row)
+        yield Difference(step, stage, None, size, f"{found!r}, not {wanted!r}", hint)

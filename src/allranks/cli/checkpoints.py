@@ -9,13 +9,21 @@ from typing import Any
 
 import click
 
-from allranks.checkpoint_folder import FOLDER, bad, committed, step_of, uncommitted, verify_files
+from allranks.checkpoint_folder import (
+    FOLDER,
+    bad,
+    best_of,
+    committed,
+    step_of,
+    uncommitted,
+    verify_files,
+)
 from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError
 from allranks.export import export_weights
 from allranks.launch.exporting import FORMATS, export_model
+from allranks.loaded import file_sha256
 from allranks.manifest import NAME, BadCheckpoint, read_manifest
 from allranks.record import as_json
-from allranks.training.going_on import program_sha256
 from allranks.units import format_bytes, printable
 
 SAFETENSORS = "safetensors"
@@ -33,7 +41,8 @@ def checkpoints() -> None:
 def list_(run: str, as_object: bool) -> None:
     """List the checkpoints of RUN, the newest first, and what is there but cannot be loaded."""
     good, others = _there(run)
-    rows = [_row(folder) for folder in good]
+    best = _best(good)
+    rows = [_row(folder, folder in best) for folder in good]
     rows += [{"path": str(folder), "state": state} for folder, state in others]
     if as_object:
         click.echo(as_json(rows))
@@ -67,6 +76,7 @@ def verify(run: str, as_object: bool) -> None:
 @click.argument("run")
 @click.option("--to", "target", required=True, type=click.Path(), help="The file to write.")
 @click.option("--step", type=int, help="Which checkpoint (default: the newest).")
+@click.option("--best", is_flag=True, help="The best one, by the --best of the job.")
 @click.option(
     "--format",
     "form",
@@ -77,13 +87,14 @@ def verify(run: str, as_object: bool) -> None:
     "of a run of the TensorFlow engine.",
 )
 @as_object_option
-def export(run: str, target: str, step: int | None, form: str, as_object: bool) -> None:
+def export(run: str, target: str, step: int | None, best: bool, form: str, as_object: bool) -> None:
     """Write the weights of RUN's model to one safetensors file, or the whole Keras model.
 
     Exit code 5: the checkpoint does not hold.
     """
     good, _ = _there(run)
-    chosen = [folder for folder in good if step in (None, step_of(folder))]
+    wanted = _asked_best(run, good, step) if best else good
+    chosen = [folder for folder in wanted if step in (None, step_of(folder))]
     if not chosen:
         raise _none(run if step is None else f"{run} at step {step}")
     try:
@@ -106,7 +117,7 @@ def _exported(folder: Path, target: Path, form: str) -> int:
         return len(export_weights(folder, target))
     tensors = export_model(folder, target, form)
     manifest = read_manifest(folder)
-    was, now = manifest.facts.get("program_sha256"), program_sha256(manifest.job["program"])
+    was, now = manifest.facts.get("program_sha256"), file_sha256(manifest.job["program"])
     if was != now:
         note = f"note: {manifest.job['program']} has changed since; the model is that of today's"
         click.echo(printable(note), err=True)
@@ -150,7 +161,28 @@ def _problems(folder: Path) -> list[str]:
         return [str(error)]
 
 
-def _row(folder: Path) -> dict[str, Any]:
+def _best(good: list[Path]) -> list[Path]:
+    """The best of these, by what the job of the newest goes by; [] if it goes by nothing."""
+    try:
+        rule = str(read_manifest(good[0]).job.get("best", "")) if good else ""
+    except BadCheckpoint:
+        return []
+    return best_of(good, rule)
+
+
+def _asked_best(run: str, good: list[Path], step: int | None) -> list[Path]:
+    found = _best(good)
+    if step is not None or not found:
+        raise RequestError(
+            asked="--best" if step is None else f"--best --step {step}",
+            found=f"no checkpoint of {run} that is marked best" if step is None else "both",
+            why="which is best is judged by the job's --best max:METRIC or min:METRIC",
+            do="train with --best, or take one with --step N" if step is None else "give one",
+        )
+    return found
+
+
+def _row(folder: Path, is_best: bool) -> dict[str, Any]:
     try:
         manifest = read_manifest(folder)
     except BadCheckpoint as error:
@@ -163,6 +195,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "ranks": manifest.ranks,
         "metrics": manifest.metrics,
+        "best": is_best,
     }
 
 
@@ -172,4 +205,5 @@ def _line(row: dict[str, Any]) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["created"]))
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in row["metrics"].items())
     size = format_bytes(row["bytes"])
-    return f"{row['path']}  {when}  {size}  × {row['ranks']}  {metrics}".rstrip()
+    mark = "  (best)" if row["best"] else ""
+    return f"{row['path']}  {when}  {size}  × {row['ranks']}  {metrics}".rstrip() + mark

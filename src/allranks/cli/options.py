@@ -80,6 +80,7 @@ COURSE: Options = (
     (("--early-stop",), {"help": "End when max:METRIC or min:METRIC gets no better."}),
     (("--patience",), {"type": int, "help": "Evaluations without a better one (default 3)."}),
     (("--log",), {"help": "Further files to write: csv, tensorboard, or both."}),
+    (("--profile",), {"is_flag": True, "default": None, "help": "Write where a few steps spend."}),
 )
 
 PROTECTION: Options = (
@@ -102,6 +103,7 @@ PROTECTION: Options = (
         ("--verify-every",),
         {"type": int, "help": "Steps between comparisons of all ranks' weights."},
     ),
+    (("--witness",), {"help": "warn, stop or off: when the result follows the ranks."}),
     (
         ("--inject", "inject"),
         {"multiple": True, "help": "Break it on purpose: kill@rank=1,step=30."},
@@ -164,6 +166,7 @@ def words_of(flags: dict[str, Any], *more: str) -> tuple[str, ...]:
     """The words that describe a job, the same on every node whatever their order was."""
     own = {name for name, value in flags.items() if value not in (None, (), "", False)}
     own -= {"node_rank", "interface", "key", "join_timeout", "as_object", "local_addr", "rdzv_id"}
+    own -= {"show"}  # whose output a node shows is its own matter
     said = {name: flags[name] for name in sorted(own)}
     if "settings" in said:
         pairs = dict(text.partition("=")[::2] for text in said["settings"])

@@ -16,6 +16,7 @@ import click
 
 from allranks.catalog import load
 from allranks.cli.following import Follower, State
+from allranks.cli.words import not_in_the_run_folder
 from allranks.places.base import Plan
 from allranks.units import format_bytes, format_count, printable
 
@@ -88,8 +89,8 @@ class Lines:
 
 
 def step_in_words(state: State, row: dict[str, Any]) -> str:
-    """`epoch   3  step    119  loss 0.0075  18,324 samples/s`; both numbers count from 0."""
-    line = f"epoch {row['epoch']:>3}  step {row['step']:>6}  loss {float(row['loss']):.4f}"
+    """`epoch   3  step    119  loss 0.0075  18,324 samples/s`: step 119 is done, in epoch 3; from 1."""
+    line = f"epoch {row['epoch'] + 1:>3}  step {row['step'] + 1:>6}  loss {float(row['loss']):.4f}"
     if state.samples_per_s is not None:
         line += f"  {format_count(state.samples_per_s)} samples/s"
     return line
@@ -105,6 +106,34 @@ def _say(line: str) -> None:
     click.echo(text, err=True)
 
 
+def follows_ranks(summary: dict[str, Any]) -> list[str]:
+    """What makes a result follow the number of ranks, a sentence each; nothing if it does not."""
+    told: list[str] = list(summary.get("witness", {}).get("found", ()))
+    buffers = [n for n in summary["user_buffers"] if not any(repr(n) in text for text in told)]
+    if buffers:
+        what = "buffers that the model writes itself, and what is computed from them"
+        told.append(f"{what}: {', '.join(buffers)}")
+    if summary["user_randomness"] and not summary.get("bitwise"):
+        names = ", ".join(summary["user_randomness"])
+        told.append(f"layers that draw for a micro-batch: {names} (--bitwise covers them)")
+    return told
+
+
+def not_kept_here(summary: dict[str, Any]) -> list[str]:
+    """What is not in the run folder because its disk was full, a sentence each."""
+    elsewhere, lost = summary.get("kept_elsewhere", {}), summary.get("not_kept", {})
+    told = [not_in_the_run_folder(name, where) for name, where in elsewhere.items()]
+    told += [not_in_the_run_folder(name, None, part) for name, part in lost.items()]
+    logs = summary.get("incomplete_logs", ())
+    return [*told, *(f"{name} lacks its end, as the disk is full" for name in logs)]
+
+
+def lost_in(summary: dict[str, Any]) -> str:
+    """The error of a job that came to its end and could not keep what it computed."""
+    names = ", ".join(summary["not_kept"])
+    return f"the training came to its end, but its disk is full, and {names} could not be kept"
+
+
 def in_sentences(summary: dict[str, Any]) -> str:
     """The result of a job for a person."""
     lines = [f"{printable(name):<10} {float(value):.4f}" for name, value in summary["eval"].items()]
@@ -118,15 +147,12 @@ def in_sentences(summary: dict[str, Any]) -> str:
         steps = summary["steps"] - (summary["resumed_from_step"] or 0)
         sent = summary["sent_bytes"]["gradients"] / max(steps, 1)
         lines.append(f"{format_bytes(sent)} sent by rank 0 in each step")
-    if summary["user_randomness"]:
-        names = ", ".join(summary["user_randomness"])
-        lines.append(f"equal but for user randomness: {names} (--bitwise covers them)")
-    if summary["user_buffers"]:
-        names = ", ".join(summary["user_buffers"])
-        lines.append(f"equal but for buffers that the model writes itself: {names}")
+    lines += [f"note       {note}" for note in summary.get("model_notes", ())]
+    lines += [f"NOT equal on other numbers of ranks: {text}" for text in follows_ranks(summary)]
     if summary["restarts"]:
         times = "once" if summary["restarts"] == 1 else f"{summary['restarts']} times"
         lines.append(f"started again {times} after a fault")
     lines.append(f"weights    sha256 {summary['weights_sha256']}")
+    lines += [f"note       {text}" for text in not_kept_here(summary)]
     lines.append(f"run folder {summary['run_dir']}")
     return "\n".join(printable(line) for line in lines)

@@ -30,6 +30,7 @@ from allranks.command import (
     plan_command,
     redacted_words,
 )
+from allranks.engines import is_only_a_task
 from allranks.errors import RequestError, nearest
 from allranks.job_limits import checked_place
 from allranks.launch.cluster import gathered, is_head, take_part
@@ -243,6 +244,14 @@ def _command(words: tuple[str, ...], asked: Asked) -> tuple[str, ...]:
             found=f"no such file in {Path.cwd()}, and no such program",
             why="a command is a program, or a script of Python",
             do="check the path; what belongs to the command stands behind it",
+        )
+    script = next((word for word in command[1:] if word.endswith(".py")), "")
+    if script and is_only_a_task(Path(script)):
+        raise RequestError(
+            asked=f"to run {script}",
+            found="a task, and nothing that trains it",
+            why="every process would define a class and end; `run` is for scripts that do the work",
+            do=f"allranks train {script}",
         )
     return command
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,16 @@ import click
 
 from allranks.cli.placement import table
 from allranks.cli.progress import in_sentences
+from allranks.cli.words import anomalies_in
+from allranks.command import CommandRequest
 from allranks.errors import RequestError
 from allranks.placement import read_placements
 from allranks.record import as_json, is_in_use, read_events
 from allranks.units import printable
 
+MOST_NOTES = 10
+SHOWN_ABOVE = ("schema", "kind", "program", "processes", "run_dir")
+COMMAND_DEFAULTS = {**CommandRequest(()).to_data(), "ranks": 1, "nodes": 1}
 ENDS = ("done", "stopped", "failed", "interrupted")
 
 
@@ -40,9 +46,10 @@ def runs(folder: str, as_object: bool) -> None:
 @click.command()
 @click.argument("run")
 @click.option("--placement", is_flag=True, help="What each rank holds on which device.")
+@click.option("--job", "whole_job", is_flag=True, help="Its job file too, with every default.")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
-def show(run: str, placement: bool, as_object: bool) -> None:
-    """Show one run: its state, its result or its first fault, and its job."""
+def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
+    """Show one run: its state, its result or its first fault, and what was asked of it."""
     path = Path(run)
     if not (path / "job.toml").is_file():
         raise RequestError(
@@ -64,8 +71,41 @@ def show(run: str, placement: bool, as_object: bool) -> None:
         click.echo(in_sentences(row["summary"]))
     if row["fault"]:
         click.echo("\n".join(printable(line) for line in row["fault"].splitlines()))
-    text = (path / "job.toml").read_text()
-    click.echo("\n" + "\n".join(printable(line) for line in text.splitlines()))
+    lines = [*_went_wrong(path), "", *_asked(job, run, with_hint=not whole_job)]
+    if whole_job:
+        lines += ["", *(path / "job.toml").read_text().splitlines()]
+    click.echo("\n".join(printable(line) for line in lines))
+
+
+def _went_wrong(path: Path) -> list[str]:
+    """What happened on the way that a person should know, the first of it in words."""
+    told = [what for event in read_events(path) for _, what in anomalies_in(event)]
+    lines = [f"note: {line}" for line in told[:MOST_NOTES]]
+    if len(told) > MOST_NOTES:
+        lines.append(f"note: and {len(told) - MOST_NOTES} more: see {path / 'events*.jsonl'}")
+    return lines
+
+
+def _asked(job: dict[str, Any], run: str, with_hint: bool) -> list[str]:
+    """Every value that somebody gave, with where it came from; not those that are defaults."""
+    sources = job.get("source", {})
+    task = {f"task.{name}": value for name, value in job.get("task", {}).items()}
+    rows = []
+    for name, value in {**job, **task}.items():
+        if isinstance(value, dict) or name in SHOWN_ABOVE or value == job["program"]:
+            continue
+        default = COMMAND_DEFAULTS.get(name, "") if "kind" in job else None
+        source = sources.get(name, "default" if value == default or "kind" not in job else "")
+        if source != "default":
+            rows.append((name, str(value), source))
+    width, broad = (max((len(row[i]) for row in rows), default=0) for i in (0, 1))
+    lines = [
+        f"  {name:<{width}}  {value:<{broad}}  {source}".rstrip() for name, value, source in rows
+    ]
+    hint = f"the whole job: allranks show --job {shlex.quote(run)}"
+    if with_hint:
+        lines.append(f"  the rest has its default; {hint}" if lines else f"  only defaults; {hint}")
+    return ["asked of it", *lines]
 
 
 def _print_placement(path: Path, ranks: int, as_object: bool) -> None:

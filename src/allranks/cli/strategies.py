@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
 
-from allranks.card import Card
+from allranks.card import Card, Option
 from allranks.cards import CARDS, card_for
 from allranks.choice import parse_choice
 from allranks.record import as_json
@@ -45,6 +46,16 @@ def _otherwise(card: Card) -> str:
     return f" ({'; '.join(kinds)})" if kinds else ""
 
 
+def _written(option: Option) -> Callable[[str], str]:
+    """A choice as it is written with its own options: `power-sgd(rank=2)`."""
+
+    def written(choice: str) -> str:
+        own = ",".join(f"{o.name}={o.shown_default}" for o in option.own_options(choice))
+        return f"{choice}({own})" if own else choice
+
+    return written
+
+
 def _as_data(card: Card) -> dict[str, Any]:
     return {
         "name": card.name,
@@ -79,8 +90,9 @@ def _whole(card: Card) -> str:
         f"  stores     {card.memory}",
     ]
     for option in card.options:
-        choices = f" ({' or '.join(option.choices)})" if option.choices else ""
-        lines.append(f"  option     {option.name}={option.default}: {option.meaning}{choices}")
+        choices = f" ({' or '.join(map(_written(option), option.choices))})"
+        what = f"{option.name}={option.shown_default}: {option.meaning}"
+        lines.append(f"  option     {what}{choices if option.choices else ''}")
     if card.paper:
         lines.append(f"  paper      {card.paper}")
     return "\n".join(lines)

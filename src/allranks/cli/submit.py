@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 
-from allranks.cli.options import Duration
 from allranks.cli.submitted import (
     Submitted,
     check_job,
@@ -30,7 +29,7 @@ from allranks.sites.limits import check_device, check_request
 from allranks.sites.request import Asked, SlurmRequest, make_request, memory_mb_of
 from allranks.sites.script import render
 from allranks.sites.site import Site, load_site
-from allranks.units import printable
+from allranks.units import parse_slurm_time, printable
 
 ACCOUNT_VARIABLES = ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")
 SCRIPT_MODE = 0o600  # the words of a command may hold what others should not read
@@ -50,6 +49,18 @@ class Memory(click.ParamType):  # type: ignore[type-arg]
         return megabytes
 
 
+class TimeLimit(click.ParamType):  # type: ignore[type-arg]
+    """A time limit as sbatch reads it, where a plain number is minutes, or a text like 2h."""
+
+    name = "time limit"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        seconds = parse_slurm_time(str(value))
+        if seconds is None:
+            self.fail(f"{value!r} is no time limit: write 20 (minutes), 2:00:00, 1-12, 90m or 2d")
+        return seconds
+
+
 @dataclass(frozen=True)
 class Submission:
     """A request, its script, and where that will be written. Nothing of it exists yet."""
@@ -65,7 +76,7 @@ class Submission:
 @click.option("--cluster", default="", help="A site: NAME, or a .toml FILE (default: this one).")
 @click.option("--partition", default="", help="Where it runs (default: the site's usual one).")
 @click.option("--account", default="", help="The project that is charged.")
-@click.option("--time", "time_s", type=Duration(), help="Time limit: 90m, 1:00:00 or 2d.")
+@click.option("--time", "time_s", type=TimeLimit(), help="Time limit: 20 (minutes), 2:00:00 or 2d.")
 @click.option("--nodes", type=POSITIVE, help="Nodes (default 1).")
 @click.option("--ranks-per-node", type=POSITIVE, help="Ranks on each node (default: one per GPU).")
 @click.option("--gpus-per-node", type=click.IntRange(min=0), help="GPUs of each node.")

@@ -18,10 +18,10 @@ from allranks.cli.options import (
     words_of,
 )
 from allranks.cli.placement import table
-from allranks.cli.progress import in_sentences, progress_here
+from allranks.cli.progress import in_sentences, lost_in, progress_here
 from allranks.cli.sweep import sweep as run_sweep
 from allranks.config import Resolved
-from allranks.errors import RequestError
+from allranks.errors import PlaceError, RequestError
 from allranks.launch.cluster import is_head, take_part
 from allranks.launch.placing import place_ranks
 from allranks.launch.start import Watcher, plan_only, run_job
@@ -88,6 +88,8 @@ def train(
         with suppress(OSError):  # nobody reads any more
             progress.close()
     click.echo(as_json(result.summary) if as_object else in_sentences(result.summary))
+    if result.summary.get("not_kept"):
+        raise PlaceError(lost_in(result.summary))
 
 
 def _print_plan(resolved: Resolved, meeting: Meeting, placement: bool, as_object: bool) -> None:

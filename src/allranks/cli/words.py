@@ -19,23 +19,29 @@ def in_words(event: dict[str, Any]) -> list[str]:
         told = f"goes on after step {event['step']}, from {event['path']}"
         changes = {**event["changes"], **event["differs"]}
         return [told, *(f"note: {n} was {was}, is {now}" for n, (was, now) in changes.items())]
-    if name == "data_notes":
+    if name == "program_changed":
+        return [f"note: {n} was {was}, is {now}" for n, (was, now) in event["differs"].items()]
+    if name in ("data_notes", "model_notes"):
         return [f"note: {note}" for note in event["notes"]]
     if name == "restart":
         again = f"starting again from step {event['resumes_from']}"
         return [_fault(event), f"{again}: {event['lost_steps']} steps lost"]
-    if name == "data_notes":
-        return [f"note: {note}" for note in event["notes"]]
     if name == "evaluated":
         words = evaluation_in_words(event["step"], event["metrics"], bool(event.get("best")))
         return [f"{_whose(event)}evaluated {words}"]
+    if name == "profiled":
+        return [f"profile of steps {event['first']} to {event['last']}: {event['path']}"]
     if name == "checkpoint_failed":
         where = f"rank {event['rank']}: {event['error']}"
         return [f"note: no checkpoint of step {event['step']} ({where}); training goes on"]
     if name == "checkpoint_skipped":
         return [f"note: {event['path']} is damaged, and passed over: {event['problems'][0]}"]
+    if name in ("kept_elsewhere", "not_kept"):
+        return [f"note: {_not_kept_there(event)}"]
     if name == "bad_step":
         return [f"note: {_whose(event)}{event['bad']}"]
+    if name == "witness":
+        return [f"note: NOT equal on other numbers of ranks: {text}" for text in event["found"]]
     if name == "worker_lost":
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
     if name == "straggler":
@@ -59,6 +65,8 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
         step = what.partition(":")[0]
         named = (re.fullmatch(r"(\d+):? ?(.*)", text, re.S) for text in found)
         return [(int(m[1]), f"{step}: {m[2]}") for m in named if m is not None]
+    if name == "witness":
+        return [(None, f"follows the ranks: {text}") for text in event["found"]]
     if name == "worker_lost":
         return [(event["rank"], f"lost: {event['cause']}")]
     if name == "straggler":
@@ -70,6 +78,18 @@ def evaluation_in_words(step: int, metrics: Mapping[str, Any], best: bool) -> st
     """`after step 200: accuracy 0.9123 (best so far)`."""
     values = ", ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())
     return f"after step {step}: {values or 'no metrics'}{' (best so far)' if best else ''}"
+
+
+def not_in_the_run_folder(file: str, where: Mapping[str, str] | None, lost: str = "") -> str:
+    """What is said of a file for which the disk of the run folder was full."""
+    if where is None:
+        return f"{file} is LOST ({lost}): the disk is full, and nowhere else was room"
+    found = f"{where['path']} on {where['host']} has {where['holds']}"
+    return f"{file} is NOT in the run folder, whose disk is full: {found}"
+
+
+def _not_kept_there(event: dict[str, Any]) -> str:
+    return not_in_the_run_folder(event["file"], event.get("where"), event.get("error", ""))
 
 
 def _whose(event: dict[str, Any]) -> str:

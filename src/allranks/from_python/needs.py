@@ -1,4 +1,4 @@
-"""What a piece of Python needs and changes of the names around it. Pure, from its text."""
+"""What a piece of Python needs and sets of the names around it. Pure, from its text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 RUN_AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")
-SCOPES_OF_EXPRESSIONS = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @dataclass(frozen=True)
@@ -39,25 +38,14 @@ def needs_of(statement: str) -> Needs:
     return Needs(frozenset(now), frozenset(later - now))
 
 
-def changed_by(node: ast.AST) -> Iterator[str]:
-    """The names around it that a statement binds, or whose attributes or items it sets."""
-    match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            yield node.name
-            return
-        case ast.Import() | ast.ImportFrom():
-            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-            return
-        case ast.Name(ctx=ast.Store() | ast.Del()):
-            yield node.id
-        case (
-            ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del())
-        ):
-            yield from _owner(node)
-        case _ if isinstance(node, SCOPES_OF_EXPRESSIONS):
-            return
+def set_by(node: ast.AST) -> Iterator[str]:
+    """The names around it whose attributes or items a statement sets or deletes."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        return
+    if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        yield from _owner(node)
     for child in ast.iter_child_nodes(node):
-        yield from changed_by(child)
+        yield from set_by(child)
 
 
 def _owner(node: ast.expr) -> Iterator[str]:

@@ -18,7 +18,8 @@ from typing import Any
 from allranks.catalog import PROGRAMS
 from allranks.errors import RequestError
 from allranks.from_python import notebook
-from allranks.from_python.cells import program_text
+from allranks.from_python.cells import Program, program_for, refused
+from allranks.from_python.values import NotAValue
 from allranks.record import write_whole
 
 FOLDER = "programs"
@@ -131,7 +132,7 @@ def _place_in_main(name: str, main: ModuleType, beside: Path) -> str:
     """Where a class of `__main__` is: a notebook's gets a file, a script has one."""
     ipython = notebook.shell()
     if ipython is not None and ipython.user_ns is vars(main):
-        return _written(name, program_text(name, notebook.cells(), ipython.user_ns), beside)
+        return _written(program_for(name, notebook.cells(), ipython.user_ns), beside)
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None:  # python -m package.module
         return f"{spec.name}:{name}"
@@ -145,12 +146,17 @@ def _place_in_main(name: str, main: ModuleType, beside: Path) -> str:
     return f"{_short(Path(file))}:{name}"
 
 
-def _written(name: str, text: str, beside: Path) -> str:
-    """The program file with this text; the name says which, so it is never written over."""
+def _written(program: Program, beside: Path) -> str:
+    """The program file; its name says what is in it, so it is never written over."""
+    folder, name = beside / FOLDER, program.name
+    try:
+        text = program.text(program.values.write(folder))
+    except NotAValue as error:
+        raise refused(name, name, error.what, error.do) from None
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    path = beside / FOLDER / f"{name}-{digest}.py"
+    path = folder / f"{name}-{digest}.py"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
     return f"{_short(path)}:{name}"
 

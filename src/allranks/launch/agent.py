@@ -32,6 +32,7 @@ from allranks.errors import (
 )
 from allranks.launch.channel import Channel, Gone, Message, Refused, knock, wait_for
 from allranks.launch.facts import digest_of, facts
+from allranks.launch.hash_seed import check_hash_seed
 from allranks.launch.interfaces import Doorbell, Ringing, candidates
 from allranks.launch.linux import die_with_parent
 from allranks.launch.memory import Kills
@@ -254,7 +255,8 @@ class Agent:
     def _start(self, message: Message) -> None:
         """All nodes have found each other: who rings now is none of them."""
         self._close_doorbell()
-        self.server = ForkServer(tuple(message["modules"]))
+        check_hash_seed(message["hash_seed"])
+        self.server = ForkServer(tuple(message["modules"]), message["hash_seed"])
 
     def _listen(self, message: Message) -> None:
         """Open the port at which the ranks of all nodes meet, at one address only."""

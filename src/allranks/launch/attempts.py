@@ -39,6 +39,7 @@ from allranks.launch.report import (
     hang_report,
     left_out,
 )
+from allranks.launch.same_program import SamePrograms
 from allranks.launch.signals import Signals
 from allranks.launch.straggler import Stragglers
 from allranks.launch.supervisor import COMMIT_S, NEVER, Care, Ended, supervise
@@ -63,6 +64,9 @@ class Attempts:
     on_tick: Callable[[], None]
     started_at: float
 
+    def __post_init__(self) -> None:
+        self._programs = SamePrograms(self.folder.path, self.folder.events)
+
     @property
     def first(self) -> int:
         """The number of the first attempt of this start; the run folder counts on."""
@@ -74,9 +78,11 @@ class Attempts:
         before: Fault | None = None
         for attempt in range(first, first + restarts + 1):
             self._plan_again(attempt)
+            self._programs.begin()
             with closing(Pulses(len(self.plan.ranks))) as pulses:
                 kills = Kills.now()
                 ended = self._try(target, attempt, pulses)
+                self._look_at_programs(attempt, at_once=True)
                 beats = pulses.read()
             memory = Kills.now().since(kills)
             fault = first_fault(ended, self.folder.path, attempt, memory, beats, must_say_so=True)
@@ -134,6 +140,7 @@ class Attempts:
         def tick() -> None:
             stragglers.look()
             self.ground.look(pulses.read())
+            self._look_at_programs(attempt)
             with suppress(OSError, ValueError):  # who only looks on ends no training
                 self.on_tick()
 
@@ -148,6 +155,14 @@ class Attempts:
             return Ended({}, frozenset())  # the fork server died after the job was done
         finally:
             (self.folder.path / f"{STORE}-{attempt}").unlink(missing_ok=True)
+
+    def _look_at_programs(self, attempt: int, at_once: bool = False) -> None:
+        try:
+            self._programs.look(attempt, [rank.host for rank in self.plan.ranks], at_once)
+        except PlaceError as error:
+            if at_once:  # else `_try` tells it
+                self.folder.events.event("failed", report=str(error), attempt=attempt)
+            raise
 
     def _stop_at(self) -> float:
         """When to stop after a checkpoint: at the time limit, and in time before the place ends."""

@@ -20,6 +20,7 @@ from allranks.job import Job
 from allranks.launch.agent import serve
 from allranks.launch.gathering import Call, Gathering, preflight
 from allranks.launch.ground import for_all_processes, meeting_at, seats_of, shares
+from allranks.launch.interfaces import candidates
 from allranks.launch.nodes import Node, Nodes
 from allranks.launch.simulated import SimulatedNodes
 from allranks.launch.starters import Wanted, start_agents
@@ -168,6 +169,8 @@ def gathered(wanted: Wanted, interrupted: Callable[[], None] = lambda: None) -> 
     `interrupted` is called while nodes come together: it raises if somebody wants an end of it.
     Raises `PlaceError` that names who is missing, or in what the nodes differ.
     """
+    if wanted.meeting.by_hand and wanted.meeting.interface:
+        candidates("", wanted.meeting.interface)  # of node 0, which is here, before it is started
     with ExitStack() as stack:
         started = stack.enter_context(start_agents(wanted))
         call = Call(started.names, started.key, wanted.words, wanted.meeting.join_timeout_s)

@@ -36,14 +36,15 @@ from allranks.errors import (
     RequestError,
     Stopped,
 )
-from allranks.job_file import SCHEMA, redacted, write_toml
+from allranks.job_file import SCHEMA, write_toml
 from allranks.launch.attending import Attended, Manners, Relay, attend
 from allranks.launch.command_report import find_fault, name_of_signal, report_of, silence_report
+from allranks.launch.connections import Connections
 from allranks.launch.memory import Kills
 from allranks.launch.ports import Reservation
 from allranks.launch.process import Process, Processes
 from allranks.launch.server import ForkServer
-from allranks.launch.start import RECORDED, new_run_dir
+from allranks.launch.start import new_run_dir, recorded_environment
 from allranks.launch.supervisor import NEVER
 from allranks.record import RunFolder, rank_log_path, read_rows, write_whole
 from allranks.topology import Host
@@ -114,9 +115,9 @@ def run_command(
             check_warm(request)
         folder = RunFolder(run_dir, goes_on=_is_of(request, run_dir))
         stack.callback(folder.close)
-        _write_job(folder, plan)
         if server is None:
             server = stack.enter_context(ForkServer(WARM.get(request.warm, ())))
+        write_job(folder, plan, server.hash_seed)
         runs = _Runs(request, server, hosts, folder, watcher, signals, started_at)
         return CommandResult(folder.path, runs.run())
 
@@ -159,6 +160,9 @@ class _Runs:
     signals: Relay
     started_at: float
 
+    def __post_init__(self) -> None:
+        self._connections = Connections()
+
     def run(self) -> dict[str, Any]:
         """Try until it ends well; returns the summary, or raises how it ended."""
         first = self.folder.attempts
@@ -198,6 +202,7 @@ class _Runs:
     ) -> tuple[CommandPlan, Attended, dict[int, tuple[Path, int]], str]:
         """One attempt, with ports of its own: its plan, its end, and where its logs begin."""
         request, path = self.request, self.folder.path
+        self._connections = Connections()
         with self.hosts() as hosts:
             plan = plan_command(request, hosts, {}, path.name, restarts)
             logs = {}
@@ -224,13 +229,18 @@ class _Runs:
             return plan, ended, logs, Kills.now().since(kills)
 
     def _tick(self) -> None:
+        if isinstance(self.server, ForkServer) and not self.request.roles:
+            self._connections.look(self.server.pids(), self.request.processes)
         with suppress(OSError, ValueError):  # who only looks on ends no job
             self.watcher.tick()
 
     def _done(
         self, plan: CommandPlan, exits: dict[int, int], attempt: int, restarts: int
     ) -> dict[str, Any]:
-        self.folder.events.event("done", exits=exits, attempt=attempt)
+        told = self._connections.told(plan.topology.world_size)
+        self.folder.events.event("done", exits=exits, attempt=attempt, note=told or None)
+        if told:
+            self.watcher.told(told)
         return {
             "run_dir": str(self.folder.path),
             "world_size": plan.topology.world_size,
@@ -296,7 +306,7 @@ def name_of(command: tuple[str, ...]) -> str:
     return redacted_words(command[script_position(command) :])[0].rpartition("/")[2]
 
 
-def _write_job(folder: RunFolder, plan: CommandPlan) -> None:
+def write_job(folder: RunFolder, plan: CommandPlan, hash_seed: str) -> None:
     """`job.toml` of a command, and the event that it was started."""
     values = {
         "schema": SCHEMA,
@@ -305,12 +315,11 @@ def _write_job(folder: RunFolder, plan: CommandPlan) -> None:
         "nodes": plan.topology.nodes,
     }
     write_whole(folder.path / "job.toml", write_toml(values).encode())
-    environment = {n: v for n, v in sorted(os.environ.items()) if n.startswith(RECORDED)}
     folder.events.event(
         "started",
         ranks=plan.topology.world_size,
         notes=list(plan.request.notes),
-        environment=redacted(environment),
+        environment=recorded_environment(hash_seed),
     )
 
 

@@ -30,7 +30,11 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from allranks.launch.leftovers import remove_shared_memory
+from allranks.launch.leftovers import (
+    name_folder_of_sockets,
+    remove_shared_memory,
+    remove_what_was_of,
+)
 from allranks.launch.linux import adopt_orphans, children_of_this_process, die_with_parent
 
 MESSAGE_LIMIT = 1 << 17  # the kernel's default for a socket is 208 KiB
@@ -75,7 +79,7 @@ def serve(control: socket.socket) -> None:
             _signal_group(pid, signal.SIGKILL)
         for _, pid in running.values():  # their memory is freed at the same time
             os.waitpid(pid, 0)
-            remove_shared_memory(pid)
+            remove_what_was_of(pid)
         _end_orphans()
 
 
@@ -91,7 +95,7 @@ def _report_exit(
     _signal_group(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
     os.close(pidfd)
-    remove_shared_memory(pid)
+    remove_what_was_of(pid)
     if is_last:
         _end_orphans()
     code = os.waitstatus_to_exitcode(status)
@@ -161,6 +165,7 @@ def _become(
             _default_signals()
         faulthandler.enable()
         faulthandler.register(STACKS_SIGNAL, file=STACKS_FD, all_threads=True)
+        name_folder_of_sockets()
         os.environ.update(request["environment"])
         os.chdir(request["cwd"])
         module, _, name = request["target"].partition(":")

@@ -16,6 +16,7 @@ MOST_LINES = 60
 FEW_LINES = 12
 TRACEBACK = "Traceback (most recent call last):"
 NO_FRAME = "<no Python frame>"
+EXTENSIONS = "Extension modules: "  # which faulthandler adds
 CURRENT = "Current thread 0x"
 FATAL = ("Fatal Python error:", CURRENT, "Thread 0x")
 OUT_OF_MEMORY = (
@@ -69,7 +70,8 @@ def last_words(log: Path, start: int = 0) -> LastWords:
     """What was written into `log` from byte `start` on, in its last words."""
     lines = _lines(log, start)
     found = _last_traceback(lines) or lines[-FEW_LINES:]
-    error = _error_of(found)
+    error = _thrown(lines) if found[:1] and found[0].startswith(FATAL) else ""
+    error = error or _error_of(found)
     said = "\n".join(lines[-MOST_LINES:]) if not _is_traceback(found) else "\n".join(found)
     return LastWords(
         "\n".join(found),
@@ -83,7 +85,7 @@ def _lines(log: Path, start: int) -> list[str]:
     """The last lines that are not empty, without the marks of torch and of progress bars."""
     lines = [_RANK.sub("", line) for line in _tail(log, start).splitlines()]
     lines = [line.rpartition("\r")[2].rstrip() for line in lines]
-    return [line for line in lines if line]
+    return [line for line in lines if line and not line.startswith(EXTENSIONS)]
 
 
 def _tail(log: Path, start: int) -> str:
@@ -132,6 +134,12 @@ def _python_traceback(lines: list[str]) -> list[str]:
     while end < len(lines) and (lines[end].startswith(" ") or not _ERROR.match(lines[end])):
         end += 1
     return lines[first : end + 1][:1] + lines[max(first + 1, end + 1 - MOST_LINES) : end + 1]
+
+
+def _thrown(lines: list[str]) -> str:
+    """What an exception of C++ said that nobody caught, before the stacks; "" if there was none."""
+    found = [line.partition("what():")[2].strip() for line in lines if "what():" in line]
+    return found[-1] if found else ""
 
 
 def _error_of(lines: list[str]) -> str:

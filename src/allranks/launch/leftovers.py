@@ -10,6 +10,7 @@ containers: whether their processes live cannot be seen here.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.process
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ VARIABLE = "ALLRANKS_OWNER"
 SCRATCH = "allranks-scratch-"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 PATIENCE_S = 5.0
+LONGEST_OF_SOCKETS = 88  # of a path; with the name of a socket in it 107 is the most there is
 _OWNER = re.compile(r"([0-9]{1,9})\.([0-9]{1,20})\.([0-9a-f]{8})")
 
 
@@ -75,6 +77,8 @@ def end_processes_of(mark: str) -> None:
         time.sleep(0.005)
     for pid in killed:
         remove_shared_memory(pid)
+    for path in Path(tempfile.gettempdir()).glob(f"{_prefix_of(mark)}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep(within: Path | None = None) -> None:
@@ -114,6 +118,33 @@ def owner_of(folder: Path) -> str:
 def scratch_folder(within: Path | None = None) -> tempfile.TemporaryDirectory[str]:
     """A temporary folder that carries the name of this process; `within` one that nodes share."""
     return tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{owner()}-", dir=within)
+
+
+def name_folder_of_sockets() -> None:
+    """Give the folder in which multiprocessing passes files a name that says whose it is.
+
+    Its own is random, and stays behind when a rank is killed that has loader workers.
+    """
+    path = _folder_of_sockets(os.getpid())
+    with contextlib.suppress(OSError):  # a full disk: then it makes its own, when it needs one
+        if len(os.fsencode(path)) <= LONGEST_OF_SOCKETS:
+            path.mkdir(0o700)
+            multiprocessing.process.current_process()._config["tempdir"] = str(path)  # type: ignore[attr-defined]
+
+
+def _folder_of_sockets(pid: int) -> Path:
+    return Path(tempfile.gettempdir(), f"{_prefix_of(os.environ.get(VARIABLE, ''))}{pid}")
+
+
+def _prefix_of(mark: str) -> str:
+    """How the folders of sockets of all ranks of one fork server begin."""
+    return f"{SCRATCH}{mark.replace('/', '-')}-"
+
+
+def remove_what_was_of(pid: int) -> None:
+    """What data loaders keep, under the id of a process that ended, in shared memory and files."""
+    shutil.rmtree(_folder_of_sockets(pid), ignore_errors=True)
+    remove_shared_memory(pid)
 
 
 def remove_shared_memory(pid: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from allranks.errors import PlaceError
 from allranks.launch.channel import Channel, Gone, Message, wait_for
 from allranks.launch.facts import Facts
+from allranks.launch.hash_seed import hash_seed
 from allranks.launch.interfaces import Interface
 from allranks.launch.process import Exit, Process, Stand
 from allranks.launch.server import checked_size
@@ -82,6 +83,7 @@ class Nodes:
         self.nodes = nodes
         self.last_words = last_words
         self.node_timeout_s = node_timeout_s
+        self.hash_seed = hash_seed()
         self.on_idle = on_idle
         self.seats: tuple[Node, ...] = ()
         self._tickets = itertools.count()
@@ -115,9 +117,10 @@ class Nodes:
         return found
 
     def start_servers(self, modules: tuple[str, ...]) -> None:
-        """A fork server on every node, with these modules imported."""
+        """A fork server on every node, with these modules imported, all of one hash seed."""
+        message = {"do": "start", "modules": modules, "hash_seed": self.hash_seed}
         for node in self.living:
-            self._send(node, {"do": "start", "modules": modules})
+            self._send(node, message)
 
     def listen(self, node: Node) -> str:
         """host:port of a socket that this node listens on, for the ranks of one attempt to meet."""

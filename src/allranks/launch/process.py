@@ -62,6 +62,9 @@ class Stand:
 class Processes(Protocol):
     """Who owns processes, on one node or on several. A ticket stands for a process."""
 
+    hash_seed: str
+    """`PYTHONHASHSEED` of all of them."""
+
     def spawn(self, process: Process, pulses: Pulses | None = None) -> int:
         """Start a process; with `pulses` it beats in them, and can be asked where it stands."""
         ...

@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import PlaceError, ProgramError, RequestError
+from allranks.launch.folding import folded
 from allranks.launch.hang import Hang, missing_of
+from allranks.launch.last_words import LastWords, last_words
+from allranks.launch.mismatch import told_of_mismatch
 from allranks.launch.supervisor import Ended
 from allranks.pulse import Beat
 from allranks.record import rank_events_path, rank_log_path, read_rows
 from allranks.units import format_bytes
 
+NO_TRACEBACK = "; it could leave no traceback"
+SPEAKS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 ENDED_WELL = ("done", "stopped", "described")
 OUT_OF_MEMORY = (
     "MemoryError",
@@ -199,8 +204,13 @@ def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
     if fault.alike:  # they all saw the same: who did it stands in the words
         who = f"ranks {_listed(fault.rank, *fault.alike)} ended the job together"
     lines = [f"{who}{step}: {cause_of(fault)}"]
+    words = _last_words(fault, run_dir)
+    if words is not None and words.text:
+        lines[0] = lines[0].replace(NO_TRACEBACK, f": {words.error}")
+        lines += ["", words.text, ""]
+        lines += told_of_mismatch(words.error, words.text, _stacks(fault, ended, run_dir))
     if event.get("traceback"):
-        lines += ["", event["traceback"].rstrip(), ""]
+        lines += ["", folded(event["traceback"].rstrip()), ""]
     known = {fault.rank, *fault.alike, *ended.spared}
     others = sorted(rank for rank in ended.exits if rank not in known)
     done = [rank for rank in others if ended.exits[rank].code == 0]
@@ -211,6 +221,23 @@ def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
         lines.append(f"lost before it: {', '.join(map(ended.name_of, sorted(ended.spared)))}")
     lines.append(f"its output: {rank_log_path(run_dir, fault.rank)}")
     return "\n".join(lines)
+
+
+def _stacks(fault: Fault, ended: Ended, run_dir: Path) -> dict[int, str]:
+    """Where the others stood when a rank died, or the traceback with which they left just then."""
+    stacks = {rank: stand.stacks for rank, stand in ended.stands.items()}
+    for rank in ended.exits:
+        for row in read_rows(rank_events_path(run_dir, rank)):
+            if row["event"] == "failed" and rank != fault.rank:
+                stacks[rank] = row["traceback"]
+    return {rank: stack for rank, stack in stacks.items() if stack}
+
+
+def _last_words(fault: Fault, run_dir: Path) -> LastWords | None:
+    """What stands in its log, of a rank that a fault in native code ended: its own, not a kill."""
+    if fault.event is not None or -fault.code not in SPEAKS:
+        return None
+    return last_words(rank_log_path(run_dir, fault.rank))
 
 
 def left_out(beats: Sequence[Beat]) -> str:
@@ -239,7 +266,7 @@ def cause_of(fault: Fault) -> str:
         held = f"it held {format_bytes(fault.peak_bytes)} at most"
         if fault.memory:
             return f"{fault.memory} ({held})"
-        return f"killed by {name}; it could leave no traceback ({held})"
+        return f"killed by {name}{NO_TRACEBACK} ({held})"
     if fault.code == 0:
         return "it left with exit code 0 before the training was done: who calls os._exit?"
     return f"it left with exit code {fault.code} without a word"

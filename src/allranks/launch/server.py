@@ -17,6 +17,8 @@ from typing import Any, Self
 from allranks.errors import PlaceError, RequestError
 from allranks.launch import leftovers
 from allranks.launch.forkserver import MESSAGE_LIMIT
+from allranks.launch.hash_seed import VARIABLE as HASH_SEED
+from allranks.launch.hash_seed import hash_seed
 from allranks.launch.linux import state_of
 from allranks.launch.process import Exit, Process, Stand
 from allranks.launch.stacks import stacks_of
@@ -43,15 +45,21 @@ class ForkServer:
     """A running fork server that has imported `modules`. Closing it ends all that it started.
 
     What it started ends also when it is killed, or its owner: then whoever is left, or the next
-    one that starts, finds the processes by the mark that they carry.
+    one that starts, finds the processes by the mark that they carry. All that it starts have the
+    hash seed `seed`; without it that of `hash_seed`.
     """
 
-    def __init__(self, modules: tuple[str, ...]) -> None:
+    def __init__(self, modules: tuple[str, ...], seed: str = "") -> None:
         leftovers.sweep()
         self._modules = modules
+        self.hash_seed = seed or hash_seed()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._mark = f"{leftovers.owner()}/{next(_servers)}"
-        environment = {"OPENBLAS_NUM_THREADS": "1", leftovers.VARIABLE: self._mark}
+        environment = {
+            "OPENBLAS_NUM_THREADS": "1",
+            HASH_SEED: self.hash_seed,
+            leftovers.VARIABLE: self._mark,
+        }
         self._process = self._started(modules, theirs, environment)
         theirs.close()
         self._tickets = itertools.count()
@@ -94,6 +102,10 @@ class ForkServer:
                 files += [listener] if listener >= 0 else []
             self._send(request, files)
         return ticket
+
+    def pids(self) -> list[int]:
+        """The processes that it has told of, and that live."""
+        return list(self._pids.values())
 
     def started(self, ticket: int) -> bool:
         """Whether the server has told of its start, and not of its end."""

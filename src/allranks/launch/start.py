@@ -25,6 +25,7 @@ from allranks.job_file import redacted
 from allranks.launch.attempts import Attempts
 from allranks.launch.cluster import gathered
 from allranks.launch.ground import Foreseen, Ground, OneMachine
+from allranks.launch.hash_seed import VARIABLE as HASH_SEED
 from allranks.launch.leftovers import scratch_folder, sweep
 from allranks.launch.process import Process
 from allranks.launch.report import error_of, first_fault
@@ -86,14 +87,15 @@ def _wanted(
 
 @contextmanager
 def plan_only(resolved: Resolved, meeting: Meeting) -> Iterator[tuple[Plan, ForkServer]]:
-    """What would run where; no node is called."""
+    """What would run where; no node is called, and none of its devices are needed here."""
     job = with_run_dir(resolved.job)
     check_installed(job.engine, job.program)
     with ForkServer(preload_for(job.program, job.engine)) as server:
         ground = OneMachine(server)
         if job.place != "local":
             ground = Foreseen(server, tuple(foreseen(_wanted(job, meeting))))
-        yield ground.plan(job, describe(ground, job)), server
+        shape = describe(ground, dataclasses.replace(job, device="cpu"))
+        yield ground.plan(job, shape), server
 
 
 @contextmanager
@@ -162,7 +164,7 @@ def run_job(
                 ranks=plan.job.ranks,
                 notes=list(plan.notes),
                 changes=changes,
-                environment=_environment(),
+                environment=recorded_environment(ground.server.hash_seed),
             )
             with suppress(OSError):  # who only looks on ends no training
                 watcher.started(plan)
@@ -174,9 +176,10 @@ def run_job(
         return Result(folder.path, {"run_dir": str(folder.path), **summary})
 
 
-def _environment() -> dict[str, str]:
+def recorded_environment(hash_seed: str) -> dict[str, str]:
     """The variables that tell how a job was run; others may hold anything, and are not recorded."""
-    return redacted({n: v for n, v in sorted(os.environ.items()) if n.startswith(RECORDED)})
+    given = {**os.environ, HASH_SEED: hash_seed}
+    return redacted({n: v for n, v in sorted(given.items()) if n.startswith(RECORDED)})
 
 
 def _changes(resolved: Resolved, plan: Plan) -> dict[str, list[Any]]:

@@ -19,7 +19,7 @@ from typing import Self
 
 from allranks.errors import PlaceError
 from allranks.launch.hang import Hang, find_hang
-from allranks.launch.process import Exit, Process, Processes
+from allranks.launch.process import Exit, Process, Processes, Stand
 from allranks.launch.signals import Signals
 from allranks.pulse import Pulses
 from allranks.roles import LEADER
@@ -60,6 +60,7 @@ class Ended:
 
     `reason` says why the job was asked to stop ("SIGTERM", "time limit"; "" if it was not). `spared`
     are the ranks that failed and were done without; `names` those of processes that have one.
+    `stands` says where the others stood when one was ended by SIGABRT, as collectives do to it.
     """
 
     exits: dict[int, Exit]
@@ -68,6 +69,7 @@ class Ended:
     hang: Hang | None = None
     spared: frozenset[int] = frozenset()
     names: Mapping[int, str] = field(default_factory=dict)
+    stands: Mapping[int, Stand] = field(default_factory=dict)
 
     def name_of(self, rank: int) -> str:
         """How a person knows this process."""
@@ -102,7 +104,7 @@ def supervise(
             watch.kill_what_is_due()
     names = {process.rank: process.name for process in processes if process.name}
     stopped = watch.stopped | watch.dismissed
-    return Ended(watch.exits, stopped, watch.reason, watch.hang, watch.spared, names)
+    return Ended(watch.exits, stopped, watch.reason, watch.hang, watch.spared, names, watch.stands)
 
 
 @dataclass
@@ -118,6 +120,7 @@ class _Watch:
     spared: frozenset[int] = frozenset()
     reason: str = ""
     hang: Hang | None = None
+    stands: Mapping[int, Stand] = field(default_factory=dict)
     stop_at: float = NEVER
     kill_at: float = NEVER
 
@@ -139,6 +142,8 @@ class _Watch:
             rank = self.alive.pop(ended.ticket)
             self.exits[rank] = ended
             if not (self._is_fine(rank, ended) or self._spares(rank, ended)):
+                if ended.code == -signal.SIGABRT and self.care is not None and not self.stands:
+                    self.stands = self.server.stands({r: t for t, r in self.alive.items()})
                 evidence_s = EVIDENCE_S if self.care is None else self.care.evidence_s
                 self.stop_at = min(self.stop_at, time.monotonic() + evidence_s)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from allranks.errors import RequestError
@@ -133,3 +134,10 @@ def begun(job: Job, found: str) -> RequestError:
 def described(value: Any) -> str:
     """A short name for what a person handed in."""
     return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def flip_one_bit(variable: Any) -> None:
+    """A fault on purpose: flip one bit of the mantissa of the first value, as a failing chip would."""
+    values = np.array(variable)
+    values.reshape(-1)[:1].view(np.uint8)[-2] ^= 1
+    variable.assign(values)

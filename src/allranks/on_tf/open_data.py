@@ -13,6 +13,7 @@ from allranks.on_tf.machine import described
 from allranks.on_tf.nested import arrays_in, mapped
 from allranks.on_tf.task import Task
 from allranks.on_tf.whole_dataset import WholeDataset
+from allranks.training.evaluation_sets import sets_of
 
 Source = Arrays | Samples | WholeDataset
 
@@ -27,6 +28,11 @@ def open_data(task: Task, name: str, model: Any, seed: int) -> Source | None:
     data = method()
     if data is None and name == "eval_data":
         return None
+    if name == "eval_data" and "" not in sets_of(data):
+        found = f"several sets: {', '.join(data)}"
+        raise _unusable(
+            name, found, "this engine evaluates on one", "--engine torch, or return one"
+        )
     augments = name == "train_data" and task.overrides("augment")
     if isinstance(data, tf.data.Dataset):
         if augments:

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from allranks.job import Job
+from allranks.loaded import program_facts
 from allranks.on_tf.checkpointer import Checkpointer
 from allranks.on_tf.task import Task
 from allranks.training.checkpoint.commit import Ranks
@@ -22,7 +23,6 @@ from allranks.training.going_on import (
     about_of,
     changes_since,
     check_not_asked_for,
-    program_sha256,
     sources_for,
 )
 
@@ -106,7 +106,7 @@ def facts(job: Job) -> dict[str, Any]:
         "instructions": instructions(),
         "threads": tf.config.threading.get_intra_op_parallelism_threads(),
         "device": job.device,
-        "program_sha256": program_sha256(job.program),
+        **program_facts(job.program),
     }
 
 

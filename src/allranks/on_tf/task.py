@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from allranks.schedules import Plateau
 from allranks.training.task_fields import TaskFields
 
 
@@ -76,6 +77,13 @@ class Task(TaskFields):
     def schedule(self, step: int) -> float:
         """The factor on the learning rate at update `step` of the job, from 0."""
         return 1.0
+
+    def plateau(self) -> Plateau | None:
+        """When the learning rate falls because a metric gets no better; `None`: never.
+
+        An `allranks.schedules.Plateau`, which counts the evaluations of `--eval-every`.
+        """
+        return None
 
     def augment(self, sample: Any, random: np.random.Generator) -> Any:
         """A changed sample, of arrays. `random` belongs to (seed, epoch, sample): use no other."""

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import tensorflow as tf
 
 from allranks.errors import RequestError
 from allranks.job import Job
-from allranks.on_tf.data import Batches
+from allranks.on_tf.data import Arrays, Batches, Samples
 from allranks.on_tf.evaluate import Evaluator
+from allranks.on_tf.nested import arrays_in
 from allranks.on_tf.open_data import Source, open_data
 from allranks.on_tf.strategies.base import Strategy
 from allranks.on_tf.task import Task
 from allranks.on_tf.whole_dataset import WholeDataset
 from allranks.shards import largest_shard
 from allranks.training.course import check_metrics
+from allranks.training.same_data import (
+    check_same,
+    digest_of,
+    identity,
+    rows_to_compare,
+    samples_to_compare,
+)
 
 
 def on_host(array: Any) -> Any:
@@ -32,6 +41,7 @@ class TaskData:
         self.task, self.job, self.strategy, self.model = task, job, strategy, model
         self.notes: list[str] = []
         self._batches: Batches | None = None
+        self._compared = False
         self._eval_source: Source | None = None
         self._evaluator = Evaluator(
             task, model, strategy, largest_shard(task.batch_size, task.shards)
@@ -71,18 +81,27 @@ class TaskData:
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update.
 
-        Sends a digest of what a `tf.data.Dataset` gives, where the task hands in one.
+        Sends a digest of the data, once.
         """
         evaluated = self._evaluated()
-        self._check_same("train_data", self.batches.source)
+        self.compare()
         self._check_same("eval_data", evaluated)
         names = {} if evaluated is None else self._evaluator.rehearse(evaluated)
         check_metrics(self.job, names)
 
+    def compare(self) -> None:
+        """Raise where ranks have other training data; once. Every rank calls this."""
+        if not self._compared:
+            self._check_same("train_data", self.batches.source)
+        self._compared = True
+
     def _check_same(self, name: str, source: Source | None) -> None:
-        """Raise unless a `tf.data.Dataset` begins alike on all ranks."""
+        """Raise unless the data is the same on all ranks, as far as a digest shows it."""
         comm = self.strategy.comm
-        if not isinstance(source, WholeDataset) or comm.size == 1:
+        if comm.size == 1:
+            return
+        check_same(name, comm.gather_texts(_identity_of(source)))
+        if not isinstance(source, WholeDataset):
             return
         if len(set(comm.gather_texts(source.fingerprint()))) > 1:
             raise RequestError(
@@ -103,3 +122,20 @@ class TaskData:
         if self._eval_source is None:
             self._eval_source = open_data(self.task, "eval_data", self.model, self.job.seed)
         return self._eval_source
+
+
+def _identity_of(source: Source | None) -> str:
+    """What ranks must have in common, in a text; samples that are never alike by their number."""
+    if isinstance(source, Arrays):
+        size = sum(array.nbytes for array in arrays_in(source.arrays))
+        rows = source.rows(rows_to_compare(len(source), size))
+        return identity("arrays", len(source), digest_of(rows))
+    if isinstance(source, Samples):
+        digest = ""
+        with suppress(Exception):  # what cannot be read is told where it is trained with
+            read = source.samples.__getitem__
+            samples = [read(number) for number in samples_to_compare(len(source))]
+            if digest_of(read(0)) == digest_of(samples[0]):
+                digest = digest_of(samples)
+        return identity(type(source.samples).__name__, len(source), digest)
+    return identity("nothing" if source is None else "a tf.data.Dataset", None, "")

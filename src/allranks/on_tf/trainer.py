@@ -32,7 +32,7 @@ from allranks.on_tf.data import Batch
 from allranks.on_tf.judge import Judge
 from allranks.on_tf.layers import restore_layers
 from allranks.on_tf.limits import check_task_limits
-from allranks.on_tf.machine import check_backend, set_arithmetic
+from allranks.on_tf.machine import check_backend, flip_one_bit, set_arithmetic
 from allranks.on_tf.names import names_of, value_of
 from allranks.on_tf.own_writes import OwnWrites
 from allranks.on_tf.saving import Saving
@@ -92,7 +92,7 @@ class Trainer:
             self.own_writes = OwnWrites(self.built.model)
             self.state_of = State(self.built)
             self.task_data = TaskData(task, self.job, self.strategy, self.built.model)
-            self.faults.tensors = lambda: self.built.model.trainable_variables
+            self.faults.corrupt = lambda: flip_one_bit(self.built.model.trainable_variables[0])
             self.faults.poison = self._poison_next
             self._saving = self._made_saving(report) if self.job.run_dir else None
         except BaseException:
@@ -125,6 +125,7 @@ class Trainer:
         if limit is not None and epochs is None:
             last_epoch = 2**31  # steps were asked for: epochs do not end them
         upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
+        self.task_data.compare()
         while not self.course.is_over:
             self.pulse.enter("data")
             batch = next(upcoming, None)

@@ -11,8 +11,9 @@ Micikevicius et al. 2017, Mixed Precision Training, arXiv 1710.03740.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from allranks.job import Job
 from allranks.on_torch.nested import map_tensors
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TWO_TYPES = re.compile(r"(?i)(?=.*\bfloat\b)(?=.*\bdouble\b).*(type|found)", re.DOTALL)
 IMAGE_DIMS = 4  # (sample, channel, height, width)
 
 
@@ -38,7 +40,7 @@ class Arithmetic:
     def context(self) -> AbstractContextManager[Any]:
         """Within, forward passes and losses are computed as the job says."""
         if self.compute is None:
-            return nullcontext()
+            return _explained(self.parameters)
         return torch.autocast(self.device.type, self.compute)
 
     def placed(self, data: Any) -> Any:
@@ -46,7 +48,7 @@ class Arithmetic:
 
         def place(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
-                return tensor.to(self.device)
+                return tensor.to(self.device, self._kind_of(tensor))
             tensor = tensor.to(self.device, self.parameters)
             if self.channels_last and tensor.ndim == IMAGE_DIMS:
                 return tensor.contiguous(memory_format=torch.channels_last)
@@ -55,11 +57,40 @@ class Arithmetic:
         return map_tensors(place, data)
 
     def model(self, model: nn.Module) -> nn.Module:
-        """The model on the device, in these types and this layout."""
-        model = model.to(self.device, self.parameters)
+        """The model on the device, in these types and this layout.
+
+        Complex numbers stay complex: those of 64 bits go with fp32, those of 128 with fp64.
+        """
+        if any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
+            model = model._apply(
+                lambda t: t.to(self.device, self._kind_of(t)).resolve_conj().resolve_neg()
+            )
+        else:
+            model = model.to(self.device, self.parameters)
         if self.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
+
+    def _kind_of(self, tensor: Tensor) -> torch.dtype:
+        """The type that a tensor is to have here; whole numbers keep theirs."""
+        if tensor.is_complex():
+            return self.parameters.to_complex()
+        return self.parameters if tensor.is_floating_point() else tensor.dtype
+
+
+@contextmanager
+def _explained(kind: torch.dtype) -> Iterator[None]:
+    """Within, an error of torch over two types is noted with what usually made the other one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if TWO_TYPES.match(str(error)):
+            error.add_note(
+                f"This job computes in {kind}: weights and batches are of that type. A tensor that "
+                "forward or loss makes itself is not, unless it says so: x.new_zeros(…), "
+                "torch.randn_like(x), or torch.tensor(…, dtype=x.dtype)."
+            )
+        raise
 
 
 def arithmetic_of(job: Job, device: torch.device) -> Arithmetic:
@@ -88,20 +119,39 @@ def set_kernels(job: Job) -> Callable[[], None]:
 
 
 def _set_tf32(on: bool) -> Callable[[], None]:
-    """Torch has an older and a newer set of switches, and refuses to say where they disagree."""
+    """Torch has an older and a newer set of switches. A program may have used either.
+
+    The older getters raise once a newer switch says something else; then only the newer ones are
+    put back.
+    """
     backends: Any = torch.backends
-    places = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
-    before = backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    newer = [place.fp32_precision for place in places]
+    places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    host = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+    newer = [(place, place.fp32_precision) for place in (*places, *host)]
+    older: list[tuple[Callable[[Any], None], Any]] = []
+    with suppress(RuntimeError):
+        older.append((_allow_tf32_in_cudnn, backends.cudnn.allow_tf32))
+    with suppress(RuntimeError):
+        older.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    _allow_tf32_in_cudnn(on)
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    for place in places:
+        place.fp32_precision = "tf32" if on else "ieee"
+    if not on:
+        for place in host:
+            place.fp32_precision = "ieee"
 
-    def switch(cudnn: bool, products: str, kinds: list[str]) -> None:
-        backends.cudnn.allow_tf32 = cudnn
-        torch.set_float32_matmul_precision(products)
-        for place, kind in zip(places, kinds, strict=True):
-            place.fp32_precision = kind
+    def put_back() -> None:
+        for switch, value in older:
+            switch(value)
+        for place, value in newer:
+            place.fp32_precision = value
 
-    switch(on, "high" if on else "highest", ["tf32" if on else "ieee"] * len(places))
-    return lambda: switch(*before, newer)
+    return put_back
+
+
+def _allow_tf32_in_cudnn(on: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = on
 
 
 def _set_deterministic() -> Callable[[], None]:

@@ -20,9 +20,19 @@ class MovingAverage:
 
     def __init__(self, names: list[str], parameters: list[nn.Parameter], decay: float) -> None:
         self.decay = decay
-        self._parameters = parameters
-        self._tensors = [parameter.detach().clone() for parameter in parameters]
-        self.names = names
+        self.names: list[str] = []
+        self._parameters: list[nn.Parameter] = []
+        self._tensors: list[Tensor] = []
+        self.add(names, parameters)
+
+    def add(self, names: list[str], parameters: list[nn.Parameter]) -> None:
+        """Average these too, from now on; those that are averaged already go on."""
+        known = set(self.names)
+        for name, parameter in zip(names, parameters, strict=True):
+            if name not in known:
+                self.names.append(name)
+                self._parameters.append(parameter)
+                self._tensors.append(parameter.detach().clone())
 
     @torch.no_grad()
     def update(self) -> None:
@@ -38,17 +48,25 @@ class MovingAverage:
         finally:
             self._exchange()
 
+    @torch.no_grad()
     def _exchange(self) -> None:
+        """In place: whoever else knows a weight by its memory sees the average too."""
         for parameter, tensor in zip(self._parameters, self._tensors, strict=True):
-            parameter.data, tensor.data = tensor.data, parameter.data
+            weight = parameter.clone()
+            parameter.copy_(tensor)
+            tensor.copy_(weight)
 
     def state(self) -> dict[str, Tensor]:
         """The averages by the names of their weights; the tensors themselves."""
         return dict(zip(self.names, self._tensors, strict=True))
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, Tensor] | None) -> None:
+    def load_state(self, model: nn.Module, state: dict[str, Tensor] | None) -> None:
         """Take up what `state` returned; without one, begin with the weights as they are."""
+        if state is not None and state.keys() != set(self.names):
+            weights = dict(model.named_parameters())
+            self.names, self._parameters, self._tensors = [], [], []
+            self.add(list(state), [weights[name] for name in state])
         for name, tensor, parameter in zip(
             self.names, self._tensors, self._parameters, strict=True
         ):

@@ -3,7 +3,7 @@
 The outputs and batches of all ranks are gathered, in shard order. Every rank computes the same
 loss of the whole global batch, takes the gradient of its own rows, and sends it back through its
 own forward passes, whose graphs are kept until then: a micro-batch bounds what goes through the
-model at once here, not the memory. Sends an all-gather of outputs and batch (kind `outputs`).
+model at once here, not the memory. What is gathered, and what cannot be, is in `rows`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch, MicroBatch
 from allranks.on_torch.losses import weighted_losses
-from allranks.on_torch.nested import concatenated, map_tensors, replaced, tensors_in
+from allranks.on_torch.nested import map_tensors, tensors_in
+from allranks.on_torch.rows import Rows, gathered, own_rows, rows_of_ranks
 from allranks.on_torch.task import Task
-from allranks.shards import owned_shards
+
+Taken = tuple[Tensor, float, Callable[[], None]]
+"""Of one micro-batch: the sum of its losses, of its weights, and what runs backward."""
+Take = Callable[[MicroBatch], Taken]
 
 
 class BatchLoss:
@@ -30,11 +34,11 @@ class BatchLoss:
 
     def __init__(self, task: Task, comm: Comm, arithmetic: Arithmetic) -> None:
         self.task, self.comm, self.arithmetic = task, comm, arithmetic
-        self._empty: Any = None  # (output, data) of no samples, for a rank that has none
+        self._empty: Rows | None = None  # for a rank that has no sample
 
     def prepare(
         self, batch: Batch, forward: Callable[[MicroBatch], Any], loss_scale: float = 1.0
-    ) -> Callable[[MicroBatch], tuple[Tensor, float, Callable[[], None]]]:
+    ) -> Take:
         """Run all forward passes and the loss of the whole batch.
 
         Returns a function that must be called once for each micro-batch, in order: it gives the
@@ -42,16 +46,13 @@ class BatchLoss:
         """
         outputs = [forward(micro) for micro in batch.micros]
         detached = [map_tensors(Tensor.detach, output) for output in outputs]
-        own = concatenated([*zip(detached, (m.data for m in batch.micros), strict=True)])
-        if own is not None:
-            self._empty = map_tensors(lambda tensor: tensor[:0], own)
-        elif self._empty is None:
-            raise _no_sample(batch)
-        whole, rows_before = self._gathered(batch, self._empty if own is None else own)
-        output = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), whole[0])
+        whole, rows_before = self._whole(batch, detached)
+        output = map_tensors(
+            lambda t: t.requires_grad_(t.is_floating_point() or t.is_complex()), whole["output"]
+        )
         with torch.enable_grad():
             with self.arithmetic.context():
-                losses, weights = weighted_losses(self.task, output, whole[1], batch.nominal)
+                losses, weights = weighted_losses(self.task, output, whole["batch"], batch.nominal)
             (losses.sum() * (loss_scale / batch.nominal)).backward()
         gradients = [tensor.grad for tensor in tensors_in(output)]
         waiting = deque(outputs)
@@ -76,30 +77,27 @@ class BatchLoss:
 
         return take
 
-    def _gathered(self, batch: Batch, own: Any) -> tuple[Any, int]:
-        """`own` of all ranks in shard order, and how many rows come before this rank's."""
+    def _whole(self, batch: Batch, outputs: list[Any]) -> tuple[Any, int]:
+        """Output and batch of all ranks in shard order, and how many rows come before this rank's."""
         assert batch.sizes is not None
-        shards = len(batch.sizes)
-        rows = [
-            sum(batch.sizes[k] for k in owned_shards(shards, self.comm.size, rank))
-            for rank in range(self.comm.size)
-        ]
+        rows = rows_of_ranks(batch.sizes, self.comm.size)
         before = sum(rows[: self.comm.rank])
-        if self.comm.size == 1:
-            return own, before
-        gathered = (self._gather_rows(tensor, rows) for tensor in tensors_in(own))
-        return replaced(own, gathered), before
-
-    def _gather_rows(self, own: Tensor, rows: list[int]) -> Tensor:
-        """Rows of every rank, as bytes padded to the longest part: any type, any raggedness."""
-        row_bytes = own[:0].new_empty((1, *own.shape[1:])).nbytes
-        part = torch.zeros(max(rows) * row_bytes, dtype=torch.uint8, device=own.device)
-        part[: own.nbytes] = own.contiguous().view(-1).view(torch.uint8)
-        whole = part.new_empty(self.comm.size * part.numel())
-        self.comm.all_gather(whole, part, "outputs").wait()
-        parts = whole.view(self.comm.size, -1)
-        flat = torch.cat([part[: n * row_bytes] for part, n in zip(parts, rows, strict=True)])
-        return flat.view(own.dtype).view(sum(rows), *own.shape[1:])
+        parts = [
+            ({"output": output, "batch": micro.data}, micro.samples)
+            for output, micro in zip(outputs, batch.micros, strict=True)
+        ]
+        own = own_rows(parts)
+        if isinstance(own, RequestError):
+            if self.comm.size == 1 and len(parts) == 1:
+                return parts[0][0], before  # nothing is put together
+        elif own is not None:
+            self._empty = own.none_of_them()
+        if own is None and self._empty is None:
+            own = _no_sample(batch)
+        found = own or self._empty
+        assert found is not None
+        whole = gathered(self.comm, found, rows)
+        return whole.put_together(whole.tensors, whole.lists), before
 
 
 def _no_sample(batch: Batch) -> RequestError:
@@ -108,4 +106,14 @@ def _no_sample(batch: Batch) -> RequestError:
         found=f"{batch.nominal} samples in the first batch, so a rank has none",
         why="what the model returns is only known from a forward pass",
         do="use at least as many samples as shards, or fewer ranks",
+    )
+
+
+def uses_a_parameter(name: str) -> RequestError:
+    """What to say where the loss over a batch has a gradient for a weight by itself."""
+    return RequestError(
+        asked='loss(output, batch) of a task with loss_over = "batch"',
+        found=f"it uses the parameter {name!r} itself",
+        why="every rank computes this loss, so that gradient would count once for each",
+        do="let the model return it with its output, one row for each sample",
     )

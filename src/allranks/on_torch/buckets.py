@@ -1,8 +1,10 @@
 """Gradients in a few flat buckets, in the order in which backward finishes them.
 
 The `.grad` of every parameter is a view into its bucket, so nothing is copied to be sent; the tally
-stands at the end of the bucket that leaves last. Buckets leave in one fixed order on all ranks,
-each as soon as its gradients are finished and those before it have left.
+stands at the end of the bucket that leaves last. Every view begins at a multiple of 128 bytes, as a
+gradient of its own would: kernels follow where a tensor begins, down to the last bit. Buckets leave
+in one fixed order on all ranks, each as soon as its gradients are finished and those before it have
+left.
 """
 
 from __future__ import annotations
@@ -11,7 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
+from allranks.on_torch.gradients import gradient_taken
+from allranks.on_torch.reals import real_type, reals
 from allranks.on_torch.reducers.base import Reducer
+
+ALIGNED_BYTES = 128
 
 
 class Buckets:
@@ -34,20 +40,18 @@ class Buckets:
         groups = _grouped(parameters, bucket_bytes)
         for bucket, positions in enumerate(groups):
             extra = tally_size if bucket == len(groups) - 1 else 0
-            size = sum(parameters[i].numel() for i in positions)
+            sizes = [_room_for(parameters[position]) for position in positions]
+            size = sum(sizes)
             padded = -(-(size + extra) // reducer.multiple) * reducer.multiple
-            flat = parameters[positions[0]].new_zeros(padded, requires_grad=False)
-            start = 0
-            for position in positions:
-                parameter = parameters[position]
-                view = _laid_out_as(parameter, flat[start : start + parameter.numel()])
-                self._views.append((parameter, view))
+            flat = reals(parameters[positions[0]].detach()).new_zeros(padded)
+            parts = flat[:size].split(sizes)
+            for position, part in zip(positions, parts, strict=True):
+                self._views.append((parameters[position], _laid_out_as(parameters[position], part)))
                 self._bucket_of[position] = bucket
-                start += parameter.numel()
             self.flats.append(flat)
             self.gradients.append(flat[:size])
             self._members.append(len(positions))
-        self.tally = self.flats[-1][start : start + tally_size]
+        self.tally = self.flats[-1][size : size + tally_size]
         reducer.prepare(self.flats, self.gradients)
         self._pending: list[int] = []
         self._finished: set[int] = set()
@@ -95,6 +99,9 @@ class Buckets:
         while self._left < len(self.flats):
             self._launch(shards)
         self._leaf = None
+        for parameter, view in self._views:
+            if parameter.grad is not view:
+                raise gradient_taken(parameter)
         self.reducer.finish(self.flats)
 
     def _launch(self, shards: range) -> None:
@@ -103,8 +110,17 @@ class Buckets:
         self._left += 1
 
 
+def _room_for(parameter: Tensor) -> int:
+    """How many real numbers a gradient takes up in its bucket."""
+    item = reals(parameter.detach()).element_size()
+    return -(-parameter.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES // item
+
+
 def _laid_out_as(parameter: Tensor, flat: Tensor) -> Tensor:
-    """`flat` in the shape of a parameter, and in its order of memory (channels-last weights)."""
+    """The start of `flat` in the shape of a parameter, and in its order of memory (channels-last)."""
+    if parameter.is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    flat = flat[: parameter.numel()]
     if parameter.is_contiguous():
         return flat.view(parameter.shape)
     return flat.as_strided(
@@ -118,9 +134,10 @@ def _grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[int
     filled, kind = 0, torch.float32
     for position in reversed(range(len(parameters))):
         parameter = parameters[position]
-        if not groups or filled + parameter.nbytes > bucket_bytes or parameter.dtype != kind:
+        own = real_type(parameter.dtype)
+        if not groups or filled + parameter.nbytes > bucket_bytes or own != kind:
             groups.append([])
-            filled, kind = 0, parameter.dtype
+            filled, kind = 0, own
         groups[-1].append(position)
         filled += parameter.nbytes
     return groups

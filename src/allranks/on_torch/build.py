@@ -5,6 +5,7 @@ Every rank builds it from the seed of the job; the strategy makes all weights eq
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,25 +13,28 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from allranks.cards import CARDS
+from allranks.cards import CARDS, resolved_strategy
 from allranks.catalog import STRATEGIES, load
 from allranks.choice import parse_choice
 from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.loss_scale import loss_scale_of
 from allranks.on_torch.arithmetic import Arithmetic, arithmetic_of
+from allranks.on_torch.bounded_tables import swap_tables
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.keras_layers import check_keras
+from allranks.on_torch.keras_setting import check_types, of_keras_type
 from allranks.on_torch.keras_shards import is_keras, swap_keras_layers
 from allranks.on_torch.layers import OfShard, Scope, swap_layers
+from allranks.on_torch.reals import read_tensors
 from allranks.on_torch.recompute import recompute_blocks
 from allranks.on_torch.sources import seed_generators
 from allranks.on_torch.state import model_state
 from allranks.on_torch.strategies.base import Setting, Strategy
 from allranks.on_torch.task import Task
+from allranks.world import World
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ def build_model(task: Task, job: Job, scope: Scope, arithmetic: Arithmetic) -> B
     """The model of `task` on the device of this rank; raises `RequestError`. No communication."""
     seed_generators(job.seed)
     torch.manual_seed(job.seed)
-    model = task.model()
+    floatx = "float64" if arithmetic.parameters == torch.float64 else "float32"
+    with of_keras_type(floatx):
+        model = task.model()
     if not isinstance(model, nn.Module):
         raise RequestError(
             asked="model() of the task",
@@ -57,11 +63,14 @@ def build_model(task: Task, job: Job, scope: Scope, arithmetic: Arithmetic) -> B
             do="return an nn.Module",
         )
     check_keras(task, model)
-    given = task.pretrained()
-    missing = None if given is None else _fill(model, given)
+    for module in filter(is_keras, model.modules()):
+        check_types(module, floatx)
     model = arithmetic.model(model)
+    given = task.pretrained()  # into the types of the job: numbers of 64 bits stay what they are
+    missing = None if given is None else _fill(model, given)
     swapped = swap_layers(model, scope)
     swap_keras_layers(model, scope, swapped)
+    swap_tables(model, scope, swapped)
     if job.activation_checkpointing:
         return Built(model, swapped, missing, recompute_blocks(task, model, scope))
     return Built(model, swapped, missing)
@@ -98,7 +107,7 @@ def _shape(value: Any) -> str:
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
+        return read_tensors(path)
     except (OSError, SafetensorError) as error:
         raise RequestError(
             asked=f"pretrained weights of {path}",
@@ -106,6 +115,13 @@ def _read(path: Path) -> dict[str, Tensor]:
             why="weights are read from safetensors files: a pickle could run anything",
             do="make one: safetensors.torch.save_file(model.state_dict(), PATH)",
         ) from error
+
+
+def job_for(job: Job, world: World) -> Job:
+    """The job as the ranks of `world` run it, its strategy resolved."""
+    name = job.strategy or ("ddp" if world.size > 1 else "single")
+    choice = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise)
+    return dataclasses.replace(job, ranks=world.size, strategy=str(choice))
 
 
 def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:

@@ -9,20 +9,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before any group: its defaults would keep that one for ever
 from torch import Tensor
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    PrefixStore,
+    TCPStore,
+    rendezvous,
+)
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from allranks.errors import PeerLost, RequestError
+from allranks.on_torch.reals import reals
 from allranks.pulse import Aside, Pulse
-from allranks.world import World, say_where_to_meet
+from allranks.world import World, where_to_meet
 
 CPU = torch.device("cpu")
+KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")
 _joins = itertools.count()
 TIMEOUT = timedelta(minutes=40)  # longer than --hang-timeout usually is: it names who is missing
 PEER_LOST = ("onnection closed", "onnection reset", "roken pipe", "onnection refused")
@@ -73,15 +83,14 @@ class Comm:
     """The ranks that work together, seen from one of them. With `size` 1 nothing is ever sent.
 
     `sent` is in bytes, by kind: `gradients` (the data of a step, with what rides on it),
-    `outputs` (of a loss over the batch), `control` (everything else).
+    `outputs` (of a loss over the batch), `batchnorm` (statistics over the whole batch), `rows` (of
+    tables with a `max_norm`), `control` (everything else).
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
-    sent: dict[str, float] = field(
-        default_factory=lambda: {"gradients": 0.0, "outputs": 0.0, "control": 0.0}
-    )
+    sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     owns_group: bool = False
     group: Any = None
     pulse: Pulse | Aside | None = None
@@ -91,10 +100,19 @@ class Comm:
         """A fault on purpose: the next collective is not made."""
         self.leave_out_next = True
 
-    def leave(self) -> None:
-        """Leave the process group, if it was made here. Always called, also after a failure."""
+    def leave(self, *, failed: bool = False) -> None:
+        """Leave the process group, if it was made here. Always called.
+
+        NCCL leaves once all collectives are over. After a failure of this rank they never are,
+        because the others wait in one for it, so NCCL's are aborted then. Gloo closes its
+        connections at once, and the others hear of it.
+        """
         if self.owns_group and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+            if failed and dist.get_backend(self.group) == "nccl":
+                with suppress(RuntimeError, ValueError):  # the failure itself is what counts
+                    _abort_process_group()
+            else:
+                dist.destroy_process_group(self.group)
         self.owns_group = False
 
     def _count(self, kind: str, sent: float) -> None:
@@ -117,7 +135,7 @@ class Comm:
         if self.size == 1:
             return Pending()
         self._count(kind, 2 * (self.size - 1) / self.size * tensor.nbytes)
-        return self._begin(dist.all_reduce, tensor)
+        return self._begin(dist.all_reduce, reals(tensor))
 
     def pair(self, partner: int) -> Any:
         """The group of this rank and `partner`; both call this, before they `add_in_pair`."""
@@ -151,7 +169,7 @@ class Comm:
         """The leader's `tensor` on every rank. Counted as one copy sent on by each rank but one."""
         if self.size > 1:
             self._count("control", tensor.nbytes * (self.size - 1) / self.size)
-            self._begin(dist.broadcast, tensor, src=0).wait()
+            self._begin(dist.broadcast, reals(tensor.detach()), src=0).wait()
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -175,6 +193,17 @@ class Comm:
         rows = whole.cpu().numpy().reshape(self.size, -1)
         return [bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
+    def beside(self) -> Comm:
+        """The same ranks on a group of their own, for what is sent while gradients are under way.
+
+        Every rank calls this, from the thread that trains, and `leave` at the end. What is sent
+        there is counted here.
+        """
+        if self.size == 1:
+            return Comm(device=self.device, sent=self.sent, pulse=self.pulse)
+        group = dist.new_group(list(range(self.size)), timeout=TIMEOUT)
+        return replace(self, owns_group=True, group=group)
+
     def aside(self) -> Comm:
         """The same ranks on a group of their own, over the host, for a thread beside the training.
 
@@ -191,8 +220,9 @@ class Comm:
 def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm:
     """Meet the other ranks of `world`; every rank calls this, and `leave` at the end.
 
-    A process group that is there already is used as it is, and left to whoever made it. Each join
-    of a process has keys of its own in the store, so that a second one never finds stale ones.
+    A process group that is there already is used as it is, and left to whoever made it. A process
+    keeps the store of its first join, and each join has keys of its own in it: a second one finds
+    neither stale keys nor the store that another rank is about to close.
     """
     if dist.is_initialized():
         there = dist.get_rank(), dist.get_world_size()
@@ -206,16 +236,12 @@ def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm
         return Comm(*there, device, pulse=pulse)
     if world.size == 1:
         return Comm(device=device, pulse=pulse)
-    where: dict[str, Any] = {"init_method": "env://"}
-    if world.store or world.meeting:
-        store = _store_of(world)
-        where = {"store": PrefixStore(f"attempt-{world.attempt}/join-{next(_joins)}", store)}
-    else:
-        say_where_to_meet()
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
+        keys = f"attempt-{world.attempt}/join-{next(_joins)}"
+        store = PrefixStore(keys, _store_of(world))
         dist.init_process_group(
-            backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT, **where
+            backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT, store=store
         )
     except RuntimeError as error:
         raise _translated(error) from error
@@ -226,9 +252,12 @@ def _store_of(world: World) -> Any:
     """Where the ranks find each other: a file on one machine, else a port that rank 0 was given.
 
     Only that address listens, and whoever started the ranks has bound it: nobody can be first.
+    Another launcher says where in the environment.
     """
     if world.store:
         return FileStore(world.store, world.size)
+    if not world.meeting:
+        return _store_of_environment(world)
     if world.meeting not in _met:
         host, _, port = world.meeting.rpartition(":")
         serves: dict[str, Any] = {"is_master": False}
@@ -238,6 +267,14 @@ def _store_of(world: World) -> Any:
             host, int(port), world.size, timeout=TIMEOUT, wait_for_workers=False, **serves
         )
     return _met[world.meeting]
+
+
+def _store_of_environment(world: World) -> Any:
+    """The store at MASTER_ADDR and MASTER_PORT, or torchrun's own, as torch itself would find it."""
+    where = where_to_meet()
+    if where not in _met:
+        _met[where], _, _ = next(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT))
+    return _met[where]
 
 
 _met: dict[str, Any] = {}  # a second join of a process meets where the first did

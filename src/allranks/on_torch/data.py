@@ -11,6 +11,7 @@ brought to the device while the device computes.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -25,11 +26,13 @@ from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.copying import Copying, OnItsWay
 from allranks.on_torch.loaders import SamplerOrder, WholeLoader, rows_between
 from allranks.on_torch.sources import (
+    COLLATE,
     Ids,
     MapSource,
     Source,
     StreamSource,
     TensorSource,
+    drawn_from,
     seed_generators,
 )
 from allranks.order import Order, random_key
@@ -38,6 +41,10 @@ from allranks.training.progress import Progress
 from allranks.training.stages import one_ahead
 
 NO_IDS: Ids = np.empty(0, np.int64)
+COLLATES_ALONE = (
+    "collate draws random numbers, so each shard is collated, and goes through the model, alone: "
+    "what is drawn belongs to the shard, whichever rank has it"
+)
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,12 @@ class Batch:
 
     @property
     def micros(self) -> list[MicroBatch]:
+        """What goes through the model of this rank, in order; `data` of each is as collated."""
         return [micro for leaf in self.leaves for micro in leaf.micros]
 
     @property
     def own_samples(self) -> int:
+        """The samples of this rank; those of all ranks are in the `StepResult`."""
         return sum(micro.samples for micro in self.micros)
 
 
@@ -87,9 +96,10 @@ class Batch:
 class GlobalBatches:
     """The batches of a job for the reader `rank` of `ranks`.
 
-    `shard_alone` makes every shard a leaf; `arithmetic` places the data; `order` is that of a
-    sampler which came with the data. `dry` is set by the trainer once a step of a stream has found
-    no sample on any rank.
+    `shard_alone` makes every shard a leaf, `collates_alone` a micro-batch; `cut_for` cuts
+    micro-batches as so many ranks would; `arithmetic` places the data; `order` is that of a sampler
+    which came with the data. `dry` is set by the trainer once a step of a stream has found no
+    sample on any rank.
     """
 
     source: Source | StreamSource | WholeLoader
@@ -104,11 +114,13 @@ class GlobalBatches:
     arithmetic: Arithmetic
     prefetch: int = 2
     order: SamplerOrder | None = None
+    cut_for: int = 0
     dry: bool = False
+    collates_alone: bool = False
 
     def __post_init__(self) -> None:
         self._leaves_of: dict[tuple[int, ...], tuple[Leaf, ...]] = {}
-        self._epoch = 0
+        self._epoch, self._tried_collate = 0, False
         self._open: weakref.WeakSet[Generator[Batch]] = weakref.WeakSet()
         self.owned = owned_shards(self.shards, self.ranks, self.rank)
         if self.steps_per_epoch == 0:
@@ -244,12 +256,30 @@ class GlobalBatches:
                     range(min(group), max(group) + 1),
                     tuple(
                         MicroBatch(m, sum(piece.samples for piece in m))
-                        for m in micro_batches(group, self.micro_batch)
+                        for part in self._parts(group)
+                        for m in self._micros_of(part)
                     ),
                 )
                 for group in groups
             )
         return self._leaves_of[sizes]
+
+    def _micros_of(self, group: dict[int, int]) -> tuple[Micro, ...]:
+        """What of these shards goes through the model at once.
+
+        Shards that are collated alone are: what is drawn there belongs to the shard.
+        """
+        if not self.collates_alone:
+            return micro_batches(group, self.micro_batch)
+        alone = (micro_batches({k: size}, self.micro_batch) for k, size in group.items())
+        return tuple(micro for micros in alone for micro in micros)
+
+    def _parts(self, group: dict[int, int]) -> list[dict[int, int]]:
+        """What never goes through the model together: the shards that other ranks would own."""
+        if not self.cut_for:
+            return [group]
+        spans = [owned_shards(self.shards, self.cut_for, rank) for rank in range(self.cut_for)]
+        return [{k: group[k] for k in span if k in group} for span in spans]
 
     def _filled(self, plan: Batch, data: Iterator[Any]) -> Batch:
         """The batch with the data of its micro-batches, in order."""
@@ -294,16 +324,49 @@ class GlobalBatches:
                 for k, stream in streams.items():  # its randomness belongs to the shard and step
                     seed_generators(random_key(self.seed, epoch, k, step))
                     read[k] = list(islice(stream, quota[k]))
-                leaves = self._leaves(tuple(len(read.get(k, ())) for k in range(self.shards)))
-                plan = Batch(index, epoch, step, self.batch_size, None, leaves, NO_IDS)
-                samples = (_samples(micro.pieces, read) for micro in plan.micros)
-                placed = (self.arithmetic.placed(source.collate(own)) for own in samples)
-                yield self._filled(plan, placed)
+                sizes = tuple(len(read.get(k, ())) for k in range(self.shards))
+                plan = Batch(index, epoch, step, self.batch_size, None, self._leaves(sizes), NO_IDS)
+                if self._collating_draws(source, plan, read):
+                    plan = replace(plan, leaves=self._leaves(sizes))
+                collated = (self._collated(source, plan, micro, read) for micro in plan.micros)
+                yield self._filled(plan, map(self.arithmetic.placed, collated))
                 step, index = step + 1, index + 1
             if step == 1:
                 do = "let open(shard, epoch, seed, skip) yield samples"
                 raise _endless(epoch, "a stream", do)
             epoch, step, index = epoch + 1, 0, index - 1
+
+    def _key_collate(self, plan: Batch, micro: MicroBatch) -> None:
+        """What collate draws belongs to the first piece of its micro-batch."""
+        first = micro.pieces[0]
+        step = plan.step_in_epoch
+        seed_generators(random_key(self.seed, plan.epoch, first.shard, step, first.start, COLLATE))
+
+    def _collated(
+        self, source: StreamSource, plan: Batch, micro: MicroBatch, read: dict[int, list[Any]]
+    ) -> Any:
+        self._key_collate(plan, micro)
+        return source.collate(_samples(micro.pieces, read))
+
+    def _collating_draws(
+        self, source: StreamSource, plan: Batch, read: dict[int, list[Any]]
+    ) -> bool:
+        """Whether collate is seen to draw from now on: shards are collated alone then.
+
+        Only reading a stream gives samples, so it is tried in the first step that has any.
+        """
+        if self._tried_collate or self.collates_alone or not plan.micros:
+            return False
+        self._tried_collate, micro = True, plan.micros[0]
+        self._key_collate(plan, micro)
+        before = drawn_from()
+        source.collate(_samples(micro.pieces, read))
+        self.collates_alone = drawn_from() != before
+        if self.collates_alone:
+            self._leaves_of.clear()
+            if not self.shard_alone and self.micro_batch != 1:
+                warnings.warn(COLLATES_ALONE, stacklevel=1)
+        return self.collates_alone
 
 
 def _with_data(

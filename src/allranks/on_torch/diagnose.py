@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -75,11 +75,15 @@ def _set_aside(step: SharedStep) -> Iterator[None]:
     used, buffers = list(step.used), step.user_buffers.copies()
     step.user_buffers.undo()
     _forget_gradients(step)
+    whole = step.scope.whole
+    shortens, step.scope.shortens = step.scope.shortens, False
     try:
-        yield
+        with nullcontext() if whole is None else whole.alone():
+            yield
     finally:
         step.scope.leave()
         step.scope.moments.clear()
+        step.scope.shortens = shortens
         put_back(buffers)
         step.used[:], step.on_gradient, step.forward = used, on_gradient, forward
         for parameter, gradient in zip(step.parameters, gradients, strict=True):

@@ -19,5 +19,7 @@ def weights_sha256(tensors: Iterator[tuple[str, Tensor]]) -> str:
 
 
 def _content(tensor: Tensor) -> tuple[str, memoryview]:
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    flat = (
+        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    )
     return str(tensor.dtype).removeprefix("torch."), flat.numpy().data

@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from allranks.errors import RequestError
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.losses import forward, weighted_losses
-from allranks.on_torch.sources import Source
+from allranks.on_torch.sources import Source, seed_generators
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.task import Task
+from allranks.order import random_key
+
+EVALUATION = -1  # what the generators are keyed for, beside chunks
 
 
 @torch.no_grad()
@@ -44,6 +47,7 @@ def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict
         for number, data in zip(visited, batches, strict=True):
             if comm.pulse is not None:
                 comm.pulse.enter("evaluate")  # a sign of life for every chunk
+            seed_generators(random_key(strategy.setting.scope.seed, EVALUATION, number))
             pairs = _pairs(task, strategy, data, len(chunks[number]))
             if not names:
                 names = list(pairs)
@@ -63,12 +67,24 @@ def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict
 
 
 @torch.no_grad()
-def try_evaluation(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict[str, float]:
-    """Evaluate the first samples: what is wrong is found before the first update, and every name."""
+def try_evaluation(
+    task: Task, strategy: Strategy, source: Source, chunk: int, notes: list[str]
+) -> dict[str, float]:
+    """Evaluate the first samples: what is wrong is found before the first update, and every name.
+
+    `notes` gets a line for metrics that look like means already.
+    """
     samples = min(chunk, len(source))
     (data,) = source.batches([(0, np.arange(samples))])
     with _evaluating(strategy.model):
         pairs = _pairs(task, strategy, data, samples)
+    means = [name for name, (_, count) in pairs.items() if count == 1 and name != "loss"]
+    if means and samples > 1:
+        notes.append(
+            f"metrics() counts 1 for {samples} samples in {', '.join(means)}: that is the mean of "
+            f"the means of {samples} samples each, in which the last few count as much; return "
+            "(sum, number of samples) where it is a mean over samples"
+        )
     found = {name: total / count for name, (total, count) in pairs.items() if count}
     return {**dict.fromkeys(pairs, math.nan), **task.finalize(found)}
 

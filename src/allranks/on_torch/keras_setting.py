@@ -39,6 +39,18 @@ class KerasSetting:
 
 
 @contextmanager
+def of_keras_type(floatx: str) -> Iterator[None]:
+    """Within, a task of torch makes its Keras layers of this type, if its program has Keras."""
+    keras: Any = sys.modules.get("keras")
+    backend = getattr(getattr(keras, "backend", None), "backend", None)
+    if floatx == "float32" or backend is None or backend() != "torch":
+        yield
+        return
+    with _of_type(keras, floatx):
+        yield
+
+
+@contextmanager
 def _of_type(keras: Any, floatx: str) -> Iterator[None]:
     before, policy = keras.config.floatx(), keras.config.dtype_policy()
     rounded: dict[str, str] = getattr(sys.modules.get(TYPES), ROUNDED, {})
@@ -65,3 +77,18 @@ def _rounds(keras: Any) -> RequestError:
         why="on torch it does as on JAX, and this version has no table that says otherwise",
         do="--engine tensorflow, or --precision fp32",
     )
+
+
+def check_types(model: Any, floatx: str) -> None:
+    """Raise `RequestError` for weights of 32 bits in a job of 64: they would be both by turns."""
+    if floatx != "float64":
+        return
+    for variable in getattr(model, "weights", ()):
+        if variable.dtype.startswith("float") and variable.dtype != floatx:
+            raise RequestError(
+                asked="--precision fp64",
+                found=f"the weight {variable.path}, which the model makes as {variable.dtype}",
+                why="Keras would compute with it in that type",
+                do="leave dtype out of the layers, set no policy of mixed precision, and make them in "
+                "model(), with keras imported at the top of the file",
+            )

@@ -20,11 +20,12 @@ from allranks.catalog import load
 from allranks.errors import RequestError
 from allranks.on_tf.task import Task as KerasTask
 from allranks.on_torch.keras_optimizer import keras_optimizer
-from allranks.on_torch.keras_setting import KerasSetting
+from allranks.on_torch.keras_setting import KerasSetting, check_types
 from allranks.on_torch.nested import map_tensors
 from allranks.on_torch.task import Task
+from allranks.schedules import Plateau
 
-OF_TORCH_ALONE = ("collate", "blocks")
+OF_TORCH_ALONE = ("collate", "blocks", "initialise")
 BATCHES_BY_THEMSELVES = ("tensorflow.", "keras.")  # where tf.data and PyDataset are from
 
 
@@ -52,6 +53,10 @@ class _OnTorch(Task):
         self.is_regularized = False
         vars(self)["loss_over"] = own.loss_over
 
+    @property
+    def as_written(self) -> KerasTask:
+        return self.own
+
     def overrides(self, method: str) -> bool:
         if method == "regularizer" and self.is_regularized:
             return True
@@ -62,7 +67,7 @@ class _OnTorch(Task):
         _check_backend(load("keras"))
         with self.setting.in_force():
             model = self.own.model()
-            _check_types(model, self.setting.floatx)
+            check_types(model, self.setting.floatx)
             given = self.own.pretrained()
             if given is not None:
                 _read_weights(model, Path(given))
@@ -76,12 +81,13 @@ class _OnTorch(Task):
         with self.setting.in_force():
             own = self.own.optimizer()
         made = keras_optimizer(own, model, self.setting)
-        if self.own.overrides("schedule") and not made.is_settable:
+        ours = [name for name in ("schedule", "plateau") if self.own.overrides(name)]
+        if ours and not made.is_settable:
             raise RequestError(
-                asked="schedule(step) of the task",
+                asked=f"{ours[0]}() of the task",
                 found=f"a {type(own).__name__} with a schedule of its own",
                 why="one of the two says the learning rate",
-                do="give the optimizer a number, or leave schedule(step) out",
+                do=f"give the optimizer a number, or leave {ours[0]}() out",
             )
         return made
 
@@ -121,6 +127,9 @@ class _OnTorch(Task):
     def schedule(self, step: int) -> float:
         return self.own.schedule(step)
 
+    def plateau(self) -> Plateau | None:
+        return self.own.plateau()
+
     def augment(self, sample: Any, random: np.random.Generator) -> Any:
         """A sample is of arrays for a Keras task, whatever it is read from."""
         return self.own.augment(map_tensors(Tensor.numpy, sample), random)  # type: ignore[arg-type]
@@ -137,20 +146,6 @@ def _check_backend(keras: Any) -> None:
             why="it is imported with KERAS_BACKEND, and cannot change afterwards",
             do="set KERAS_BACKEND=torch before anything imports keras, as `allranks train` does",
         )
-
-
-def _check_types(model: Any, floatx: str) -> None:
-    """Raise `RequestError` for weights of 32 bits in a job of 64: they would be both by turns."""
-    if floatx != "float64":
-        return
-    for variable in getattr(model, "weights", ()):
-        if variable.dtype.startswith("float") and variable.dtype != floatx:
-            raise RequestError(
-                asked="--precision fp64",
-                found=f"the weight {variable.path}, which the model makes as {variable.dtype}",
-                why="Keras would compute with it in that type",
-                do="leave dtype out of the layers, and set no policy of mixed precision",
-            )
 
 
 def _read_weights(model: Any, path: Path) -> None:

@@ -6,15 +6,17 @@ in progress the `Scope` tells them which rows belong to which shard:
 * BatchNorm normalises each shard by its own moments, and collects them; the running statistics
   take one update per step, from the sample-weighted moments of all shards of all ranks. A shard
   of one sample is normalised by the running statistics and adds nothing to them.
-* Dropout draws its mask from a counter: (seed, step, shard, layer, call).
+* Dropout draws its mask from a counter: (seed, step, shard, layer, call). What it draws for
+  (sample, position, feature) it draws position by position, so that padding changes nothing before.
 
-Samples are expected along dimension 0; a layer may see several rows per sample (tokens).
+Samples are expected along dimension 0; a layer may see several rows per sample (tokens). With
+`batchnorm = "whole"` BatchNorm normalises over the global batch instead (`whole_norm`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
 
 from allranks.errors import RequestError
+from allranks.on_torch.sources import seed_generators
 from allranks.order import random_key
 from allranks.shards import Micro
 
@@ -33,6 +36,7 @@ DROPOUTS: dict[type[nn.Module], int] = {
     nn.Dropout2d: 2,
     nn.Dropout3d: 3,
 }
+TOKEN_DIMS = 3  # (sample, position, feature)
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Scope:
     samples: int = 0
     calls: dict[int, int] = field(default_factory=dict)
     moments: dict[int, Tensor] = field(default_factory=dict)
+    whole: WholeNorm | None = None
+    looked_up: dict[int, Tensor] = field(default_factory=dict)
+    shortens: bool = True  # whether tables with a max_norm are written; not by passes beside a step
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator(self.device)
@@ -63,14 +70,20 @@ class Scope:
     def enter(self, step: int, pieces: Micro, samples: int) -> None:
         """A micro-batch of `samples` samples, made of `pieces`, goes through the model next.
 
-        The framework's own generator is seeded for its first shard: randomness in user code is
-        then the shard's own wherever a shard goes through the model alone (`--bitwise`).
+        Python's, NumPy's and torch's generators are seeded for its first shard: randomness in user
+        code is then the shard's own wherever a shard goes through the model alone (`--bitwise`).
         """
         self.step, self.pieces, self.samples = step, pieces, samples
         self.calls.clear()
         first = pieces[0]
-        key = random_key(self.seed, step, first.shard, first.start, -1)
-        torch.default_generator.manual_seed(key)
+        self._seed(random_key(self.seed, step, first.shard, first.start, -1))
+
+    def key(self, step: int, purpose: int) -> None:
+        """What is drawn next is the same on every rank, whichever shard it was keyed for last."""
+        self._seed(random_key(self.seed, step, -1, -1, purpose))
+
+    def _seed(self, key: int) -> None:
+        seed_generators(key)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(key)
 
@@ -93,6 +106,15 @@ class Scope:
         finally:
             self.step, self.pieces, self.samples, self.calls, self.moments = now
 
+    def moments_of(self, index: int, input: Tensor, by: Normalising) -> Tensor:
+        """Where a layer adds up (weight, weighted mean and variance) of the shards it has seen."""
+        found = self.moments.get(index)
+        if found is None:
+            found = input.new_zeros(1 + 2 * by.features, dtype=full_type(input.dtype))
+            if by.running is not None:
+                self.moments[index] = found
+        return found
+
     def rows(self, layer: str, tensor: Tensor) -> list[int]:
         """How many rows of `tensor` belong to each piece."""
         per_sample, rest = divmod(tensor.shape[0], self.samples)
@@ -100,8 +122,10 @@ class Scope:
             raise RequestError(
                 asked=f"{layer} on a tensor of shape {tuple(tensor.shape)}",
                 found=f"{tensor.shape[0]} rows for {self.samples} samples",
-                why="rows are given to shards, so dimension 0 must run over the samples",
-                do="put the samples first (batch_first=True) before this layer",
+                why="rows are given to shards, so dimension 0 must run over all samples, in order",
+                do="put the samples first (batch_first=True); where rows are picked out, as for an "
+                "expert of a mixture, put this layer before that or after, or use "
+                "torch.nn.functional with --bitwise",
             )
         return [piece.samples * per_sample for piece in self.pieces]
 
@@ -134,6 +158,16 @@ class ShardNorm(Protocol):
         ...
 
 
+class WholeNorm(Protocol):
+    """What normalises over the whole global batch in place of the shard (`whole_norm`)."""
+
+    def begin(self, own_samples: int) -> None: ...
+
+    def alone(self) -> AbstractContextManager[None]: ...
+
+    def normalised(self, scope: Scope, index: int, input: Tensor, by: Normalising) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Normalising:
     """What a BatchNorm does to its channels; `running` are its statistics, if it keeps any.
@@ -150,17 +184,21 @@ class Normalising:
 
 
 def normalised(scope: Scope, index: int, input: Tensor, by: Normalising) -> Tensor:
-    """`input`, (rows, channels, …), normalised shard by shard; leaves the moments in `scope`."""
-    moments = scope.moments.get(index)
-    if moments is None:
-        moments = input.new_zeros(1 + 2 * by.features, dtype=full_type(input.dtype))
-        scope.moments[index] = moments
+    """`input`, (rows, channels, …), normalised shard by shard; leaves the moments in `scope`.
+
+    Those of a layer that keeps no running statistics are of no use to anybody, and not left there.
+    """
+    if scope.whole is not None:
+        return scope.whole.normalised(scope, index, input, by)
+    moments = scope.moments_of(index, input, by)
     rows = scope.rows("BatchNorm", input)
     outputs = []
     for piece, part in zip(scope.pieces, input.split(rows), strict=True):
         if piece.shard_size == 1 and by.running is not None:
             outputs.append(F.batch_norm(part, *by.running, by.weight, by.bias, False, 0.0, by.eps))
             continue
+        if part.numel() == by.features:
+            raise no_variance(f"shard {piece.shard}")
         found = moments.new_zeros(2, by.features)  # (mean, unbiased variance)
         outputs.append(
             F.batch_norm(part, found[0], found[1], by.weight, by.bias, True, 1.0, by.eps)
@@ -171,6 +209,16 @@ def normalised(scope: Scope, index: int, input: Tensor, by: Normalising) -> Tens
         moments[0] += piece.samples
         moments[1:].add_(found.flatten(), alpha=piece.samples)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def no_variance(what: str) -> RequestError:
+    """What to say where one value for each channel is to be normalised without running statistics."""
+    return RequestError(
+        asked="BatchNorm with track_running_stats=False",
+        found=f"one value for each channel in {what}",
+        why="one value has no variance, and no running statistics stand in for it",
+        do="--set last_batch=drop, fewer shards, or running statistics in that layer",
+    )
 
 
 class ShardBatchNorm(OfShard, _BatchNorm):
@@ -237,13 +285,19 @@ def dropped(scope: Scope, index: int, input: Tensor, rate: float, shape: list[in
     draws = torch.empty(shape, device=input.device)
     for piece, count, part in zip(scope.pieces, rows, draws.split(rows), strict=True):
         scope.generator.manual_seed(random_key(scope.seed, scope.step, piece.shard, index, call))
-        if piece.samples == piece.shard_size:
+        positions = len(shape) == TOKEN_DIMS and shape == list(input.shape)
+        if piece.samples == piece.shard_size and not positions:
             part.uniform_(generator=scope.generator)
-        else:  # part of a shard: draw for the whole shard, take the rows of this piece
-            per_sample = count // piece.samples
-            whole = torch.empty((piece.shard_size * per_sample, *shape[1:]), device=part.device)
-            whole.uniform_(generator=scope.generator)
-            part.copy_(whole[piece.start * per_sample : piece.stop * per_sample])
+            continue
+        # part of a shard: draw for the whole shard, take the rows of this piece
+        per_sample = count // piece.samples
+        size = [piece.shard_size * per_sample, *shape[1:]]
+        if positions:  # (position, row, feature): more padding adds draws at the end
+            size[:2] = size[1::-1]
+        whole = torch.empty(size, device=part.device).uniform_(generator=scope.generator)
+        if positions:
+            whole = whole.transpose(0, 1)
+        part.copy_(whole[piece.start * per_sample : piece.stop * per_sample])
     keep = draws.ge(rate).to(input.dtype)
     return input * keep.div_(1 - rate) if rate < 1 else input * keep
 
@@ -323,6 +377,11 @@ def shard_norms(model: nn.Module) -> list[ShardNorm]:
     """The swapped BatchNorm layers that keep running statistics, in the order of the model."""
     layers: list[Any] = [layer for layer in every_layer(model) if isinstance(layer, OfShard)]
     return [layer for layer in layers if getattr(layer, "track_running_stats", False)]
+
+
+def normalising_layers(model: nn.Module) -> list[nn.Module]:
+    """The swapped BatchNorm layers, with or without running statistics."""
+    return [m for m in every_layer(model) if isinstance(m, OfShard) and hasattr(m, "num_features")]
 
 
 def computed_again() -> RequestError:

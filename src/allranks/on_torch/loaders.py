@@ -15,7 +15,7 @@ import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,8 @@ class SamplerOrder:
         return _digest(batch.tobytes() for batch in self._batches)
 
     def _cut(self, drawn: Sequence[Any]) -> list[Ids]:
-        size, drops = self._task.batch_size, self._task.last_batch == "drop"
+        size = self._task.batch_size
+        drops = self._task.last_batch == "drop" or self._loader.drop_last
         if self.is_cut:
             drawn = [drawn[start : start + size] for start in range(0, len(drawn), size)]
             drawn = [batch for batch in drawn if len(batch) == size or not drops]
@@ -153,13 +154,14 @@ class WholeLoader:
         self.loader.num_workers, self.loader.timeout, self.loader.pin_memory = 0, 0, False
         self._task, self._seed = task, seed
         self.steps_per_epoch: int | None = None
+        self._begun: tuple[tuple[Any, int] | None, Iterator[tuple[Any, int] | None]] | None = None
         with suppress(TypeError):  # nobody knows
             self.steps_per_epoch = len(loader)
 
     def open(self, epoch: int, skip: int) -> Iterator[tuple[Any, int]]:
         """The batches of one epoch with their samples, from number `skip` on."""
         drops, size = self._task.last_batch == "drop", self._task.batch_size
-        batches = (b for b in self._read(epoch) if b is END or b[1] == size or not drops)
+        batches = (b for b in self._epoch(epoch) if b is END or b[1] == size or not drops)
         for number, (batch, following) in enumerate(pairwise(batches)):
             assert batch is not None
             if following is END:
@@ -168,11 +170,22 @@ class WholeLoader:
                 yield batch
 
     def fingerprint(self) -> str:
-        """What all ranks must have in common: the first batch of the first epoch."""
-        with kept_random_streams(CPU):
-            first = next(self._read(0))
+        """What all ranks must have in common: the first batch of the first epoch.
+
+        That epoch goes on from there when it is trained: nothing is read twice.
+        """
+        if self._begun is None:
+            with kept_random_streams(CPU):
+                epoch = self._read(0)
+                self._begun = next(epoch), epoch
+        first, _ = self._begun
         tensors = [] if first is END else tensors_in(first[0])
         return _digest(t.contiguous().view(-1).view(torch.uint8).numpy().data for t in tensors)
+
+    def _epoch(self, epoch: int) -> Iterator[tuple[Any, int] | None]:
+        """Every batch with its samples, then END; what was begun already is gone on with."""
+        begun, self._begun = self._begun, None
+        return chain([begun[0]], begun[1]) if begun and epoch == 0 else self._read(epoch)
 
     def _read(self, epoch: int) -> Iterator[tuple[Any, int] | None]:
         """Every batch with its samples, then END."""
@@ -246,6 +259,10 @@ def notes_on(loader: DataLoader[Any], task: Task, name: str, order: SamplerOrder
         )
     taken = f"{said}, batch_size={loader.batch_size}, {type(sampler_of(loader)).__name__}: "
     own = f"batch_size={task.batch_size} over all ranks, --loader-workers"
+    if loader.drop_last and name == "train_data":
+        taken = f"{taken}drop_last=True, "
+    if loader.generator is not None and order is None:
+        own += ", no `generator` of its own"
     if order is None:
         own += ", an order drawn from --seed" if name == "train_data" else ", each sample once"
         return f"{taken}its data set and collate_fn are used; the rest is the job's own ({own})"

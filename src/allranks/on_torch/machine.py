@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from allranks.cards import devices_of_a_rank
 from allranks.errors import RequestError
 from allranks.job import Job
-from allranks.training.going_on import program_sha256
+from allranks.loaded import program_facts
 from allranks.world import World
 
 DECIDES_BITS = ("torch", "cpu_capability", "threads", "deterministic")
@@ -42,6 +43,16 @@ def check_devices(job: Job, local_size: int) -> None:
         )
 
 
+@torch.no_grad()
+def flip_one_bit(tensor: Tensor) -> None:
+    """A fault on purpose: flip one bit of the mantissa of the first value, as a failing chip would.
+
+    The value is changed where it lies, on any device.
+    """
+    first = tensor[(0,) * tensor.ndim].view(1).view(torch.uint8)
+    first[-2].bitwise_xor_(1)
+
+
 def facts(job: Job) -> dict[str, Any]:
     """What decides which bits come out, beside the job; recorded with every checkpoint."""
     return {
@@ -49,5 +60,5 @@ def facts(job: Job) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "program_sha256": program_sha256(job.program),
+        **program_facts(job.program),
     }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from allranks.errors import RequestError
 from allranks.on_torch.loaders import (
+    ONLY_KEYED,
     SamplerOrder,
     WholeLoader,
     has_samples_by_number,
@@ -28,11 +30,15 @@ IN_ORDER = "each sample is evaluated once, so how many there are must be known"
 
 @dataclass(frozen=True)
 class Opened:
-    """A source, the order of a sampler that came with it, and what its owner should hear."""
+    """A source, the order of a sampler that came with it, and what its owner should hear.
+
+    `drops_last`: the rest of an epoch is left out, as the loader says that came with it.
+    """
 
     source: Source | StreamSource | WholeLoader
     order: SamplerOrder | None = None
     note: str = ""
+    drops_last: bool = False
 
 
 def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Opened:
@@ -59,14 +65,61 @@ def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Open
         if (training and task.overrides("augment")) or task.overrides("collate"):
             source = MapSource(Rows(tensors), task, seed, workers, training)
         opened = Opened(source)
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    elif (
+        not isinstance(data, IterableDataset)  # which inherits a __getitem__, and may have a length
+        and hasattr(data, "__getitem__")
+        and hasattr(data, "__len__")
+    ):
         opened = Opened(MapSource(data, task, seed, workers, training))
     else:
-        found = type(data).__name__
-        raise _unusable(name, found, "it has neither samples by number nor `open`")
+        opened = _open_iterable(data, task, seed, workers, name)
     if not isinstance(opened.source, (StreamSource, WholeLoader)) and len(opened.source) == 0:
         raise _unusable(name, "0 samples", "there is nothing to learn from")
     return opened
+
+
+class _Iterated(IterableDataset[Any]):
+    """Whatever can be iterated anew for each epoch, as a data set of torch."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell a stream of Hugging Face, which is shuffled by its epoch."""
+        if callable(tell := getattr(self._samples, "set_epoch", None)):
+            tell(epoch)
+
+
+def _open_iterable(data: Any, task: Task, seed: int, workers: int, name: str) -> Opened:
+    """Samples without numbers: every rank reads all of them, as from a DataLoader."""
+    found = type(data).__name__
+    if not hasattr(data, "__iter__"):
+        raise _unusable(name, found, "it has neither samples by number nor `open`")
+    if name != "train_data":
+        do = "return list(…) of it: a list has samples by number"
+        raise _unusable(name, f"{found}, whose samples have no numbers", IN_ORDER, do)
+    if isinstance(data, Iterator):
+        why = "it can be read once, and every epoch reads all of it"
+        do = "return an object whose __iter__ begins anew, or list(…) of it"
+        raise _unusable(name, f"{found}, an iterator", why, do)
+    collate = task.collate if task.overrides("collate") else None
+    loader: DataLoader[Any] = DataLoader(
+        _Iterated(data), batch_size=task.batch_size, collate_fn=collate
+    )
+    if task.overrides("augment"):
+        do = "change the samples where they are read"
+        raise _unusable(name, f"{found}, and augment() of the task", "they have no numbers", do)
+    if workers:
+        raise _unusable(name, f"{found}, with --loader-workers {workers}", ONE_READER)
+    note = (
+        f"{name}() is a {found}, whose samples have no numbers: every rank reads all of it, in the "
+        "step and without workers, and takes its own rows; going on in mid-epoch reads the epoch "
+        f"from its start; {ONLY_KEYED}"
+    )
+    return Opened(WholeLoader(loader, task, seed), None, note)
 
 
 def _open_loader(loader: DataLoader[Any], task: Task, seed: int, workers: int, name: str) -> Opened:
@@ -74,15 +127,17 @@ def _open_loader(loader: DataLoader[Any], task: Task, seed: int, workers: int, n
     order = order_of(loader, task, seed) if by_number else None
     note = notes_on(loader, task, name, order)
     training = name == "train_data"
+    drops = training and loader.drop_last
     if not training and (order is not None or not by_number):
         what = "a DataLoader that reads an IterableDataset" if order is None else order.kind
         raise _unusable(name, f"a DataLoader with its own {what}", IN_ORDER)
     if by_number and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
-        return replace(open_data(loader.dataset, task, seed, workers, name), order=order, note=note)
+        opened = open_data(loader.dataset, task, seed, workers, name)
+        return replace(opened, order=order, note=note, drops_last=drops)
     if by_number:
         collate = loader.collate_fn or default_collate
         source = MapSource(loader.dataset, task, seed, workers, training, collate)
-        return Opened(source, order, note)
+        return Opened(source, order, note, drops)
     found = "a DataLoader that can only be read as a whole"
     for method in ("augment", "collate"):
         if task.overrides(method):
@@ -116,11 +171,11 @@ def _is_array(value: Any, name: str) -> bool:
     )
 
 
-def _unusable(name: str, found: str, why: str) -> RequestError:
+def _unusable(name: str, found: str, why: str, remedy: str = "") -> RequestError:
     do = "return tensors, or a data set with samples by number (torch.utils.data.Subset for a part)"
     if name == "train_data":
         do = (
             "return tensors, a map-style data set or a DataLoader over one, or an object with "
             "open(shard, epoch, seed, skip)"
         )
-    return RequestError(asked=f"{name}() of the task", found=found, why=why, do=do)
+    return RequestError(asked=f"{name}() of the task", found=found, why=why, do=remedy or do)

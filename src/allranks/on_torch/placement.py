@@ -6,7 +6,7 @@ optimizer knows it. `update_by_nothing` finds out before a training, with the op
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,25 +70,36 @@ def row(
         str(tensor.device),
         dtype,
         shape,
-        tensor.nbytes,
+        nbytes(tensor),
         gradient_bytes,
         optimizer_bytes,
         replica,
     )
 
 
+def nbytes(tensor: Tensor) -> int:
+    """The bytes of a tensor; of a sparse one, of what it stores."""
+    if not tensor.is_sparse:
+        return tensor.nbytes
+    return tensor._indices().nbytes + tensor._values().nbytes
+
+
 def _bytes(state: Any) -> int:
     """The bytes of the tensors that an optimizer keeps for one weight."""
-    return sum(tensor.nbytes for tensor in tensors_in(state))
+    return sum(nbytes(tensor) for tensor in tensors_in(state))
 
 
-def update_by_nothing(parameters: list[nn.Parameter], optimizer: Optimizer) -> None:
+def update_by_nothing(
+    parameters: list[nn.Parameter], optimizer: Optimizer, by_rows: Container[int] = ()
+) -> None:
     """One update with gradients of zero, one weight at a time: no more memory than in training.
 
-    The weights may change (weight decay): for a model that is not going to be trained.
+    The weights may change (weight decay): for a model that is not going to be trained. `by_rows`
+    are the positions of the parameters that the optimizer updates by sparse gradients.
     """
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    for position, parameter in enumerate(parameters):
+        nothing = torch.zeros_like(parameter, requires_grad=False)
+        parameter.grad = nothing.to_sparse(1) if position in by_rows else nothing
         optimizer.step()
         parameter.grad = None
 

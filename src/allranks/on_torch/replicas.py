@@ -30,7 +30,7 @@ def compare_replicas(named_tensors: Iterable[tuple[str, Tensor]], comm: Comm) ->
     """
     if comm.size == 1:
         return
-    digests = {name: _digest(tensor) for name, tensor in named_tensors}
+    digests = {name: digest(tensor) for name, tensor in named_tensors}
     total = hashlib.blake2b("".join(digests.values()).encode(), digest_size=DIGEST_BYTES)
     if len(set(comm.gather_texts(total.hexdigest()))) == 1:
         return
@@ -63,8 +63,10 @@ def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
                 yield f"{key} of {name}, in the optimizer", value
 
 
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+def digest(tensor: Tensor) -> str:
+    """Equal exactly when all bytes of two tensors are."""
+    plain = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    flat = plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=DIGEST_BYTES).hexdigest()
 
 

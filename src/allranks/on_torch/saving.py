@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.on_torch.checkpoint.checkpointer import Checkpointer
+from allranks.on_torch.checkpoint.tree import flatten, is_dtensor
 from allranks.on_torch.machine import DECIDES_BITS, facts
 from allranks.on_torch.state import random_streams, set_random_streams
 from allranks.on_torch.strategies.base import Strategy
@@ -68,7 +72,7 @@ class Saving:
         That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
         the job is another one.
         """
-        loaded = self.checkpointer.load(sources_for(self.job))
+        loaded = self.checkpointer.load(sources_for(self.job), self._templates())
         if loaded is None:
             check_not_asked_for(self.job)
             return None
@@ -90,6 +94,18 @@ class Saving:
             )
         return {**state, "step": loaded.step}
 
+    def _templates(self) -> dict[str, Tensor]:
+        """By path, where this rank's part of each tensor goes that no rank holds whole.
+
+        New memory for that part alone: the training holds what it held until all of a checkpoint
+        is read and found to be of the same job.
+        """
+        prefix = "common"
+        if not self.strategy.replicas_agree:
+            prefix = f"own/{self.strategy.comm.rank}"
+        tensors = flatten(self.strategy.state(), prefix)[1]
+        return {path: torch.empty_like(t) for path, t in tensors.items() if is_dtensor(t)}
+
     def _state_in(self, loaded: Loaded) -> dict[str, Any]:
         if self.strategy.replicas_agree:
             return dict(loaded.common)
@@ -101,3 +117,13 @@ class Saving:
                 do=f"--ranks {loaded.manifest.ranks}",
             )
         return dict(loaded.own)
+
+
+def no_run_folder() -> RequestError:
+    """What to say where a training without a run folder is to be saved."""
+    return RequestError(
+        asked="to save or resume a training",
+        found="no run folder in its job",
+        why="checkpoints live in the run folder",
+        do='Trainer(task, Job(run_dir="runs/mine"))',
+    )

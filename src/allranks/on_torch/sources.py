@@ -29,6 +29,7 @@ Key = tuple[int, int]  # (epoch, sample number)
 Wanted = Iterable[tuple[int, Ids]]  # (epoch, sample numbers) of each batch
 Place = Callable[[Any], Any]
 AHEAD = 2  # batches, where nobody says how many
+COLLATE = -1  # what the generators are keyed for, beside samples
 
 
 def as_it_is(data: Any) -> Any:
@@ -117,6 +118,16 @@ class MapSource:
         sample = self.dataset[number]
         return self.task.augment(sample, _generator(seed)) if self._augments else sample
 
+    def batch(self, keys: list[Key]) -> Any:
+        """The collated batch of these samples; what collate draws is keyed by the first of them."""
+        return self.collated(keys, [self[key] for key in keys])
+
+    def collated(self, keys: list[Key], samples: list[Any]) -> Any:
+        """These samples of these keys as a batch."""
+        if not self.is_staged:
+            seed_generators(random_key(self.seed, *keys[0], COLLATE))
+        return self._collate(samples)
+
     def _read(self, key: Key) -> Any:
         return self.dataset.read(key[1])
 
@@ -132,7 +143,7 @@ class MapSource:
     ) -> Generator[Any]:
         keys = ([(epoch, int(number)) for number in ids] for epoch, ids in wanted)
         if not self.workers:
-            return (place(self._collate([self[key] for key in batch])) for batch in keys)
+            return (place(self.batch(batch)) for batch in keys)
         if self.is_staged:
 
             def collate(samples: list[Any]) -> Any:
@@ -140,15 +151,30 @@ class MapSource:
 
             return staged(keys, self._read, self._decode, collate, self.workers, ahead)
         loader: DataLoader[Any] = DataLoader(
-            _InProcess(self),  # type: ignore[arg-type]
+            _InProcess(self.batch),  # type: ignore[arg-type]
             batch_sampler=keys,
             num_workers=self.workers,
             prefetch_factor=self.made_ahead(ahead) // self.workers,
-            collate_fn=_collating(self._collate),
+            collate_fn=as_it_is,
             multiprocessing_context="fork",
             worker_init_fn=_start_process,
         )
         return _unless_refused(iter(loader), place)  # forked here and now, by this thread
+
+    def in_loader_process(self, make: Callable[[list[Key]], Any], keys: list[Key]) -> Any:
+        """`make(keys)`, called where samples are read: what it opens there stays there."""
+        if not self.workers or self.is_staged:
+            return make(keys)
+        loader: DataLoader[Any] = DataLoader(
+            _InProcess(make),  # type: ignore[arg-type]
+            batch_sampler=[keys],
+            num_workers=1,
+            collate_fn=as_it_is,
+            multiprocessing_context="fork",
+            worker_init_fn=_start_process,
+        )
+        (made,) = _unless_refused(iter(loader), as_it_is)
+        return made
 
     def check_draws(self) -> None:
         """Raise if reading a sample in stages draws from the generators of the process.
@@ -157,9 +183,9 @@ class MapSource:
         """
         if not (self.is_staged and self._training):
             return
-        before = _drawn_from()
+        before = drawn_from()
         self._collate([self[0, 0]])
-        if _drawn_from() != before:
+        if drawn_from() != before:
             raise RequestError(
                 asked="train_data() of the task: a data set with read and decode",
                 found="a sample draws from the generators of Python, NumPy or torch themselves",
@@ -174,7 +200,7 @@ class MapSource:
         return self.workers * max(1, ahead // self.workers)
 
 
-def _drawn_from() -> bytes:
+def drawn_from() -> bytes:
     """What changes when anything is drawn from a generator of the process."""
     name, keys, *rest = np.random.get_state(legacy=True)
     torchs = torch.get_rng_state().numpy().tobytes()
@@ -196,24 +222,17 @@ class _Refused:
 
 
 class _InProcess:
-    """The samples of a source, for the loader's own processes."""
+    """The batches of a source, for the loader's own processes."""
 
-    def __init__(self, source: MapSource) -> None:
-        self._source = source
+    def __init__(self, make: Callable[[list[Key]], Any]) -> None:
+        self._make = make
 
-    def __getitem__(self, key: Key) -> Any:
+    def __getitems__(self, keys: list[Key]) -> Any:
+        """What torch asks for a whole batch by; it goes through as it is."""
         try:
-            return self._source[key]
+            return self._make(keys)
         except RequestError as error:
             return _Refused(error)
-
-
-def _collating(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    def collated(samples: list[Any]) -> Any:
-        refused = next((sample for sample in samples if isinstance(sample, _Refused)), None)
-        return collate(samples) if refused is None else refused
-
-    return collated
 
 
 def _unless_refused(batches: Iterator[Any], place: Place) -> Generator[Any]:

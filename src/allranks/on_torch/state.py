@@ -10,6 +10,7 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,30 @@ from allranks.errors import RequestError
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Parameters and buffers by name, those that are not persistent too."""
     return {**dict(model.named_buffers()), **model.state_dict()}
+
+
+def not_persistent(model: nn.Module) -> list[str]:
+    """The buffers that are not part of the model's state dict: what an export leaves out."""
+    persistent = model.state_dict().keys()
+    return [name for name, _ in model.named_buffers() if name not in persistent]
+
+
+def saved_names(model: nn.Module) -> dict[str, list[str]]:
+    """By which names of its state dict a model saves each parameter and buffer.
+
+    Tied weights have two; buffers that are not persistent none.
+    """
+    persistent = model.state_dict().keys()
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        names = found.setdefault(first.setdefault(id(tensor), name), [])
+        if name in persistent and name not in names:
+            names.append(name)
+    return found
 
 
 def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
@@ -42,6 +67,65 @@ def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """What every group of an optimizer says beside its parameters; no value is shared with it."""
     groups = [{n: v for n, v in g.items() if n != "params"} for g in optimizer.param_groups]
     return copy.deepcopy(groups)
+
+
+@dataclass(frozen=True)
+class TrainedSet:
+    """The names in each group of the optimizer, and of the weights of the model that are not frozen."""
+
+    groups: list[list[str]]
+    free: list[str]
+
+    @staticmethod
+    def of(model: nn.Module, optimizer: Optimizer) -> TrainedSet:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        return TrainedSet(groups, [n for n, p in model.named_parameters() if p.requires_grad])
+
+
+def load_trained_set(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], made: TrainedSet
+) -> None:
+    """Train what was trained at the checkpoint: groups that were added, weights that were unfrozen.
+
+    `state` holds what the task `made` then, and what it was `now`. A weight that the task itself
+    makes frozen, or free, where it did not before, is as the task makes it. Raises `RequestError`
+    if the groups that the task makes are other ones.
+    """
+    then, now = TrainedSet(**state["made"]), TrainedSet(**state["now"])
+    _check_same("groups of parameters", _sorted(made.groups), _sorted(then.groups))
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if (name in made.free) == (name in then.free):
+            parameter.requires_grad_(name in now.free)
+    del optimizer.param_groups[len(now.groups) :]
+    before = len(optimizer.param_groups)
+    for group, names in zip(optimizer.param_groups, now.groups[:before], strict=True):
+        group["params"][:] = [parameters[name] for name in names]
+    for names in now.groups[before:]:
+        optimizer.add_param_group({"params": [parameters[name] for name in names]})
+    if len(now.groups) > before:
+        _add_once(optimizer, before)
+
+
+def _add_once(optimizer: Optimizer, first: int) -> None:
+    """The groups from `first` on are there: a program that comes to add them again has done so."""
+    there = [{id(p) for p in group["params"]} for group in optimizer.param_groups[first:]]
+    add = optimizer.add_param_group
+
+    def add_unless_there(group: dict[str, Any]) -> None:
+        given = group["params"]
+        given = [given] if isinstance(given, Tensor) else list(given)
+        if {id(p) for p in given} in there:
+            there.remove({id(p) for p in given})
+        else:
+            add({**group, "params": given})
+
+    optimizer.add_param_group = add_unless_there  # type: ignore[assignment, method-assign]
+
+
+def _sorted(groups: list[list[str]]) -> dict[str, Any]:
+    return {str(number): sorted(names) for number, names in enumerate(groups)}
 
 
 def optimizer_state(

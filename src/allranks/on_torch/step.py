@@ -15,52 +15,46 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from allranks.errors import RequestError
 from allranks.loss_scale import LossScale
+from allranks.on_torch.apart import Apart
 from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.averaging import MovingAverage
-from allranks.on_torch.batch_loss import BatchLoss
+from allranks.on_torch.batch_loss import BatchLoss, Take, Taken, uses_a_parameter
+from allranks.on_torch.bounded_tables import shorten_alike
+from allranks.on_torch.changes import Changes
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch, Leaf, MicroBatch
-from allranks.on_torch.gradient_length import length
+from allranks.on_torch.gradients import gradients_of, make_dense, norm_of
 from allranks.on_torch.layers import Scope, computed_again
-from allranks.on_torch.losses import forward, weighted_losses
+from allranks.on_torch.losses import Unweighted, forward, weighted_losses, weightless
 from allranks.on_torch.nested import map_tensors
+from allranks.on_torch.probe import Probe
+from allranks.on_torch.rates import Rates
+from allranks.on_torch.regularizer import Regularizer
+from allranks.on_torch.sparse import SparseRows
 from allranks.on_torch.tally import Tally, TallyLayout
 from allranks.on_torch.task import Task
-from allranks.on_torch.trainable import trainable
 from allranks.on_torch.user_buffers import UserBuffers
-from allranks.order import random_key
 from allranks.training.guard import Bad, Guard
 from allranks.training.progress import NOTHING, StepResult
+from allranks.tree import Span
 
-REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
-
-
-Taken = tuple[Tensor, float, Callable[[], None]]
-"""Of one micro-batch: the sum of its losses, of its weights, and what runs backward."""
-Take = Callable[[MicroBatch], Taken]
-
-
-class Probe(Protocol):
-    """Sees the insides of a step; `check` and the tests record them."""
-
-    def begin(self, batch: Batch) -> None: ...
-
-    def gradients(self, stage: str, step: SharedStep) -> None: ...
+LOSS, REGULARIZER, UPDATE = -4, -3, -2  # what the generator is keyed for, beside shards
 
 
 class SharedStep:
     """The parts of a step that no strategy writes again. One for each strategy.
 
-    `parameters` are those that the optimizer updates, in the order of the model; `on_gradient`,
+    `parameters` are those that the optimizer updates, in the order of the model: when others come,
+    `sum_apart` sums their first gradients, and `lay_out` prepares the strategy. `on_gradient`,
     if set, is called with the position of each whose gradient a backward pass has finished.
     `asked` is what this rank tells all others with its next step. `flats`, if a strategy has them,
     hold the gradients of all parameters and nothing else. `call` is what forward passes go
@@ -84,24 +78,51 @@ class SharedStep:
         self.loss_scale: LossScale | None = None
         self.average: MovingAverage | None = None
         self.probe: Probe | None = None
+        self.reached: Callable[[str], None] = lambda where: None
         self.asked = NOTHING
         self.on_gradient: Callable[[int], None] | None = None
-        self.names, self.parameters = trainable(model, optimizer)
+        self.comm = comm
+        self.apart = Apart()
+        self.changes = Changes(model, optimizer)
+        self.rates = Rates(task, optimizer)
+        self.sum_apart: Callable[[list[tuple[Span, Tensor]]], Tensor] = lambda leaves: leaves[0][1]
+        self.lay_out: Callable[[], None] = lambda: None
         self.guard = Guard()
         self.user_buffers = UserBuffers(model)
         self.flats: list[Tensor] = []
-        self.layout = TallyLayout(model, self.parameters)
-        self.used = [False] * len(self.parameters)
         self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
-        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self._has_schedule = task.overrides("schedule")
-        self._has_regularizer = task.overrides("regularizer")
+        self.regularizers = Regularizer(task)
         self._poison_next = self._poisoned = False
+        self._unweighted: Unweighted | None = None
         self._batch_loss = BatchLoss(task, comm, arithmetic) if task.loss_over == "batch" else None
+        self._hooks: list[RemovableHandle] = []
+        self._take_parameters()
+
+    def _take_parameters(self) -> None:
+        """Train the parameters that `changes` has; what a step needs for each is made."""
+        self.close()
+        self.names, self.parameters = self.changes.names, self.changes.parameters
+        self.apart.parameters = self.parameters
+        self.sparse = SparseRows(
+            self.model, self.optimizer, self.parameters, lambda: self.apart.is_on
+        )
+        self.layout = TallyLayout(self.model, self.parameters, self.sparse.counts)
+        self.used = [False] * len(self.parameters)
+        self.flats = []
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self.marker(position))
-            for position, parameter in enumerate(self.parameters)
+            *self.sparse.hooks,
+            *(
+                parameter.register_post_accumulate_grad_hook(self.marker(position))
+                for position, parameter in enumerate(self.parameters)
+            ),
         ]
+
+    def follow_changes(self) -> None:
+        """Between steps, on all ranks alike: lay out for what the optimizer updates now."""
+        if self.changes.have_come():
+            self.changes.lay_out()
+            self._take_parameters()
+            self.lay_out()
 
     def close(self) -> None:
         """Take the hooks off the parameters: the model is the user's own again."""
@@ -110,6 +131,8 @@ class SharedStep:
 
     def marker(self, position: int) -> Callable[[Tensor], None]:
         def mark(parameter: Tensor) -> None:
+            if self.apart.is_on:
+                return
             self.used[position] = True
             if self.on_gradient is not None:
                 self.on_gradient(position)
@@ -133,12 +156,20 @@ class SharedStep:
             self.probe.begin(batch)
         self._poisoned, self._poison_next = self._poison_next, False
         self.user_buffers.begin()
+        self.changes.begin()
+        self.apart.late, self._rows = self.changes.late, self.sparse
+        for marks in self.scope.looked_up.values():
+            marks.zero_()
+        if self.scope.whole is not None:
+            self.scope.whole.begin(batch.own_samples)
+        self.reached("begin")
         take = self._take_sample_losses(batch)
         if self._batch_loss is not None:
             take = self._take_batch_losses(batch, self._batch_loss)
         for leaf in batch.leaves:
             tally = tally_of(leaf)
             self.used[:] = [False] * len(self.used)
+            self.sparse.forget()
             for micro in leaf.micros:
                 loss, weight, backward = take(micro)
                 tally.add(loss, weight, micro.samples, self.scope)
@@ -148,10 +179,18 @@ class SharedStep:
                 backward()
                 if self.scope.moments or self.scope.calls != calls:
                     raise computed_again()
-            tally.close(batch.index, self.used, self.asked)
+            tally.close(
+                batch.index,
+                self.used,
+                self.asked,
+                changed=self.changes.leaf_done(leaf),
+                regularizer=self.regularizers.was,
+                touched=self.sparse.touched,
+            )
             leaf_done(leaf)
         self.scope.leave()
         self.user_buffers.end(batch)
+        self.reached("end")
 
     def poison_next(self) -> None:
         """A fault on purpose: the loss of this rank's first sample in its next step is NaN."""
@@ -159,28 +198,37 @@ class SharedStep:
 
     def output(self, batch: Batch, micro: MicroBatch) -> Any:
         """The output of the model for a micro-batch of a step; the same whenever it is computed."""
+        self.reached("enter")
         self.scope.enter(batch.index, micro.pieces, micro.samples)
+        self.reached("entered")
         with self.arithmetic.context():
             output = (self.forward or partial(forward, self.task, self.call))(micro.data)
+        self.reached("forward")
         if self._poisoned and self._batch_loss is not None:
             return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
         return output
 
     def losses(self, batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """The weighted losses of a micro-batch, a row per sample, and their weights."""
-        output = self.output(batch, micro)
-        with self.arithmetic.context():
-            losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
+        with self.apart:
+            output = self.output(batch, micro)
+            with self.arithmetic.context():
+                losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
         if self._poisoned and micro is batch.micros[0]:
             factors = losses.new_ones(losses.shape)
             factors[0] = math.nan
             losses = losses * factors
+        if self.probe is not None:
+            self.probe.losses(losses.detach())
         return losses, weights
 
     def _take_sample_losses(self, batch: Batch) -> Take:
         def take(micro: MicroBatch) -> Taken:
             losses, weights = self.losses(batch, micro)
             total = losses.sum()
+            if weights is None:
+                self._unweighted = self._unweighted or Unweighted()
+                self._unweighted.see(losses, micro.data)
             weight = losses.numel() if weights is None else float(weights.sum())
             scale = self.scale(batch.nominal, total)
             return total.detach(), weight, lambda: total.backward(scale)
@@ -202,21 +250,19 @@ class SharedStep:
         moments = {}
 
         def forward_one(micro: MicroBatch) -> Any:
-            output = self.output(batch, micro)
+            with self.apart:
+                output = self.output(batch, micro)
             moments[micro.pieces] = dict(self.scope.moments)
             self.scope.moments.clear()
+            self.scope.key(batch.index, LOSS)  # every rank computes the loss of the whole batch
             return output
 
         self.used[:] = [False] * len(self.used)
         loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        self.scope.key(batch.index, LOSS)
         take_rows = batch_loss.prepare(batch, forward_one, loss_scale)
         if any(self.used):
-            raise RequestError(
-                asked='loss(output, batch) of a task with loss_over = "batch"',
-                found=f"it uses the parameter {self.names[self.used.index(True)]!r} itself",
-                why="every rank computes this loss, so that gradient would count once for each",
-                do="let the model return it with its output, one row for each sample",
-            )
+            raise uses_a_parameter(self.names[self.used.index(True)])
 
         def take(micro: MicroBatch) -> Taken:
             self.scope.moments.update(moments[micro.pieces])
@@ -225,33 +271,44 @@ class SharedStep:
         return take
 
     def finish(self, batch: Batch, tally: Tally) -> StepResult:
-        """The update, from gradients and tally that are summed over all ranks. No communication."""
+        """The update, from gradients and tally that are summed over all ranks.
+
+        Sends nothing but which rows of tables with a `max_norm` were looked up, if there are such.
+        """
+        if self.scope.looked_up:
+            shorten_alike(self.model, self.scope, self.comm)
         totals = tally.totals(batch.index)
+        self.reached("finish")
         weight, samples = totals.weight, totals.samples
         updates = samples > 0 and not (
             batch.sizes is None and self.task.last_batch == "drop" and samples < batch.nominal
         )
-        rate = float(self.optimizer.param_groups[0]["lr"])
+        where = batch.index, batch.epoch
+        counted = samples, weight, float(self.optimizer.param_groups[0]["lr"])
         if not updates:
-            nothing = float("nan")
-            return StepResult(
-                batch.index, batch.epoch, nothing, samples, weight, rate, False, asked=totals.asked
-            )
+            seen = (*where, math.nan, *counted)
+            return StepResult(*seen, False, asked=totals.asked)
+        if self._unweighted is not None:
+            self._unweighted.sum_up(samples, weight)
         if weight <= 0:
-            raise _weightless(batch, weight)
+            raise weightless(batch.index, weight)
         for position in totals.unused:  # as in one process: no gradient, not one of zeros
             self.parameters[position].grad = None
+        make_dense(self.parameters, len(totals.unused))
+        self.regularizers.check(totals.regularizer, self.layout.like.dtype)
+        if totals.changed:
+            self._take_changes(batch)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
         factor = batch.nominal / weight if weight != batch.nominal else 1.0
         if loss_scale is not None:
             factor /= loss_scale
         if factor != 1:
-            for gradient in self._gradients():
+            for gradient in gradients_of(self.parameters):
                 gradient.mul_(factor)
         loss = totals.loss / weight + self._add_regularizer(batch)
         if self.probe is not None:
-            self.probe.gradients("gradient", self)
-        norm = self._gradient_norm(unused=bool(totals.unused))
+            self.probe.gradients("gradient", self.names, self.parameters)
+        norm = self._norm(unused=bool(totals.unused))
         overflow = self.loss_scale is not None and self.loss_scale.explains(loss, norm)
         updated, text = not overflow, ""
         if overflow:
@@ -259,23 +316,15 @@ class SharedStep:
         elif (bad := self.guard.judge(loss, norm)) is not None:
             text, updated = self._decide(batch, bad)
         if updated:
-            self._update(batch, norm)
+            self._update(batch, norm, tally)
             tally.update_norms()
+        else:
+            self.scope.key(batch.index, UPDATE)  # callbacks draw the same on every rank
+        if totals.changed:
+            self.lay_out()
         self._adapt_loss_scale(overflow, updated)
-        return StepResult(
-            batch.index,
-            batch.epoch,
-            loss,
-            samples,
-            weight,
-            rate,
-            updated,
-            norm,
-            totals.asked,
-            text,
-            loss_scale,
-            overflow,
-        )
+        seen = (*where, loss, *counted)
+        return StepResult(*seen, updated, norm, totals.asked, text, loss_scale, overflow)
 
     def _adapt_loss_scale(self, overflow: bool, updated: bool) -> None:
         if self.loss_scale is None:
@@ -285,19 +334,16 @@ class SharedStep:
         elif updated:
             self.loss_scale.went_well()
 
-    def _gradient_norm(self, unused: bool) -> float:
-        """The length of the gradient; not finite exactly if one of its elements is not."""
-        if self.task.clip_norm is not None:
-            norm = float(get_total_norm(self._gradients()))
-        elif self.flats and not (unused and self._has_regularizer):
-            norms = [torch.linalg.vector_norm(flat) for flat in self.flats]
-            norm = norms[0].item() if len(norms) == 1 else math.hypot(*torch.stack(norms).tolist())
-        else:
-            norm = length(self._gradients())
-        return norm if math.isfinite(norm) else length(self._gradients(), torch.float64)
+    def _norm(self, *, unused: bool) -> float:
+        flats = [] if unused and self.regularizers.is_there else self.flats
+        return norm_of(gradients_of(self.parameters), flats, clips=self.task.clip_norm is not None)
 
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters if p.grad is not None]
+    def _take_changes(self, batch: Batch) -> None:
+        """Other parameters are trained from this step on: sum their gradients over all ranks."""
+        self.changes.settle(self.comm, batch, self.layout.like, self.sum_apart)
+        self._take_parameters()
+        if self.average is not None:
+            self.average.add(self.names, self.parameters)
 
     def _decide(self, batch: Batch, bad: Bad) -> tuple[str, bool]:
         """What there is to say of a bad step, and whether it updates; if not, it never was."""
@@ -310,37 +356,24 @@ class SharedStep:
             if not update:
                 self.user_buffers.undo()
 
-    def _update(self, batch: Batch, norm: float) -> None:
+    def _update(self, batch: Batch, norm: float, tally: Tally) -> None:
         if self.task.clip_norm is not None:
-            total = self.parameters[0].new_tensor(norm, requires_grad=False)
+            total = self.layout.like.new_tensor(norm)
             clip_grads_with_norm_(self.parameters, self.task.clip_norm, total)
             if self.probe is not None:
-                self.probe.gradients("clipped gradient", self)
-        self._key_generator(batch, UPDATE)
+                self.probe.gradients("clipped gradient", self.names, self.parameters)
+        self._rows.hand_over([tally.tensor[where] for where in tally.layout.rows])
+        self.scope.key(batch.index, UPDATE)
         self.optimizer.step()
         if self.average is not None:
             self.average.update()
 
-    def _key_generator(self, batch: Batch, purpose: int) -> None:
-        """What is drawn next is the same on every rank, whichever shard it was keyed for last."""
-        key = random_key(self.scope.seed, batch.index, -1, -1, purpose)
-        torch.default_generator.manual_seed(key)
-        if self.scope.device.type == "cuda":
-            torch.cuda.manual_seed(key)
-
-    def set_rate(self, update: int) -> None:
-        """Set the learning rates for update number `update` of the job."""
-        if self._has_schedule:
-            factor = float(self.task.schedule(update))
-            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * factor
-
     def regularizer(self, batch: Batch) -> Tensor | None:
         """The regularizer of a step, the same on every rank; `None` if the task has none."""
-        if not self._has_regularizer:
+        if not self.regularizers.is_there:
             return None
-        self._key_generator(batch, REGULARIZER)
-        return self.task.regularizer(self.model)
+        self.scope.key(batch.index, REGULARIZER)
+        return self.regularizers.of(self.model)
 
     def _add_regularizer(self, batch: Batch) -> float:
         """Add the gradient of the regularizer, alike on every rank; returns its value."""
@@ -350,13 +383,5 @@ class SharedStep:
         on_gradient, self.on_gradient = self.on_gradient, None
         value.backward()
         self.on_gradient = on_gradient
-        return float(value.detach())
-
-
-def _weightless(batch: Batch, weight: float) -> RequestError:
-    return RequestError(
-        asked=f"step {batch.index} of the job",
-        found=f"the weights of its global batch add up to {weight}",
-        why="a mean over no weight does not exist",
-        do="let weight(batch) be positive somewhere in every batch",
-    )
+        self.regularizers.was = float(value.detach())
+        return self.regularizers.was

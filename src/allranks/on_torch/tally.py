@@ -1,26 +1,32 @@
 """The tally: what a step reports, as numbers that are summed with the last bucket of gradients.
 
-    [ loss sum | weight, samples, leaves, position, stop, save, used? per parameter
-      | BatchNorm: weight, mean, variance per layer ]
+    [ loss sum | weight, samples, leaves, position, stop, save, changed, regularizer,
+      used? per parameter | BatchNorm: weight, mean, variance per layer
+      | rows that are touched, of parameters with sparse gradients ]
 
 It rides on the gradients, so that no step sends a message for bookkeeping: every rank knows after
 the step the loss and the weight of the whole global batch, whether anybody had a sample, which
 parameters any rank used, whether any rank was asked to stop or to save, and the moments for the
 running statistics. `position` is where in the job each leaf stands: a rank that left a collective
-out, and whose step was added to another step of the rest, shows at once.
+out, and whose step was added to another step of the rest, shows at once. `changed` counts the leaves
+that saw other parameters trained than the step was laid out for (`changes`), and `regularizer` is
+the value that the regularizer had on each rank in the step before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from allranks.errors import NOT_AT_THE_SAME_STEP, ProgramError
 from allranks.on_torch.layers import Scope, shard_norms
+from allranks.on_torch.reals import reals
 from allranks.training.progress import NOTHING, Asked
 
 CACHED_COUNTS = 256
+REGULARIZER = 7  # its place in the counts
 POSITIONS = 16  # small, so that the counts of a usual step come from a small cache
 
 
@@ -32,22 +38,29 @@ class Totals:
     weight: float
     samples: int
     asked: Asked
+    changed: bool
+    regularizer: float
     unused: tuple[int, ...]
 
 
 class TallyLayout:
     """Where each number of the tally stands, for one model and its trainable parameters."""
 
-    def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
-        self.like = parameters[0]
-        self.parameters = len(parameters)
-        self.counts = slice(1, 7 + len(parameters))
+    def __init__(
+        self, model: nn.Module, parameters: list[nn.Parameter], rows: Sequence[int] = ()
+    ) -> None:
+        self.like = reals(parameters[0].detach())
+        self.counts = slice(1, 9 + len(parameters))
         self.norms = shard_norms(model)
         self.moments = []
         self.size = self.counts.stop
         for norm in self.norms:
             start, self.size = self.size, self.size + 1 + 2 * norm.num_features
             self.moments.append(slice(start, self.size))
+        self.rows = []
+        for count in rows:
+            start, self.size = self.size, self.size + count
+            self.rows.append(slice(start, self.size))
         self.leaves: float | None = None  # of all ranks, as the first step had them
         self._cache: dict[tuple[float, int, int, Asked], Tensor] = {}
 
@@ -58,16 +71,23 @@ class TallyLayout:
         return Tally(self, tensor)
 
     def counts_of(
-        self, weight: float, samples: int, step: int, asked: Asked, used: list[bool]
+        self,
+        weight: float,
+        samples: int,
+        step: int,
+        asked: Asked,
+        used: list[bool],
+        changed: bool,
     ) -> Tensor:
         """The counts of one leaf as a tensor; those of a usual step are made once."""
         position = step % POSITIONS
         key = weight, samples, position, asked
-        found = self._cache.get(key) if all(used) else None
+        usual = all(used) and not changed
+        found = self._cache.get(key) if usual else None
         if found is None:
-            counts = [weight, samples, 1.0, position, asked.stop, asked.save, *used]
-            found = self.like.new_tensor(counts)
-            if all(used) and len(self._cache) < CACHED_COUNTS:
+            counts = [weight, samples, 1.0, position, asked.stop, asked.save, changed, 0.0]
+            found = self.like.new_tensor([*counts, *used])
+            if usual and len(self._cache) < CACHED_COUNTS:
                 self._cache[key] = found
         return found
 
@@ -91,14 +111,29 @@ class Tally:
             if found is not None:
                 self.tensor[where].add_(found)
 
-    def close(self, step: int, used: list[bool], asked: Asked = NOTHING) -> None:
-        """The leaf is complete; `used` says which parameters got a gradient."""
-        self._counts.add_(self.layout.counts_of(self._weight, self._samples, step, asked, used))
+    def close(
+        self,
+        step: int,
+        used: list[bool],
+        asked: Asked = NOTHING,
+        *,
+        changed: bool = False,
+        regularizer: float = 0.0,
+        touched: Iterable[Tensor] = (),
+    ) -> None:
+        """The leaf is complete; `used` says which parameters got a gradient, `touched` which rows."""
+        counts = self.layout.counts_of(self._weight, self._samples, step, asked, used, changed)
+        self._counts.add_(counts)
+        if regularizer:
+            self._counts[REGULARIZER].add_(regularizer)
+        for where, rows in zip(self.layout.rows, touched, strict=True):
+            self.tensor[where].add_(rows)
         self._weight, self._samples = 0.0, 0
 
     def totals(self, step: int) -> Totals:
         """Read the sums; raises `ProgramError` if they are not all of this step."""
-        loss, weight, samples, leaves, position, stop, save, *flags = self._head.tolist()
+        numbers = self._head.tolist()
+        loss, weight, samples, leaves, position, stop, save, changed, value, *flags = numbers
         usual = self.layout.leaves = self.layout.leaves or leaves
         if leaves != usual or position != leaves * (step % POSITIONS):
             raise ProgramError(
@@ -107,7 +142,8 @@ class Tally:
                 "for a call of torch.distributed in the task that not every rank makes."
             )
         unused = () if min(flags) > 0 else tuple(i for i, flag in enumerate(flags) if not flag)
-        return Totals(loss, weight, int(samples), Asked(stop > 0, save > 0), unused)
+        asked = Asked(stop > 0, save > 0)
+        return Totals(loss, weight, int(samples), asked, changed > 0, value / leaves, unused)
 
     def update_norms(self) -> None:
         """One update of all running statistics, from the moments of all shards."""

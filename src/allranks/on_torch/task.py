@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from allranks.schedules import Plateau
 from allranks.training.task_fields import TaskFields
 
 
 @dataclass(kw_only=True)
 class Task(TaskFields):
-    """A training with torch, described for one device. Its fields are those of `TaskFields`."""
+    """A training with torch, described for one device. Its fields are those of `TaskFields`.
+
+    `batchnorm` says what BatchNorm normalises over: each `shard` by itself, or the `whole` batch.
+    """
+
+    batchnorm: Literal["shard", "whole"] = "shard"
 
     required = ("model", "optimizer", "train_data", "loss")
 
@@ -47,6 +53,13 @@ class Task(TaskFields):
     def inputs(self, batch: Any) -> Any:
         """What goes into the model: a tensor, a tuple of arguments, or a dict of keywords."""
         return (batch[0],) if isinstance(batch, (tuple, list)) else batch
+
+    def initialise(self, model: nn.Module, inputs: Any) -> None:
+        """Set weights from the whole first batch, before the first step; write them in place.
+
+        `inputs` is what `inputs(batch)` makes of that batch. Called on every rank alike, without
+        gradients; the weights of one are sent to all.
+        """
 
     def pretrained(self) -> Any:
         """Weights to start from: a path of a safetensors file, or a mapping from names to tensors.
@@ -88,6 +101,13 @@ class Task(TaskFields):
         """The factor on the learning rate at update `step` of the job, from 0."""
         return 1.0
 
+    def plateau(self) -> Plateau | None:
+        """When the learning rate falls because a metric gets no better; `None`: never.
+
+        An `allranks.schedules.Plateau`, which counts the evaluations of `--eval-every`.
+        """
+        return None
+
     def augment(self, sample: Any, random: np.random.Generator) -> Any:
         """A changed sample. `random` belongs to (seed, epoch, sample): use no other source."""
         return sample
@@ -97,7 +117,10 @@ class Task(TaskFields):
         raise NotImplementedError
 
     def eval_data(self) -> Any:
-        """What the model is judged on: as `train_data`, but no stream. `None`: nothing."""
+        """What the model is judged on: as `train_data`, but no stream. `None`: nothing.
+
+        Or a dict from names to several such sets: their metrics are called NAME/METRIC.
+        """
         return None
 
     def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Any, Any]]:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from allranks.errors import RequestError
 from allranks.job import Job
-from allranks.on_torch.data import GlobalBatches
+from allranks.on_torch.data import COLLATES_ALONE, GlobalBatches
 from allranks.on_torch.evaluate import evaluate, try_evaluation
 from allranks.on_torch.loaders import WholeLoader
 from allranks.on_torch.open_data import Opened, open_data
-from allranks.on_torch.sources import MapSource, StreamSource, seed_generators
+from allranks.on_torch.probing import Probed, probe
+from allranks.on_torch.same_data import digest_of_rows
+from allranks.on_torch.sources import (
+    MapSource,
+    Rows,
+    StreamSource,
+    TensorSource,
+    seed_generators,
+)
 from allranks.on_torch.state import kept_random_streams
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.task import Task
 from allranks.shards import largest_shard
 from allranks.training.course import check_metrics
+from allranks.training.evaluation_sets import named, sets_of
+from allranks.training.same_data import HASHES, check_same, digest_of, identity
 
 
 class TaskData:
@@ -28,7 +39,9 @@ class TaskData:
         self.task, self.job, self.strategy = task, job, strategy
         self.notes: list[str] = []
         self._batches: GlobalBatches | None = None
-        self._eval_source: Any = None
+        self._eval_sources: dict[str, Any] | None = None
+        self._probed: dict[int, Probed] = {}
+        self._compared: set[str] = set()
 
     @property
     def batches(self) -> GlobalBatches:
@@ -36,6 +49,9 @@ class TaskData:
         if self._batches is None:
             seed_generators(self.job.seed)  # a split drawn there is the same on every rank
             opened = self._opened(self.task.train_data(), "train_data")
+            probed = self._probed.get(id(opened.source), Probed())
+            if self.job.bitwise:
+                probed.check_bitwise()
             if isinstance(opened.source, StreamSource) and self.task.loss_over == "batch":
                 raise RequestError(
                     asked='a stream with loss_over = "batch"',
@@ -47,7 +63,7 @@ class TaskData:
                 source=opened.source,
                 batch_size=self.task.batch_size,
                 shards=self.task.shards,
-                last_batch=self.task.last_batch,
+                last_batch="drop" if opened.drops_last else self.task.last_batch,
                 seed=self.job.seed,
                 rank=self.strategy.data_rank,
                 ranks=self.strategy.data_size,
@@ -56,69 +72,120 @@ class TaskData:
                 arithmetic=self.strategy.setting.arithmetic,
                 prefetch=self.job.prefetch,
                 order=opened.order,
+                collates_alone=probed.collate_draws,
+                cut_for=self.job.cut_for,
             )
-            if self._batches.note:
-                self.notes.append(self._batches.note)
+            alone = probed.collate_draws and not self.strategy.shard_alone
+            self.notes += filter(None, (self._batches.note, COLLATES_ALONE if alone else ""))
+        return self._batches
+
+    @property
+    def opened(self) -> GlobalBatches | None:
+        """The same; `None` while nobody has needed them."""
         return self._batches
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """The metrics over `data`, or the task's own; leaves the random streams as they were."""
         with kept_random_streams(self.strategy.comm.device):
-            source = self._evaluated() if data is None else self._eval_source_of(data)
-            if source is None:
-                return {}
-            return evaluate(self.task, self.strategy, source, self._chunk)
+            sources = self._evaluated(data)
+            self._compare_evaluation(sources, of_task=data is None)
+            found: dict[str, float] = {}
+            for name, source in sources.items():
+                found |= named(name, evaluate(self.task, self.strategy, source, self._chunk))
+            return found
 
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update.
 
-        Sends a digest of what a loader draws, where the task hands in one that draws itself.
+        Sends digests of the data, once.
         """
-        self._check_draws()
-        source, names = self._evaluated(), dict[str, float]()
-        if source is not None:
-            names = try_evaluation(self.task, self.strategy, source, self._chunk)
-        check_metrics(self.job, names)
+        if isinstance(training := self.batches.source, MapSource):
+            training.check_draws()
+        self.compare_training()
+        sources, names = self._evaluated(), dict[str, float]()
+        self._compare_evaluation(sources)
+        for name, source in sources.items():
+            tried = try_evaluation(self.task, self.strategy, source, self._chunk, self.notes)
+            names |= named(name, tried)
+        check_metrics(self.job, names, self.task.plateau())
 
     def close(self) -> None:
         """Let go of the data, and of the threads and processes that read it."""
         if self._batches is not None:
             self._batches.close()
-        self._batches = self._eval_source = None
+        self._batches = self._eval_sources = None
 
     @property
     def _chunk(self) -> int:
         return largest_shard(self.task.batch_size, self.task.shards)
 
-    def _evaluated(self) -> Any:
-        """The evaluation data of the task, opened when it is first needed; `None` if it has none."""
-        if self._eval_source is None:
+    def _evaluated(self, data: Any = None) -> dict[str, Any]:
+        """What reads each set of `data`, or of the task's own, which is opened once; {}: there is none."""
+        if data is not None:
+            return self._opened_sets(data)
+        if self._eval_sources is None:
             seed_generators(self.job.seed)
-            if (own := self.task.eval_data()) is not None:
-                self._eval_source = self._eval_source_of(own)
-        return self._eval_source
+            own = self.task.eval_data()
+            self._eval_sources = {} if own is None else self._opened_sets(own)
+        return self._eval_sources
 
-    def _eval_source_of(self, data: Any) -> Any:
-        return self._opened(data, "eval_data").source
+    def _opened_sets(self, data: Any) -> dict[str, Any]:
+        return {name: self._opened(d, "eval_data").source for name, d in sets_of(data).items()}
 
     def _opened(self, data: Any, name: str) -> Opened:
         opened = open_data(data, self.task, self.job.seed, self.job.loader_workers, name)
+        if isinstance(opened.source, MapSource):
+            with kept_random_streams(self.strategy.comm.device):
+                probed = self._probed[id(opened.source)] = probe(opened.source)
+            self.notes += filter(None, (probed.note and f"{name}(): {probed.note}",))
         if opened.note:
             self.notes.append(opened.note)
         return opened
 
-    def _check_draws(self) -> None:
-        """Raise where the data draws from what is not keyed, as far as its beginning shows it."""
+    def compare_training(self) -> None:
+        """Raise where ranks have other training data; once. Every rank calls this.
+
+        Sends some 150 bytes of text to every other rank, and what a loader draws first.
+        """
         batches, comm = self.batches, self.strategy.comm
-        if isinstance(batches.source, MapSource):
-            batches.source.check_draws()
-        drawing = batches.source if isinstance(batches.source, WholeLoader) else batches.order
-        if drawing is None or comm.size == 1:
+        if comm.size == 1 or "train_data" in self._compared:
             return
-        if len(set(comm.gather_texts(drawing.fingerprint()))) > 1:
+        self._compared.add("train_data")
+        check_same("train_data", comm.gather_texts(self._identity_of(batches.source)))
+        drawing = batches.source if isinstance(batches.source, WholeLoader) else batches.order
+        if drawing is not None and len(set(comm.gather_texts(drawing.fingerprint()))) > 1:
             raise RequestError(
                 asked="train_data() of the task: a DataLoader",
                 found="its first epoch is not the same on all ranks",
                 why="each takes its own part of what all draw, so all must draw the same",
                 do="draw from torch's generator alone, or hand in the data set without a sampler",
             )
+
+    def _compare_evaluation(self, sources: dict[str, Any], *, of_task: bool = True) -> None:
+        """Raise where ranks have other evaluation data, that of the task once. Every rank calls this."""
+        comm, name = self.strategy.comm, "eval_data" if of_task else "evaluate"
+        if comm.size == 1 or not self.strategy.replicas_agree or name in self._compared:
+            return
+        if of_task:
+            self._compared.add(name)
+        check_same(name, comm.gather_texts(self._identity_of_sets(sources)))
+
+    def _identity_of_sets(self, sources: dict[str, Any]) -> str:
+        if sources.keys() <= {""}:
+            return self._identity_of(sources.get(""))
+        each = {name: json.loads(self._identity_of(source)) for name, source in sources.items()}
+        digest = digest_of([{**own, HASHES: 0, "name": name} for name, own in each.items()])
+        return identity(f"the sets {', '.join(each)}", None, digest)
+
+    def _identity_of(self, source: Any) -> str:
+        """What ranks must have in common, in a text."""
+        if isinstance(source, TensorSource):
+            return identity("tensors", len(source), digest_of_rows(source.tensors))
+        if isinstance(source, MapSource):
+            digest = self._probed[id(source)].digest
+            if isinstance(source.dataset, Rows):
+                digest = digest_of_rows(source.dataset.tensors)
+            return identity(type(source.dataset).__name__, len(source), digest)
+        if isinstance(source, StreamSource):
+            return identity(f"a stream ({type(source.dataset).__name__})", None, "")
+        return identity("nothing" if source is None else "a DataLoader", None, "")

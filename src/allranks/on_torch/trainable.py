@@ -10,6 +10,19 @@ from torch.optim import Optimizer
 from allranks.errors import RequestError
 
 
+def check_no_scheduler(optimizer: Optimizer, asked: str) -> None:
+    """Raise `RequestError` if a scheduler of torch sets the rates: nobody would save where it is."""
+    has_one = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    if has_one or any("initial_lr" in group for group in optimizer.param_groups):
+        raise RequestError(
+            asked=asked,
+            found="a scheduler of torch.optim.lr_scheduler on the optimizer",
+            why="the engine sets the rates before each update, and a checkpoint holds no scheduler: "
+            "a training that goes on would start it anew",
+            do="write schedule(step) in the task: the factor on the rates of the optimizer",
+        )
+
+
 def trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[nn.Parameter]]:
     """The parameters that the optimizer updates, in the order of the model, with their names."""
     if not isinstance(optimizer, Optimizer):
@@ -19,6 +32,7 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[n
             why="the engine updates the weights with a torch optimizer",
             do="return one: torch.optim.AdamW(model.parameters(), …)",
         )
+    check_no_scheduler(optimizer, "optimizer(model) of the task")
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strange = updated - {id(p) for p in model.parameters()}
     closure = inspect.signature(optimizer.step).parameters.get("closure")

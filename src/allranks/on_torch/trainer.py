@@ -21,26 +21,38 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.cards import resolved_strategy
-from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.on_tf.task import Task as KerasTask
 from allranks.on_torch.arithmetic import set_kernels
-from allranks.on_torch.build import Built, build_model, build_strategy, compiled
+from allranks.on_torch.build import Built, build_model, build_strategy, compiled, job_for
 from allranks.on_torch.comm import join
 from allranks.on_torch.data import Batch
 from allranks.on_torch.diagnose import guard_of
 from allranks.on_torch.ending import Ending
 from allranks.on_torch.flops import Meter, peak_of
+from allranks.on_torch.initialising import initialise
 from allranks.on_torch.keras_task import torch_task
 from allranks.on_torch.layers import Scope, restore_layers
 from allranks.on_torch.limits import check_limits
-from allranks.on_torch.machine import device_of
+from allranks.on_torch.loop import (
+    AT_THE_END,
+    check_own_loop,
+    meet,
+    no_batch,
+    nothing_left,
+    tell_ignored,
+)
+from allranks.on_torch.machine import device_of, flip_one_bit
+from allranks.on_torch.model_notes import notes_on
 from allranks.on_torch.replicas import verify
-from allranks.on_torch.saving import Saving
+from allranks.on_torch.saving import Saving, no_run_folder
 from allranks.on_torch.state import random_streams, set_random_streams
 from allranks.on_torch.task import Task, task_of_parts
 from allranks.on_torch.task_data import TaskData
+from allranks.on_torch.trainable import check_no_scheduler
+from allranks.on_torch.user_buffers import written_in_forward
+from allranks.on_torch.whole_norm import whole_norm
+from allranks.on_torch.witness import Witness, say_what_matters
 from allranks.pulse import Pulse
 from allranks.testing.faults import Faults
 from allranks.training.callback import Callback
@@ -55,8 +67,8 @@ class Trainer:
 
     Every rank makes one and calls the same methods in the same order. Making it joins the ranks,
     builds the model and broadcasts it once. Raises `RequestError` for what cannot be trained.
-    `report(event, **values)` hears of checkpoints, from another thread too; `fit` calls `callbacks`
-    before those of the task.
+    `report(event, **values)` hears of checkpoints, from another thread too, and of the witness;
+    `fit` calls `callbacks` before those of the task.
     """
 
     def __init__(
@@ -65,17 +77,20 @@ class Trainer:
         job: Job | None = None,
         *,
         world: World | None = None,
-        report: Callable[..., None] = lambda event, **values: None,
+        report: Callable[..., None] = say_what_matters,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.world = World.from_environment() if world is None else world
-        self.job = _for_world(job or Job(), self.world)
-        self.task = task = torch_task(task, self.job.precision)
+        if world is None and job is not None:
+            check_own_loop(job, self.world.size)
+        self.job = job_for(job or Job(), self.world)
         check_task(task, type(task).__name__)
+        self.task = task = torch_task(task, self.job.precision)
         self.device = device_of(self.job, self.world)
-        self.progress, self.course = Progress(), Course(self.job)
+        self.progress, self.course = Progress(), Course(self.job, task.plateau())
         self.callbacks = [*callbacks, *task.callbacks()]
         self.user_buffers: list[str] = []
+        self._has_given, self._came_to_an_end, self._called = False, True, set[str]()
         self.pulse = Pulse(self.world.pulse, self.world.local_rank, self.world.local_size)
         self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
         self.meter = Meter(self.job, peak_of(self.job, self.device))
@@ -87,14 +102,17 @@ class Trainer:
             self.built = self._place_model()
             self._ending = Ending(self.comm, self.strategy.replicas_agree)
             check_limits(self.task, self.job, self.strategy)
+            self._whole = whole_norm(self.task, self.comm, self._scope, self.built.swapped)
+            self.model_notes = notes_on(self.strategy.model, self.task)
             self.guard = guard_of(self.strategy, self.job, self.world.rank)
-            self.faults.tensors = lambda: self.strategy.step.parameters
+            self.faults.corrupt = lambda: flip_one_bit(self.strategy.step.parameters[0])
             self.faults.leave_out = self.comm.leave_out_one
             self.faults.poison = self.strategy.step.poison_next
             self.task_data = TaskData(self.task, self.job, self.strategy)
+            self.witness = Witness(self.strategy, self.job, report)
             self._saving = self._made_saving(report) if self.job.run_dir else None
         except BaseException:
-            self.comm.leave()
+            self.comm.leave(failed=True)
             self._put_back()
             raise
 
@@ -128,31 +146,50 @@ class Trainer:
         last_epoch = self.task.epochs if epochs is None else epochs
         if limit is not None and epochs is None:
             last_epoch = 2**31  # steps were asked for: epochs do not end them
+        asked, gave = [f"{n}={v}" for n, v in (("epochs", epochs), ("steps", steps)) if v], False
         upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
+        if self.strategy.replicas_agree:
+            self.task_data.compare_training()
         while not self.course.is_over:
             self.pulse.enter("data")
+            self.witness.before_reading(self.task_data.batches)
             batch = next(upcoming, None)
+            self.witness.after_reading(self.task_data.batches)
             if batch is None:
-                return
+                if asked and self._has_given and not gave:
+                    raise nothing_left(asked, self.progress)
+                break
+            gave, self._has_given, self._came_to_an_end = True, True, False
             yield batch
+        self._came_to_an_end = True
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step on one global batch; every rank calls this. Sends what the card says."""
+        if not isinstance(batch, Batch):
+            raise no_batch(batch)
         done = self.progress
         self.pulse.at_step(batch.index)
         self.pulse.enter("compute")
         self.faults.reach("step", batch.index)
+        if not done.batch_index and self.task.overrides("initialise"):
+            initialise(self.strategy, batch)
         self.strategy.step.asked = Asked(self.pulse.wants_stop, self.pulse.wants_save())
-        self.strategy.step.set_rate(done.updates)
+        self.strategy.step.rates.set(done.updates, self.course.rate_factor)
+        if self._saving is not None:
+            check_no_scheduler(self.strategy.step.optimizer, "to train with checkpoints")
+        self.witness.before_step(batch, self.task_data.opened)
         with self.meter.watching(batch.own_samples):
             result = self.strategy.train_step(batch)
         if len(self.strategy.step.user_buffers.written) != len(self.user_buffers):
-            self._check_buffers()
+            self.user_buffers = sorted(self.strategy.step.user_buffers.written)
+            if self.job.bitwise:
+                raise written_in_forward(self.user_buffers)
         if batch.sizes is None and not result.taken:  # a stream has ended, on all ranks alike
             self.task_data.batches.dry = True
             self.progress = dataclasses.replace(done, epoch=done.epoch + 1, step_in_epoch=0)
             return result
         self.progress = done.after(result, batch.epoch, batch.step_in_epoch)
+        self.witness.after_step()
         every = self.job.verify_every
         if every is not None and self.progress.batch_index % every == 0:
             verify(self.strategy)
@@ -163,6 +200,8 @@ class Trainer:
         """The metrics over `data` (the task's own if `None`), exact; every rank calls this."""
         before = self.pulse.enter("evaluate")
         self.faults.reach("evaluate")
+        if self.strategy.replicas_agree:
+            meet(self.comm, "evaluate()")
         average = self.strategy.step.average
         with nullcontext() if average is None else average.in_place():
             metrics = self.task_data.evaluate(data)
@@ -171,6 +210,7 @@ class Trainer:
 
     def evaluate_if_due(self) -> dict[str, float] | None:
         """After a step: evaluate where the job asks for it; `None` where it does not."""
+        self._called.add("evaluate_if_due")
         if not self.course.is_due(self.progress, self.task_data.batches.steps_per_epoch):
             return None
         metrics = self.evaluate()
@@ -187,7 +227,9 @@ class Trainer:
 
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update."""
+        before = self.pulse.enter("data")
         self.task_data.rehearse()
+        self.pulse.enter(before)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, by name in sorted order; every rank calls this."""
@@ -195,6 +237,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """All that the rest of the training depends on: weights, optimizer, how far it is."""
+        check_no_scheduler(self.strategy.step.optimizer, "the state of a training")
         state = copy.deepcopy(self.strategy.state())  # training goes on in the tensors themselves
         random = {"ranks": self.comm.size, **random_streams(self.device)}
         return {"strategy": state, "random": random, **self._rest()}
@@ -240,8 +283,7 @@ class Trainer:
         before = self.pulse.enter("save")
         for callback in self.callbacks:
             callback.on_save(self)
-        if self.job.verify_every is not None:
-            verify(self.strategy)  # what differs between ranks is never saved
+        self.witness.compare_replicas()  # what differs between ranks is never saved
         saving.save(self.progress.batch_index, self._rest(), metrics)
         committed = saving.checkpointer.wait() if wait else True
         self.pulse.enter(before)
@@ -269,6 +311,7 @@ class Trainer:
         Ranks that train apart do not hear of each other's signals with the step, so they agree to
         stop together after the last of the steps that they have reached.
         """
+        self._called.add("save_if_due")
         step = self.progress.batch_index
         stop = self._ending.is_at(step, result.asked.stop)
         every = self.job.checkpoint_every
@@ -295,12 +338,7 @@ class Trainer:
 
     def _saves(self) -> Saving:
         if self._saving is None:
-            raise RequestError(
-                asked="to save or resume a training",
-                found="no run folder in its job",
-                why="checkpoints live in the run folder",
-                do='Trainer(task, Job(run_dir="runs/mine"))',
-            )
+            raise no_run_folder()
         return self._saving
 
     def _made_saving(self, report: Callable[..., None]) -> Saving:
@@ -308,13 +346,18 @@ class Trainer:
             self.task, self.job, self.strategy, self.world.attempt, self.faults.reach, report
         )
 
-    def close(self) -> None:
-        """Leave the other ranks, and give model and process back as they were."""
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the other ranks, and give model and process back as they were.
+
+        A rank that has `failed` waits for no other: they stand in a collective for it.
+        """
         if self._saving is not None:
-            self._saving.checkpointer.close()
+            self._saving.checkpointer.close(failed=failed)
         self.strategy.close()
         self.task_data.close()
-        self.comm.leave()
+        if self._whole is not None:
+            self._whole.leave(failed=failed)
+        self.comm.leave(failed=failed)
         self._put_back()
         restore_layers(self.strategy.model)
 
@@ -333,20 +376,17 @@ class Trainer:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self.close()
+        failed = True
+        try:
+            if error is None:
+                tell_ignored(self.job, self._called, self.progress)
+                if self.strategy.replicas_agree and self._came_to_an_end:
+                    meet(self.comm, AT_THE_END)
+                failed = False
+        finally:
+            self.close(failed=failed)
 
     # --- how it is put together -----------------------------------------------------------
-
-    def _check_buffers(self) -> None:
-        """Remember the buffers that the model writes in forward; under `bitwise` refuse them."""
-        self.user_buffers = sorted(self.strategy.step.user_buffers.written)
-        if self.job.bitwise:
-            raise RequestError(
-                asked="--bitwise",
-                found=f"the model writes {', '.join(self.user_buffers)} in its forward pass",
-                why="what is written follows the samples of one rank",
-                do="compute it from parameters, or drop --bitwise",
-            )
 
     def _place_model(self) -> Built:
         """Build the model and hand it to the strategy."""
@@ -358,10 +398,3 @@ class Trainer:
             self.strategy.step.call, undo = compiled(built.model, self.job.compile)
             self._undo.append(undo)
         return built
-
-
-def _for_world(job: Job, world: World) -> Job:
-    """The job as these ranks run it, its strategy resolved."""
-    name = job.strategy or ("ddp" if world.size > 1 else "single")
-    choice = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise)
-    return dataclasses.replace(job, ranks=world.size, strategy=str(choice))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from allranks.errors import RequestError
 from allranks.on_torch.data import Batch
 from allranks.on_torch.layers import every_layer, shard_norms
 
@@ -46,6 +47,12 @@ class UserBuffers:
     def copies(self) -> Copies:
         """What all of these buffers hold now, for `put_back`."""
         return _copies(self._slots)
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Each of these buffers with its name in the model."""
+        for full, holder, name in self._slots:
+            if (buffer := holder[name]) is not None:
+                yield full, buffer
 
     def begin(self) -> None:
         """A step begins."""
@@ -98,3 +105,13 @@ def put_back(copies: Copies) -> None:
     for holder, name, buffer, content in copies:
         buffer.copy_(content)
         holder[name] = buffer
+
+
+def written_in_forward(names: list[str]) -> RequestError:
+    """What to say under `bitwise` of buffers that a forward pass writes."""
+    return RequestError(
+        asked="--bitwise",
+        found=f"the model writes {', '.join(names)} in its forward pass",
+        why="what is written follows the samples of one rank",
+        do="compute it from parameters, or drop --bitwise",
+    )

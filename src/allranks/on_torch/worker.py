@@ -7,14 +7,13 @@ leaves, so that the supervisor can tell who was first.
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from allranks.config import threads_per_rank
 from allranks.errors import AllranksError
@@ -26,14 +25,17 @@ from allranks.on_torch.fit import fit
 from allranks.on_torch.keras_task import torch_task
 from allranks.on_torch.machine import check_devices, facts
 from allranks.on_torch.placement import RecordPlacement, update_by_nothing
+from allranks.on_torch.profiling import Profiling
 from allranks.on_torch.sources import seed_generators
 from allranks.on_torch.task import Task
 from allranks.on_torch.trace import Trace
 from allranks.on_torch.trainer import Trainer
+from allranks.on_torch.weights_file import WeightsFile
 from allranks.placement import write_placement
 from allranks.record import JsonLines, rank_events_path
 from allranks.training.callback import Callback
 from allranks.training.failure import exit_code_of, failure_of
+from allranks.training.keeping import Keeping
 from allranks.training.logs import Logs, check_logs, open_logs
 from allranks.training.metrics_file import open_metrics, row_of
 from allranks.training.progress import StepResult
@@ -56,7 +58,7 @@ def describe(argument: dict[str, Any]) -> int:
     with JsonLines(rank_events_path(Path(job.run_dir), 0)) as events:
         try:
             task = load_task(job)
-            check_devices(job, job.ranks)
+            check_devices(job, job.ranks if job.nodes == 1 else 1)  # each rank looks for its own
             check_logs(job)
         except AllranksError as error:
             events.event("failed", **failure_of(error, 0, None))
@@ -91,7 +93,7 @@ def place(argument: dict[str, Any]) -> int:
         try:
             with Trainer(load_task(job), job, world=world) as trainer:
                 step = trainer.strategy.step
-                update_by_nothing(step.parameters, step.optimizer)
+                update_by_nothing(step.parameters, step.optimizer, step.sparse.positions)
                 write_placement(run_dir, world.rank, trainer.strategy.placement(updated=True))
                 trainer.comm.barrier()
         except BaseException as error:
@@ -110,6 +112,7 @@ class _Run(Callback):
         self.trace: Trace | None = None
         self.metrics: JsonLines | None = None
         self.logs = Logs()
+        self.keeping = Keeping(self.run_dir, events.event)
         self.last_step_at = 0.0
         self.first_step = True
         self.resumed_from: int | None = None
@@ -119,12 +122,15 @@ class _Run(Callback):
         """From the job to the event `done` with its summary, or `stopped` with its checkpoint."""
         task = load_task(self.job)
         report = self.events.event
+        callbacks: list[Callback] = [self, RecordPlacement(self.run_dir)]
+        if self.job.profile and self.world.is_leader:
+            callbacks.append(Profiling(self.run_dir, report))
         trainer = self.trainer = Trainer(
             task,
             self.job,
             world=self.world,
             report=report,
-            callbacks=[self, RecordPlacement(self.run_dir)],
+            callbacks=callbacks,
         )
         built = trainer.built
         self.events.event(
@@ -134,9 +140,12 @@ class _Run(Callback):
             not_pretrained=built.not_pretrained,
             machine=facts(self.job),
         )
+        if trainer.model_notes and self.world.is_leader:
+            self.events.event("model_notes", notes=trainer.model_notes)
         if self.job.trace:
             trace = self.run_dir / "trace"
-            self.trace = Trace(trace, self.world.rank, trainer.strategy, self.job.replay)
+            self.trace = Trace(trace, self.world.rank, trainer.strategy, self.job)
+            trainer.job = dataclasses.replace(trainer.job, steps=self.trace.steps)
         trainer.rehearse()
         if trainer.task_data.notes and self.world.is_leader:
             self.events.event("data_notes", notes=trainer.task_data.notes)
@@ -156,8 +165,10 @@ class _Run(Callback):
             self._stop(trainer)
 
     def _conclude(self, trainer: Trainer, seconds: float) -> None:
-        if self.world.is_leader:
-            self._save_weights(trainer)
+        if self.trace is not None:
+            self.trace.complete()
+        trainer.witness.compare_replicas()
+        self._save_weights(trainer)
         evaluation = trainer.evaluate()
         self._close_files()
         summary = self._summary(trainer, seconds, evaluation)
@@ -178,10 +189,14 @@ class _Run(Callback):
         trainer.pulse.enter("done")
 
     def _close_files(self) -> None:
-        for file in (self.metrics, self.trace):
-            if file is not None:
-                file.close()
-        self.logs.close()
+        if self.metrics is not None:
+            self.keeping.rest("metrics.jsonl", self.metrics.close_with_rest())
+        if self.trace is not None:
+            self.trace.close()
+        self.keeping.incomplete += self.logs.close()
+        if self.world.is_leader:
+            path = rank_events_path(self.run_dir, self.world.rank)
+            self.keeping.rest(path.name, self.events.take_waiting())
 
     def on_save(self, trainer: Trainer) -> None:
         """No step is saved that the metrics do not know."""
@@ -244,18 +259,27 @@ class _Run(Callback):
             "ended_early": trainer.course.is_over,
             "user_randomness": trainer.built.swapped["user_randomness"],
             "user_buffers": trainer.user_buffers,
+            "model_notes": trainer.model_notes,
+            "bitwise": self.job.bitwise,
+            "witness": trainer.witness.testimony.to_data(),
+            **self.keeping.to_data(),
         }
 
     def _save_weights(self, trainer: Trainer) -> None:
-        """`weights.safetensors`, and `average.safetensors` where there is a moving average."""
-        self._write("weights.safetensors", dict(trainer.weights()))
+        """`weights.safetensors`, and `average.safetensors` where there is a moving average.
+
+        Every rank calls this: whole weights are put together by all ranks that hold parts of them.
+        """
+        self._write("weights.safetensors", trainer)
         average = trainer.strategy.step.average
         if average is not None:
             with average.in_place():
-                self._write("average.safetensors", dict(trainer.weights()))
+                self._write("average.safetensors", trainer)
 
-    def _write(self, name: str, weights: dict[str, Tensor]) -> None:
-        """A file that is whole or not there: under another name first, then renamed."""
-        beside = self.run_dir / f".{name}"
-        save_file({n: t.contiguous().cpu() for n, t in weights.items()}, beside)
-        beside.rename(self.run_dir / name)
+    def _write(self, name: str, trainer: Trainer) -> None:
+        weights = trainer.weights()
+        if self.world.is_leader:
+            file = WeightsFile(trainer.strategy.model)
+            self.keeping.whole(name, lambda paths: file.write(paths, weights))
+        for _ in weights:
+            pass

@@ -28,6 +28,10 @@ class Digits(Task):
     dropout: float = 0.1
     width: int = 16
 
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"width = {self.width}, and a layer has at least 1 channel")
+
     def model(self) -> nn.Module:
         width = self.width
         return nn.Sequential(

@@ -30,6 +30,10 @@ class DigitsKeras(Task):
     dropout: float = 0.1
     width: int = 16
 
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"width = {self.width}, and a layer has at least 1 channel")
+
     def model(self) -> Any:
         width = self.width
         return keras.Sequential(

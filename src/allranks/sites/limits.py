@@ -177,7 +177,7 @@ def _check_time(site: Site, partition: Partition, request: SlurmRequest) -> None
             asked=f"--time {asked} s",
             found="Slurm, which counts minutes",
             why="less than one would be none, and none is no limit at all",
-            do="--time 1m, or longer",
+            do="--time 1, or longer: a plain number is minutes, as for sbatch",
         )
     if asked is not None and limit is not None and asked > limit:
         longer = [

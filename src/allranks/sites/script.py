@@ -14,6 +14,7 @@ import shlex
 from allranks.errors import EXIT_STOPPED, RequestError
 from allranks.sites.limits import slurm_time
 from allranks.sites.request import SlurmRequest
+from allranks.sites.sbatch_options import DECIDED, full_name
 
 PLAIN = re.compile(r"[A-Za-z0-9_./,:=@%+^-]+")
 SPECIAL = re.compile(r"([\\\"'#`$])")
@@ -107,22 +108,17 @@ def _ending_directives(request: SlurmRequest) -> list[str]:
     return lines
 
 
-DECIDED = (
-    *("--nodes", "--ntasks", "--ntasks-per-node", "--cpus-per-task", "--time", "--partition"),
-    *("--account", "--mem", "--mem-per-cpu", "--mem-per-gpu", "--gpus-per-node", "--gres"),
-    *("--signal", "--requeue", "--no-requeue", "--export", "--output", "--open-mode", "--chdir"),
-    *("--job-name",),
-)
-
-
 def _option(option: str) -> str:
-    name, equals, value = option.partition("=")
-    if name in DECIDED or name == "--array":
+    given, equals, value = option.partition("=")
+    name = full_name(given) if OPTION.fullmatch(option) else given
+    decided = DECIDED.get(name.removeprefix("--"))
+    if decided or name == "--array":
+        found = f"{name}, which the script decides itself" if decided else name
         raise RequestError(
             asked=f"--sbatch={option}",
-            found=f"{name}, which the script decides itself" if name in DECIDED else name,
+            found=found if name == given else f"{found} ({given} is short for it)",
             why="what is checked and what is sent must be the same, and one job has one run folder",
-            do=f"the option of `allranks submit` for it: see --help ({', '.join(DECIDED[:6])}, …)",
+            do=f"the option of `allranks submit` for it: {decided}" if decided else "leave it out",
         )
     if not OPTION.fullmatch(option) or name == "--wrap" or (equals and not value):
         raise RequestError(

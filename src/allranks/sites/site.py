@@ -16,7 +16,7 @@ from typing import Any
 
 from allranks.errors import RequestError, nearest
 from allranks.sites.tables import build, tables, unreadable
-from allranks.units import parse_duration
+from allranks.units import parse_slurm_time
 
 MEMORY_FLAGS = ("mem", "mem-per-cpu", "mem-per-gpu", "none")
 TEMPLATE = "template"
@@ -194,11 +194,7 @@ def _partition(name: str, row: dict[str, Any], file: str, sources: dict[str, Sou
 
 def seconds_of(text: str) -> int | None:
     """Seconds of a time limit as Slurm writes it (`2-12:00:00`, `36:00:00`), or of `3d`, `90m`."""
-    days, dash, rest = text.partition("-")
-    if dash:
-        seconds = parse_duration(rest if ":" in rest else f"{rest}h")
-        return int(days) * 86400 + int(seconds) if days.isdigit() and seconds is not None else None
-    whole = parse_duration(text)
+    whole = parse_slurm_time(text)
     return None if whole is None else int(whole)
 
 

@@ -10,7 +10,6 @@ attempt, not after a restart. The engine calls `reach` at named points and does 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import signal
@@ -103,12 +102,12 @@ def _unknown(asked: str, what: str, found: str, known: Any) -> RequestError:
 class Faults:
     """The faults of one rank in one attempt.
 
-    The engine gives what some of them need: `tensors` (the weights, which `corrupt` writes to),
+    The engine gives what some of them need: `corrupt` (one bit of the first weight is flipped),
     `leave_out` (the next collective is not made), `poison` (the loss of the next step is NaN).
     """
 
     faults: tuple[Fault, ...] = ()
-    tensors: Callable[[], Any] = tuple
+    corrupt: Callable[[], None] = lambda: None
     leave_out: Callable[[], None] = lambda: None
     poison: Callable[[], None] = lambda: None
     done: set[Fault] = field(default_factory=set)
@@ -163,10 +162,7 @@ def _disk_full(fault: Fault, faults: Faults) -> NoReturn:
 
 
 def _corrupt(fault: Fault, faults: Faults) -> None:
-    """Flip one bit of the mantissa of the first weight, as a failing chip would."""
-    tensor = next(iter(faults.tensors()))
-    byte = ctypes.c_ubyte.from_address(tensor.data_ptr() + tensor.element_size() - 2)
-    byte.value ^= 1
+    faults.corrupt()
 
 
 def _leave_out(fault: Fault, faults: Faults) -> None:

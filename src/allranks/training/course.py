@@ -12,19 +12,26 @@ from typing import Any
 from allranks.best import Best
 from allranks.errors import RequestError, nearest
 from allranks.job import Job
+from allranks.schedules import Plateau, PlateauState
 from allranks.training.progress import Progress
 
 
 class Course:
     """What happens to `job` between its steps. `found` are the metrics of the newest evaluation."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, plateau: Plateau | None = None) -> None:
         self.job = job
         self.found: dict[str, float] = {}
         self.found_at = -1
         self.is_best = False
         self._best = Best(job.best) if job.best else None
         self._stop = Best(job.early_stop) if job.early_stop else None
+        self._plateau = None if plateau is None else PlateauState(plateau)
+
+    @property
+    def rate_factor(self) -> float:
+        """What evaluations without a better one have made of the learning rate."""
+        return 1.0 if self._plateau is None else self._plateau.factor
 
     @property
     def is_over(self) -> bool:
@@ -46,6 +53,8 @@ class Course:
         self.is_best = self._best is not None and self._best.take(metrics)
         if self._stop is not None:
             self._stop.take(metrics)
+        if self._plateau is not None:
+            self._plateau.take(metrics)
 
     def metrics_of(self, done: Progress) -> dict[str, float] | None:
         """The metrics of the weights as they are now, if they are known."""
@@ -62,6 +71,7 @@ class Course:
             "found_at": self.found_at,
             "best": None if self._best is None else self._best.state(),
             "stop": None if self._stop is None else self._stop.state(),
+            "plateau": None if self._plateau is None else self._plateau.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -71,11 +81,21 @@ class Course:
         for own, was in ((self._best, state["best"]), (self._stop, state["stop"])):
             if own is not None and was is not None:
                 own.load_state(was)
+        if self._plateau is not None and state.get("plateau") is not None:
+            self._plateau.load_state(state["plateau"])
 
 
-def check_metrics(job: Job, names: Iterable[str]) -> None:
+def check_metrics(job: Job, names: Iterable[str], plateau: Plateau | None = None) -> None:
     """Raise `RequestError` unless an evaluation has the metrics by which the job judges."""
-    for flag, rule in (("--best", job.best), ("--early-stop", job.early_stop)):
+    if plateau is not None and not job.eval_every:
+        raise RequestError(
+            asked=f"plateau() of the task, by {plateau.rule}",
+            found="no --eval-every",
+            why="it counts the evaluations on the way",
+            do="--eval-every epoch, or --eval-every 100",
+        )
+    rules = {"--best": job.best, "--early-stop": job.early_stop}
+    for flag, rule in {**rules, "Plateau": plateau.rule if plateau else ""}.items():
         metric = rule.partition(":")[2]
         if rule and metric not in names:
             raise RequestError(

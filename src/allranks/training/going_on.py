@@ -6,7 +6,6 @@ that goes on from it, on every rank alike, before anything of it is taken up.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.job import Job
 from allranks.job_file import redacted
+from allranks.loaded import by_name
 from allranks.resume import CHECKPOINTS, Base, changed, changed_fields, sources_of
 from allranks.training.checkpoint.about import About
 from allranks.training.checkpoint.newest import Loaded
@@ -64,8 +64,13 @@ def changes_since(
 def differing(
     was: dict[str, Any], now: dict[str, Any], deciding: Iterable[str], bitwise: bool
 ) -> dict[str, list[Any]]:
-    """The facts that are not as they were, name -> [was, is]; raises where bits are promised."""
-    found = {name: [was[name], now.get(name)] for name in was if was[name] != now.get(name)}
+    """The facts that are not as they were, name -> [was, is]; raises where bits are promised.
+
+    A module of the user's that is not imported yet may come later: it has not changed.
+    """
+    was, now = by_name(was), by_name(now)
+    names = [name for name in was if name in now or not name.startswith("module ")]
+    found = {name: [was[name], now.get(name)] for name in names if was[name] != now.get(name)}
     name = next((name for name in deciding if name in found), "")
     if bitwise and name:
         raise RequestError(
@@ -86,9 +91,3 @@ def check_not_asked_for(job: Job) -> None:
             why="starting anew instead would pass over what was asked",
             do="see `allranks checkpoints verify` for what is wrong with each",
         )
-
-
-def program_sha256(program: str) -> str | None:
-    """The digest of the file of the task; `None` where the program is a module or a built-in one."""
-    path = Path(program if program.endswith(".py") else program.rpartition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

@@ -1,6 +1,6 @@
 """Further files about a training, written on request (`--log`) beside `metrics.jsonl`, by the leader.
 
-    metrics.csv      a line for each step, the columns of metrics.jsonl
+    metrics.csv      a line for each step, the columns of metrics.jsonl; the first step and epoch are 1
     evaluations.csv  a line for each metric of each evaluation on the way
     tensorboard/     event files (`tensorboard_log`)
 
@@ -15,7 +15,7 @@ import csv
 import importlib.util
 import io
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,10 +71,26 @@ class Logs:
         for log in self._logs:
             log.flush()
 
-    def close(self) -> None:
-        with ExitStack() as stack:
-            for log in self._logs:
-                stack.callback(log.close)
+    def close(self) -> list[str]:
+        """Close all; returns the files that a full disk has not taken whole."""
+        incomplete = list[str]()
+        for log in self._logs:
+            try:
+                log.close()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                incomplete += reversed(
+                    [Path(e.filename).name for e in _all_of(error) if e.filename]
+                )
+        return incomplete
+
+
+def _all_of(error: BaseException | None) -> Iterator[OSError]:
+    """The errors of one close, the last first: of each file that it closed."""
+    while isinstance(error, OSError):
+        yield error
+        error = error.__context__
 
 
 def check_logs(job: Job) -> None:
@@ -97,12 +113,20 @@ def open_logs(job: Job, step: int) -> Logs:
     return Logs([load(LOGS[name])(Path(job.run_dir), step) for name in names])
 
 
+def counted(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the metrics as people count: `step` steps are done with it, the first epoch is 1.
+
+    In `metrics.jsonl` both are indices from 0, as in `batch.index`.
+    """
+    return {**row, "step": int(row["step"]) + 1, "epoch": int(row["epoch"]) + 1}
+
+
 class CsvLog:
     """Two tables. A column that a step has no value for is empty."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         rows = read_rows(run_dir / "metrics.jsonl")
-        self._steps = _Table(run_dir / "metrics.csv", STEP_COLUMNS, rows)
+        self._steps = _Table(run_dir / "metrics.csv", STEP_COLUMNS, map(counted, rows))
         events = read_rows(rank_events_path(run_dir, 0))
         evaluated = (e for e in events if e["event"] == "evaluated" and int(e["step"]) <= step)
         once = {int(e["step"]): e["metrics"] for e in evaluated}  # of an attempt that was lost too
@@ -110,7 +134,7 @@ class CsvLog:
         self._evaluations = _Table(run_dir / "evaluations.csv", EVALUATION_COLUMNS, lines)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        self._steps.add(row)
+        self._steps.add(counted(row))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         for line in _lines(step, metrics):
@@ -185,5 +209,7 @@ class GrowingFile:
         if not self._file.closed:
             try:
                 self._write()
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self._file.name) from None
             finally:
                 self._file.close()

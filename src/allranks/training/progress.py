@@ -55,7 +55,8 @@ NOTHING = Asked()
 class StepResult:
     """One step of the job, the same on every rank. `loss` is the mean over the global batch.
 
-    `samples` 0 means that no rank had a sample (the end of a stream); `updated` is false where the
+    `samples` 0 means that no rank had a sample: a stream has ended, `loss` is nan, and `taken` is
+    false, so leave this result out of what you add up. `updated` is false where the
     weights were left as they were; `grad_norm` is the length of the gradient before clipping.
     `asked` is what the supervisor of any rank wants; `bad` says what is wrong with a bad step.
     `loss_scale` is that of this step under fp16; with `overflow` it was too large, and is smaller now.

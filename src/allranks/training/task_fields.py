@@ -7,8 +7,13 @@ own `Task` from `TaskFields`, with the methods that its framework needs.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import dis
 import inspect
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, ClassVar, Literal, TypeVar
 
 from allranks.catalog import find_program
@@ -17,6 +22,8 @@ from allranks.fields import with_settings
 from allranks.job import Job
 
 PLAIN = (bool, int, float, str, type(None))
+NEAR = 0.8
+"""How like a name of a task (`difflib`'s ratio) another one must be to be taken for it misspelt."""
 
 
 @dataclass(kw_only=True)
@@ -58,6 +65,11 @@ class TaskFields:
         mro = cls.__mro__
         return mro[mro.index(TaskFields) - 1]
 
+    @property
+    def as_written(self) -> TaskFields:
+        """The task of the user, whose fields are recorded; another engine may wrap it."""
+        return self
+
     def overrides(self, method: str) -> bool:
         """Whether this task has a `method` of its own."""
         return getattr(type(self), method) is not getattr(self.engines_own(), method)
@@ -86,6 +98,7 @@ def task_of(job: Job, *kinds: type[Kind]) -> Kind:
 
 def plain_fields(task: TaskFields) -> dict[str, Any]:
     """The fields of a task that text can carry."""
+    task = task.as_written
     values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
     return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
 
@@ -109,7 +122,8 @@ def check_task(task: TaskFields, program: str) -> None:
             why=f"a task needs {', '.join(task.required)}",
             do=f"add `def {missing[0]}(self, …)` to it",
         )
-    for base in type(task).__mro__[: type(task).__mro__.index(task.engines_own())]:
+    _check_names(type(task), task.engines_own(), program)
+    for base in _written_by_users(type(task), task.engines_own()):
         annotated = [
             n for n, a in inspect.get_annotations(base).items() if "ClassVar" not in str(a)
         ]
@@ -149,3 +163,62 @@ def check_task(task: TaskFields, program: str) -> None:
             why="a shard without samples has no outputs to gather",
             do=f"--set shards={task.batch_size}",
         )
+
+
+def _written_by_users(kind: type, engines_own: type) -> tuple[type, ...]:
+    """`kind` and what it derives from, as far as the `Task` of the engine."""
+    return kind.__mro__[: kind.__mro__.index(engines_own)]
+
+
+def _check_names(kind: type, engines_own: type, program: str) -> None:
+    """Raise `RequestError` for a name that is nearly one of a task, and that nothing uses.
+
+    `shedule` would be passed over in silence; `weights`, which another method reads, is a name of
+    the user's own.
+    """
+    known = [name for name in dir(engines_own) if not name.startswith("_")]
+    for base in _written_by_users(kind, engines_own):
+        for name in {**vars(base), **inspect.get_annotations(base)}:
+            if name.startswith("_") or name in known or base.__module__.startswith("allranks."):
+                continue
+            near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
+            if near and name not in _names_used(kind, engines_own, but=vars(base).get(name)):
+                raise RequestError(
+                    asked=f"to train {program}",
+                    found=f"{name} in {base.__name__}, which nothing calls or reads",
+                    why=f"no task has a {name}, so it would be passed over in silence",
+                    do=f"did you mean {near[0]!r}? If it is your own, give it another name",
+                )
+
+
+def _names_used(kind: type, engines_own: type, but: Any) -> set[str]:
+    """The names that the classes of a task use, `but` for one part, and the code in their files.
+
+    Another task in the same file has names of its own, and does not count.
+    """
+    found: set[str] = set()
+    for base in _written_by_users(kind, engines_own):
+        module = vars(sys.modules.get(base.__module__, object)).values()
+        beside = [v for v in module if isinstance(v, type) and _is_of(v, base)]
+        classes = [base, *(v for v in beside if not issubclass(v, TaskFields))]
+        parts = [part for c in classes for part in vars(c).values()]
+        for part in (*parts, *(v for v in module if _is_of(v, base))):
+            if part is not but:
+                found.update(_names_in(part))
+    return found
+
+
+def _is_of(value: Any, base: type) -> bool:
+    return getattr(value, "__module__", None) == base.__module__
+
+
+def _names_in(part: Any) -> Iterator[str]:
+    """The names that a function, method or property looks up."""
+    functions = [part, *(getattr(part, way, None) for way in ("__func__", "func", "fget"))]
+    waiting: list[Any] = [getattr(inspect.unwrap(f), "__code__", None) for f in functions if f]
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, CodeType) and code.co_filename != "<string>":  # a dataclass's own
+            loads = (i for i in dis.get_instructions(code) if i.opname.startswith("LOAD_"))
+            yield from (str(i.argval) for i in loads if i.opname != "LOAD_CONST")
+            waiting += code.co_consts

@@ -2,7 +2,7 @@
 
 Written with what TensorBoard itself writes them with, without its thread: a record is in the file
 when `flush` returns. A scalar stands at the number of steps that are done with it: the first step at
-1, an evaluation after 100 steps at 100. A training that goes on writes a new file, which begins by
+1, an evaluation after 100 steps at 100; the first epoch is 1. A training that goes on writes a new file, which begins by
 telling the reader to forget what is there from the next step on.
 """
 
@@ -17,7 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from allranks.training.logs import GrowingFile
+from allranks.training.logs import GrowingFile, counted
 
 VERSION = "brain.Event:2"
 NO_SCALARS = ("step", "monotonic")
@@ -36,12 +36,13 @@ class TensorBoardLog:
         self.flush()
 
     def row(self, row: Mapping[str, Any]) -> None:
+        row = counted(row)
         scalars = {
             f"train/{name}": value
             for name, value in row.items()
             if name not in NO_SCALARS and isinstance(value, (int, float))
         }
-        self._scalars(int(row["step"]) + 1, scalars)
+        self._scalars(row["step"], scalars)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._scalars(step, {f"evaluation/{name}": value for name, value in metrics.items()})

@@ -121,15 +121,19 @@ class Checkpointer:
             self._done_step = loaded.step if here.resolve() == loaded.path.resolve() else -1
         return loaded
 
-    def close(self) -> None:
-        """Wait for the save under way. An error that nobody has seen yet is reported, not raised."""
+    def close(self, *, failed: bool = False) -> None:
+        """Wait for the save under way. An error that nobody has seen yet is reported, not raised.
+
+        Where this rank `failed` nothing is waited for: the others may never take part in it.
+        """
         try:
-            self.wait()
+            if not failed or self._training.size == 1:
+                self.wait()
         except Exception as error:
             rank = self._training.rank
             self._rules.report("checkpoint_failed", step=None, rank=rank, error=named(error))
         if self._aside is not None:
-            self._aside.leave()
+            self._aside.leave(failed=failed)
             self._aside = None
 
     def _ready(self) -> Comm:

@@ -17,7 +17,8 @@ from allranks.manifest import BadCheckpoint, SavedTensor, piece_name
 from allranks.on_torch.checkpoint.parts import Part
 from allranks.on_torch.checkpoint.plan import load_plan
 from allranks.on_torch.checkpoint.tree import DTYPES
-from allranks.tensor_file import Piece, lay_out
+from allranks.on_torch.reals import reals
+from allranks.tensor_file import PAIR, as_written, lay_out
 
 
 class Snapshot:
@@ -37,7 +38,8 @@ class Snapshot:
         """Copy the tensors; returns when they may change again."""
         on_gpu = self.make_room(tensors)
         for part, tensor in tensors.items():
-            self._places[part].copy_(tensor, non_blocking=on_gpu)
+            written = reals(tensor) if part.dtype in PAIR else tensor
+            self._places[part].copy_(written, non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.synchronize()
 
@@ -50,7 +52,7 @@ class Snapshot:
 
     def _lay_out(self, parts: list[Part], on_gpu: bool) -> None:
         named = {piece_name(p.path, p.shape, p.offsets, p.sizes): p for p in parts}
-        self.layout = lay_out({name: Piece(p.dtype, p.sizes) for name, p in named.items()})
+        self.layout = lay_out({name: as_written(p.dtype, p.sizes) for name, p in named.items()})
         self._places = {}
         if self._buffer.numel() < self.layout.data_bytes:
             size = self.layout.data_bytes
@@ -79,6 +81,8 @@ def read_files(folder: Path, saved: dict[str, SavedTensor], targets: dict[str, T
                         tensor, sizes = saved[read.path], read.chunk.sizes
                         name = piece_name(read.path, tensor.shape, read.chunk.offsets, sizes)
                         whole = there.get_tensor(name)
+                        if tensor.dtype in PAIR and whole.shape == (*sizes, 2):
+                            whole = torch.view_as_complex(whole.clone())  # aligned to 16 bytes
                         _check(file, name, whole, tensor.dtype, sizes)
                         read.target.copy_(whole[read.part])
         except (SafetensorError, OSError) as error:

@@ -17,7 +17,7 @@ DTYPES = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16},
     **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "I32": torch.int32},
     **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32},
-    **{"F64": torch.float64, "C64": torch.complex64},
+    **{"F64": torch.float64, "C64": torch.complex64, "C128": torch.complex128},
     **{"F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn},
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -47,4 +47,4 @@ def _saveable(tensor: Tensor, path: str) -> Tensor:
     placements: Any = getattr(tensor, "placements", ()) if is_dtensor(tensor) else ()
     if any(place.is_partial() for place in placements):
         raise refused(path, "a DTensor whose sum over the ranks was not taken")
-    return tensor.detach()
+    return tensor.detach().resolve_conj().resolve_neg()

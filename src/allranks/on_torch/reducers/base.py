@@ -27,7 +27,7 @@ class Reducer(ABC):
         return 1
 
     def prepare(self, flats: list[Tensor], gradients: list[Tensor]) -> None:
-        """Learn the buckets, once: each whole, and the gradients it begins with.
+        """Learn the buckets, whenever they change: each whole, and the gradients it begins with.
 
         What follows them in the last bucket is the tally: numbers that must never be rounded.
         """

@@ -44,6 +44,7 @@ class Half(Reducer):
 
     def prepare(self, flats: list[Tensor], gradients: list[Tensor]) -> None:
         ranks = self.comm.size
+        self._exchanges.clear()
         for flat, own in zip(flats, gradients, strict=True):
             tally = flat[own.numel() :]
             given, received, total = (

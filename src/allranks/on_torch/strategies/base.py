@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,17 +24,22 @@ from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch
 from allranks.on_torch.layers import Scope
 from allranks.on_torch.placement import held
+from allranks.on_torch.reducers.tree import TreeSum
+from allranks.on_torch.same_model import check_same_groups, check_same_model
 from allranks.on_torch.state import (
-    hyper_parameters,
+    TrainedSet,
     load_model_state,
     load_optimizer_state,
+    load_trained_set,
     model_state,
+    not_persistent,
     optimizer_state,
 )
 from allranks.on_torch.step import SharedStep
 from allranks.on_torch.task import Task
 from allranks.placement import Placed
 from allranks.training.progress import StepResult
+from allranks.tree import Span
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,10 @@ class Strategy(ABC):
     def setup(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> None:
         """Take the model, with equal weights on all ranks from here on; every rank calls this.
 
-        Broadcasts parameters and buffers once, from the leader.
+        Compares names and shapes, then broadcasts parameters and buffers once, from the leader.
         """
         self.model = model
+        check_same_model(model, self.comm)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 self.comm.broadcast(tensor)
@@ -95,14 +101,38 @@ class Strategy(ABC):
         self.step = SharedStep(
             self.task, model, optimizer, setting.scope, self.comm, setting.arithmetic
         )
+        if not self.replicas_agree:
+            self.step.comm = Comm(device=self.comm.device)
+        check_same_groups(model, optimizer, self.comm)
         self.step.loss_scale = setting.loss_scale
+        self.step.sum_apart = self.sum_apart
         if (decay := self.task.ema) is not None:
             self.step.average = MovingAverage(self.step.names, self.step.parameters, decay)
-        self.made = hyper_parameters(optimizer)
+        self.made = TrainedSet.of(model, optimizer)
         self.prepare()
+        self.lay_out()
+        self.step.lay_out = self.lay_out
 
     def prepare(self) -> None:
         """Make what the strategy needs of its own; the model and `self.step` are there."""
+
+    def lay_out(self) -> None:
+        """Make what follows the parameters that are trained; called again whenever they change."""
+
+    def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
+        """The sum over all leaves of all ranks, in the order of every sum; every rank calls this.
+
+        Each leaf of this rank has a flat tensor. Only for parameters that are new in a step.
+        """
+        tree = TreeSum(self.task.shards)
+        if self.shard_alone:
+            for span, tensor in leaves:
+                tree.add(span, [tensor])
+            return tree.total()[0]
+        ((_, own),) = leaves
+        if self.replicas_agree:
+            self.comm.all_reduce(own).wait()
+        return own
 
     @abstractmethod
     def train_step(self, batch: Batch) -> StepResult:
@@ -114,9 +144,9 @@ class Strategy(ABC):
 
     def messages(self) -> tuple[int, ...]:
         """The sizes in bytes of what is summed over the ranks in a step, the tally included."""
-        parameters = self.step.parameters
-        tally = self.step.layout.size * parameters[0].element_size()
-        return (sum(p.nbytes for p in parameters) + tally,)
+        layout = self.step.layout
+        tally = layout.size * layout.like.element_size()
+        return (sum(p.nbytes for p in self.step.parameters) + tally,)
 
     def promised_bytes(self) -> int:
         """What the card says the busiest rank sends in a step, for this model on these ranks."""
@@ -132,7 +162,12 @@ class Strategy(ABC):
         """All that a step depends on but the data: weights, buffers, optimizer."""
         state = {
             "model": model_state(self.model),
-            "optimizer": optimizer_state(self.model, self.step.optimizer, self.made),
+            "optimizer": optimizer_state(self.model, self.step.optimizer, self.step.rates.made),
+            "trained": {
+                "made": asdict(self.made),
+                "now": asdict(TrainedSet.of(self.model, self.step.optimizer)),
+            },
+            "not_persistent": not_persistent(self.model),
         }
         average = self.step.average
         return state if average is None else {**state, "average": average.state()}
@@ -140,9 +175,14 @@ class Strategy(ABC):
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up a state that `state` returned; every rank calls this."""
         load_model_state(self.model, state["model"])
-        load_optimizer_state(self.model, self.step.optimizer, state["optimizer"], self.made)
-        if self.step.average is not None:
-            self.step.average.load_state(state.get("average"))
+        step, groups = self.step, len(self.made.groups)
+        if "trained" in state:  # older checkpoints have none
+            load_trained_set(self.model, step.optimizer, state["trained"], self.made)
+            step.rates.made[groups:] = state["optimizer"]["made"][groups:]
+        load_optimizer_state(self.model, step.optimizer, state["optimizer"], step.rates.made)
+        step.follow_changes()
+        if step.average is not None:
+            step.average.load_state(self.model, state.get("average"))
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer whole, by name in sorted order, one at a time."""

@@ -8,12 +8,16 @@ bucket is summed is the reducer's: `reduce=tree` for equal bits, `bf16` or `fp16
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from allranks.card import Workload
 from allranks.catalog import REDUCERS, load
 from allranks.on_torch.buckets import Buckets
 from allranks.on_torch.data import Batch, Leaf
+from allranks.on_torch.reducers.base import Reducer
 from allranks.on_torch.strategies.base import Strategy
 from allranks.training.progress import StepResult
+from allranks.tree import Span
 
 
 class DDP(Strategy):
@@ -26,16 +30,30 @@ class DDP(Strategy):
         return bool(self.setting.options["reduce"] == "tree")
 
     def prepare(self) -> None:
+        kind = load(REDUCERS[self.setting.options["reduce"]])
+        self.reducer: Reducer = kind(self.comm, self.task.shards)
+
+    def lay_out(self) -> None:
         self.buckets = Buckets(
             self.step.parameters,
             tally_size=self.step.layout.size,
             bucket_bytes=int(self.setting.options["bucket_mb"] * 2**20),
-            reducer=load(REDUCERS[self.setting.options["reduce"]])(self.comm, self.task.shards),
+            reducer=self.reducer,
         )
         self.tally = self.step.layout.tally(self.buckets.tally)
         self.step.on_gradient = self.buckets.gradient_finished
         if not self.shard_alone:  # there the length too is the same, to the bit, on any ranks
             self.step.flats = self.buckets.gradients
+
+    def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
+        size = leaves[0][1].numel()
+        flat = leaves[0][1].new_zeros(-(-size // self.reducer.multiple) * self.reducer.multiple)
+        self.reducer.prepare([flat], [flat])  # the buckets are laid out anew after this
+        for span, tensor in leaves:
+            flat[:size].copy_(tensor)
+            (self.reducer.launch if span is leaves[-1][0] else self.reducer.add)(0, flat, span)
+        self.reducer.finish([flat])
+        return flat[:size]
 
     def messages(self) -> tuple[int, ...]:
         return tuple(flat.nbytes for flat in self.buckets.flats)

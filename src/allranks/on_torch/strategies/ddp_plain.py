@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 
 from allranks.on_torch.data import Batch
+from allranks.on_torch.gradients import all_gradients
+from allranks.on_torch.reals import reals
 from allranks.on_torch.strategies.base import Strategy
 from allranks.training.progress import StepResult
 
@@ -24,10 +26,11 @@ class DDPPlain(Strategy):
             parameter.grad = torch.zeros_like(parameter)
         tally = self.step.layout.tally()
         self.step.accumulate(batch, lambda leaf: tally)
-        *gradients, last = (p.grad for p in parameters if p.grad is not None)
+        *gradients, last = all_gradients(parameters)
         for gradient in gradients:
             self.comm.all_reduce(gradient).wait()
-        message = torch.cat([last.flatten(), tally.tensor.to(last.dtype)])
+        numbers = reals(last)
+        message = torch.cat([numbers.flatten(), tally.tensor])
         self.comm.all_reduce(message).wait()
-        last.copy_(message[: last.numel()].view_as(last))
-        return self.step.finish(batch, self.step.layout.tally(message[last.numel() :]))
+        numbers.copy_(message[: numbers.numel()].view_as(numbers))
+        return self.step.finish(batch, self.step.layout.tally(message[numbers.numel() :]))

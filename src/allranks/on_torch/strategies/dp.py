@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import RequestError
 from allranks.on_torch.data import Batch
@@ -91,6 +92,7 @@ class DP(Strategy):
         self.first = Replica(0, devices[0], self.model, self.setting.scope)
         self.copies = [self._copied(k, devices[k]) for k in range(1, count)]
         self.step.forward = self._forward
+        self._hooks: list[RemovableHandle] = []
         self._weights_are_out = False
         self._gathered_rows = [Placed(GATHERED, NAME, str(devices[0]), "unknown", None, None)]
         self._gathered_samples = 0
@@ -98,10 +100,25 @@ class DP(Strategy):
     def _copied(self, number: int, device: torch.device) -> Replica:
         scope = Scope(self.setting.scope.seed, device)
         model = copy_of(self.model, device, {id(self.setting.scope): scope})
-        weights = dict(model.named_parameters())
-        for position, name in enumerate(self.step.names):
-            weights[name].register_post_accumulate_grad_hook(self.step.marker(position))
         return Replica(number, device, model, scope)
+
+    def lay_out(self) -> None:
+        step = self.step
+        held: list[nn.Parameter] = list(step.parameters)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for replica in self.copies:
+            weights = dict(replica.model.named_parameters())
+            own = [weights[name] for name in step.names]
+            held += own
+            for position, weight in enumerate(own):
+                weight.requires_grad_()  # it may be new
+                mark = step.marker(position)
+                self._hooks.append(weight.register_post_accumulate_grad_hook(mark))
+            for number, position in enumerate(step.sparse.positions):
+                self._hooks.append(own[position].register_hook(step.sparse.marker(number)))
+        step.apart.parameters = held
 
     def train_step(self, batch: Batch) -> StepResult:
         for parameter in self.step.parameters:
@@ -280,6 +297,10 @@ def _add_moments(whole: Scope, own: Scope) -> None:
 def _add_gradients(step: SharedStep, replica: nn.Module) -> None:
     """Add the gradients of a replica to those on the first device, and let go of them."""
     weights = dict(replica.named_parameters())
+    if step.changes.late:
+        names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+        for parameter in step.changes.late:
+            step.changes.add(parameter, weights[names[id(parameter)]].grad)
     for name, parameter in zip(step.names, step.parameters, strict=True):
         gradient, weights[name].grad = weights[name].grad, None
         if gradient is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from allranks.on_torch.data import Batch, Leaf
+from allranks.on_torch.gradients import all_gradients
 from allranks.on_torch.reducers.tree import TreeSum
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.tally import Tally
@@ -41,7 +42,7 @@ class Single(Strategy):
             return tally
 
         def add(leaf: Leaf) -> None:
-            gradients = [p.grad for p in self.step.parameters if p.grad is not None]
+            gradients = all_gradients(self.step.parameters)
             tree.add((leaf.shards.start, leaf.shards.stop), [*gradients, tally.tensor])
 
         self.step.accumulate(batch, start, add)

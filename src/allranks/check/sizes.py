@@ -1,0 +1,131 @@
+"""How large a difference is: of two numbers, and of two tensors, beside what is usual in a stage.
+
+A tensor counts as at least a small part of what is usual among those of its stage, so that one
+whose true value is zero does not make a difference of its rounding. What never changes (a mask of
+-inf, a table of positions, a count) says nothing about what is usual, and what is not finite has
+no size: it is compared as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+TINY = 1e-300
+
+
+def norm(tensor: Array) -> float:
+    """The length of what is finite in a tensor."""
+    wide = tensor.astype(np.float64).ravel()
+    return float(np.linalg.norm(wide[np.isfinite(wide)]))
+
+
+def tensor_difference(ours: Array, theirs: Array, kept: Array | None = None) -> float:
+    """The length of the difference where `kept`; infinite where only one of two is a number."""
+    if ours.shape != theirs.shape:
+        return math.inf
+    a, b = ours.astype(np.float64), theirs.astype(np.float64)
+    if kept is not None:
+        a, b = a[kept], b[kept]
+    finite = np.isfinite(a)
+    if not np.array_equal(finite, np.isfinite(b)):
+        return math.inf
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return math.inf
+    return float(np.linalg.norm((a[finite] - b[finite]).ravel()))
+
+
+def number_difference(ours: Any, theirs: Any, scale: float) -> float:
+    """Their relative difference: 0 for texts, infinities and NaN that are the same."""
+    try:
+        a, b = float(ours), float(theirs)
+    except (TypeError, ValueError):
+        return 0.0 if ours == theirs else math.inf
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return abs(a - b) / max(abs(b), scale, TINY)
+
+
+def usual_sizes(
+    stage: str, wanted: Mapping[str, Array], start: Mapping[str, Array], small: float, floor: float
+) -> dict[str, float]:
+    """By what the difference of each tensor of a stage is divided.
+
+    `start` holds the tensors of the stage before the first step: elements that are as they were
+    then are left out. `floor` is a length below which a gradient is nothing.
+    """
+    norms = {}
+    for name, tensor in wanted.items():
+        changed = _changed(tensor, start.get(name))
+        norms[name] = norm(tensor if changed is None else tensor[changed])
+    moving = [norms[n] for n, t in wanted.items() if norms[n] > 0 and _is_real(t)]
+    total = math.sqrt(math.fsum(length**2 for length in moving))
+    usual = float(np.median(moving)) if moving and stage == "buffer" else total
+    least = floor if "gradient" in stage else 0.0
+    return {
+        name: max(length, small * usual if _is_real(wanted[name]) else 0.0, least, TINY)
+        for name, length in norms.items()
+    }
+
+
+def _changed(tensor: Array, start: Array | None) -> Array | None:
+    """Where a tensor is not as it was; `None` where nothing says how it was."""
+    if start is None or start.shape != tensor.shape:
+        return None
+    with np.errstate(invalid="ignore"):
+        found: Array = (tensor != start) & ~(np.isnan(tensor) & np.isnan(start))
+    return found
+
+
+def _is_real(tensor: Array) -> bool:
+    return bool(np.issubdtype(tensor.dtype, np.floating))
+
+
+@dataclass
+class Rounding:
+    """The elements of weights whose gradient was, in some step, nothing but rounding.
+
+    A bias before BatchNorm is one, and the third of a packed attention bias that belongs to the
+    keys. An optimizer such as AdamW makes steps of any size of it, so such weights prove nothing.
+    """
+
+    only: dict[str, Array] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def see(
+        self, ours: Mapping[str, Array], theirs: Mapping[str, Array], limit: float, floor: float
+    ) -> None:
+        """Take in the gradients of a step; `limit` is relative to all of them together."""
+        total = math.sqrt(math.fsum(norm(tensor) ** 2 for tensor in theirs.values()))
+        least = limit * max(total, floor)
+        for name, b in theirs.items():
+            a = ours.get(name, b)
+            if a.shape != b.shape:
+                continue
+            larger = np.maximum(np.abs(a), np.abs(b))
+            small = (larger > 0) & (larger <= least)
+            whole = 0 < norm(b) <= least
+            if whole or small.any():
+                found = np.ones(b.shape, bool) if whole else small
+                self.only[name] = self.only.get(name, np.zeros(b.shape, bool)) | found
+                self.sizes[name] = b.size
+
+    def kept(self, name: str) -> Array | None:
+        """Where a weight is compared; `None` for everywhere."""
+        return ~self.only[name] if name in self.only else None
+
+    def in_words(self) -> tuple[str, ...]:
+        """Which weights are passed over: whole, or so many of their elements."""
+        counts = {name: int(mask.sum()) for name, mask in sorted(self.only.items())}
+        return tuple(
+            name if n == self.sizes[name] else f"{name} ({n} of {self.sizes[name]} elements)"
+            for name, n in counts.items()
+        )

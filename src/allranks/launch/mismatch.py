@@ -1,0 +1,57 @@
+"""Ranks that met in different collectives: which of them stood where, when one died of it.
+
+Gloo ends a rank that gets a message of another size than it waits for, and that rank is seldom the
+one to blame. The others are asked for their stacks before they are stopped. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+MISMATCH = re.compile(r"collective mismatch|doesn't match expected size")
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.M)
+_OURS = __file__.rpartition("/launch/")[0] + "/"
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
+
+
+def told_of_mismatch(said: str, own: str, stacks: Mapping[int, str]) -> list[str]:
+    """Who made another collective, or that sizes differ in the same one; nothing else is told.
+
+    `said` is what the rank that died wrote, `own` its stack, `stacks` are those of the others: as
+    they stood, or the traceback with which they left.
+    """
+    if not MISMATCH.search(said):
+        return []
+    its_own = place_of_users_collective(own)
+    others = {rank: place_of_users_collective(stack) for rank, stack in stacks.items()}
+    odd = {rank: place for rank, place in sorted(others.items()) if place != its_own}
+    if not odd:
+        return [
+            "the ranks met in collectives of different sizes: has one of them a model of another "
+            "shape, or one collective more?"
+        ]
+    return [
+        f"rank {rank} was in another collective: {place or ENGINES}" for rank, place in odd.items()
+    ]
+
+
+ENGINES = "one of the engine"
+
+
+def place_of_users_collective(stack: str) -> str:
+    """`mytask.py line 14 in loss`: the user's line that called a collective; "" if none did."""
+    for thread in _THREAD.split(stack):
+        frames = [match.groupdict() for match in _FRAME.finditer(thread)]
+        if "most recent call last" in thread:
+            frames.reverse()
+        if not any("/torch/distributed/" in frame["file"] for frame in frames):
+            continue
+        for frame in frames:
+            if any(part in frame["file"] for part in _INSTALLED):
+                continue
+            if frame["file"].startswith(_OURS):
+                break  # the engine called it
+            return f"{frame['file']} line {frame['line']} in {frame['name']}"
+    return ""

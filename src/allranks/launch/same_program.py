@@ -1,0 +1,96 @@
+"""Whether all ranks have loaded the same program, and the same as in the attempt before.
+
+Every rank says in its first event which files of the user's it was loaded from, with their digests.
+Ranks with other files train something else, in silence: the job ends, and the file is named. A
+program that was edited between two attempts is another one from there on: that is told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from allranks.errors import PlaceError
+from allranks.loaded import MODULES, PROGRAM, by_name
+from allranks.record import JsonLines, rank_events_path, read_rows
+
+LOOK_EVERY_S = 0.5
+PATIENCE_S = 60.0
+SHOWN = 12  # letters of a digest
+
+
+@dataclass
+class SamePrograms:
+    """The files that ranks were loaded from, attempt by attempt."""
+
+    run_dir: Path
+    events: JsonLines
+    _of_rank: dict[int, dict[str, object]] = field(default_factory=dict)
+    _before: dict[str, object] = field(default_factory=dict)
+    _looked_at: float = 0.0
+    _first_at: float = 0.0
+
+    def begin(self) -> None:
+        """Another attempt is about to start."""
+        self._before = next(iter(self._of_rank.values()), self._before)
+        self._of_rank, self._looked_at = {}, 0.0
+
+    def look(self, attempt: int, hosts: Sequence[str], at_once: bool = False) -> None:
+        """Take in what ranks have said since; raises `PlaceError` where they differ."""
+        now = time.monotonic()
+        all_have = len(self._of_rank) == len(hosts)
+        too_late = self._of_rank and now - self._first_at > PATIENCE_S  # some never say anything
+        if not at_once and (all_have or too_late or now - self._looked_at < LOOK_EVERY_S):
+            return
+        self._looked_at = now
+        for rank in range(len(hosts)):
+            if rank in self._of_rank:
+                continue
+            for row in read_rows(rank_events_path(self.run_dir, rank)):
+                is_now = row["event"] == "ready" and row.get("attempt", 0) == attempt
+                if is_now and "machine" in row:  # servers of parameters say nothing of it
+                    self._take(rank, _files(row["machine"]), hosts)
+
+    def _take(self, rank: int, files: dict[str, object], hosts: Sequence[str]) -> None:
+        first = next(iter(self._of_rank), rank)
+        self._of_rank[rank] = files
+        if first == rank:
+            self._first_at = self._looked_at
+            self._tell_what_changed(files)
+        unequal = _unequal(self._of_rank[first], files)
+        if unequal:
+            lines = []
+            for name, values in unequal.items():
+                who = sorted(zip((first, rank), values, strict=True), key=lambda one: one[0])
+                told = [f"rank {r}{_on(hosts[r])} has {_shown(digest)}" for r, digest in who]
+                lines.append(f"  {name}: {', '.join(told)}")
+            raise PlaceError(
+                "the ranks have not loaded the same program, and would not compute the same:\n"
+                + "\n".join(lines)
+                + "\nput the same files on every node, and edit none while a job starts"
+            )
+
+    def _tell_what_changed(self, files: dict[str, object]) -> None:
+        changed = _unequal(self._before, files) if self._before else {}
+        if changed:
+            self.events.event("program_changed", differs={n: list(v) for n, v in changed.items()})
+
+
+def _files(machine: dict[str, object]) -> dict[str, object]:
+    return by_name({name: machine.get(name) for name in (PROGRAM, MODULES)})
+
+
+def _unequal(was: dict[str, object], now: dict[str, object]) -> dict[str, tuple[object, object]]:
+    """Name -> (was, now) of the files that both know; who imports later than others is no other."""
+    both = [name for name in was if name in now]
+    return {name: (was[name], now[name]) for name in both if was[name] != now[name]}
+
+
+def _on(host: str) -> str:
+    return f" on {host}" if host else ""
+
+
+def _shown(digest: object) -> str:
+    return str(digest)[:SHOWN] if digest else "none"

@@ -1,0 +1,86 @@
+"""What goes wrong in a loop of one's own over a `Trainer`, and what there is to say then."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence, Set
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.job import Job
+from allranks.on_torch.comm import Comm
+from allranks.training.progress import Progress
+
+AT_THE_END = "the end of the training"
+
+
+def check_own_loop(job: Job, ranks: int) -> None:
+    """Raise `RequestError` for what only `allranks train` and `launch` do with a job."""
+    if job.ranks not in (1, ranks):
+        raise RequestError(
+            asked=f"Trainer(task, Job(ranks={job.ranks}))",
+            found=f"{ranks} rank{'s' * (ranks > 1)} (WORLD_SIZE)",
+            why="a Trainer is one rank: it joins those that were started, and starts none",
+            do=f"torchrun --nproc-per-node {job.ranks} SCRIPT, or "
+            f"allranks.launch(task, ranks={job.ranks})",
+        )
+    if job.log:
+        raise RequestError(
+            asked=f"Trainer(task, Job(log={job.log!r}))",
+            found="a loop of one's own",
+            why="these files are written by the loop of `allranks train` and allranks.launch",
+            do="write what step(batch) returns, on the leader: trainer.world.is_leader",
+        )
+
+
+def tell_ignored(job: Job, called: Set[str], done: Progress) -> None:
+    """Warn of what a job asked for and a loop of one's own never did."""
+    options: dict[str, dict[str, Any]] = {
+        "evaluate_if_due": {"eval_every": job.eval_every, "early_stop": job.early_stop},
+        "save_if_due": {"checkpoint_every": job.checkpoint_every},
+    }
+    for method, asked in options.items():
+        ignored = [f"{name}={value!r}" for name, value in asked.items() if value]
+        if ignored and method not in called and done.batch_index:
+            warnings.warn(
+                f"Job({', '.join(ignored)}) did nothing in this loop, which never called "
+                f"trainer.{method}(…) after a step",
+                stacklevel=3,
+            )
+
+
+def no_batch(given: Any) -> RequestError:
+    """What to say to who trains with data of his own."""
+    return RequestError(
+        asked="step(batch)",
+        found=f"a {type(given).__name__} for a batch",
+        why="which samples a step uses, and which rank has which of them, is decided by the engine",
+        do="for batch in trainer.batches(): trainer.step(batch); the data is what train_data() gives",
+    )
+
+
+def nothing_left(asked: Sequence[str], done: Progress) -> RequestError:
+    """What to say to who asks again for what has been trained already."""
+    return RequestError(
+        asked=f"batches({', '.join(asked)})",
+        found=f"a training that has made {done.batch_index} steps, and is in epoch {done.epoch}",
+        why="epochs and steps count from the start of the job, so that one that was stopped ends "
+        "where it would have",
+        do="one loop over batches() for all of it, or batches(epochs=1), then batches(epochs=2), …",
+    )
+
+
+def meet(comm: Comm, place: str) -> None:
+    """Raise `RequestError` unless all ranks are at the same place; every rank calls this.
+
+    Sends some 20 bytes to every other rank.
+    """
+    places = comm.gather_texts(place)
+    other = next((rank for rank, own in enumerate(places) if own != places[0]), None)
+    if other is not None:
+        raise RequestError(
+            asked="evaluate() on some ranks alone",
+            found=f"rank 0 at {places[0]}, rank {other} at {places[other]}",
+            why="each rank evaluates a part of the data, and the sums are added over all of them",
+            do="call evaluate() on every rank, and print what it returns on the leader alone",
+        )

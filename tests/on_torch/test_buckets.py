@@ -1,0 +1,139 @@
+"""Buckets by themselves, with a reducer that only writes down what leaves and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.on_torch.buckets import ALIGNED_BYTES, Buckets
+from allranks.on_torch.comm import Comm
+from allranks.on_torch.reals import reals
+from allranks.on_torch.reducers.base import Reducer
+from allranks.tree import Span
+
+TALLY = 3
+SIZE = 10  # numbers of a parameter
+ONE = 4 * SIZE  # its bytes
+ROOM = 32  # numbers of float32 in the 128 bytes that its gradient takes up
+
+
+class Notes(Reducer):
+    """Sums nothing. What left, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(Comm(device=torch.device("cpu")), 8)
+        self.left: list[int] = []
+
+    def add(self, bucket: int, flat: Tensor, leaf: Span) -> None:
+        raise AssertionError("one leaf")
+
+    def launch(self, bucket: int, flat: Tensor, leaf: Span) -> None:
+        self.left.append(bucket)
+
+    def finish(self, flats: list[Tensor]) -> None:
+        """There is nothing to wait for."""
+
+
+def made(bucket_bytes: int, parameters: int = 5) -> tuple[Buckets, list[nn.Parameter]]:
+    given = [nn.Parameter(torch.full((SIZE,), float(number))) for number in range(parameters)]
+    return Buckets(given, tally_size=TALLY, bucket_bytes=bucket_bytes, reducer=Notes()), given
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "sizes"),
+    [
+        (1, [1] * 5),
+        (ONE, [1] * 5),
+        (2 * ONE, [2, 2, 1]),
+        (2 * ONE - 1, [1] * 5),
+        (9**9, [5]),
+    ],
+)
+def test_no_bucket_holds_more_than_asked_for(bucket_bytes: int, sizes: list[int]) -> None:
+    """`sizes` in parameters: what a bucket holds is counted without the gaps between them."""
+    buckets, _ = made(bucket_bytes)
+    assert [gradients.numel() for gradients in buckets.gradients] == [n * ROOM for n in sizes]
+
+
+def test_what_is_sent_is_the_gradients_and_one_tally() -> None:
+    buckets, _ = made(2 * ONE)
+    assert [flat.numel() for flat in buckets.flats] == [2 * ROOM, 2 * ROOM, ROOM + TALLY]
+    assert buckets.tally.numel() == TALLY
+    buckets.tally.fill_(7.0)
+    assert buckets.flats[-1][ROOM:].tolist() == [7.0] * TALLY and not buckets.gradients[-1].any()
+
+
+def test_gradients_are_zero_at_the_start_and_where_backward_finds_them() -> None:
+    buckets, parameters = made(2 * ONE)
+    for flat in buckets.flats:
+        flat.fill_(9.0)
+    parameters[2].grad = None
+    buckets.begin()
+    assert not any(flat.any() for flat in buckets.flats)
+    for number, parameter in enumerate(parameters):
+        assert parameter.grad is not None
+        parameter.grad.fill_(float(number))
+    gap = [0.0] * (ROOM - SIZE)
+    rooms = [*[4.0] * SIZE, *gap, *[3.0] * SIZE, *gap]
+    assert buckets.gradients[0].tolist() == rooms, "the last is finished first"
+    assert buckets.gradients[2].tolist() == [0.0] * ROOM
+
+
+def test_buckets_leave_in_order_as_soon_as_they_may() -> None:
+    buckets, _ = made(2 * ONE)
+    notes = buckets.reducer
+    assert isinstance(notes, Notes)
+    buckets.begin()
+    buckets.gradient_finished(4)  # of a pass that is not the last
+    buckets.release(range(8))
+    for position, left in ((2, []), (1, []), (4, []), (3, [0, 1]), (0, [0, 1])):
+        buckets.gradient_finished(position)
+        assert notes.left == left, "the one with the tally waits for the end"
+    buckets.finish(range(8))
+    assert notes.left == [0, 1, 2]
+
+
+def test_a_gradient_that_is_finished_twice_is_refused() -> None:
+    buckets, _ = made(9**9)
+    buckets.begin()
+    buckets.release(range(8))
+    buckets.gradient_finished(3)
+    with pytest.raises(RequestError, match="twice"):
+        buckets.gradient_finished(3)
+
+
+def test_a_gradient_lies_as_its_parameter_does() -> None:
+    """Channels-last weights behind another parameter of the same bucket."""
+    shape = (2, 3, 2, 2)
+    image = nn.Parameter(torch.randn(shape).contiguous(memory_format=torch.channels_last))
+    given = [image, nn.Parameter(torch.zeros(5))]
+    buckets = Buckets(given, tally_size=TALLY, bucket_bytes=9**9, reducer=Notes())
+    buckets.begin()
+    assert image.grad is not None and image.grad.stride() == image.stride()
+    image.grad.fill_(1.0)
+    flat, start = buckets.flats[0].tolist(), ROOM
+    assert flat[start : start + image.numel()] == [1.0] * image.numel()
+    assert sum(flat) == image.numel() and len(flat) == 2 * ROOM + TALLY
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_every_gradient_begins_where_one_of_its_own_could(kind: torch.dtype) -> None:
+    """At a multiple of 128 bytes of its bucket, complex or not; none reaches into the next one."""
+    sizes = [(3,), (33,), (7, 5), (1,), (16,), (17,)]
+    kinds = [kind, kind.to_complex()] * 3
+    given = [nn.Parameter(torch.zeros(*n, dtype=k)) for n, k in zip(sizes, kinds, strict=True)]
+    buckets = Buckets(given, tally_size=TALLY, bucket_bytes=9**9, reducer=Notes())
+    (flat,) = buckets.flats
+    buckets.begin()
+    starts = []
+    for number, parameter in enumerate(given):
+        gradient = parameter.grad
+        assert gradient is not None and gradient.dtype == parameter.dtype
+        starts.append(gradient.data_ptr() - flat.data_ptr())
+        reals(gradient).fill_(number + 1.0)
+    assert ALIGNED_BYTES == 128 and [start % 128 for start in starts] == [0] * len(sizes)
+    assert starts == sorted(starts, reverse=True) and starts[-1] == 0
+    for number, parameter in enumerate(given):
+        assert parameter.grad is not None and bool((reals(parameter.grad) == number + 1.0).all())

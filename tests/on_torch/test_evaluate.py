@@ -1,0 +1,46 @@
+"""An evaluation counts every sample once: ten of them on four ranks, of which some may have none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.job import Job
+from allranks.on_torch import Trainer
+from evaluation_workers import SAMPLES, Words
+
+
+def wanted() -> dict[str, float]:
+    """All samples at once, in plain torch."""
+    task = Words()
+    data = task.eval_data()
+    with Trainer(task, Job(precision="fp64", threads=1)) as trainer, torch.no_grad():
+        output = trainer.strategy.model(**task.inputs(data))
+    counts = task.weight(data)
+    right = (output.argmax(2) == data["text"][:, 1:]) & counts
+    losses = task.loss(output, data) * counts
+    accuracy = int(right.sum()) / int(counts.sum())
+    return {"loss": float(losses.sum() / counts.sum()), "accuracy": accuracy}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "chunk", "chunks"), [(8, 1, 10), (24, 3, 4), (32, 4, 3), (160, 20, 1)]
+)
+def test_ten_samples_on_four_ranks(
+    batch_size: int, chunk: int, chunks: int, on_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The same to the bit on one rank and on four; exact, though the last chunk is a short one."""
+    assert -(-SAMPLES // chunk) == chunks
+    for ranks in (1, 4):
+        argument = {"out": str(tmp_path), "batch_size": batch_size}
+        on_ranks(ranks, "evaluation_workers:ten_samples", argument)
+    found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*-*.json"))]
+    assert len(found) == 5 and all(one == found[0] for one in found)
+    samples = found[0].pop("samples")
+    assert samples * chunks == SAMPLES, "each is in one chunk"
+    assert found[0] == pytest.approx(wanted(), rel=1e-12)

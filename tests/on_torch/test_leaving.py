@@ -1,0 +1,65 @@
+"""A trainer leaves the other ranks: nothing of it stays, and nobody waits for a rank that failed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from allranks.launch.ports import Reservation
+from allranks.on_torch import comm
+from allranks.on_torch.comm import Comm
+
+OnRanks = Callable[..., Any]
+
+THREADS_AFTER_LEAVING = """
+import os
+import allranks.on_torch.comm
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+dist.destroy_process_group()
+for task in os.listdir("/proc/self/task"):
+    print(open(f"/proc/self/task/{task}/comm").read().strip())
+"""
+
+
+def test_the_threads_of_a_group_are_gone_with_it() -> None:
+    """One that is left may drop a tensor while the interpreter ends: SIGABRT after a good training.
+
+    The first optimizer of a process imports modules of torch whose defaults keep the group there is.
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", THREADS_AFTER_LEAVING], capture_output=True, text=True, check=True
+    ).stdout
+    assert "gloo" not in told, told
+
+
+def test_trainers_one_after_the_other_meet_at_one_store(on_ranks: OnRanks) -> None:
+    """As under torchrun: a quick rank does not join at the store that rank 0 is about to close."""
+    with Reservation(1) as reserved:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved.ports[0])}
+        on_ranks(2, "leaving_workers:one_after_the_other", where)
+
+
+def test_a_rank_that_failed_waits_for_no_checkpoint(on_ranks: OnRanks, tmp_path: Path) -> None:
+    argument = {"run_dir": str(tmp_path / "run"), "strategy": "ddp"}
+    on_ranks(2, "leaving_workers:fail_during_a_save", argument)
+
+
+@pytest.mark.parametrize(("failed", "wanted"), [(True, "aborted"), (False, "destroyed")])
+def test_a_rank_that_failed_aborts_what_nccl_waits_for(
+    failed: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: did.append("destroyed"))
+    monkeypatch.setattr(comm, "_abort_process_group", lambda: did.append("aborted"))
+    Comm(size=2, owns_group=True).leave(failed=failed)
+    assert did == [wanted]

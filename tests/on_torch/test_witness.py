@@ -1,0 +1,229 @@
+"""The witness: what follows the number of ranks is named within two steps, and nothing else is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import witness_tasks
+from allranks.cli.progress import follows_ranks
+from allranks.errors import AllranksError, ProgramError, RequestError
+from allranks.job import Job
+from allranks.launch.start import Result
+from allranks.on_torch import Trainer
+from conftest import Train
+
+STEPS = 3
+BUFFER = "writes '{}' in its forward pass"
+WEIGHT = "forward or backward writes the weight '{}'"
+APART = "ranks that must hold the same weights do not"
+COUPLED = "the loss of shards .* together and one by one is .* see each other"
+
+NAMED = {  # by one rank and by two
+    "HandNorm": BUFFER.format("var"),
+    "Codebook": BUFFER.format("code"),
+    "Teacher": WEIGHT.format("teacher.weight"),
+    "Annealed": r"changes 'passes' \(0 -> [14]\)",
+    "CountsInGlobal": "changes 'global passed'",
+    "OwnNoise": "draws from 'noise', a generator of its own",
+    "OwnMean": "writes 'middle'",
+    "Scripted": BUFFER.format("1.running_mean"),
+    "Drops": "forward draws from torch's own generator",
+    "PythonInLoss": "loss, weight or backward draws from Python's own generator",
+    "Clamped": "the gradient of '.*weight' for shards .* a hook that is not linear",
+    "Centred": COUPLED,
+    "OwnDraws": "reading samples draws from 'data set rng'",
+}
+MENDABLE = {  # or equal to one rank, once the engine can do it
+    "ShortRows": f"{WEIGHT.format('0.weight')}|{APART}",
+    "StepsInBackward": f"{WEIGHT.format('0.weight')}|{APART}",
+    "Masked": COUPLED,
+    "PaddedAndDropped": COUPLED,
+    "Ignored": r"the weight of shards .* is \d+ and \d+: .* say which of them count with weight",
+    "Balanced": f"the regularizer is .* after one forward pass|which a forward pass has computed|{APART}",
+    "Clears": f"^$|{APART}",
+    "NoisySteps": f"^$|{APART}",
+}
+
+
+def said(train: Train, task: str, **job: Any) -> tuple[str, Result | None]:
+    """All that a short job says of its ranks, and its result if it came to one."""
+    job = {"steps": STEPS, "precision": "fp64", **job}
+    try:
+        result = train(f"witness_tasks:{task}", **job)
+    except AllranksError as error:
+        return str(error).partition("\n\n")[0], None
+    return "; ".join(result.summary["witness"]["found"]), result
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("task", NAMED)
+def test_what_follows_the_ranks_is_named(task: str, ranks: int, train: Train) -> None:
+    text, result = said(train, task, ranks=ranks)
+    assert _matches(NAMED[task], text), text
+    assert result is not None, "it is a warning"
+
+
+@pytest.mark.parametrize("task", MENDABLE)
+def test_it_is_named_or_it_is_equal(task: str, train: Train) -> None:
+    text, one = said(train, task)
+    others, two = said(train, task, ranks=2)
+    if one is not None and two is not None and not text and not others:
+        assert _distance(one, two) < 1e-10
+        return
+    assert _matches(MENDABLE[task], others), others
+    assert _matches(MENDABLE[task], text), text
+
+
+@pytest.mark.parametrize("task", ["HandNorm", "Teacher", "Annealed", "OwnNoise", "OwnDraws"])
+def test_bitwise_refuses_before_the_first_update(task: str, train: Train) -> None:
+    words = {**NAMED, "OwnDraws": "it draws from a generator of its own, or counts"}[task]
+    with pytest.raises(RequestError, match=words) as raised:
+        train(f"witness_tasks:{task}", ranks=2, steps=STEPS, bitwise=True)
+    assert raised.value.asked == "--bitwise"
+
+
+def test_what_is_drawn_for_a_shard_alone_is_no_reason_to_refuse(train: Train) -> None:
+    """Under bitwise torch's generator is keyed for the shard: the same on one rank and on two."""
+    one = said(train, "Drops", bitwise=True)
+    two = said(train, "Drops", bitwise=True, ranks=2)
+    assert (one[0], two[0]) == ("", "") and one[1] is not None and two[1] is not None
+    assert one[1].summary["weights_sha256"] == two[1].summary["weights_sha256"]
+
+
+def test_generators_in_loader_processes_are_seen_too(train: Train) -> None:
+    text, _ = said(train, "OwnDraws", ranks=2, loader_workers=1)
+    assert _matches("the loss of shards .* together and one by one", text)
+
+
+def test_data_that_differs_on_another_rank_is_found_by_it(train: Train) -> None:
+    text, _ = said(train, "OtherNumbers", ranks=2)
+    assert _matches(
+        r"the loss of shard \d, computed again by another rank.*samples are others", text
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("OtherOrder", "first in layer 0: 'parts.one.weight .*' on rank 0, 'parts.two.weight"),
+        ("OtherGroups", "first in parameter .*on rank 0, .*on rank 1"),
+    ],
+)
+def test_models_of_another_order_are_refused_at_once(task: str, words: str, train: Train) -> None:
+    with pytest.raises(RequestError, match=words):
+        train(f"witness_tasks:{task}", ranks=2, steps=STEPS)
+
+
+def test_stop_ends_the_job_before_the_first_update(train: Train) -> None:
+    with pytest.raises(ProgramError, match=r"FollowsRanks.*'code'.*--witness warn") as raised:
+        train("witness_tasks:Codebook", ranks=2, steps=STEPS, witness="stop", max_restarts=3)
+    assert raised.value.exit_code == 1 and "at step 0" in str(raised.value)
+    with pytest.raises(ProgramError, match=r"FollowsRanks.*hook that is not linear"):
+        train("witness_tasks:Clamped", steps=STEPS, witness="stop")
+
+
+# --- no word --------------------------------------------------------------------------------------
+
+UNSEEN_OF_STREAMS = "samples of this data are not read once more"
+RIGHT = [
+    ("witness_tasks:Right", {}),
+    ("witness_tasks:Right", {"micro_batch": 3}),
+    ("witness_tasks:Right", {"ranks": 8}),
+    ("witness_tasks:Attention", {"ranks": 2}),
+    ("witness_tasks:Attention", {"bitwise": True, "ranks": 2}),
+    ("witness_tasks:Recurrent", {"ranks": 3}),
+    ("witness_tasks:Augmented", {"ranks": 2}),
+    ("witness_tasks:Augmented", {"loader_workers": 2, "bitwise": True}),
+    ("witness_tasks:Padded", {"ranks": 2}),
+    ("contract_tasks:Images", {"ranks": 3}),
+    ("contract_tasks:Images", {"strategy": "dp:replicas=3"}),
+    ("contract_tasks:Words", {"ranks": 2, "micro_batch": 5}),
+    ("contract_tasks:Pairs", {"ranks": 2}),
+    ("contract_tasks:Experts", {"ranks": 8, "strategy": "ddp-plain"}),
+    ("contract_tasks:Uneven", {"ranks": 2}),
+    ("contract_tasks:Pictures", {"ranks": 2, "loader_workers": 1}),
+    ("digits", {"precision": "fp32", "ranks": 2}),
+    ("digits", {"precision": "bf16"}),
+    ("digits", {"precision": "fp16", "bitwise": True}),
+    ("contract_tasks:Images", {"precision": "bf16", "ranks": 3}),
+]
+
+
+@pytest.mark.parametrize(("task", "job"), RIGHT, ids=lambda value: str(value).replace("/", ""))
+def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) -> None:
+    job = {"steps": 6, "precision": "fp64", **job}
+    told = train(task, **job).summary["witness"]
+    assert told["found"] == []
+    is_stream = task.endswith("Uneven")
+    assert (
+        all(UNSEEN_OF_STREAMS in text for text in told["unseen"])
+        if is_stream
+        else (told["unseen"] == [])
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "job"),
+    [
+        ("contract_tasks:Images", {"ranks": 2}),
+        ("contract_tasks:Pictures", {"micro_batch": 4}),
+        ("contract_tasks:Words", {"ranks": 3, "bitwise": True}),
+        ("witness_tasks:Annealed", {}),
+        ("witness_tasks:Masked", {"ranks": 2}),
+        ("witness_tasks:OwnDraws", {}),
+        ("witness_tasks:Drops", {"ranks": 2}),
+    ],
+)
+def test_looking_changes_no_bit(task: str, job: dict[str, Any], train: Train) -> None:
+    with_it, without = (train(task, **job, steps=8, witness=w) for w in ("warn", "off"))
+    assert with_it.summary["weights_sha256"] == without.summary["weights_sha256"]
+    assert with_it.summary["train_loss"] == without.summary["train_loss"]
+    assert without.summary["witness"] == {"asked": "off", "found": [], "unseen": []}
+
+
+def test_the_result_says_not_equal_where_it_is_not() -> None:
+    found = ["the model writes 'code' in its forward pass: …", "forward draws from …"]
+    summary = {"user_buffers": ["code", "late"], "user_randomness": ["4"], "bitwise": False}
+    told = follows_ranks({**summary, "witness": {"found": found}})
+    assert told[:2] == found and told[2].endswith("computed from them: late")
+    assert told[3] == "layers that draw for a micro-batch: 4 (--bitwise covers them)"
+    nothing = {"user_buffers": [], "user_randomness": ["4"], "bitwise": True}
+    assert follows_ranks(nothing) == []
+
+
+def test_a_loop_of_ones_own_hears_it(capfd: pytest.CaptureFixture[str]) -> None:
+    with Trainer(witness_tasks.Annealed(), Job()) as trainer:
+        for batch in trainer.batches(steps=1):
+            trainer.step(batch)
+    assert (
+        "NOT equal on other numbers of ranks: forward or loss changes 'pas"
+        in capfd.readouterr().err
+    )
+
+
+def test_every_so_many_steps_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that comes later is found by the next look, in the third of these."""
+    monkeypatch.setattr("allranks.on_torch.witness.WITNESS_EVERY", 4)
+    with Trainer(witness_tasks.Right(), Job()) as trainer:
+        found = []
+        for batch in trainer.batches(steps=9):
+            if batch.index == 5:
+                weight = trainer.strategy.step.parameters[0]
+                weight.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
+            trainer.step(batch)
+            found.append(len(trainer.witness.testimony.found))
+    assert found == [0] * 8 + [1]
+
+
+def _matches(words: str, text: str) -> bool:
+    return re.search(words, text, re.S) is not None
+
+
+def _distance(one: Result, other: Result) -> float:
+    """The largest difference of a tensor of the final weights, relative to its norm."""
+    left, right = (load_file(run.run_dir / "weights.safetensors") for run in (one, other))
+    return max(float((left[n] - right[n]).norm() / left[n].norm().clamp(min=1e-12)) for n in left)

@@ -1,0 +1,76 @@
+"""A disk that is full before the end of a job: what was computed is kept elsewhere, and said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+import full_disk_tasks
+from conftest import Train
+
+OnRanks = Callable[..., Any]
+STEPS = 60
+FILLING = f"{full_disk_tasks.__file__}:Filling"
+
+
+@pytest.fixture
+def on_a_small_disk(on_ranks: OnRanks, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`run(elsewhere)`: a job of 2 ranks whose disk fills up; what it said and left."""
+
+    def run(elsewhere: Path) -> dict[str, Any]:
+        argument = {
+            "disk": str(tmp_path / "disk"),
+            "told": str(tmp_path / "told.json"),
+            "program": FILLING,
+            "words": ["--ranks", "2", "--steps", str(STEPS), "--log", "csv"],
+            "variables": {"TMPDIR": str(elsewhere), "TEMP": str(elsewhere)},
+        }
+        on_ranks(1, "full_disk_workers:a_job_on_a_small_disk", argument)
+        told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
+        return told
+
+    return run
+
+
+def test_what_does_not_fit_is_kept_elsewhere_and_said(
+    on_a_small_disk: Callable[..., dict[str, Any]], train: Train, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    told = on_a_small_disk(elsewhere)
+    assert told["code"] == 0, told["err"]
+    assert "Traceback" not in told["err"]
+    (folder,) = elsewhere.glob("allranks-run-*")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "average.safetensors",
+        "metrics.jsonl",
+        "weights.safetensors",
+    ]
+    plain = train("digits", ranks=2, steps=STEPS)
+    digest = plain.summary["weights_sha256"]
+    assert f"sha256 {digest}" in told["out"] and f"sha256 {digest}" in told["show"]
+    found, right = (load_file(p / "weights.safetensors") for p in (folder, plain.run_dir))
+    assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in right.items()}
+    for name in ("weights.safetensors", "average.safetensors", "metrics.jsonl"):
+        assert any(name in line and str(folder) in line for line in told["out"].splitlines())
+        assert not name.endswith("tensors") or name not in told["left"]
+    metrics = told["metrics"] + (folder / "metrics.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in metrics.splitlines()] == list(range(STEPS))
+    assert f"of {STEPS} rows" in told["out"]
+    assert "metrics.csv" in told["out"]
+
+
+def test_what_can_be_kept_nowhere_is_said_and_the_place_has_failed(
+    on_a_small_disk: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    told = on_a_small_disk(tmp_path / "disk")
+    assert told["code"] == 3, told["err"]
+    assert "Traceback" not in told["err"]
+    assert "accuracy" in told["out"]
+    assert "weights.safetensors is LOST" in told["out"]
+    assert told["left"].count("weights.safetensors") == 0

@@ -1,0 +1,81 @@
+"""A rate that falls on a plateau: torch's rule, the same on any ranks, exact through a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from allranks.errors import RequestError
+from allranks.record import read_rows
+from allranks.schedules import Plateau, PlateauState
+from conftest import Train
+
+
+@given(
+    values=st.lists(st.sampled_from([0.5, 0.7, 0.699, 0.2, 0.1, math.nan]), max_size=30),
+    sign=st.sampled_from(["min", "max"]),
+    patience=st.integers(0, 3),
+    cooldown=st.integers(0, 2),
+    threshold=st.sampled_from([0.0, 1e-4, 0.3]),
+    floor=st.sampled_from([0.0, 0.1]),
+)
+def test_it_is_torchs_rule(
+    values: list[float], sign: Any, patience: int, cooldown: int, threshold: float, floor: float
+) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    torchs = ReduceLROnPlateau(
+        *(optimizer, sign, 0.5, patience, threshold), cooldown=cooldown, min_lr=floor, eps=0.0
+    )
+    rule = Plateau(
+        rule=f"{sign}:x",
+        factor=0.5,
+        patience=patience,
+        threshold=threshold,
+        cooldown=cooldown,
+        floor=floor,
+    )
+    ours = PlateauState(rule)
+    for value in values:
+        torchs.step(value)
+        again = PlateauState(rule)
+        again.load_state(ours.state())
+        ours = again
+        ours.take({"x": value, "y": 1.0})
+        assert ours.factor == optimizer.param_groups[0]["lr"]
+
+
+def rates_of(run: Path) -> list[float]:
+    return [row["learning_rate"] for row in read_rows(run / "metrics.jsonl")]
+
+
+def test_a_plateau_is_the_same_on_any_ranks_and_through_a_resume(
+    train: Train, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {"bitwise": True, "eval_every": "2", "steps": 20}
+    whole = train("resume_tasks:OnPlateau", **flags)
+    rates = rates_of(whole.run_dir)
+    assert rates[:2] == [0.01, 0.02] and min(rates) <= 0.01 / 4  # it fell, and the schedule goes on
+    assert [b / a for a, b in zip(rates[::2], rates[1::2], strict=True)] == [2.0] * 10
+    two = train("resume_tasks:OnPlateau", ranks=2, **flags)
+    assert two.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    half = {**flags, "steps": 11, "checkpoint_every": 11, "run_dir": str(tmp_path / "half")}
+    train("resume_tasks:OnPlateau", ranks=3, **half)
+    rest = train("resume_tasks:OnPlateau", **{**half, "steps": 20})
+    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert rates_of(rest.run_dir) == rates
+
+
+def test_what_cannot_be_is_refused(train: Train) -> None:
+    with pytest.raises(RequestError, match="no --eval-every"):
+        train("resume_tasks:OnPlateau", steps=2)
+    for wrong in ({"rule": "loss"}, {"factor": 1.0}, {"patience": -1}):
+        with pytest.raises(RequestError):
+            dataclasses.replace(Plateau(), **wrong)  # type: ignore[arg-type]
