@@ -114,7 +114,7 @@ class SimulatedNodes:
         return answer
 
     def close(self) -> None:
-        """End all nodes, and wait until they are gone."""
+        """End all nodes, wait until they are gone, and remove what lay on those that were killed."""
         self._control.close()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
@@ -126,6 +126,7 @@ class SimulatedNodes:
         for output in self._outputs:
             os.close(output)
         self._outputs.clear()
+        leftovers.sweep()
 
     def __enter__(self) -> Self:
         return self
