@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 import contract_tasks
 from allranks.errors import RequestError
-from allranks.on_torch import Trainer
+from allranks.on_torch import Trainer, comm
 
 
 def _leader_evaluates_alone() -> None:
@@ -24,4 +27,38 @@ def alone(_: Any) -> int:
     with pytest.raises(RequestError, match="on every rank") as raised:
         _leader_evaluates_alone()
     assert "rank 1 at the end of the training" in raised.value.found
+    return 0
+
+
+def _late_then_alone() -> None:
+    with Trainer(contract_tasks.Images()) as trainer:
+        for batch in trainer.batches():
+            if not trainer.world.is_leader:
+                time.sleep(0.5)  # slow in a step and before a meeting, which proves nothing
+            trainer.step(batch)
+            if batch.index == 0 or trainer.world.is_leader:
+                trainer.evaluate()
+
+
+def alone_on_the_way(environment: dict[str, str]) -> int:
+    """In a rank: the leader evaluates alone, and the other one is in the next step."""
+    comm.LASTS = timedelta(seconds=0.1)
+    if environment:
+        os.environ.pop("ALLRANKS_STORE")
+        os.environ.update(environment)
+    with pytest.raises(RequestError, match="on every rank") as raised:
+        _late_then_alone()
+    assert raised.value.found == "rank 0 at evaluate() after step 1, rank 1 in `compute` of step 2"
+    return 0
+
+
+def others_have_left(_: Any) -> int:
+    """In a rank: the leader evaluates, where the other one has left the loop and the trainer."""
+    with Trainer(contract_tasks.Images()) as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+            break
+        if trainer.world.is_leader:
+            with pytest.raises(RequestError, match="rank 1 has left the trainer"):
+                trainer.evaluate()
     return 0

@@ -74,6 +74,11 @@ class Pulse:
         """This rank works on step `step` of the job from now on."""
         self._row[_STEP] = step
 
+    @property
+    def step(self) -> int:
+        """The step that this rank works on, or worked on last; -1 if it has not begun."""
+        return int(self._row[_STEP])
+
     def step_of(self, local_rank: int) -> int:
         """The step that another rank of this node works on; -1 if it has not begun."""
         return int(self._all[_WANTED + local_rank * _ROW + _STEP])

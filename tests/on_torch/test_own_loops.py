@@ -12,6 +12,7 @@ import contract_tasks
 import data_tasks
 from allranks.errors import RequestError
 from allranks.job import Job
+from allranks.launch.ports import Reservation
 from allranks.on_torch import Trainer
 from allranks.record import read_events
 from conftest import Train
@@ -67,6 +68,17 @@ def test_what_the_loop_never_did_is_said() -> None:
 
 def test_an_evaluation_of_the_leader_alone_is_refused(on_ranks: Callable[..., Any]) -> None:
     on_ranks(2, "own_loop_workers:alone", None)
+    on_ranks(2, "own_loop_workers:others_have_left", None)
+
+
+@pytest.mark.parametrize("store", ["file", "port"])
+def test_an_evaluation_of_the_leader_alone_on_the_way_is_refused_on_all_ranks(
+    on_ranks: Callable[..., Any], store: str
+) -> None:
+    """The others wait for it in their next step: their wait asks in the store, whichever it is."""
+    with Reservation(1) as reserved:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved.ports[0])}
+        on_ranks(2, "own_loop_workers:alone_on_the_way", where if store == "port" else {})
 
 
 # --- samples without numbers --------------------------------------------------------------------

@@ -24,16 +24,17 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
     rendezvous,
 )
-from torch.distributed.distributed_c10d import _abort_process_group
+from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
 from allranks.errors import PeerLost, RequestError
+from allranks.on_torch.meetings import LASTS, Meetings
 from allranks.on_torch.reals import reals
 from allranks.pulse import Aside, Pulse
 from allranks.world import World, where_to_meet
 
 CPU = torch.device("cpu")
 KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")
-_joins = itertools.count()
+_joins, _trainings = itertools.count(), itertools.count()
 TIMEOUT = timedelta(minutes=40)  # longer than --hang-timeout usually is: it names who is missing
 PEER_LOST = ("onnection closed", "onnection reset", "roken pipe", "onnection refused")
 TIMED_OUT = "imed out"
@@ -61,21 +62,40 @@ def _translated(error: RuntimeError) -> RuntimeError | PeerLost:
 
 @dataclass
 class Pending:
-    """A collective under way; `wait` returns when its result is there."""
+    """A collective under way; `wait` returns when its result is there.
+
+    With `meetings` a wait that lasts asks there whether all ranks will come.
+    """
 
     work: Any = None
     pulse: Pulse | Aside | None = None
+    meetings: Meetings | None = None
 
     def wait(self) -> None:
         if self.work is None:
             return
         before = self.pulse.enter("exchange") if self.pulse is not None else ""
         try:
-            self.work.wait()
+            if self.meetings is None:
+                self.work.wait()
+            else:
+                self._wait_and_look(self.meetings, before)
         except RuntimeError as error:
             raise _translated(error) from error
         if self.pulse is not None:
             self.pulse.enter(before)
+
+    def _wait_and_look(self, meetings: Meetings, phase: str) -> None:
+        while not self.work.is_completed():
+            try:
+                self.work.wait(LASTS)
+                return
+            except RuntimeError:  # it lasts, unless the collective itself has failed
+                if self.work.is_completed():
+                    break
+            step = self.pulse.step if isinstance(self.pulse, Pulse) else -1
+            meetings.look(f"in `{phase or 'exchange'}` of step {step}")
+        self.work.wait()
 
 
 @dataclass
@@ -94,6 +114,7 @@ class Comm:
     owns_group: bool = False
     group: Any = None
     pulse: Pulse | Aside | None = None
+    meetings: Meetings | None = None
     leave_out_next: bool = False
 
     def leave_out_one(self) -> None:
@@ -105,8 +126,10 @@ class Comm:
 
         NCCL leaves once all collectives are over. After a failure of this rank they never are,
         because the others wait in one for it, so NCCL's are aborted then. Gloo closes its
-        connections at once, and the others hear of it.
+        connections at once, and the others hear of it, and those that meet from the store.
         """
+        if failed:
+            self.come_no_more(failed=True)
         if self.owns_group and dist.is_initialized():
             if failed and dist.get_backend(self.group) == "nccl":
                 with suppress(RuntimeError, ValueError):  # the failure itself is what counts
@@ -119,6 +142,8 @@ class Comm:
         self.sent[kind] += sent
 
     def _begin(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
+        if self.meetings is not None and "group" not in kwargs:  # all ranks make this one
+            self.meetings.begun += 1
         if self.leave_out_next:
             self.leave_out_next = False
             return Pending()
@@ -126,7 +151,9 @@ class Comm:
             self.pulse.collective()
         try:
             kwargs.setdefault("group", self.group)
-            return Pending(collective(*args, async_op=True, **kwargs), self.pulse)
+            work = collective(*args, async_op=True, **kwargs)
+            looks = self.device.type == "cpu"  # elsewhere a wait is the device's
+            return Pending(work, self.pulse, self.meetings if looks else None)
         except RuntimeError as error:
             raise _translated(error) from error
 
@@ -175,6 +202,25 @@ class Comm:
         """Return when every rank has called this."""
         if self.size > 1:
             self.all_reduce(torch.zeros(1, device=self.device), "control").wait()
+
+    def meet(self, place: str) -> None:
+        """Return when all ranks came to `place`; every rank calls this.
+
+        Raises `RequestError` where some are elsewhere, as soon as that is certain.
+        """
+        if self.meetings is None:
+            return
+        before = self.pulse.enter("exchange") if self.pulse is not None else ""
+        step = self.pulse.step if isinstance(self.pulse, Pulse) else -1
+        self.meetings.come(f"{place} after step {step}" if step >= 0 else place)
+        if self.pulse is not None:
+            self.pulse.enter(before)
+        self.barrier()  # none leaves with the store before all have heard
+
+    def come_no_more(self, *, failed: bool = False) -> None:
+        """This rank leaves without a meeting: those that wait at one need not."""
+        if self.meetings is not None:
+            self.meetings.leave(failed=failed)
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text, in rank order, on every rank. Sends N-1 times the longest, and a size."""
@@ -233,7 +279,8 @@ def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm
                 why="the ranks would share out the data in one way, and the sums in another",
                 do="set RANK and WORLD_SIZE as the group has them, or let the trainer make it",
             )
-        return Comm(*there, device, pulse=pulse)
+        meetings = _meetings_in(_get_default_store(), world) if world.size > 1 else None
+        return Comm(*there, device, pulse=pulse, meetings=meetings)
     if world.size == 1:
         return Comm(device=device, pulse=pulse)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -245,7 +292,13 @@ def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm
         )
     except RuntimeError as error:
         raise _translated(error) from error
-    return Comm(world.rank, world.size, device, owns_group=True, pulse=pulse)
+    meetings = _meetings_in(store, world)
+    return Comm(world.rank, world.size, device, owns_group=True, pulse=pulse, meetings=meetings)
+
+
+def _meetings_in(store: Any, world: World) -> Meetings:
+    own = PrefixStore(f"meetings-{next(_trainings)}", store)
+    return Meetings(own, world.rank, world.size, TIMEOUT)
 
 
 def _store_of(world: World) -> Any:

@@ -8,10 +8,7 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.job import Job
-from allranks.on_torch.comm import Comm
 from allranks.training.progress import Progress
-
-AT_THE_END = "the end of the training"
 
 
 def check_own_loop(job: Job, ranks: int) -> None:
@@ -68,19 +65,3 @@ def nothing_left(asked: Sequence[str], done: Progress) -> RequestError:
         "where it would have",
         do="one loop over batches() for all of it, or batches(epochs=1), then batches(epochs=2), …",
     )
-
-
-def meet(comm: Comm, place: str) -> None:
-    """Raise `RequestError` unless all ranks are at the same place; every rank calls this.
-
-    Sends some 20 bytes to every other rank.
-    """
-    places = comm.gather_texts(place)
-    other = next((rank for rank, own in enumerate(places) if own != places[0]), None)
-    if other is not None:
-        raise RequestError(
-            asked="evaluate() on some ranks alone",
-            found=f"rank 0 at {places[0]}, rank {other} at {places[other]}",
-            why="each rank evaluates a part of the data, and the sums are added over all of them",
-            do="call evaluate() on every rank, and print what it returns on the leader alone",
-        )

@@ -34,15 +34,9 @@ from allranks.on_torch.initialising import initialise
 from allranks.on_torch.keras_task import torch_task
 from allranks.on_torch.layers import Scope, restore_layers
 from allranks.on_torch.limits import check_limits
-from allranks.on_torch.loop import (
-    AT_THE_END,
-    check_own_loop,
-    meet,
-    no_batch,
-    nothing_left,
-    tell_ignored,
-)
+from allranks.on_torch.loop import check_own_loop, no_batch, nothing_left, tell_ignored
 from allranks.on_torch.machine import device_of, flip_one_bit
+from allranks.on_torch.meetings import AT_THE_END, EVALUATE
 from allranks.on_torch.model_notes import notes_on
 from allranks.on_torch.replicas import verify
 from allranks.on_torch.saving import Saving, no_run_folder
@@ -201,7 +195,7 @@ class Trainer:
         before = self.pulse.enter("evaluate")
         self.faults.reach("evaluate")
         if self.strategy.replicas_agree:
-            meet(self.comm, "evaluate()")
+            self.comm.meet(EVALUATE)
         average = self.strategy.step.average
         with nullcontext() if average is None else average.in_place():
             metrics = self.task_data.evaluate(data)
@@ -380,8 +374,10 @@ class Trainer:
         try:
             if error is None:
                 tell_ignored(self.job, self._called, self.progress)
-                if self.strategy.replicas_agree and self._came_to_an_end:
-                    meet(self.comm, AT_THE_END)
+                if not self._came_to_an_end:
+                    self.comm.come_no_more()
+                elif self.strategy.replicas_agree:
+                    self.comm.meet(AT_THE_END)
                 failed = False
         finally:
             self.close(failed=failed)

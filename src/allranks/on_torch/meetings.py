@@ -1,0 +1,138 @@
+"""Where all ranks must come to the same place: they meet in the store, beside the collectives.
+
+A rank that comes alone thus waits in no collective that another rank could take for its own. The
+others wait for it in one, and a wait that lasts (`LASTS`) looks into the store: a rank that came to
+the next meeting with fewer collectives begun than this one will never take part, for all ranks make
+the same collectives and meetings in the same order. Being slow proves nothing, and is not told.
+
+    <n>/<rank>  where a rank came to meeting n, and how many collectives it had begun
+    <n>/came    how many came
+    <n>/said    the verdict, one for all: `ALIKE`, or what was found
+    <n>/left    a rank that left in place of coming
+
+Ranks with GPUs do not look: their waits return at once, and what lasts is the device's. Nor does a
+rank that meets hear of one that was killed; whoever started them ends the others.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from allranks.errors import PeerLost, RequestError
+
+ALIKE = "alike"
+EVALUATE = "evaluate()"
+AT_THE_END = "the end of the training"
+LASTS = timedelta(seconds=5)  # a wait that is longer looks into the store, which takes 0.1 ms
+SOONEST_S, LATEST_S = 0.0005, 0.05  # between two looks of a rank that meets
+
+
+@dataclass
+class Meetings:
+    """One rank's end, for one training: `begun` collectives so far, and `held` meetings."""
+
+    store: Any
+    rank: int
+    size: int
+    timeout: timedelta
+    begun: int = 0
+    held: int = 0
+
+    def come(self, place: str) -> None:
+        """Return when all ranks came to the same `place`; every rank calls this.
+
+        Raises `RequestError` if they did not, and `PeerLost` if one left. Costs some round trips
+        to the store.
+        """
+        try:
+            said = self._verdict(place)
+            if said == ALIKE and self.held:  # all came to this one: none reads of the last
+                for key in (self.rank, *(("came", "said") if self.rank == 0 else ())):
+                    self.store.delete_key(f"{self.held - 1}/{key}")
+        except RuntimeError as error:
+            raise PeerLost(f"the store in which the ranks meet is gone: {error}") from error
+        if said != ALIKE:
+            raise not_together(said)
+        self.held += 1
+
+    def look(self, where: str) -> None:
+        """A collective lasts, in which this rank waits: raise if another will never come to it.
+
+        `where` says for a person where this rank is.
+        """
+        with suppress(RuntimeError):  # without a store nothing is known, and the wait goes on
+            if (found := self._contradiction(where)) is not None:
+                raise not_together(self._say(found))
+
+    def leave(self, *, failed: bool) -> None:
+        """This rank comes to no meeting any more."""
+        with suppress(RuntimeError):
+            self.store.set(f"{self.held}/left", json.dumps([self.rank, failed]))
+
+    def _verdict(self, place: str) -> str:
+        """What is said of the next meeting, by whoever can say it first."""
+        self.store.set(f"{self.held}/{self.rank}", json.dumps([place, self.begun]))
+        if self.store.add(f"{self.held}/came", 1) == self.size:
+            places = [str(self._of(rank)[0]) for rank in range(self.size)]
+            other = next((rank for rank, own in enumerate(places) if own != places[0]), None)
+            if other is None:
+                return self._say(ALIKE)
+            return self._say(f"rank 0 at {places[0]}, rank {other} at {places[other]}")
+        return self._heard(place)
+
+    def _heard(self, place: str) -> str:
+        """What others say of the next meeting."""
+        until = time.monotonic() + self.timeout.total_seconds()
+        said, left, pause = f"{self.held}/said", f"{self.held}/left", SOONEST_S
+        while time.monotonic() < until:  # `store.wait` warns on stderr of each wait that ends
+            time.sleep(pause)
+            pause = min(1.5 * pause, LATEST_S)
+            if self.store.check([said]):
+                return str(self.store.get(said).decode())
+            if self.store.check([left]):
+                rank, failed = json.loads(self.store.get(left))
+                if failed:
+                    raise PeerLost(f"rank {rank} has failed, and comes not to {place}")
+                return self._say(f"rank {self.rank} at {place}, rank {rank} has left the trainer")
+        raise PeerLost(f"not all ranks came to {place} within {self.timeout.total_seconds():.0f} s")
+
+    def _contradiction(self, where: str) -> str | None:
+        """A rank that waits at the next meeting, before what this rank has begun."""
+        if not self.store.check([f"{self.held}/came"]):
+            return None
+        for rank in range(self.size):
+            if rank != self.rank and self.store.check([f"{self.held}/{rank}"]):
+                place, begun = self._of(rank)
+                if begun < self.begun:
+                    return f"rank {rank} at {place}, rank {self.rank} {where}"
+        return None
+
+    def _of(self, rank: int) -> list[Any]:
+        found: list[Any] = json.loads(self.store.get(f"{self.held}/{rank}"))
+        return found
+
+    def _say(self, verdict: str) -> str:
+        """The verdict of the next meeting is what was said first; returns it."""
+        return str(self.store.compare_set(f"{self.held}/said", "", verdict).decode())
+
+
+def not_together(found: str) -> RequestError:
+    """What to say where some ranks are at a place to which all must come."""
+    if f"at {EVALUATE}" in found:
+        return RequestError(
+            asked="evaluate() on some ranks alone",
+            found=found,
+            why="each rank evaluates a part of the data, and the sums are added over all of them",
+            do="call evaluate() on every rank, and print what it returns on the leader alone",
+        )
+    return RequestError(
+        asked="to end the training on some ranks alone",
+        found=found,
+        why="all ranks make each step together, each with its part of the batch",
+        do="ask batches() for the same steps on every rank, and leave the loop after the same one",
+    )
