@@ -13,7 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+import resume_tasks
 from allranks.errors import RequestError
+from allranks.job import Job
+from allranks.on_torch import Trainer
 from allranks.record import read_rows
 from allranks.schedules import Plateau, PlateauState
 from conftest import Train
@@ -79,3 +82,38 @@ def test_what_cannot_be_is_refused(train: Train) -> None:
     for wrong in ({"rule": "loss"}, {"factor": 1.0}, {"patience": -1}):
         with pytest.raises(RequestError):
             dataclasses.replace(Plateau(), **wrong)  # type: ignore[arg-type]
+
+
+def test_a_rate_that_is_set_beside_a_schedule_is_refused() -> None:
+    """The engine would overwrite it before the next update, in silence."""
+    for task in (resume_tasks.Scheduled(), resume_tasks.OnPlateau()):
+        with Trainer(task) as trainer:
+            scheduler = ReduceLROnPlateau(trainer.strategy.step.optimizer, patience=0)
+            batches = trainer.batches()
+            for _ in range(2):
+                trainer.step(next(batches))
+                scheduler.step(1.0)
+            with pytest.raises(RequestError, match="after 2 updates") as raised:
+                trainer.step(next(batches))
+        assert "plateau()" in raised.value.do
+
+
+def test_a_rate_that_is_set_on_the_way_is_told_once_and_a_state_is_not(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    def report(event: str, **values: Any) -> None:
+        told.extend(values["notes"] if event == "rate_notes" else [])
+
+    job = Job(run_dir=str(tmp_path))
+    with Trainer(resume_tasks.Rates(), job, report=report) as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+            trainer.strategy.step.optimizer.param_groups[0]["lr"] *= 0.5
+        state = trainer.state()
+    (note,) = told
+    assert "from 0.01 to 0.005 after 1 update," in note and "plateau()" in note
+    with Trainer(resume_tasks.Rates(), job, report=report) as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+            trainer.load_state(state | {"progress": dataclasses.asdict(trainer.progress)})
+    assert len(told) == 1

@@ -21,6 +21,7 @@ from allranks.on_torch.machine import DECIDES_BITS, facts
 from allranks.on_torch.state import random_streams, set_random_streams
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.task import Task
+from allranks.on_torch.trainable import check_no_scheduler
 from allranks.training.checkpoint.newest import Loaded
 from allranks.training.going_on import about_of, changes_since, check_not_asked_for, sources_for
 
@@ -38,7 +39,7 @@ class Saving:
         report: Callable[..., None],
     ) -> None:
         self.task, self.job, self.strategy, self.report = task, job, strategy, report
-        self.is_prepared = False
+        self.is_prepared = self._told_of_rates = False
         self.checkpointer = Checkpointer(
             sources_for(job)[0],
             strategy.comm,
@@ -53,6 +54,15 @@ class Saving:
         """Save the strategy's state and the `rest` of the training; a thread goes on with it."""
         about = about_of(self.task, self.job, rest["progress"], facts(self.job), metrics)
         self.checkpointer.save(step, *self._parts(rest), about)
+
+    def look_at_rates(self) -> None:
+        """Before a step: refuse, or tell once, what sets rates and would not be saved."""
+        step = self.strategy.step
+        check_no_scheduler(step.optimizer, "to train with checkpoints")
+        if step.rates.told and not self._told_of_rates:
+            self._told_of_rates = True
+            if self.strategy.comm.rank == 0:
+                self.report("rate_notes", notes=[step.rates.told])
 
     def prepare(self, rest: dict[str, Any]) -> None:
         """After the first step: a thread takes the memory that saves need."""

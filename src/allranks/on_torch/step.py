@@ -365,6 +365,7 @@ class SharedStep:
         self._rows.hand_over([tally.tensor[where] for where in tally.layout.rows])
         self.scope.key(batch.index, UPDATE)
         self.optimizer.step()
+        self.rates.see()
         if self.average is not None:
             self.average.update()
 

@@ -170,7 +170,7 @@ class Trainer:
         self.strategy.step.asked = Asked(self.pulse.wants_stop, self.pulse.wants_save())
         self.strategy.step.rates.set(done.updates, self.course.rate_factor)
         if self._saving is not None:
-            check_no_scheduler(self.strategy.step.optimizer, "to train with checkpoints")
+            self._saving.look_at_rates()
         self.witness.before_step(batch, self.task_data.opened)
         with self.meter.watching(batch.own_samples):
             result = self.strategy.train_step(batch)

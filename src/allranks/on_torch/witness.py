@@ -45,10 +45,13 @@ NOT_AGAIN = "no shard was computed again: what was found already would make it a
 
 
 def say_what_matters(event: str, **values: Any) -> None:
-    """What a loop of one's own hears without asking: that its result follows the ranks."""
+    """What a loop of one's own hears without asking: of its ranks, and of its checkpoints."""
     if event == "witness":
         for text in values["found"]:
             sys.stderr.write(f"allranks: NOT equal on other numbers of ranks: {text}\n")
+    if event == "rate_notes":
+        for text in values["notes"]:
+            sys.stderr.write(f"allranks: note: {text}\n")
 
 
 @dataclass

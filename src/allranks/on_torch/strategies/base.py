@@ -180,6 +180,7 @@ class Strategy(ABC):
             load_trained_set(self.model, step.optimizer, state["trained"], self.made)
             step.rates.made[groups:] = state["optimizer"]["made"][groups:]
         load_optimizer_state(self.model, step.optimizer, state["optimizer"], step.rates.made)
+        step.rates.see()
         step.follow_changes()
         if step.average is not None:
             step.average.load_state(self.model, state.get("average"))
