@@ -6,14 +6,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
+import contract_tasks
 from allranks.launch.ports import Reservation
-from allranks.on_torch import comm
+from allranks.on_torch import Trainer, comm
 from allranks.on_torch.comm import Comm
+from allranks.on_torch.layers import Swapped
 
 OnRanks = Callable[..., Any]
 
@@ -63,3 +67,39 @@ def test_a_rank_that_failed_aborts_what_nccl_waits_for(
     monkeypatch.setattr(comm, "_abort_process_group", lambda: did.append("aborted"))
     Comm(size=2, owns_group=True).leave(failed=failed)
     assert did == [wanted]
+
+
+class Broken:
+    """Batches that cannot be closed."""
+
+    def close(self) -> None:
+        raise ZeroDivisionError
+
+
+def is_swapped(model: nn.Module) -> bool:
+    return any(isinstance(layer, Swapped) for layer in model.modules())
+
+
+def test_all_is_given_back_whatever_one_of_it_raises() -> None:
+    trainer = Trainer(contract_tasks.Images())
+    model = trainer.strategy.model
+    assert is_swapped(model)
+    trainer.task_data._batches = Broken()  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        trainer.close()
+    assert not is_swapped(model)
+
+
+def test_a_trainer_that_cannot_be_made_leaves_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, models = [], []
+
+    def notes_on(model: nn.Module, task: Any) -> list[str]:
+        models.append(model)
+        raise ZeroDivisionError
+
+    group = SimpleNamespace(leave=lambda *, failed: left.append(failed))
+    monkeypatch.setattr("allranks.on_torch.trainer.whole_norm", lambda *_: group)
+    monkeypatch.setattr("allranks.on_torch.trainer.notes_on", notes_on)
+    with pytest.raises(ZeroDivisionError):
+        Trainer(contract_tasks.Images())
+    assert left == [True] and not is_swapped(*models)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -41,6 +42,7 @@ from allranks.on_torch.model_notes import notes_on
 from allranks.on_torch.replicas import verify
 from allranks.on_torch.saving import Saving, no_run_folder
 from allranks.on_torch.state import random_streams, set_random_streams
+from allranks.on_torch.taken import Taken
 from allranks.on_torch.task import Task, task_of_parts
 from allranks.on_torch.task_data import TaskData
 from allranks.on_torch.trainable import check_no_scheduler
@@ -88,26 +90,11 @@ class Trainer:
         self.pulse = Pulse(self.world.pulse, self.world.local_rank, self.world.local_size)
         self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
         self.meter = Meter(self.job, peak_of(self.job, self.device))
-        self.comm = join(self.world, self.device, self.pulse)
-        self._undo = [set_kernels(self.job)]
+        self._taken = Taken()
         try:
-            self._scope = Scope(self.job.seed, self.device)
-            self.strategy = build_strategy(task, self.job, self.comm, self._scope)
-            self.built = self._place_model()
-            self._ending = Ending(self.comm, self.strategy.replicas_agree)
-            check_limits(self.task, self.job, self.strategy)
-            self._whole = whole_norm(self.task, self.comm, self._scope, self.built.swapped)
-            self.model_notes = notes_on(self.strategy.model, self.task)
-            self.guard = guard_of(self.strategy, self.job, self.world.rank)
-            self.faults.corrupt = lambda: flip_one_bit(self.strategy.step.parameters[0])
-            self.faults.leave_out = self.comm.leave_out_one
-            self.faults.poison = self.strategy.step.poison_next
-            self.task_data = TaskData(self.task, self.job, self.strategy)
-            self.witness = Witness(self.strategy, self.job, report)
-            self._saving = self._made_saving(report) if self.job.run_dir else None
+            self._take(report)
         except BaseException:
-            self.comm.leave(failed=True)
-            self._put_back()
+            self._taken.give_back(failed=True)
             raise
 
     @classmethod
@@ -335,31 +322,12 @@ class Trainer:
             raise no_run_folder()
         return self._saving
 
-    def _made_saving(self, report: Callable[..., None]) -> Saving:
-        return Saving(
-            self.task, self.job, self.strategy, self.world.attempt, self.faults.reach, report
-        )
-
     def close(self, *, failed: bool = False) -> None:
         """Leave the other ranks, and give model and process back as they were.
 
         A rank that has `failed` waits for no other: they stand in a collective for it.
         """
-        if self._saving is not None:
-            self._saving.checkpointer.close(failed=failed)
-        self.strategy.close()
-        self.task_data.close()
-        if self._whole is not None:
-            self._whole.leave(failed=failed)
-        self.comm.leave(failed=failed)
-        self._put_back()
-        restore_layers(self.strategy.model)
-
-    def _put_back(self) -> None:
-        with ExitStack() as stack:  # all of it, whatever one of them raises
-            for undo in self._undo:
-                stack.callback(undo)
-            self._undo = []
+        self._taken.give_back(failed=failed)
 
     def __enter__(self) -> Self:
         return self
@@ -384,13 +352,43 @@ class Trainer:
 
     # --- how it is put together -----------------------------------------------------------
 
+    def _take(self, report: Callable[..., None]) -> None:
+        """Join the ranks, and make what the training needs; the last made is the first to leave."""
+        taken, task, job = self._taken, self.task, self.job
+        taken.undone_by(set_kernels(job))
+        self.comm = join(self.world, self.device, self.pulse)
+        taken.left_by(self.comm.leave)
+        self._scope = Scope(job.seed, self.device)
+        self.strategy = build_strategy(task, job, self.comm, self._scope)
+        self.built = self._place_model()
+        step = self.strategy.step
+        self._ending = Ending(self.comm, self.strategy.replicas_agree)
+        check_limits(task, job, self.strategy)
+        if (whole := whole_norm(task, self.comm, self._scope, self.built.swapped)) is not None:
+            taken.left_by(whole.leave)
+        self.model_notes = notes_on(self.strategy.model, task)
+        self.guard = guard_of(self.strategy, job, self.world.rank)
+        self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
+        self.faults.leave_out = self.comm.leave_out_one
+        self.faults.poison = step.poison_next
+        self.task_data = TaskData(task, job, self.strategy)
+        taken.undone_by(self.task_data.close)
+        self.witness = Witness(self.strategy, job, report)
+        self._saving: Saving | None = None
+        if job.run_dir:
+            attempt, reach = self.world.attempt, self.faults.reach
+            self._saving = Saving(task, job, self.strategy, attempt, reach, report)
+            taken.left_by(self._saving.checkpointer.close)
+
     def _place_model(self) -> Built:
         """Build the model and hand it to the strategy."""
         arithmetic = self.strategy.setting.arithmetic
         built = build_model(self.task, self.job, self._scope, arithmetic)
-        self._undo.append(built.undo)
+        self._taken.undone_by(partial(restore_layers, built.model))
+        self._taken.undone_by(built.undo)
         self.strategy.setup(built.model, self.task.optimizer)
+        self._taken.undone_by(self.strategy.close)
         if self.job.compile:
             self.strategy.step.call, undo = compiled(built.model, self.job.compile)
-            self._undo.append(undo)
+            self._taken.undone_by(undo)
         return built
