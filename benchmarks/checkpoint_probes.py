@@ -48,7 +48,7 @@ PROBES = (
 )
 DIGESTS = (
     ("anywhere: digest, writing", f"{CHECKPOINT}.storage:blake2b"),
-    ("anywhere: digest, verifying", "allranks.checkpoint_folder:blake2b"),
+    ("anywhere: digest, verifying", "allranks.checkpoint.folder:blake2b"),
 )
 
 

@@ -18,7 +18,7 @@ from harness import order_of, say
 from savers import SAVERS, AllRanks, Saver
 from workloads import WORKLOADS, task_of
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.world import World
 

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from workloads import Workload, batches, task_of
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.world import World
 

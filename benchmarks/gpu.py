@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.models.gpt import GPTShape, gpt, gpt2_124m
 from allranks.models.resnet import resnet20, resnet50
 from allranks.on_torch import Task, Trainer

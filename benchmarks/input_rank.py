@@ -21,8 +21,8 @@ from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.data import GlobalBatches
 from allranks.on_torch.open_data import open_data
 from allranks.on_torch.task import Task
-from allranks.order import random_key
 from allranks.readers.image_folder import ImageFolder
+from allranks.training.order import random_key
 from allranks.training.progress import Progress
 
 SIZE, WIDTH, HEIGHT, BYTES = 224, 500, 375, 100_000

@@ -37,7 +37,7 @@ from typing import Any
 
 from harness import RECORDS, Comparison, finish_record, say, start_record, value_s
 
-from allranks.record import read_events, read_rows
+from allranks.job.run_folder import read_events, read_rows
 
 HERE = Path(__file__).resolve().parent
 BAR_S = 2.0

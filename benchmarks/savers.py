@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from allranks.checkpoint_folder import FOLDER, committed, verify_files
-from allranks.manifest import fsync_folder, read_manifest
+from allranks.checkpoint.files import fsync_folder
+from allranks.checkpoint.folder import FOLDER, committed, verify_files
+from allranks.checkpoint.manifest import read_manifest
 from allranks.on_torch import Trainer
 
 

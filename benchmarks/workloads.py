@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 from allranks.on_torch import Task
-from allranks.order import Order
+from allranks.training.order import Order
 
 SEED = 0
 CLASSES = 10

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from allranks import schedules
 from allranks.from_python.launching import Trained, launch
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_tf.task import Task as KerasTask
 from allranks.on_torch import Task, Trainer
 from allranks.on_torch.data import Batch
+from allranks.training import schedules
 from allranks.training.callback import Callback
 from allranks.training.progress import Progress, StepResult
 from allranks.training.task_fields import TaskFields
@@ -40,8 +40,8 @@ PARTS: dict[str, list[Any]] = {
     "allranks.training.progress": [StepResult, Progress],
     "allranks.on_torch.data": [Batch],
     "allranks": [launch, Trained],
-    "allranks.job": [Job],
-    "allranks.schedules": SCHEDULES,
+    "allranks.job.job": [Job],
+    "allranks.training.schedules": SCHEDULES,
 }
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 
 

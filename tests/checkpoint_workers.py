@@ -18,13 +18,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from allranks.checkpoint.about import About
+from allranks.checkpoint.newest import Loaded
 from allranks.errors import PeerLost, RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch.checkpoint.checkpointer import Checkpointer
 from allranks.on_torch.comm import CPU, Comm, join
 from allranks.on_torch.saving import Saving
-from allranks.training.checkpoint.about import About
-from allranks.training.checkpoint.newest import Loaded
 from allranks.world import World
 from kinds_tasks import Rows
 from small_disk import small_disk

@@ -34,8 +34,8 @@ import torch
 
 import allranks.on_torch.warm  # noqa: F401  it changes variables, once
 from allranks.catalog import preload_for
-from allranks.config import resolve
-from allranks.job import Job
+from allranks.job.config import resolve
+from allranks.job.job import Job
 from allranks.launch.cluster import Cluster, gathered
 from allranks.launch.linux import state_of
 from allranks.launch.process import Process

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import contract_tasks
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.digest import weights_sha256
 from allranks.world import World

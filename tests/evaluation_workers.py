@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import contract_tasks
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 
 SAMPLES = 10

@@ -17,10 +17,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import contract_tasks
 from allranks.errors import BadStep
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
-from allranks.order import Order
-from allranks.shards import even_sizes, owned_shards
+from allranks.strategies.shards import even_sizes, owned_shards
+from allranks.training.order import Order
 from allranks.world import World
 from contract_tasks import SAMPLES
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Task, Trainer
 from contract_tasks import made
 

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_tf.task import Task
 from allranks.on_torch import Trainer
 from allranks.on_torch.digest import weights_sha256
-from allranks.order import Order
 from allranks.programs.digits import Digits
 from allranks.programs.digits_keras import DigitsKeras
 from allranks.programs.mnist import Mnist
 from allranks.programs.mnist_keras import MnistKeras
-from allranks.shards import even_sizes
+from allranks.strategies.shards import even_sizes
+from allranks.training.order import Order
 from contract_tasks import made
 
 STEPS = 50

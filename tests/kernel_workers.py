@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import trainer_tasks
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch.trainer import Trainer
 
 

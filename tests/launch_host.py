@@ -35,11 +35,11 @@ import allranks.launch.slots
 import allranks.launch.start
 from allranks.catalog import preload_for
 from allranks.cli import main as door
+from allranks.job.run_folder import read_rows
 from allranks.launch import forkserver, leftovers
 from allranks.launch.linux import die_with_parent, started_at, state_of
 from allranks.launch.server import ForkServer
 from allranks.launch.signals import Signals
-from allranks.record import read_rows
 
 PLACE = "x" * 80
 PATIENCE_S = 200

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import trainer_tasks
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch.trainer import Trainer
 from allranks.world import World
 

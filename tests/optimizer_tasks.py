@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from allranks.on_torch.optimizers.lamb import LAMB
 from allranks.on_torch.optimizers.lars import LARS
-from allranks.schedules import linear_scaling, polynomial, product
+from allranks.training.schedules import linear_scaling, polynomial, product
 from contract_tasks import Images
 
 

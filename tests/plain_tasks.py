@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from allranks.on_torch import Task
-from allranks.order import Order
 from allranks.training.callback import Callback
+from allranks.training.order import Order
 from allranks.world import World
 
 SAMPLES, BATCH, STEPS = 53, 22, 12  # batches of 22, 22 and 9: shards of 3, 2 and 1

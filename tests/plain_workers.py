@@ -11,7 +11,7 @@ import torch
 
 import plain_tasks
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.fit import fit
 from allranks.on_torch.reals import write_tensors

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import contract_tasks
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.digest import weights_sha256
-from allranks.schedules import Plateau
+from allranks.training.schedules import Plateau
 from allranks.world import World
 from contract_tasks import Images, Plain
 

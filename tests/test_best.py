@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.best import Best
+from allranks.training.best import Best
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 INSIDE = """
 import fcntl, json, socket, struct, sys
-from allranks.config import resolve
+from allranks.job.config import resolve
 from allranks.launch.server import ForkServer
 from allranks.launch.start import run_job
 

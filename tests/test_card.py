@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from allranks.card import Approximate, Card, Exact, Option, Picked, Reference
 from allranks.cli.strategies import _whole
 from allranks.errors import RequestError
+from allranks.strategies.card import Approximate, Card, Exact, Option, Picked, Reference
 
 CARD = Card(
     name="made-up",

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from allranks.card import Exact, Reference, Workload
-from allranks.cards import CARDS, TO_COME, card_for, resolved_strategy
 from allranks.catalog import REDUCERS, STRATEGIES, TENSORFLOW_STRATEGIES
-from allranks.choice import Choice, parse_choice
 from allranks.errors import RequestError
-from allranks.tree import PAIRS_LIMIT_BYTES
+from allranks.strategies.card import Exact, Reference, Workload
+from allranks.strategies.choice import Choice, parse_choice
+from allranks.strategies.reduction_tree import PAIRS_LIMIT_BYTES
+from allranks.strategies.resolve import TO_COME, card_for, resolved_strategy
+from allranks.strategies.torch_cards import CARDS
 
 RANKS = (1, 2, 3, 4, 8)
 GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together, 1760 with 800 gradients of 16 bit

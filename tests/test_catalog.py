@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from allranks.catalog import PROGRAMS, find_program, preload_for
+from allranks.catalog import PROGRAMS, preload_for
 from allranks.errors import RequestError
+from allranks.job.program import find_program
 
 HEADER = "from test_catalog import Base\n\n"
 

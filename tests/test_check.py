@@ -23,8 +23,8 @@ from allranks.check.plan import Plan, ranks_to_check
 from allranks.check.sizes import number_difference
 from allranks.check.tolerances import BITS, CLOSE, FP64
 from allranks.check.verdict import Verdict
-from allranks.config import resolve
 from allranks.errors import RequestError
+from allranks.job.config import resolve
 from allranks.launch.server import ForkServer
 
 CORRECT = [

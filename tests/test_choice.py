@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.choice import Choice, parse_choice
 from allranks.errors import RequestError
+from allranks.strategies.choice import Choice, parse_choice
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True)
 PLAIN = st.from_regex(r"[A-Za-z0-9./:=+_-]{1,8}", fullmatch=True)

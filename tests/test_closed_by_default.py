@@ -25,20 +25,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from allranks import checkpoint_folder
-from allranks.catalog import find_program
-from allranks.choice import parse_choice
+from allranks.checkpoint import folder as checkpoint_folder
 from allranks.cli.main import main
-from allranks.config import resolve
-from allranks.errors import AllranksError, RequestError
-from allranks.job import Job
-from allranks.job_file import read_job_file, redacted, write_toml
+from allranks.errors import AllranksError, RequestError, printable
+from allranks.job import faults
+from allranks.job.config import resolve
+from allranks.job.job import Job
+from allranks.job.job_file import read_job_file, redacted, write_toml
+from allranks.job.program import find_program
+from allranks.job.run_folder import RunFolder, read_events
+from allranks.job.units import parse_duration
 from allranks.launch.ground import OneMachine
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Watcher, new_run_dir, plan_job, run_job
-from allranks.record import RunFolder, read_events
-from allranks.testing import faults
-from allranks.units import parse_duration, printable
+from allranks.strategies.choice import parse_choice
 from conftest import Train, _descendants
 from launch_host import Host
 from resume_tasks import HOSTILE

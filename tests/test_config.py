@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.config import Resolved, resolve, threads_per_rank
 from allranks.errors import RequestError
-from allranks.job import Job
-from allranks.job_file import FOR_CHECK, NOT_SETTABLE, read_job_file, write_toml
-from allranks.record import RunFolder
+from allranks.job.config import Resolved, resolve, threads_per_rank
+from allranks.job.job import Job
+from allranks.job.job_file import FOR_CHECK, NOT_SETTABLE, read_job_file, write_toml
+from allranks.job.run_folder import RunFolder
 
 PLAIN = st.text() | st.integers() | st.booleans() | st.floats(allow_nan=False)
 

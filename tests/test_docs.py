@@ -32,13 +32,12 @@ from typing import Any
 
 import pytest
 
-from allranks import resume
-from allranks.cards import CARDS
 from allranks.catalog import WARM
 from allranks.cli.main import main
+from allranks.job import faults, resume
 from allranks.launch.server import ForkServer
 from allranks.launch.signals import Signals
-from allranks.testing import faults
+from allranks.strategies.torch_cards import CARDS
 from conftest import ROOT
 
 DOCUMENTS = {

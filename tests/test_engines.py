@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from allranks.config import resolve
-from allranks.engines import check_installed, engine_of
 from allranks.errors import RequestError
+from allranks.job.config import resolve
+from allranks.job.engines import check_installed, engine_of
 
 KERAS = "from allranks.on_tf.task import Task\n"
 TORCH = "from allranks.on_torch import Task\n"
@@ -92,7 +92,7 @@ def test_an_engine_without_the_strategy(asked: str, strategy: str, words: str) -
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allranks.engines.find_spec", lambda name: None)
+    monkeypatch.setattr("allranks.job.engines.find_spec", lambda name: None)
     with pytest.raises(RequestError) as refused:
         check_installed("tensorflow", "digits-keras")
     assert "pip install 'allranks[tensorflow]'" in refused.value.do

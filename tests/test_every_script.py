@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.record import read_events
+from allranks.job.run_folder import read_events
 from script_table import SCRIPTS, SCRIPTS_FOLDER, Script, check_output
 
 COMMAND = (sys.executable, "-m", "allranks.cli.main", "run", "--show", "all", "--json")

@@ -18,11 +18,12 @@ import torch
 from safetensors.numpy import load_file
 
 import contract_tasks
-from allranks.card import Exact
-from allranks.cards import CARDS, card_for
-from allranks.choice import parse_choice
-from allranks.order import Order
-from allranks.shards import even_sizes, owned_shards
+from allranks.strategies.card import Exact
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import card_for
+from allranks.strategies.shards import even_sizes, owned_shards
+from allranks.strategies.torch_cards import CARDS
+from allranks.training.order import Order
 from conftest import Train
 
 SETTINGS = {

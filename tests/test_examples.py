@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 
-from allranks.catalog import find_program
 from allranks.cli.main import cli
+from allranks.job.program import find_program
 from allranks.on_torch import Task
 from allranks.on_torch.data import Batch
 from allranks.on_torch.trainer import Trainer

@@ -25,14 +25,14 @@ from typing import Any
 
 import pytest
 
-from allranks.checkpoint_folder import committed, step_of
-from allranks.config import resolve
+from allranks.checkpoint.folder import committed, step_of
 from allranks.errors import ProgramError, RequestError
+from allranks.job.config import resolve
+from allranks.job.run_folder import RunFolder, read_events, read_rows
 from allranks.launch import leftovers
 from allranks.launch.linux import started_at, state_of
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result, run_job
-from allranks.record import RunFolder, read_events, read_rows
 from launch_host import NOTHING_LEFT_S, Host, Launch, until
 
 STEPS = 12
@@ -732,8 +732,8 @@ def test_the_same_run_folder_at_once_is_refused_to_the_second(
 WRITER = """
 import sys
 from pathlib import Path
-from allranks.config import resolve
-from allranks.record import RunFolder
+from allranks.job.config import resolve
+from allranks.job.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 print("here", flush=True)
 for number in range(10**9):

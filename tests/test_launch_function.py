@@ -25,10 +25,10 @@ import allranks
 from allranks.errors import ProgramError, RequestError
 from allranks.from_python.cells import program_for
 from allranks.from_python.program import _written, fields_of, place_of, program_of
+from allranks.job.run_folder import read_events
 from allranks.launch import leftovers, start
 from allranks.launch.server import ForkServer
 from allranks.launch.signals import Signals
-from allranks.record import read_events
 from conftest import Train
 from launch_host import until
 from resume_tasks import Rates

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from allranks.errors import RequestError
-from allranks.loss_scale import LEAST, LossScale, loss_scale_of
+from allranks.job.loss_scale import LEAST, LossScale, loss_scale_of
 
 GOLDEN = {  # the scale after each of 12 steps, every=3, from 128, with overflows at steps 3 and 8
     "torch": [128, 128, 64, 64, 64, 128, 128, 64, 64, 64, 128, 128],

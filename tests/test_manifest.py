@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from allranks import checkpoint_folder, manifest
-from allranks.checkpoint_folder import committed, prune, set_aside, sweep, verify_files
-from allranks.manifest import (
+from allranks.checkpoint import folder as checkpoint_folder
+from allranks.checkpoint import manifest
+from allranks.checkpoint.folder import committed, prune, set_aside, sweep, verify_files
+from allranks.checkpoint.manifest import (
     NAME,
     BadCheckpoint,
     Chunk,
@@ -26,7 +27,7 @@ from allranks.manifest import (
     step_folder,
     write_manifest,
 )
-from allranks.tensor_file import Piece, lay_out, read_layout
+from allranks.checkpoint.tensor_file import Piece, lay_out, read_layout
 
 FILE = "rank-000-of-001.a0.safetensors"
 

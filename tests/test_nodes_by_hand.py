@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from allranks.config import resolve
+from allranks.job.config import resolve
+from allranks.job.run_folder import read_events
 from allranks.launch.ports import Reservation
 from allranks.launch.server import ForkServer
 from allranks.launch.start import run_job
-from allranks.record import read_events
 
 WAIT_S = 180
 Nodes = Callable[..., subprocess.Popen[str]]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.order import Order, random_key
+from allranks.training.order import Order, random_key
 
 # The first samples of epoch 0 and 1 of 100 samples under seed 0. If these change, every job that
 # is run again or resumed sees its data in another order.

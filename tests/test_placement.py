@@ -19,15 +19,15 @@ import contract_tasks
 import placement_tasks
 from allranks.cli.main import main
 from allranks.cli.placement import table
-from allranks.config import resolve
-from allranks.job import Job
+from allranks.job.config import resolve
+from allranks.job.job import Job
+from allranks.job.placement import Placed, RankPlacement, read_placements, write_placement
 from allranks.launch.ground import OneMachine
 from allranks.launch.placing import place_ranks
 from allranks.launch.server import ForkServer
 from allranks.launch.start import plan_job
 from allranks.on_torch import Trainer
 from allranks.on_torch.placement import update_by_nothing
-from allranks.placement import Placed, RankPlacement, read_placements, write_placement
 from conftest import Train
 
 DP = "dp:replicas=3"

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from allranks.catalog import find_program
+from allranks.job.program import find_program
+from allranks.job.run_folder import read_rows
 from allranks.on_torch import Task
-from allranks.order import Order
-from allranks.record import read_rows
+from allranks.training.order import Order
 from conftest import ROOT, Train
 from test_docs import blocks_of
 

@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import resume_tasks
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
+from allranks.job.run_folder import read_rows
 from allranks.on_torch import Trainer
-from allranks.record import read_rows
-from allranks.schedules import Plateau, PlateauState
+from allranks.training.schedules import Plateau, PlateauState
 from conftest import Train
 
 

@@ -10,23 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from allranks.checkpoint.files import as_json, write_whole
 from allranks.errors import RequestError
-from allranks.record import (
+from allranks.job.run_folder import (
     JsonLines,
     RunFolder,
-    as_json,
     is_in_use,
     rank_events_path,
     rank_log_path,
     read_events,
     read_rows,
-    write_whole,
 )
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from allranks.record import RunFolder
+from allranks.job.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(100)

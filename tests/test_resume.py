@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from allranks.checkpoint_folder import committed
-from allranks.config import resolve
+from allranks.checkpoint.folder import committed
+from allranks.checkpoint.manifest import read_manifest, write_manifest
 from allranks.errors import PlaceError, ProgramError, RequestError
+from allranks.job.config import resolve
+from allranks.job.faults import flip_bit
+from allranks.job.run_folder import read_events, read_rows
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result, run_job
-from allranks.manifest import read_manifest, write_manifest
-from allranks.record import read_events, read_rows
-from allranks.testing.faults import flip_bit
 from conftest import Train
 
 TASK = "resume_tasks:Rates"

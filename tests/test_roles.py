@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.cards import CARDS, crew_of
 from allranks.cli.words import anomalies_in, in_words
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.launch.ground import for_all_processes
 from allranks.launch.placing import place_ranks
 from allranks.places.base import Shape
 from allranks.places.local import plan
+from allranks.strategies.resolve import crew_of
+from allranks.strategies.torch_cards import CARDS
 from allranks.world import Visible
 
 ALL = "parameter-server:servers=2,evaluator=yes"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.schedules import (
+from allranks.training.schedules import (
     Schedule,
     constant,
     cosine,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from allranks.command import CommandRequest, plan_command
-from allranks.job_file import HIDDEN, redacted
+from allranks.job.job_file import HIDDEN, redacted
 from allranks.launch.commands import run_command
 from allranks.launch.server import ForkServer
 from allranks.topology import Host

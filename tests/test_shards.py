@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.shards import (
+from allranks.strategies.shards import (
     Piece,
     busy_fraction,
     even_sizes,

@@ -21,8 +21,10 @@ import pytest
 
 from allranks.check.against_one import check_against_one
 from allranks.check.plan import Plan
-from allranks.config import resolve
 from allranks.errors import PlaceError, ProgramError, RequestError
+from allranks.job.config import resolve
+from allranks.job.run_folder import read_events
+from allranks.job.simulated_network import Network
 from allranks.launch.cluster import Cluster
 from allranks.launch.linux import started_at
 from allranks.launch.process import Process
@@ -32,9 +34,7 @@ from allranks.launch.start import Result, run_job
 from allranks.launch.supervisor import supervise
 from allranks.launch.ticket import Ticket
 from allranks.meeting import Meeting
-from allranks.network import Network
 from allranks.places.base import Shape
-from allranks.record import read_events
 
 STEPS = 60
 ON_NODES: dict[str, Any] = {"ranks": 4, "nodes": 2, "place": "simulated:link=1gbit"}

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from allranks.cli.sweep import name_of, table
 from allranks.cli.train import train as command
 from allranks.errors import RequestError
+from allranks.job.run_folder import read_events, read_rows
 from allranks.launch.linux import state_of
 from allranks.launch.packing import Outcome, share_out
-from allranks.record import read_events, read_rows
 from conftest import Train
 from launch_host import Host, Launch, children_of, until
 

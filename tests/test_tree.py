@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.shards import owned_shards
-from allranks.tree import Span, are_siblings, rounds_of_pairs, split, subtree_roots
+from allranks.strategies.reduction_tree import (
+    Span,
+    are_siblings,
+    rounds_of_pairs,
+    split,
+    subtree_roots,
+)
+from allranks.strategies.shards import owned_shards
 
 Sum = tuple[Span, str]
 

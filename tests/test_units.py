@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.units import format_bytes, format_count, parse_duration, parse_slurm_time, printable
+from allranks.errors import printable
+from allranks.job.units import format_bytes, format_count, parse_duration, parse_slurm_time
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from allranks.checkpoint.about import About
+from allranks.checkpoint.commit import ALONE
+from allranks.job.faults import POINTS as ALL_POINTS
+from allranks.job.faults import Faults
 from allranks.on_tf.checkpointer import Checkpointer
-from allranks.testing.faults import POINTS as ALL_POINTS
-from allranks.testing.faults import Faults
-from allranks.training.checkpoint.about import About
-from allranks.training.checkpoint.commit import ALONE
 from small_disk import small_disk
 
 POINTS = [point for point in ALL_POINTS if point.startswith("save:")]

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_tf.trainer import Trainer
 from tf_tasks import Convolutions, Dense
 

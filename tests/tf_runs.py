@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from allranks.job.run_folder import read_events, read_rows
 from allranks.launch.start import Result
-from allranks.record import read_events, read_rows
 
 
 def weights(result: Result) -> dict[str, Any]:

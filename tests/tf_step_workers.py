@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_tf.task import Task
 from allranks.on_tf.trainer import Trainer
 

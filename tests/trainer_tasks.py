@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import contract_tasks
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.training.callback import Callback
 

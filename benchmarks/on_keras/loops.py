@@ -26,7 +26,7 @@ import keras
 import tensorflow as tf
 from workloads import Workload, losses_of
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_tf.trainer import Trainer
 
 EPOCHS = 20  # whose order is laid out; then it begins again

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allranks.on_tf.task import Task
-from allranks.order import Order
 from allranks.programs.digits_keras import DigitsKeras
+from allranks.training.order import Order
 
 SEED = 0
 CLASSES = 10

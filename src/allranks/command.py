@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from allranks.errors import RequestError
-from allranks.job_file import HIDDEN, redacted
+from allranks.errors import RequestError, printable
+from allranks.job.job_file import HIDDEN, redacted
 from allranks.topology import DEFAULT_ROLE, Host, Topology, roles_as_text
-from allranks.units import printable
 from allranks.variables import DEFAULT_FAMILIES, defaults_for, variables_for
 
 TAKE_A_VALUE = ("-X", "-W", "--check-hash-based-pycs")

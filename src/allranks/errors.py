@@ -21,8 +21,6 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from allranks.units import printable
-
 LONGEST_PART = 2000  # characters of one part of a request's error that are shown
 LONGEST_NAME = 60  # no name of ours is longer, and looking for the nearest takes its time
 NOT_AT_THE_SAME_STEP = "the ranks are not at the same step"
@@ -122,3 +120,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name[:LONGEST_NAME], names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(names) or 'none'}"
+
+
+def printable(line: str) -> str:
+    """A line that cannot steer a terminal: control characters are shown, not sent."""
+    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)

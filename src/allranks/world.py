@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from allranks.errors import RequestError
 from allranks.launchers import meeting_point, standard_variables
-from allranks.roles import TRAINER
+from allranks.strategies.roles import TRAINER
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from allranks.cli.main import main
-from allranks.config import resolve
 from allranks.errors import RequestError
+from allranks.job.config import resolve
+from allranks.job.run_folder import RunFolder, is_in_use
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result, run_job
-from allranks.record import RunFolder, is_in_use
 
 FOUR_PARTS = re.compile(
     r"\Aallranks: this cannot be done\nasked: \S.*\nfound: \S.*\nwhy:   \S.*\ndo:    \S.*\n\Z"

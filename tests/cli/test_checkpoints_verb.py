@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from allranks.checkpoint.about import About
+from allranks.checkpoint.manifest import NAME, read_manifest, step_folder
 from allranks.cli.main import main
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.launch.supervisor import Ended
-from allranks.manifest import NAME, read_manifest, step_folder
 from allranks.on_torch.checkpoint.checkpointer import Checkpointer
 from allranks.on_torch.comm import Comm
-from allranks.training.checkpoint.about import About
 
 Door = Callable[..., tuple[int, str, str]]
 FILE = "rank-000-of-001.a0.safetensors"

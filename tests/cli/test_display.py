@@ -29,9 +29,9 @@ from rich.console import Console
 from allranks.cli.display import Picture, drawn
 from allranks.cli.following import Anomaly, Evaluation, Follower, State
 from allranks.cli.terminal import Line, Terminal
-from allranks.job import Job
+from allranks.job.job import Job
+from allranks.job.run_folder import JsonLines, rank_events_path, rank_log_path
 from allranks.places.base import Plan, Shape
-from allranks.record import JsonLines, rank_events_path, rank_log_path
 from launch_host import Host, Launch, until
 
 ROW: dict[str, Any] = {

@@ -18,8 +18,8 @@ import pytest
 from allranks.cli.options import words_of
 from allranks.cli.run import _command
 from allranks.command import command_words, redacted_words, script_position, with_local_rank
-from allranks.engines import is_only_a_task
 from allranks.errors import RequestError
+from allranks.job.engines import is_only_a_task
 from allranks.launch.connections import LEAST_LOOKS, Connections
 from allranks.torchrun import understand
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from allranks.record import read_events
+from allranks.job.run_folder import read_events
 from script_table import SCRIPTS, Script, check_output
 from slurm_here import SlurmHere
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.config import resolve
+from allranks.job.config import resolve
 from allranks.launch.server import ForkServer
 from allranks.launch.start import run_job
 from slurm_here import SlurmHere

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from allranks.checkpoint_folder import committed
-from allranks.config import resolve
+from allranks.checkpoint.folder import committed
+from allranks.job.config import resolve
+from allranks.job.run_folder import read_events
 from allranks.launch.server import ForkServer
 from allranks.launch.start import run_job
-from allranks.record import read_events
 from slurm_here import SlurmHere
 
 STEPS, LONG = 100, 400

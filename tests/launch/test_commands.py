@@ -18,11 +18,11 @@ import pytest
 
 from allranks.command import CommandRequest
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped
+from allranks.job.run_folder import read_events
 from allranks.launch.attending import Relay
 from allranks.launch.commands import CommandResult, CommandWatcher, run_command
 from allranks.launch.linux import state_of
 from allranks.launch.server import ForkServer
-from allranks.record import read_events
 from allranks.topology import parse_roles
 
 PATIENCE_S = 60

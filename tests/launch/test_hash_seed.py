@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from allranks.config import resolve
 from allranks.errors import RequestError
+from allranks.job.config import resolve
+from allranks.job.run_folder import read_events
 from allranks.launch.hash_seed import VARIABLE, check_hash_seed, hash_seed
 from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
 from allranks.launch.start import run_job
 from allranks.launch.supervisor import supervise
-from allranks.record import read_events
 
 NAMED = f"{Path(__file__).parent.parent / 'set_tasks.py'}:Named"
 

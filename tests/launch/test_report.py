@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from allranks.errors import PlaceError, ProgramError, RequestError
+from allranks.job.run_folder import JsonLines, rank_events_path, rank_log_path
 from allranks.launch.process import Exit
 from allranks.launch.report import error_of, first_fault
 from allranks.launch.supervisor import Ended
-from allranks.record import JsonLines, rank_events_path, rank_log_path
 
 HELD = "it held 2.0 MiB at most"
 REFUSAL = {"asked": "loss", "found": "a scalar", "why": "no mean", "do": "leave it out"}

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from allranks.job.run_folder import JsonLines, read_rows
 from allranks.launch.straggler import FEWEST_STEPS, LEAST_S, Stragglers, slower
 from allranks.pulse import PHASES, Beat, Pulse, Pulses
-from allranks.record import JsonLines, read_rows
 
 STEPS = 10
 HOSTS = ("node0", "")  # "": this one

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from allranks.cards import crew_of
 from allranks.errors import PlaceError, RequestError
 from allranks.launch.process import Exit, Process, Stand
 from allranks.launch.report import error_of, first_fault
 from allranks.launch.server import ForkServer
 from allranks.launch.supervisor import Care, Ended, supervise
 from allranks.pulse import Pulses
+from allranks.strategies.resolve import crew_of
 from launch_workers import read_pid, write_pid
 
 PATIENCE_S = 120

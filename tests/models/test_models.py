@@ -26,7 +26,7 @@ from allranks.models import (
 )
 from allranks.models.efficientnet import EfficientNet, MBConv, StochasticDepth
 from allranks.on_torch.layers import Scope, swap_layers
-from allranks.shards import micro_batches
+from allranks.strategies.shards import micro_batches
 from conftest import Train
 
 SMALL = GPTShape(vocabulary=40, context=24, width=32, layers=2, heads=4)

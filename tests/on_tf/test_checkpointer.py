@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from allranks.checkpoint_folder import committed, uncommitted, verify_files
+from allranks.checkpoint.about import About
+from allranks.checkpoint.commit import ALONE
+from allranks.checkpoint.export import export_weights
+from allranks.checkpoint.folder import committed, uncommitted, verify_files
+from allranks.checkpoint.manifest import NAME, read_manifest, step_folder
 from allranks.errors import PeerLost, RequestError
-from allranks.export import export_weights
+from allranks.job.faults import flip_bit
 from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
 from allranks.launch.supervisor import supervise
-from allranks.manifest import NAME, read_manifest, step_folder
 from allranks.on_tf.checkpointer import Checkpointer
 from allranks.on_tf.snapshot import KINDS
-from allranks.testing.faults import flip_bit
-from allranks.training.checkpoint.about import About
-from allranks.training.checkpoint.commit import ALONE
 from tf_checkpoint_workers import POINTS, STANDS, Seat, assert_same, on_ranks, state
 
 FILE = "rank-000-of-001.a0.safetensors"

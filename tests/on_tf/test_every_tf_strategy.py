@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from allranks.card import Exact
-from allranks.cards import CARDS
 from allranks.catalog import TENSORFLOW_STRATEGIES
 from allranks.errors import RequestError
 from allranks.launch.start import Result
+from allranks.strategies.card import Exact
+from allranks.strategies.torch_cards import CARDS
 from conftest import Train
 from tf_runs import difference, events, rows, weights
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from allranks.checkpoint.manifest import step_folder
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.launch.exporting import export_model
 from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
 from allranks.launch.supervisor import supervise
-from allranks.manifest import step_folder
 
 PROGRAM = str(Path(__file__).parent.parent / "tf_export_tasks.py")
 Fork = Callable[[str, Any], None]

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from allranks.checkpoint_folder import committed
-from allranks.config import resolve
+from allranks.checkpoint.folder import committed
+from allranks.checkpoint.manifest import read_manifest
 from allranks.errors import ProgramError, RequestError, Stopped
+from allranks.job.config import resolve
+from allranks.job.placement import read_placements
+from allranks.job.run_folder import read_events, read_rows
 from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
 from allranks.launch.signals import Signals
 from allranks.launch.start import Result, Watcher, run_job
 from allranks.launch.supervisor import supervise
-from allranks.manifest import read_manifest
-from allranks.placement import read_placements
-from allranks.record import read_events, read_rows
 from conftest import Train
 from tf_runs import difference
 

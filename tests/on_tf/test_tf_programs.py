@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from allranks.catalog import preload_for
-from allranks.config import resolve
+from allranks.job.config import resolve
 from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
 from allranks.launch.start import run_job

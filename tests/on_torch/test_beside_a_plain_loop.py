@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import plain_tasks
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch.reals import read_tensors
 from allranks.world import World
 from plain_workers import trained

@@ -11,7 +11,7 @@ from allranks.on_torch.buckets import ALIGNED_BYTES, Buckets
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.reals import reals
 from allranks.on_torch.reducers.base import Reducer
-from allranks.tree import Span
+from allranks.strategies.reduction_tree import Span
 
 TALLY = 3
 SIZE = 10  # numbers of a parameter

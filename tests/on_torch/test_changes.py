@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import plain_tasks
+from allranks.checkpoint.export import export_weights
 from allranks.errors import RequestError
-from allranks.export import export_weights
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.averaging import MovingAverage
 from allranks.on_torch.fit import fit

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from allranks.checkpoint.about import About
+from allranks.checkpoint.manifest import NAME, digest, read_manifest, step_folder
+from allranks.checkpoint.newest import Loaded
+from allranks.checkpoint.tensor_file import read_layout
 from allranks.errors import RequestError
-from allranks.manifest import NAME, digest, read_manifest, step_folder
 from allranks.on_torch.checkpoint.checkpointer import Checkpointer
 from allranks.on_torch.comm import Comm
-from allranks.tensor_file import read_layout
-from allranks.training.checkpoint.about import About
-from allranks.training.checkpoint.newest import Loaded
 from checkpoint_workers import check, own, state
 
 FILE = "rank-000-of-001.a0.safetensors"

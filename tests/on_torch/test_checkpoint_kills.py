@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from allranks.checkpoint_folder import committed, uncommitted
+from allranks.checkpoint.about import About
+from allranks.checkpoint.folder import committed, uncommitted
 from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
 from allranks.launch.supervisor import supervise
 from allranks.on_torch.checkpoint.checkpointer import Checkpointer
 from allranks.on_torch.comm import Comm
-from allranks.training.checkpoint.about import About
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state
 
 WATCHED_S = 0.03

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from allranks.checkpoint.manifest import read_manifest, step_folder
 from allranks.launch.supervisor import Ended
-from allranks.manifest import read_manifest, step_folder
 
 OnRanks = Callable[..., Ended]
 

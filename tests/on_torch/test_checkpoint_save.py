@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from allranks.checkpoint_folder import committed
+from allranks.checkpoint.about import About
+from allranks.checkpoint.folder import committed
+from allranks.checkpoint.manifest import read_manifest, step_folder
 from allranks.errors import PeerLost, RequestError
-from allranks.manifest import read_manifest, step_folder
 from allranks.on_torch.checkpoint.checkpointer import Checkpointer
 from allranks.on_torch.checkpoint.tree import DTYPES
 from allranks.on_torch.comm import Comm
-from allranks.training.checkpoint.about import About
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state
 
 

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from allranks.checkpoint.export import model_name
+from allranks.checkpoint.manifest import BadCheckpoint
+from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
-from allranks.export import model_name
-from allranks.manifest import BadCheckpoint
 from allranks.on_torch.checkpoint.tree import DTYPES, flatten
-from allranks.training.checkpoint.tree import unflatten
 
 KEYS = st.one_of(
     st.integers(), st.text(max_size=4), st.sampled_from(["", "0", "-1", "$tensor", "a/b", "a~1b@"])

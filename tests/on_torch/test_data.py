@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import contract_tasks
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.data import GlobalBatches

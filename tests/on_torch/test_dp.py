@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 import contract_tasks
 import trainer_tasks
 from allranks.errors import BadStep, RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.machine import check_devices
 from allranks.on_torch.strategies.dp import shares_of
-from allranks.shards import even_sizes, micro_batches
+from allranks.strategies.shards import even_sizes, micro_batches
 from conftest import Train
 
 DP = "dp:replicas=3"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from evaluation_workers import SAMPLES, Words
 

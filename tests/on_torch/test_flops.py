@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import trainer_tasks
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.digest import weights_sha256
 from allranks.on_torch.flops import TERA, Meter, peak_flops

@@ -17,13 +17,13 @@ from torch import Tensor
 import contract_tasks
 import guard_tasks
 from allranks.errors import BadStep, ProgramError
-from allranks.job import Job
+from allranks.job.job import Job
+from allranks.job.run_folder import read_events, read_rows
 from allranks.on_torch import Trainer
 from allranks.on_torch.data import Batch
 from allranks.on_torch.gradient_length import length
-from allranks.order import Order
-from allranks.record import read_events, read_rows
 from allranks.training.guard import ENOUGH, SKIPPED_IN_A_ROW, WINDOW, Bad, Guard
+from allranks.training.order import Order
 from conftest import Train
 from guard_tasks import BAD, SPIKE_STEP, place_of, spiky_sample
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 import kinds_tasks
 from allranks.check.against_one import check_against_one
 from allranks.check.plan import Plan
-from allranks.config import resolve
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.config import resolve
+from allranks.job.job import Job
 from allranks.launch.server import ForkServer
 from allranks.on_torch import Trainer
 from conftest import Train

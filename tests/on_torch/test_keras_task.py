@@ -14,11 +14,11 @@ from sklearn.datasets import load_digits
 
 from allranks.catalog import WARM_FOR_KERAS
 from allranks.errors import ProgramError, RequestError
+from allranks.job.run_folder import read_rows
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result
 from allranks.programs.digits_data import TRAINING, digits
 from allranks.readers.idx import write_idx
-from allranks.record import read_rows
 from conftest import MODULES, Train
 
 BITWISE = {"engine": "torch", "bitwise": True, "steps": 8}

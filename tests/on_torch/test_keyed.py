@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import RequestError
-from allranks.record import read_events
+from allranks.job.run_folder import read_events
 from conftest import Train
 from data_tasks import OnceMore
 

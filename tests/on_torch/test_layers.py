@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.on_torch.layers import Scope, swap_layers
-from allranks.shards import Piece, micro_batches
+from allranks.strategies.shards import Piece, micro_batches
 
 SIZES = {0: 4, 1: 4, 2: 3, 3: 1}
 

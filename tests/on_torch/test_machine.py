@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from allranks.config import resolve
-from allranks.job import Job
+from allranks.job.config import resolve
+from allranks.job.job import Job
+from allranks.job.run_folder import rank_events_path, read_rows
 from allranks.launch.start import plan_only
 from allranks.meeting import Meeting
 from allranks.on_torch import worker
 from allranks.on_torch.machine import flip_one_bit
-from allranks.record import rank_events_path, read_rows
 
 
 @pytest.mark.parametrize(

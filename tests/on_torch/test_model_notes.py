@@ -8,8 +8,8 @@ from torch import nn
 import kinds_tasks
 from allranks.cli.progress import in_sentences
 from allranks.cli.words import in_words
+from allranks.job.run_folder import rank_events_path, read_rows
 from allranks.on_torch.model_notes import notes_on
-from allranks.record import rank_events_path, read_rows
 from conftest import Train
 
 

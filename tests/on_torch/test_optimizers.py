@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
 from allranks.on_torch.checkpoint.tree import flatten
 from allranks.on_torch.optimizers.lamb import LAMB
 from allranks.on_torch.optimizers.lars import LARS
 from allranks.on_torch.state import hyper_parameters, load_optimizer_state, optimizer_state
-from allranks.training.checkpoint.tree import unflatten
 from conftest import Train
 
 Make = Callable[[list[nn.Parameter]], Optimizer]

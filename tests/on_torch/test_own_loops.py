@@ -11,10 +11,10 @@ import pytest
 import contract_tasks
 import data_tasks
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
+from allranks.job.run_folder import read_events
 from allranks.launch.ports import Reservation
 from allranks.on_torch import Trainer
-from allranks.record import read_events
 from conftest import Train
 from contract_tasks import made
 

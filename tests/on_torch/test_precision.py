@@ -15,9 +15,9 @@ import contract_tasks
 import data_tasks
 import trainer_tasks
 from allranks.errors import ProgramError
-from allranks.job import Job
+from allranks.job.job import Job
+from allranks.job.run_folder import read_rows
 from allranks.on_torch import Trainer
-from allranks.record import read_rows
 from conftest import Train
 
 OnRanks = Callable[..., Any]

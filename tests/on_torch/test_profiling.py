@@ -7,9 +7,9 @@ import json
 import pytest
 
 from allranks.cli.words import in_words
-from allranks.config import resolve
 from allranks.errors import RequestError
-from allranks.record import read_events
+from allranks.job.config import resolve
+from allranks.job.run_folder import read_events
 from conftest import Train
 
 

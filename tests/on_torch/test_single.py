@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import contract_tasks
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
-from allranks.order import Order
+from allranks.training.order import Order
 from contract_tasks import made
 
 STEPS = 12

@@ -18,14 +18,14 @@ from torch.utils.data import Subset
 
 import input_tasks
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.copying import Copying
 from allranks.on_torch.data import Batch, GlobalBatches
 from allranks.on_torch.open_data import open_data
+from allranks.training.prefetch import one_ahead, staged
 from allranks.training.progress import Progress
-from allranks.training.stages import one_ahead, staged
 from conftest import Train
 from input_tasks import CountedRows, MapRows, StagedRows, stage_threads
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
+from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
 from allranks.on_torch.checkpoint.tree import flatten
 from allranks.on_torch.state import (
@@ -25,7 +26,6 @@ from allranks.on_torch.state import (
     random_streams,
     set_random_streams,
 )
-from allranks.training.checkpoint.tree import unflatten
 from resume_tasks import Odd
 
 CPU = torch.device("cpu")

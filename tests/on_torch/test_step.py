@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import contract_tasks
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from guard_tasks import Counting
 

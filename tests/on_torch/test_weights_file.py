@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 import kinds_tasks
-from allranks.checkpoint_folder import committed
-from allranks.export import export_weights
+from allranks.checkpoint.export import export_weights
+from allranks.checkpoint.folder import committed
 from allranks.on_torch.digest import weights_sha256
 from conftest import Train
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import contract_tasks
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from conftest import Train
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import kinds_tasks
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from conftest import Train
 

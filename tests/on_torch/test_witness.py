@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import witness_tasks
 from allranks.cli.progress import follows_ranks
 from allranks.errors import AllranksError, ProgramError, RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.launch.start import Result
 from allranks.on_torch import Trainer
 from conftest import Train

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from allranks.config import resolve
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.config import resolve
+from allranks.job.job import Job
 from allranks.launch.process import Process
 from allranks.launch.server import ForkServer
 from allranks.launch.supervisor import supervise

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from allranks.errors import ProgramError, RequestError
+from allranks.job.run_folder import read_rows
 from allranks.programs.cifar10 import Cifar10
 from allranks.programs.imagenet import ImageNet
 from allranks.programs.mnist import Fashion, Mnist
@@ -19,7 +20,6 @@ from allranks.programs.mnist_data import MNIST
 from allranks.readers.cifar import RECORD_BYTES
 from allranks.readers.download import Remote
 from allranks.readers.idx import write_idx
-from allranks.record import read_rows
 from conftest import Train
 
 

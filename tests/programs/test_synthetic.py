@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch import Trainer
 from allranks.programs.synthetic import BLOCK, Synthetic
 from conftest import Train

@@ -13,9 +13,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from allranks.catalog import find_program
 from allranks.errors import RequestError
-from allranks.fields import with_settings
+from allranks.job.fields import with_settings
+from allranks.job.program import find_program
 from allranks.on_torch.task import Task
 from allranks.programs.text import Text
 from conftest import Train

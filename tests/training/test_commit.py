@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from allranks.manifest import (
+from allranks.checkpoint.commit import Commit, Rules, Save
+from allranks.checkpoint.manifest import (
     Chunk,
     SavedTensor,
     digest,
@@ -20,8 +21,7 @@ from allranks.manifest import (
     read_manifest,
     step_folder,
 )
-from allranks.tensor_file import Layout, Piece, lay_out
-from allranks.training.checkpoint.commit import Commit, Rules, Save
+from allranks.checkpoint.tensor_file import Layout, Piece, lay_out
 
 FINE = {"error": "", "own": None, "bytes": 100, "blake2b": digest(b"theirs")}
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import trainer_tasks
-from allranks.checkpoint_folder import committed, step_of
+from allranks.checkpoint.folder import committed, step_of
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
+from allranks.job.run_folder import read_events
 from allranks.on_torch import Trainer
 from allranks.on_torch.digest import weights_sha256
-from allranks.record import read_events
 from conftest import Train
 from trainer_tasks import Block, Blocks, Residual
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
 from allranks.errors import RequestError
-from allranks.job import Job
-from allranks.record import JsonLines, keep_rows, rank_events_path, read_rows
+from allranks.job.job import Job
+from allranks.job.run_folder import JsonLines, keep_rows, rank_events_path, read_rows
 from allranks.training.logs import STEP_COLUMNS, GrowingFile, Logs, check_logs, open_logs
 from conftest import Train
 

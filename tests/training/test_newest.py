@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from allranks.manifest import (
+from allranks.checkpoint.manifest import (
     Chunk,
     Manifest,
     SavedFile,
@@ -20,7 +20,7 @@ from allranks.manifest import (
     step_folder,
     write_manifest,
 )
-from allranks.training.checkpoint.newest import Loaded, Search
+from allranks.checkpoint.newest import Loaded, Search
 
 RANKS = 4
 FILES = [rank_file(rank, RANKS, 0) for rank in range(RANKS)]

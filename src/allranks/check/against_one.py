@@ -25,20 +25,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.card import Exact
-from allranks.cards import card_for, resolved_strategy
 from allranks.check import hints
 from allranks.check.compare import Difference, Tolerance, Trace, compare, sizes_between
 from allranks.check.plan import Plan
 from allranks.check.sizes import number_difference
 from allranks.check.tolerances import BITS, CLOSE, FP64, close, coarse
 from allranks.check.verdict import Look, Verdict
-from allranks.choice import parse_choice
-from allranks.config import Resolved
 from allranks.errors import ProgramError, RequestError
-from allranks.job import Job
+from allranks.job.config import Resolved
+from allranks.job.job import Job
 from allranks.launch.server import ForkServer
 from allranks.launch.start import Result, run_job
+from allranks.strategies.card import Exact
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import card_for, resolved_strategy
 
 HERE: dict[str, Any] = {"nodes": 1, "place": "local"}
 UNDISTURBED: dict[str, Any] = {

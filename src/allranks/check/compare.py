@@ -25,7 +25,7 @@ from allranks.check.sizes import (
     tensor_difference,
     usual_sizes,
 )
-from allranks.record import read_rows
+from allranks.job.run_folder import read_rows
 
 START = -1
 STAGES = ("gradient", "clipped gradient", "weight", "average", "buffer")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from allranks.cards import card_for
-from allranks.choice import parse_choice
 from allranks.errors import RequestError
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import card_for
 
 USUAL = 2, 3
 STEPS = 20

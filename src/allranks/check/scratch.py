@@ -13,9 +13,9 @@ from allranks.catalog import preload_for
 from allranks.check.against_one import check_against_one
 from allranks.check.plan import TRACE_BYTES, Plan, ranks_to_check
 from allranks.check.verdict import Verdict
-from allranks.config import Resolved
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped
-from allranks.job import Job
+from allranks.job.config import Resolved
+from allranks.job.job import Job
 from allranks.launch.ground import OneMachine
 from allranks.launch.server import ForkServer
 from allranks.launch.start import describe

@@ -9,9 +9,9 @@ import click
 
 from allranks.check.plan import STEPS, default_ranks
 from allranks.check.scratch import checked_in_scratch
+from allranks.checkpoint.files import as_json
 from allranks.cli.options import job_options, resolved_from
 from allranks.errors import EXIT_DIFFERENCE_FOUND
-from allranks.record import as_json
 
 
 @click.command()

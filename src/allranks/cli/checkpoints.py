@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
-from allranks.checkpoint_folder import (
+from allranks.checkpoint.export import export_weights
+from allranks.checkpoint.files import as_json
+from allranks.checkpoint.folder import (
     FOLDER,
     bad,
     best_of,
@@ -18,13 +20,11 @@ from allranks.checkpoint_folder import (
     uncommitted,
     verify_files,
 )
-from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError
-from allranks.export import export_weights
+from allranks.checkpoint.manifest import NAME, BadCheckpoint, read_manifest
+from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError, printable
+from allranks.job.loaded import file_sha256
+from allranks.job.units import format_bytes
 from allranks.launch.exporting import FORMATS, export_model
-from allranks.loaded import file_sha256
-from allranks.manifest import NAME, BadCheckpoint, read_manifest
-from allranks.record import as_json
-from allranks.units import format_bytes, printable
 
 SAFETENSORS = "safetensors"
 as_object_option = click.option("--json", "as_object", is_flag=True, help="Print JSON.")

@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
+from allranks.checkpoint.files import as_json
+from allranks.errors import printable
 from allranks.launch import slurm
-from allranks.record import as_json
 from allranks.sites.limits import slurm_time
 from allranks.sites.live import site_as_toml
 from allranks.sites.site import Partition, Site, bundled_names, bundled_text, load_site
-from allranks.units import printable
 
 
 @click.group()

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from allranks.errors import printable
+from allranks.job.units import format_bytes
 from allranks.launch.diagnosis import STOP, WARNING, Cells, Diagnosis, Matrix, NodeReport
 from allranks.launch.examination import WORKS, Examination
-from allranks.units import format_bytes, printable
 
 WIDE = 10_000  # columns of what is no terminal: no line is broken
 UNKNOWN = "unknown"

@@ -24,8 +24,9 @@ from allranks.cli.following import Anomaly, Follower, State
 from allranks.cli.progress import MOST_OF_A_LINE, opening_words
 from allranks.cli.terminal import Line, Terminal
 from allranks.cli.words import evaluation_in_words
+from allranks.errors import printable
+from allranks.job.units import format_count
 from allranks.places.base import Plan
-from allranks.units import format_count, printable
 
 EVERY_S = 0.5
 RATE_OVER_S = 5.0

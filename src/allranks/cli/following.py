@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.card import APART
-from allranks.cards import card_for
-from allranks.choice import parse_choice
 from allranks.cli.words import anomalies_in, in_words
+from allranks.job.run_folder import rank_events_path, rank_log_path
 from allranks.places.base import Plan
-from allranks.record import rank_events_path, rank_log_path
+from allranks.strategies.card import APART
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import card_for
 
 MOST_AT_ONCE = 1 << 20
 LONGEST_LINE = 1 << 16

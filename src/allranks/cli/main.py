@@ -11,8 +11,7 @@ import click
 
 from allranks import __version__
 from allranks.catalog import VERBS, load
-from allranks.errors import EXIT_INTERRUPTED, AllranksError, RequestError, nearest
-from allranks.units import printable
+from allranks.errors import EXIT_INTERRUPTED, AllranksError, RequestError, nearest, printable
 
 
 class Verbs(click.Group):

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from allranks.config import Resolved, resolve
 from allranks.errors import RequestError
-from allranks.job_file import redacted
+from allranks.job.config import Resolved, resolve
+from allranks.job.job_file import redacted
+from allranks.job.units import parse_duration
 from allranks.meeting import Meeting, checked_meeting
-from allranks.units import parse_duration
 
 Options = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from allranks.placement import PARAMETER, Placed, RankPlacement, Totals
-from allranks.units import format_bytes, format_count, printable
+from allranks.errors import printable
+from allranks.job.placement import PARAMETER, Placed, RankPlacement, Totals
+from allranks.job.units import format_bytes, format_count
 
 UNKNOWN = "unknown"
 

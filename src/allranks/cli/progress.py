@@ -17,8 +17,9 @@ import click
 from allranks.catalog import load
 from allranks.cli.following import Follower, State
 from allranks.cli.words import not_in_the_run_folder
+from allranks.errors import printable
+from allranks.job.units import format_bytes, format_count
 from allranks.places.base import Plan
-from allranks.units import format_bytes, format_count, printable
 
 EVERY_S = 1.0
 MOST_OF_A_LINE = 1000  # in UTF-8 within what a writable pipe takes whole

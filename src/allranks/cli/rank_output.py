@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from allranks.command import CommandPlan
-from allranks.record import rank_log_path
-from allranks.units import printable
+from allranks.errors import printable
+from allranks.job.run_folder import rank_log_path
 
 MOST_AT_ONCE = 1 << 16
 MOST_OF_A_WRITE = select.PIPE_BUF  # so much a pipe takes without making anybody wait

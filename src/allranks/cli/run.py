@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from allranks.checkpoint.files import as_json
 from allranks.cli.options import (
     MEETING_NAMES,
     Duration,
@@ -30,9 +31,9 @@ from allranks.command import (
     plan_command,
     redacted_words,
 )
-from allranks.engines import is_only_a_task
-from allranks.errors import RequestError, nearest
-from allranks.job_limits import checked_place
+from allranks.errors import RequestError, nearest, printable
+from allranks.job.engines import is_only_a_task
+from allranks.job.limits import checked_place
 from allranks.launch.cluster import gathered, is_head, take_part
 from allranks.launch.commands import (
     CommandResult,
@@ -45,10 +46,8 @@ from allranks.launch.commands import (
 )
 from allranks.launch.start import new_run_dir
 from allranks.launch.starters import Wanted, foreseen_hosts
-from allranks.record import as_json
 from allranks.topology import DEFAULT_ROLE, parse_roles
 from allranks.torchrun import FLAGS, Asked, processes_from, understand
-from allranks.units import printable
 from allranks.variables import DEFAULT_FAMILIES, parse_families
 from allranks.world import Visible
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
-from allranks.card import Card, Option
-from allranks.cards import CARDS, card_for
-from allranks.choice import parse_choice
-from allranks.record import as_json
+from allranks.checkpoint.files import as_json
+from allranks.strategies.card import Card, Option
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import card_for
+from allranks.strategies.torch_cards import CARDS
 
 
 @click.command()

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from allranks.checkpoint.files import as_json
 from allranks.cli.submitted import (
     Submitted,
     check_job,
@@ -21,15 +22,14 @@ from allranks.cli.submitted import (
     nodes_and_ranks,
     read_words,
 )
-from allranks.errors import PlaceError, RequestError
+from allranks.errors import PlaceError, RequestError, printable
+from allranks.job.units import parse_slurm_time
 from allranks.launch import slurm
 from allranks.launch.start import new_run_dir
-from allranks.record import as_json
 from allranks.sites.limits import check_device, check_request
 from allranks.sites.request import Asked, SlurmRequest, make_request, memory_mb_of
 from allranks.sites.script import render
 from allranks.sites.site import Site, load_site
-from allranks.units import parse_slurm_time, printable
 
 ACCOUNT_VARIABLES = ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")
 SCRIPT_MODE = 0o600  # the words of a command may hold what others should not read

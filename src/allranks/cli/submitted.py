@@ -16,14 +16,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from allranks.cards import devices_of_a_rank
 from allranks.catalog import PROGRAMS, VERBS, load
 from allranks.cli.options import resolved_from
-from allranks.config import Resolved
 from allranks.errors import RequestError, nearest
-from allranks.job import Job
-from allranks.job_file import read_job_file
-from allranks.record import is_in_use
+from allranks.job.config import Resolved
+from allranks.job.job import Job
+from allranks.job.job_file import read_job_file
+from allranks.job.run_folder import is_in_use
+from allranks.strategies.resolve import devices_of_a_rank
 
 SUBMITTED = ("train", "run")
 PLACE = "slurm"

@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 
+from allranks.checkpoint.files import as_json
 from allranks.cli.options import resolved_from
-from allranks.errors import Interrupted, ProgramError, RequestError, Stopped
-from allranks.fields import TRUTH
-from allranks.job import Job
-from allranks.job_limits import devices_of
+from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
+from allranks.job.job import Job
+from allranks.job.limits import devices_of
 from allranks.launch.packing import (
     DONE,
     FAILED,
@@ -33,8 +33,7 @@ from allranks.launch.packing import (
 )
 from allranks.launch.slots import Watcher, run_packed
 from allranks.launch.start import new_run_dir
-from allranks.record import as_json
-from allranks.units import printable
+from allranks.strategies.choice import TRUTH
 
 OF_THE_SWEEP = ("sweep", "slots", "run_dir", "dry_run", "placement", "as_object")
 NOT_SWEPT = ("set", "job", "resume", "inject", *OF_THE_SWEEP, "json")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from allranks.checkpoint.files import as_json
 from allranks.cli.options import (
     course_options,
     job_options,
@@ -20,13 +21,12 @@ from allranks.cli.options import (
 from allranks.cli.placement import table
 from allranks.cli.progress import in_sentences, lost_in, progress_here
 from allranks.cli.sweep import sweep as run_sweep
-from allranks.config import Resolved
 from allranks.errors import PlaceError, RequestError
+from allranks.job.config import Resolved
 from allranks.launch.cluster import is_head, take_part
 from allranks.launch.placing import place_ranks
 from allranks.launch.start import Watcher, plan_only, run_job
 from allranks.meeting import Meeting
-from allranks.record import as_json
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

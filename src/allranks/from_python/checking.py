@@ -13,7 +13,6 @@ from typing import Any
 from allranks.check.plan import STEPS, default_ranks
 from allranks.check.scratch import checked_in_scratch
 from allranks.check.verdict import Verdict
-from allranks.config import resolve
 from allranks.from_python.launching import (
     RUNS,
     check_that_this_is_no_rank,
@@ -21,6 +20,7 @@ from allranks.from_python.launching import (
     with_fields,
 )
 from allranks.from_python.program import program_of
+from allranks.job.config import resolve
 
 
 def check(

@@ -16,13 +16,13 @@ from typing import Any
 
 from allranks.catalog import load
 from allranks.cli.progress import Progress, in_sentences, lost_in, progress_here
-from allranks.config import Resolved, resolve
 from allranks.errors import Interrupted, PlaceError, RequestError, nearest
-from allranks.fields import read_value
 from allranks.from_python.notebook import NotebookDisplay, has_outputs
 from allranks.from_python.program import program_of
-from allranks.job import Job
-from allranks.job_file import NOT_SETTABLE
+from allranks.job.config import Resolved, resolve
+from allranks.job.fields import read_value
+from allranks.job.job import Job
+from allranks.job.job_file import NOT_SETTABLE
 from allranks.launch.leftovers import belongs_to_a_job
 from allranks.launch.signals import Signals
 from allranks.launch.start import Result, Watcher, run_job

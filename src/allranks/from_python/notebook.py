@@ -21,8 +21,8 @@ from allranks.catalog import load
 from allranks.cli.display import RATE_OVER_S, WIDEST, Picture
 from allranks.cli.following import Follower
 from allranks.cli.progress import MOST_OF_A_LINE, opening_words
+from allranks.errors import printable
 from allranks.places.base import Plan
-from allranks.units import printable
 
 EVERY_S = 0.5
 MOST_TOLD = 200  # lines above the picture; the run folder has all

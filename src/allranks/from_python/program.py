@@ -16,11 +16,11 @@ from types import ModuleType
 from typing import Any
 
 from allranks.catalog import PROGRAMS
+from allranks.checkpoint.files import write_whole
 from allranks.errors import RequestError
 from allranks.from_python import notebook
 from allranks.from_python.cells import Program, program_for, refused
 from allranks.from_python.values import NotAValue
-from allranks.record import write_whole
 
 FOLDER = "programs"
 

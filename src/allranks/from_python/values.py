@@ -21,7 +21,7 @@ from typing import Any
 
 from allranks.catalog import load
 from allranks.errors import RequestError
-from allranks.job_file import HIDDEN, redacted
+from allranks.job.job_file import HIDDEN, redacted
 
 VALUES = "_VALUES"
 LONGEST_TEXT = 1_000_000  # characters of Python that one value may take

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint_folder import candidates, committed, step_of
+from allranks.checkpoint.folder import candidates, committed, step_of
 from allranks.errors import (
     NOT_AT_THE_SAME_STEP,
     Interrupted,
@@ -24,6 +24,8 @@ from allranks.errors import (
     RequestError,
     Stopped,
 )
+from allranks.job.resume import CHECKPOINTS, sources_of
+from allranks.job.run_folder import RunFolder, rank_log_path
 from allranks.launch.forkserver import LISTENER_FD, PULSE_FD
 from allranks.launch.ground import Ground
 from allranks.launch.last_words import last_words
@@ -46,9 +48,7 @@ from allranks.launch.supervisor import COMMIT_S, NEVER, Care, Ended, supervise
 from allranks.places.base import Plan, RankPlan
 from allranks.places.local import STORE
 from allranks.pulse import Beat, Pulses
-from allranks.record import RunFolder, rank_log_path
-from allranks.resume import CHECKPOINTS, sources_of
-from allranks.roles import LEADER
+from allranks.strategies.roles import LEADER
 
 AGAIN = "not started again: the same fault came twice, with no step between"
 

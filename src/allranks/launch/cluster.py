@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
-from allranks.job import Job
+from allranks.job import faults
+from allranks.job.job import Job
+from allranks.job.simulated_network import Link, rate_of
 from allranks.launch.agent import serve
 from allranks.launch.gathering import Call, Gathering, preflight
 from allranks.launch.ground import for_all_processes, meeting_at, seats_of, shares
@@ -27,11 +29,9 @@ from allranks.launch.starters import Wanted, start_agents
 from allranks.launch.supervisor import EVIDENCE_S, NEVER
 from allranks.launch.ticket import ANY, Ticket
 from allranks.meeting import Meeting
-from allranks.network import Link, rate_of
 from allranks.places import local
 from allranks.places.base import Plan, Seat, Shape
 from allranks.pulse import Beat
-from allranks.testing import faults
 from allranks.topology import Host
 from allranks.world import Visible
 

@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from allranks.job.units import format_bytes
 from allranks.launch.attending import Attended
 from allranks.launch.command import NOT_FOUND, NOT_RUNNABLE
 from allranks.launch.last_words import LastWords, last_words, stacks_in
 from allranks.launch.process import Exit
-from allranks.units import format_bytes
 
 FEW_LINES = 20
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.checkpoint.files import write_whole
 from allranks.command import (
     WARM,
     CommandPlan,
@@ -36,7 +37,8 @@ from allranks.errors import (
     RequestError,
     Stopped,
 )
-from allranks.job_file import SCHEMA, write_toml
+from allranks.job.job_file import SCHEMA, write_toml
+from allranks.job.run_folder import RunFolder, rank_log_path, read_rows
 from allranks.launch.attending import Attended, Manners, Relay, attend
 from allranks.launch.command_report import find_fault, name_of_signal, report_of, silence_report
 from allranks.launch.connections import Connections
@@ -46,7 +48,6 @@ from allranks.launch.process import Process, Processes
 from allranks.launch.server import ForkServer
 from allranks.launch.start import new_run_dir, recorded_environment
 from allranks.launch.supervisor import NEVER
-from allranks.record import RunFolder, rank_log_path, read_rows, write_whole
 from allranks.topology import Host
 from allranks.variables import step_variables
 

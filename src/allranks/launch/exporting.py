@@ -12,19 +12,19 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
-from allranks.engines import TENSORFLOW, check_installed
+from allranks.checkpoint.export import check_free, refused, verified
 from allranks.errors import Interrupted, PlaceError, RequestError
-from allranks.export import check_free, refused, verified
-from allranks.job import Job
-from allranks.job_file import HIDDEN
+from allranks.job.engines import TENSORFLOW, check_installed
+from allranks.job.job import Job
+from allranks.job.job_file import HIDDEN
+from allranks.job.resume import base_of
+from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
 from allranks.launch.leftovers import scratch_folder
 from allranks.launch.process import Process
 from allranks.launch.report import error_of, first_fault
 from allranks.launch.server import ForkServer
 from allranks.launch.supervisor import supervise
 from allranks.places import local
-from allranks.record import rank_events_path, rank_log_path, read_rows
-from allranks.resume import base_of
 
 FORMATS = ("keras", "saved-model")
 TARGET = "allranks.on_tf.export:main"

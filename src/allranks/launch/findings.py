@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from allranks.job.units import format_bytes
 from allranks.launch.diagnosis import NOTE, STOP, WARNING, Finding, Matrix, NodeReport
 from allranks.launch.examination import SEEN, SEEN_LOCK, WORKS
 from allranks.launch.facts import MUST_BE_EQUAL, Facts, differences
-from allranks.units import format_bytes
 
 FEWEST_FILES = 1024
 SMALL_SHARED_MEMORY = 64 << 20  # what a container gets if nobody asks for more

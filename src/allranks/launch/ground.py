@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from allranks.cards import crew_of
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.launch.process import Processes
 from allranks.launch.server import ForkServer
 from allranks.launch.supervisor import EVIDENCE_S
 from allranks.places import local
 from allranks.places.base import Plan, Seat, Shape
 from allranks.pulse import Beat
-from allranks.roles import RANKS
+from allranks.strategies.resolve import crew_of
+from allranks.strategies.roles import RANKS
 from allranks.world import Visible
 
 T = TypeVar("T")

@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from allranks.checkpoint.files import as_json, write_whole
 from allranks.errors import RequestError
-from allranks.record import as_json, rank_events_path, read_rows, write_whole
+from allranks.job.run_folder import rank_events_path, read_rows
 
 RECORD = "sweep.json"
 SCHEMA = 1

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from allranks.catalog import ENGINES
 from allranks.errors import Interrupted, PlaceError, RequestError
+from allranks.job.placement import RankPlacement, read_placements
+from allranks.job.run_folder import rank_log_path
 from allranks.launch.leftovers import scratch_folder
 from allranks.launch.process import Process
 from allranks.launch.report import error_of, first_fault
 from allranks.launch.server import ForkServer
 from allranks.launch.supervisor import supervise
-from allranks.placement import RankPlacement, read_placements
 from allranks.places.base import Plan, RankPlan
 from allranks.places.local import STORE
-from allranks.record import rank_log_path
 
 
 def place_ranks(plan: Plan, server: ForkServer) -> list[RankPlacement]:

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import PlaceError, ProgramError, RequestError
+from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
+from allranks.job.units import format_bytes
 from allranks.launch.folding import folded
 from allranks.launch.hang import Hang, missing_of
 from allranks.launch.last_words import LastWords, last_words
 from allranks.launch.mismatch import told_of_mismatch
 from allranks.launch.supervisor import Ended
 from allranks.pulse import Beat
-from allranks.record import rank_events_path, rank_log_path, read_rows
-from allranks.units import format_bytes
 
 NO_TRACEBACK = "; it could leave no traceback"
 SPEAKS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.errors import PlaceError
-from allranks.loaded import MODULES, PROGRAM, by_name
-from allranks.record import JsonLines, rank_events_path, read_rows
+from allranks.job.loaded import MODULES, PROGRAM, by_name
+from allranks.job.run_folder import JsonLines, rank_events_path, read_rows
 
 LOOK_EVERY_S = 0.5
 PATIENCE_S = 60.0

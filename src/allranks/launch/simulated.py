@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from allranks.errors import PlaceError
+from allranks.job.simulated_network import Link, Network
 from allranks.launch import leftovers
 from allranks.launch.ticket import Ticket
-from allranks.network import Link, Network
 
 CLOSE_TIMEOUT_S = 10.0
 MESSAGE_LIMIT = 1 << 17

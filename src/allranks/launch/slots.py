@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from allranks.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
+from allranks.job.run_folder import is_in_use
 from allranks.launch import leftovers
 from allranks.launch.linux import die_with_parent
 from allranks.launch.packing import (
@@ -35,7 +36,6 @@ from allranks.launch.packing import (
     result_of,
 )
 from allranks.launch.signals import Signals
-from allranks.record import is_in_use
 
 TICK_S = 0.05
 LAST_LINES = 20

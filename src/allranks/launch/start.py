@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from allranks.catalog import ENGINES, preload_for
-from allranks.checkpoint_folder import committed
-from allranks.config import Resolved
-from allranks.engines import check_installed
+from allranks.checkpoint.folder import committed
 from allranks.errors import Interrupted, PlaceError, RequestError
-from allranks.job import Job
-from allranks.job_file import redacted
+from allranks.job.config import Resolved
+from allranks.job.engines import check_installed
+from allranks.job.job import Job
+from allranks.job.job_file import redacted
+from allranks.job.resume import CHECKPOINTS, changed, changed_fields
+from allranks.job.run_folder import RunFolder, rank_events_path, rank_log_path, read_rows
 from allranks.launch.attempts import Attempts
 from allranks.launch.cluster import gathered
 from allranks.launch.ground import Foreseen, Ground, OneMachine
@@ -36,8 +38,6 @@ from allranks.launch.supervisor import supervise
 from allranks.meeting import Meeting
 from allranks.places import local
 from allranks.places.base import Plan, Shape
-from allranks.record import RunFolder, rank_events_path, rank_log_path, read_rows
-from allranks.resume import CHECKPOINTS, changed, changed_fields
 from allranks.world import Visible
 
 RECORDED = (

@@ -25,6 +25,7 @@ from typing import IO
 from allranks.allocation import Allocation
 from allranks.errors import PlaceError, RequestError
 from allranks.hostfile import HostSlots, read_hostfile
+from allranks.job.simulated_network import INSIDE, network_of
 from allranks.launch import leftovers
 from allranks.launch.ground import seats_of, shares
 from allranks.launch.interfaces import candidates, interfaces
@@ -32,7 +33,6 @@ from allranks.launch.simulated import SimulatedNodes
 from allranks.launch.slurm import end_time_of
 from allranks.launch.ticket import Ticket
 from allranks.meeting import Meeting
-from allranks.network import INSIDE, network_of
 from allranks.places.base import Seat
 from allranks.topology import Host
 

@@ -11,8 +11,8 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from allranks.job.run_folder import JsonLines
 from allranks.pulse import Beat, Pulses
-from allranks.record import JsonLines
 
 EVERY_S = 5.0
 FEWEST_STEPS = 5

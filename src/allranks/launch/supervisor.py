@@ -22,7 +22,7 @@ from allranks.launch.hang import Hang, find_hang
 from allranks.launch.process import Exit, Process, Processes, Stand
 from allranks.launch.signals import Signals
 from allranks.pulse import Pulses
-from allranks.roles import LEADER
+from allranks.strategies.roles import LEADER
 
 TICK_S = 0.1
 EVIDENCE_S = 0.2

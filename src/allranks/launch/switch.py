@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from allranks.job.simulated_network import INSIDE, Link, Network
 from allranks.launch.linux import (
     CLONE_NEWNET,
     CLONE_NEWNS,
@@ -35,7 +36,6 @@ from allranks.launch.linux import (
     show_instead,
     unshare,
 )
-from allranks.network import INSIDE, Link, Network
 
 MESSAGE_LIMIT = 1 << 17
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_tf.built import Built
 from allranks.on_tf.layers import swap_layers
 from allranks.on_tf.machine import described

@@ -16,16 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from allranks import checkpoint_folder
-from allranks.checkpoint_tensors import TensorFiles
+from allranks.checkpoint import folder as checkpoint_folder
+from allranks.checkpoint.about import About, check_best
+from allranks.checkpoint.commit import ALONE, Commit, Ranks, Rules, Save, named
+from allranks.checkpoint.manifest import Manifest, Reach, nothing, step_folder
+from allranks.checkpoint.newest import Loaded, Search, values_of
+from allranks.checkpoint.tensors import TensorFiles
+from allranks.checkpoint.thread import Aside
+from allranks.checkpoint.tree import unflatten
 from allranks.errors import PeerLost
-from allranks.manifest import Manifest, Reach, nothing, step_folder
 from allranks.on_tf.snapshot import Snapshot, flatten, read_arrays
-from allranks.training.checkpoint.about import About, check_best
-from allranks.training.checkpoint.commit import ALONE, Commit, Ranks, Rules, Save, named
-from allranks.training.checkpoint.newest import Loaded, Search, values_of
-from allranks.training.checkpoint.thread import Aside
-from allranks.training.checkpoint.tree import unflatten
 
 COMMON = "common"
 

@@ -27,10 +27,10 @@ from allranks.errors import RequestError
 from allranks.on_tf.nested import arrays_in, joined, mapped
 from allranks.on_tf.step import Cut
 from allranks.on_tf.whole_dataset import WholeDataset
-from allranks.order import Order, random_key
-from allranks.shards import Micro, even_sizes, micro_batches, owned_shards
+from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
+from allranks.training.order import Order, random_key
+from allranks.training.prefetch import staged
 from allranks.training.progress import Progress
-from allranks.training.stages import staged
 
 Ids = NDArray[np.int64]
 

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint_folder import committed, step_of, verify_files
-from allranks.job import Job
-from allranks.manifest import BadCheckpoint, read_manifest
+from allranks.checkpoint.folder import committed, step_of, verify_files
+from allranks.checkpoint.manifest import BadCheckpoint, read_manifest
+from allranks.job.job import Job
+from allranks.job.resume import CHECKPOINTS
+from allranks.job.run_folder import JsonLines, rank_events_path, read_rows
 from allranks.on_tf.build import build
 from allranks.on_tf.checkpointer import read_checkpoint
 from allranks.on_tf.machine import set_arithmetic
@@ -26,9 +28,7 @@ from allranks.on_tf.strategies.one_process import Single
 from allranks.on_tf.task import Task
 from allranks.on_tf.task_data import TaskData
 from allranks.pulse import Pulse
-from allranks.record import JsonLines, rank_events_path, read_rows
-from allranks.resume import CHECKPOINTS
-from allranks.roles import LEADER
+from allranks.strategies.roles import LEADER
 from allranks.world import World
 
 EVALUATOR = "evaluator"

@@ -14,18 +14,19 @@ from typing import Any
 
 import keras
 
-from allranks.checkpoint_tensors import TensorFiles
+from allranks.checkpoint.export import MODEL, check_free, refused
+from allranks.checkpoint.files import fsync_folder
+from allranks.checkpoint.manifest import read_manifest
+from allranks.checkpoint.newest import values_of
+from allranks.checkpoint.tensors import TensorFiles
+from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
-from allranks.export import MODEL, check_free, refused
-from allranks.job import Job
-from allranks.manifest import fsync_folder, read_manifest
+from allranks.job.job import Job
+from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.on_tf.machine import set_arithmetic
 from allranks.on_tf.names import set_weights
 from allranks.on_tf.snapshot import read_arrays
 from allranks.on_tf.task import Task
-from allranks.record import JsonLines, rank_events_path
-from allranks.training.checkpoint.newest import values_of
-from allranks.training.checkpoint.tree import unflatten
 from allranks.training.failure import exit_code_of, failure_of
 from allranks.training.task_fields import task_of
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.job import Job
-from allranks.loss_scale import loss_scale_of
+from allranks.job.job import Job
+from allranks.job.loss_scale import loss_scale_of
 from allranks.on_tf.data import Batch
 from allranks.on_tf.step import Found
 from allranks.training.guard import Guard

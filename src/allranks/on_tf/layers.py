@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from allranks.errors import RequestError
-from allranks.shards import Micro
+from allranks.strategies.shards import Micro
 
 _here = threading.local()  # tf.distribute makes the graph of each replica in a thread of its own
 

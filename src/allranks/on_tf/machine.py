@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_tf.quiet import quietly
 
 POLICIES = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from allranks.job.placement import BUFFER, OPTIMIZER, PARAMETER, Placed
 from allranks.on_tf.names import names_of, unique_names
 from allranks.on_tf.trainer import Trainer
-from allranks.placement import BUFFER, OPTIMIZER, PARAMETER, Placed
 
 
 def rows_of(trainer: Trainer) -> Iterator[Placed]:

@@ -14,12 +14,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from allranks.job import Job
-from allranks.loaded import program_facts
+from allranks.checkpoint.commit import Ranks
+from allranks.job.job import Job
+from allranks.job.loaded import program_facts
 from allranks.on_tf.checkpointer import Checkpointer
 from allranks.on_tf.task import Task
-from allranks.training.checkpoint.commit import Ranks
-from allranks.training.going_on import (
+from allranks.training.resume_checks import (
     about_of,
     changes_since,
     check_not_asked_for,

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_tf.ahead import Ahead
 from allranks.on_tf.built import Built
 from allranks.on_tf.data import Arrays, Batch

@@ -18,15 +18,15 @@ from typing import NoReturn
 
 import tensorflow as tf
 
-from allranks.cards import crew_of
-from allranks.config import threads_per_rank
-from allranks.job import Job
+from allranks.job.config import threads_per_rank
+from allranks.job.faults import Faults
+from allranks.job.job import Job
+from allranks.job.run_folder import JsonLines
 from allranks.on_tf.machine import take_devices
 from allranks.on_tf.meet import meet
 from allranks.pulse import Pulse
-from allranks.record import JsonLines
-from allranks.roles import LEADER, WORKER, Crew
-from allranks.testing.faults import Faults
+from allranks.strategies.resolve import crew_of
+from allranks.strategies.roles import LEADER, WORKER, Crew
 from allranks.world import World
 
 CHIEF, SERVER = "chief", "server"

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from allranks.checkpoint_tensors import TensorFiles
+from allranks.checkpoint import tree
+from allranks.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from allranks.checkpoint.newest import is_below
+from allranks.checkpoint.tensor_file import Piece, lay_out
+from allranks.checkpoint.tensors import TensorFiles
+from allranks.checkpoint.tree import refused
 from allranks.errors import RequestError
-from allranks.manifest import Chunk, Manifest, SavedTensor
-from allranks.tensor_file import Piece, lay_out
-from allranks.training.checkpoint import tree
-from allranks.training.checkpoint.newest import is_below
-from allranks.training.checkpoint.tree import refused
 
 Array = NDArray[Any]
 

@@ -37,7 +37,7 @@ from allranks.on_tf.layers import Passing, passing, shard_norms
 from allranks.on_tf.losses import check_layer_losses, weighted_losses
 from allranks.on_tf.nested import mapped
 from allranks.on_tf.task import Task
-from allranks.shards import Micro
+from allranks.strategies.shards import Micro
 
 SUM = tf.distribute.ReduceOp.SUM
 HEAD = 5

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from allranks.schedules import Plateau
+from allranks.training.schedules import Plateau
 from allranks.training.task_fields import TaskFields
 
 
@@ -81,7 +81,7 @@ class Task(TaskFields):
     def plateau(self) -> Plateau | None:
         """When the learning rate falls because a metric gets no better; `None`: never.
 
-        An `allranks.schedules.Plateau`, which counts the evaluations of `--eval-every`.
+        An `allranks.training.schedules.Plateau`, which counts the evaluations of `--eval-every`.
         """
         return None
 

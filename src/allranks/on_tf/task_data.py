@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_tf.data import Arrays, Batches, Samples
 from allranks.on_tf.evaluate import Evaluator
 from allranks.on_tf.nested import arrays_in
@@ -17,8 +17,8 @@ from allranks.on_tf.open_data import Source, open_data
 from allranks.on_tf.strategies.base import Strategy
 from allranks.on_tf.task import Task
 from allranks.on_tf.whole_dataset import WholeDataset
-from allranks.shards import largest_shard
-from allranks.training.course import check_metrics
+from allranks.strategies.shards import largest_shard
+from allranks.training.evaluation_plan import check_metrics
 from allranks.training.same_data import (
     check_same,
     digest_of,

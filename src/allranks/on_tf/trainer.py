@@ -19,13 +19,12 @@ from typing import Any, Self
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from allranks.cards import resolved_strategy
 from allranks.catalog import TENSORFLOW_STRATEGIES, load
-from allranks.choice import parse_choice
-from allranks.engines import TENSORFLOW, default_strategy
 from allranks.errors import RequestError
-from allranks.job import Job
-from allranks.job_limits import check_engine
+from allranks.job.engines import TENSORFLOW, default_strategy
+from allranks.job.faults import Faults
+from allranks.job.job import Job
+from allranks.job.limits import check_engine
 from allranks.on_tf.build import build, let_sum_again
 from allranks.on_tf.built import Built
 from allranks.on_tf.data import Batch
@@ -41,12 +40,13 @@ from allranks.on_tf.step import Found, Graphs, Says
 from allranks.on_tf.strategies.base import Setting, Strategy
 from allranks.on_tf.task import Task
 from allranks.on_tf.task_data import TaskData
-from allranks.order import random_key
 from allranks.pulse import Pulse
-from allranks.roles import TRAINER
-from allranks.testing.faults import Faults
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import resolved_strategy
+from allranks.strategies.roles import TRAINER
 from allranks.training.callback import Callback
-from allranks.training.course import Course
+from allranks.training.evaluation_plan import Course
+from allranks.training.order import random_key
 from allranks.training.progress import Asked, Progress, StepResult
 from allranks.training.task_fields import check_task
 from allranks.world import World

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from allranks.errors import RequestError
 from allranks.on_tf.nested import arrays_in, mapped
-from allranks.order import random_key
+from allranks.training.order import random_key
 
 
 class WholeDataset:

@@ -17,9 +17,12 @@ import keras
 import numpy as np
 from safetensors.numpy import save_file
 
-from allranks.config import threads_per_rank
+from allranks.checkpoint.digest import digest_of_weights
 from allranks.errors import AllranksError
-from allranks.job import Job
+from allranks.job.config import threads_per_rank
+from allranks.job.job import Job
+from allranks.job.placement import write_placement
+from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.on_tf.comm import meant_by
 from allranks.on_tf.data import Batch
 from allranks.on_tf.evaluator import EVALUATOR, evaluate_checkpoints
@@ -32,11 +35,8 @@ from allranks.on_tf.served import ServedTrainer
 from allranks.on_tf.servers import CHIEF, SERVER, serve
 from allranks.on_tf.task import Task
 from allranks.on_tf.trainer import Trainer
-from allranks.placement import write_placement
-from allranks.record import JsonLines, rank_events_path
-from allranks.roles import WORKER
+from allranks.strategies.roles import WORKER
 from allranks.training.callback import Callback
-from allranks.training.digest import digest_of_weights
 from allranks.training.failure import exit_code_of, failure_of
 from allranks.training.logs import Logs, check_logs, open_logs
 from allranks.training.metrics_file import open_metrics, row_of

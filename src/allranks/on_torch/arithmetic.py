@@ -4,7 +4,7 @@
     tf32         fp32, whose products may run on tensor cores with 10 bits of mantissa (CUDA)
     bf16, fp16   weights, gradients, optimizer and sums over ranks in fp32 (the "masters"); what
                  goes through the model is cast layer by layer (torch.autocast). fp16 needs a
-                 loss scale, see `allranks.loss_scale`
+                 loss scale, see `allranks.job.loss_scale`
 
 Micikevicius et al. 2017, Mixed Precision Training, arXiv 1710.03740.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch.nested import map_tensors
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

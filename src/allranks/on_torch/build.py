@@ -15,12 +15,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from allranks.cards import CARDS, resolved_strategy
 from allranks.catalog import STRATEGIES, load
-from allranks.choice import parse_choice
 from allranks.errors import RequestError
-from allranks.job import Job
-from allranks.loss_scale import loss_scale_of
+from allranks.job.job import Job
+from allranks.job.loss_scale import loss_scale_of
 from allranks.on_torch.arithmetic import Arithmetic, arithmetic_of
 from allranks.on_torch.bounded_tables import swap_tables
 from allranks.on_torch.comm import Comm
@@ -34,6 +32,9 @@ from allranks.on_torch.sources import seed_generators
 from allranks.on_torch.state import model_state
 from allranks.on_torch.strategies.base import Setting, Strategy
 from allranks.on_torch.task import Task
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import resolved_strategy
+from allranks.strategies.torch_cards import CARDS
 from allranks.world import World
 
 

@@ -25,7 +25,7 @@ from allranks.on_torch.data import Batch, Leaf
 from allranks.on_torch.reals import real_type, reals
 from allranks.on_torch.sparse import wanting_rows
 from allranks.on_torch.trainable import trainable
-from allranks.tree import Span
+from allranks.strategies.reduction_tree import Span
 
 Gradients = dict[int, Tensor]
 """By the id of the parameter."""

@@ -35,10 +35,10 @@ from allranks.on_torch.sources import (
     drawn_from,
     seed_generators,
 )
-from allranks.order import Order, random_key
-from allranks.shards import Micro, even_sizes, micro_batches, owned_shards
+from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
+from allranks.training.order import Order, random_key
+from allranks.training.prefetch import one_ahead
 from allranks.training.progress import Progress
-from allranks.training.stages import one_ahead
 
 NO_IDS: Ids = np.empty(0, np.int64)
 COLLATES_ALONE = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.data import Batch, MicroBatch
 from allranks.on_torch.gradient_length import length

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from allranks.training.digest import digest_of_weights
+from allranks.checkpoint.digest import digest_of_weights
 
 
 def weights_sha256(tensors: Iterator[tuple[str, Tensor]]) -> str:

@@ -23,7 +23,7 @@ from allranks.on_torch.losses import forward, weighted_losses
 from allranks.on_torch.sources import Source, seed_generators
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.task import Task
-from allranks.order import random_key
+from allranks.training.order import random_key
 
 EVALUATION = -1  # what the generators are keyed for, beside chunks
 

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from allranks.cards import devices_of_a_rank
-from allranks.job import Job
+from allranks.job.job import Job
+from allranks.strategies.resolve import devices_of_a_rank
 
 TERA = 1e12
 OTHERS = re.compile(r"\b(NVL|MIG)\b")  # of these names, with other numbers

@@ -16,7 +16,7 @@ from allranks.on_torch.rows import gathered, own_rows, rows_of_ranks
 from allranks.on_torch.sources import seed_generators
 from allranks.on_torch.state import kept_random_streams
 from allranks.on_torch.strategies.base import Strategy
-from allranks.order import random_key
+from allranks.training.order import random_key
 
 INITIALISE = -4  # what the generators are keyed for, beside shards
 

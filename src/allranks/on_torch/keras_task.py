@@ -23,7 +23,7 @@ from allranks.on_torch.keras_optimizer import keras_optimizer
 from allranks.on_torch.keras_setting import KerasSetting, check_types
 from allranks.on_torch.nested import map_tensors
 from allranks.on_torch.task import Task
-from allranks.schedules import Plateau
+from allranks.training.schedules import Plateau
 
 OF_TORCH_ALONE = ("collate", "blocks", "initialise")
 BATCHES_BY_THEMSELVES = ("tensorflow.", "keras.")  # where tf.data and PyDataset are from

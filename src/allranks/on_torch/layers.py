@@ -27,8 +27,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d a
 
 from allranks.errors import RequestError
 from allranks.on_torch.sources import seed_generators
-from allranks.order import random_key
-from allranks.shards import Micro
+from allranks.strategies.shards import Micro
+from allranks.training.order import random_key
 
 DROPOUTS: dict[type[nn.Module], int] = {
     nn.Dropout: 0,  # dimensions after (sample, channel) that share one draw

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch.layers import normalising_layers, shard_norms
 from allranks.on_torch.rows import rows_of_ranks
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.task import Task
-from allranks.shards import even_sizes, largest_shard
+from allranks.strategies.shards import even_sizes, largest_shard
 
 
 def check_limits(task: Task, job: Job, strategy: Strategy) -> None:

@@ -35,7 +35,7 @@ from allranks.on_torch.nested import tensors_in
 from allranks.on_torch.sources import Ids, seed_generators
 from allranks.on_torch.state import kept_random_streams
 from allranks.on_torch.task import Task
-from allranks.order import random_key
+from allranks.training.order import random_key
 
 CPU = torch.device("cpu")
 END = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.training.progress import Progress
 
 

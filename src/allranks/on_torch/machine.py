@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.cards import devices_of_a_rank
 from allranks.errors import RequestError
-from allranks.job import Job
-from allranks.loaded import program_facts
+from allranks.job.job import Job
+from allranks.job.loaded import program_facts
+from allranks.strategies.resolve import devices_of_a_rank
 from allranks.world import World
 
 DECIDES_BITS = ("torch", "cpu_capability", "threads", "deterministic")

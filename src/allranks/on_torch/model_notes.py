@@ -6,7 +6,7 @@ from torch import nn
 
 from allranks.on_torch.layers import normalising_layers, own_kind
 from allranks.on_torch.task import Task
-from allranks.shards import largest_shard
+from allranks.strategies.shards import largest_shard
 
 FEW_SAMPLES = 16  # in a shard: fewer make noisy statistics. A rule of thumb, not measured here
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from allranks.job.placement import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Placed, write_placement
 from allranks.on_torch.averaging import MovingAverage
 from allranks.on_torch.nested import tensors_in
-from allranks.placement import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Placed, write_placement
 from allranks.training.callback import Callback
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.on_torch.same_data import digest_of
 from allranks.on_torch.sources import COLLATE, Key, MapSource, drawn_from, seed_generators
-from allranks.order import random_key
+from allranks.training.order import random_key
 from allranks.training.same_data import samples_to_compare
 
 

@@ -70,7 +70,7 @@ class Rates:
                 why="the engine sets the rates before each update: what a scheduler of torch or a "
                 "callback sets would be lost",
                 do="say all of it in schedule(step), and in plateau() what follows a metric "
-                "(allranks.schedules.Plateau), or leave both away",
+                "(allranks.training.schedules.Plateau), or leave both away",
             )
         self.told = self.told or (
             f"a learning rate was set {when}, not by the engine: a checkpoint holds the rate, and "

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from allranks.tensor_file import COMPLEX
+from allranks.checkpoint.tensor_file import COMPLEX
 
 
 def real_type(kind: torch.dtype) -> torch.dtype:

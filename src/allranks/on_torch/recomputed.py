@@ -31,7 +31,7 @@ from allranks.on_torch.sources import MapSource, Source
 from allranks.on_torch.state import kept_random_streams
 from allranks.on_torch.step import REGULARIZER, SharedStep
 from allranks.on_torch.user_buffers import put_back
-from allranks.shards import Micro, Piece
+from allranks.strategies.shards import Micro, Piece
 
 Sketch = dict[str, Any]
 """Of a pass, as plain numbers: what another rank compares its own with."""

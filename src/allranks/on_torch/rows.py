@@ -19,7 +19,7 @@ from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.on_torch.comm import Comm
-from allranks.shards import owned_shards
+from allranks.strategies.shards import owned_shards
 
 PLAIN = (str, int, float, bool, type(None))
 DIGEST_BYTES = 16

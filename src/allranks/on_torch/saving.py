@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allranks.checkpoint.newest import Loaded
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch.checkpoint.checkpointer import Checkpointer
 from allranks.on_torch.checkpoint.tree import flatten, is_dtensor
 from allranks.on_torch.machine import DECIDES_BITS, facts
@@ -22,8 +23,12 @@ from allranks.on_torch.state import random_streams, set_random_streams
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.task import Task
 from allranks.on_torch.trainable import check_no_scheduler
-from allranks.training.checkpoint.newest import Loaded
-from allranks.training.going_on import about_of, changes_since, check_not_asked_for, sources_for
+from allranks.training.resume_checks import (
+    about_of,
+    changes_since,
+    check_not_asked_for,
+    sources_for,
+)
 
 
 class Saving:

@@ -19,7 +19,7 @@ from allranks.on_torch.plain_state import Roots
 from allranks.on_torch.recomputed import Part, Recomputing, cut_out, leaving_no_trace, read_again
 from allranks.on_torch.sources import StreamSource
 from allranks.on_torch.strategies.base import Strategy
-from allranks.shards import Piece
+from allranks.strategies.shards import Piece
 
 NOT_READ = "samples of this data are not read once more, so shards are cut out of what was read"
 

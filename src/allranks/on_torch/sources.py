@@ -21,8 +21,8 @@ from allranks.errors import RequestError
 from allranks.launch.linux import die_with_parent
 from allranks.on_torch.nested import map_tensors, tensors_in
 from allranks.on_torch.task import Task
-from allranks.order import random_key
-from allranks.training.stages import staged
+from allranks.training.order import random_key
+from allranks.training.prefetch import staged
 
 Ids = NDArray[np.int64]  # sample numbers, (samples,)
 Key = tuple[int, int]  # (epoch, sample number)

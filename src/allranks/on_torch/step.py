@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from allranks.loss_scale import LossScale
+from allranks.job.loss_scale import LossScale
 from allranks.on_torch.apart import Apart
 from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.averaging import MovingAverage
@@ -43,9 +43,9 @@ from allranks.on_torch.sparse import SparseRows
 from allranks.on_torch.tally import Tally, TallyLayout
 from allranks.on_torch.task import Task
 from allranks.on_torch.user_buffers import UserBuffers
+from allranks.strategies.reduction_tree import Span
 from allranks.training.guard import Bad, Guard
 from allranks.training.progress import NOTHING, StepResult
-from allranks.tree import Span
 
 LOSS, REGULARIZER, UPDATE = -4, -3, -2  # what the generator is keyed for, beside shards
 

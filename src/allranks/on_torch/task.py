@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.schedules import Plateau
+from allranks.training.schedules import Plateau
 from allranks.training.task_fields import TaskFields
 
 
@@ -104,7 +104,7 @@ class Task(TaskFields):
     def plateau(self) -> Plateau | None:
         """When the learning rate falls because a metric gets no better; `None`: never.
 
-        An `allranks.schedules.Plateau`, which counts the evaluations of `--eval-every`.
+        An `allranks.training.schedules.Plateau`, which counts the evaluations of `--eval-every`.
         """
         return None
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch.data import COLLATES_ALONE, GlobalBatches
 from allranks.on_torch.evaluate import evaluate, try_evaluation
 from allranks.on_torch.loaders import WholeLoader
@@ -23,8 +23,8 @@ from allranks.on_torch.sources import (
 from allranks.on_torch.state import kept_random_streams
 from allranks.on_torch.strategies.base import Strategy
 from allranks.on_torch.task import Task
-from allranks.shards import largest_shard
-from allranks.training.course import check_metrics
+from allranks.strategies.shards import largest_shard
+from allranks.training.evaluation_plan import check_metrics
 from allranks.training.evaluation_sets import named, sets_of
 from allranks.training.same_data import HASHES, check_same, digest_of, identity
 

@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from allranks.job import Job
+from allranks.job.job import Job
+from allranks.job.run_folder import JsonLines
 from allranks.on_torch.data import Batch
 from allranks.on_torch.reals import reals
 from allranks.on_torch.strategies.base import Strategy
-from allranks.record import JsonLines
 from allranks.training.progress import StepResult
 
 START = -1

@@ -22,7 +22,8 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.job import Job
+from allranks.job.faults import Faults
+from allranks.job.job import Job
 from allranks.on_tf.task import Task as KerasTask
 from allranks.on_torch.arithmetic import set_kernels
 from allranks.on_torch.build import Built, build_model, build_strategy, compiled, job_for
@@ -50,9 +51,8 @@ from allranks.on_torch.user_buffers import written_in_forward
 from allranks.on_torch.whole_norm import whole_norm
 from allranks.on_torch.witness import Witness, say_what_matters
 from allranks.pulse import Pulse
-from allranks.testing.faults import Faults
 from allranks.training.callback import Callback
-from allranks.training.course import Course
+from allranks.training.evaluation_plan import Course
 from allranks.training.progress import Asked, Progress, StepResult
 from allranks.training.task_fields import check_task
 from allranks.world import World

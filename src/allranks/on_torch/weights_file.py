@@ -17,11 +17,11 @@ from typing import BinaryIO
 import torch
 from torch import Tensor, nn
 
+from allranks.checkpoint.tensor_file import COMPLEX, PAIR, Piece, as_written, lay_out
 from allranks.errors import RequestError
+from allranks.job.run_folder import FULL
 from allranks.on_torch.checkpoint.tree import NAMES
 from allranks.on_torch.state import saved_names
-from allranks.record import FULL
-from allranks.tensor_file import COMPLEX, PAIR, Piece, as_written, lay_out
 
 
 class WeightsFile:

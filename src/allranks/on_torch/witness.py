@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.errors import FollowsRanks, ReplicasDiffer, RequestError
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_torch.data import Batch, GlobalBatches
 from allranks.on_torch.loaders import WholeLoader
 from allranks.on_torch.observed import Named, Observer, changed_by_reading, told_alike

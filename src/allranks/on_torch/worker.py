@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
-from allranks.config import threads_per_rank
 from allranks.errors import AllranksError
-from allranks.job import Job
+from allranks.job.config import threads_per_rank
+from allranks.job.job import Job
+from allranks.job.placement import write_placement
+from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.on_tf.task import Task as KerasTask
 from allranks.on_torch.data import Batch
 from allranks.on_torch.digest import weights_sha256
@@ -31,8 +33,6 @@ from allranks.on_torch.task import Task
 from allranks.on_torch.trace import Trace
 from allranks.on_torch.trainer import Trainer
 from allranks.on_torch.weights_file import WeightsFile
-from allranks.placement import write_placement
-from allranks.record import JsonLines, rank_events_path
 from allranks.training.callback import Callback
 from allranks.training.failure import exit_code_of, failure_of
 from allranks.training.keeping import Keeping

@@ -10,11 +10,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from allranks.cards import crew_of
-from allranks.job import Job
-from allranks.job_file import redacted
-from allranks.roles import Crew
-from allranks.units import printable
+from allranks.errors import printable
+from allranks.job.job import Job
+from allranks.job.job_file import redacted
+from allranks.strategies.resolve import crew_of
+from allranks.strategies.roles import Crew
 from allranks.world import World
 
 

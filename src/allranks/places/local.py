@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from allranks.cards import crew_of, devices_of_a_rank
-from allranks.config import threads_per_rank
 from allranks.errors import RequestError
-from allranks.job import Job
-from allranks.job_limits import devices_of
+from allranks.job.config import threads_per_rank
+from allranks.job.job import Job
+from allranks.job.limits import devices_of
 from allranks.places.base import Plan, RankPlan, Seat, Shape
-from allranks.shards import busy_fraction
+from allranks.strategies.resolve import crew_of, devices_of_a_rank
+from allranks.strategies.shards import busy_fraction
 from allranks.world import Visible, World
 
 STORE = ".store"

@@ -20,12 +20,12 @@ from torch.optim import SGD, Optimizer
 
 from allranks.models import resnet20
 from allranks.on_torch.task import Task
-from allranks.order import Order
 from allranks.readers.bad_record import OnBadRecord
 from allranks.readers.cifar import ARCHIVE, CLASSES, TEST, CifarImages
 from allranks.readers.download import Remote, fetch
 from allranks.readers.files import require
-from allranks.schedules import steps
+from allranks.training.order import Order
+from allranks.training.schedules import steps
 
 PUBLISHED = Remote(
     f"https://www.cs.toronto.edu/~kriz/{ARCHIVE}", "md5:c32a1d4ab5d03f1284b67883e8d87530"

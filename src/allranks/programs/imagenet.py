@@ -21,10 +21,10 @@ from torch.optim import SGD, Optimizer
 from allranks.errors import RequestError
 from allranks.models import resnet50
 from allranks.on_torch.task import Task
-from allranks.order import Order
 from allranks.readers.bad_record import OnBadRecord
 from allranks.readers.image_folder import ImageFolder
-from allranks.schedules import linear_scaling, product, steps
+from allranks.training.order import Order
+from allranks.training.schedules import linear_scaling, product, steps
 
 DROPS = 1 / 3, 2 / 3, 8 / 9  # parts of the training: epochs 30, 60 and 80 of 90
 TOP = 5

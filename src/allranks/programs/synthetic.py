@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from allranks.on_torch.task import Task
-from allranks.order import random_key
+from allranks.training.order import random_key
 
 BLOCK = 256
 

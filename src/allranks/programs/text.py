@@ -25,7 +25,7 @@ from torch.optim import AdamW, Optimizer
 from allranks.errors import RequestError
 from allranks.models.gpt import GPTShape, gpt
 from allranks.on_torch.task import Task
-from allranks.schedules import cosine, linear_warmup
+from allranks.training.schedules import cosine, linear_warmup
 
 LEAST_FACTOR = 0.1  # what is left of the rate at `total_steps`
 BETAS = (0.9, 0.95)  # of GPT-3: Brown et al. 2020, arXiv 2005.14165, appendix B

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from allranks.checkpoint.files import fsync_folder
 from allranks.errors import RequestError
-from allranks.manifest import fsync_folder
 
 BLOCK_BYTES = 1 << 20
 SILENCE_S = 60.0  # after which a server is taken for dead

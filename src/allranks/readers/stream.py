@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from allranks.errors import RequestError
-from allranks.order import random_key
 from allranks.readers.bad_record import BadRecord, BadRecords, OnBadRecord
 from allranks.readers.files import require
+from allranks.training.order import random_key
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from allranks.allocation import expand_nodes
 from allranks.errors import PlaceError, RequestError
-from allranks.job_file import write_toml
+from allranks.job.job_file import write_toml
 from allranks.sites.limits import slurm_time
 from allranks.sites.site import Partition, Site, Source, seconds_of
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError, nearest
+from allranks.job.units import parse_slurm_time
 from allranks.sites.tables import build, tables, unreadable
-from allranks.units import parse_slurm_time
 
 MEMORY_FLAGS = ("mem", "mem-per-cpu", "mem-per-gpu", "none")
 TEMPLATE = "template"

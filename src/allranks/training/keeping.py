@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from allranks.record import FULL
-from allranks.room import Elsewhere
+from allranks.checkpoint.room import Elsewhere
+from allranks.job.run_folder import FULL
 
 ALL = "all of it"
 

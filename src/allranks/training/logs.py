@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from allranks.catalog import load
+from allranks.checkpoint.files import write_whole
 from allranks.errors import RequestError
-from allranks.job import Job
-from allranks.job_limits import logs_of
-from allranks.record import FLUSH_EVERY_S, FULL, rank_events_path, read_rows, write_whole
+from allranks.job.job import Job
+from allranks.job.limits import logs_of
+from allranks.job.run_folder import FLUSH_EVERY_S, FULL, rank_events_path, read_rows
 
 LOGS = {
     "csv": "allranks.training.logs:CsvLog",

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from allranks.record import JsonLines, keep_rows
+from allranks.job.run_folder import JsonLines, keep_rows
 from allranks.training.progress import StepResult
 
 

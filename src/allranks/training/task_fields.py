@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, ClassVar, Literal, TypeVar
 
-from allranks.catalog import find_program
 from allranks.errors import RequestError
-from allranks.fields import with_settings
-from allranks.job import Job
+from allranks.job.fields import with_settings
+from allranks.job.job import Job
+from allranks.job.program import find_program
 
 PLAIN = (bool, int, float, str, type(None))
 NEAR = 0.8

@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from allranks.card import Card, Workload
-from allranks.cards import CARDS
-from allranks.job import Job
+from allranks.job.job import Job
 from allranks.on_tf.built import Built
 from allranks.on_tf.comm import Comm
 from allranks.on_tf.task import Task
+from allranks.strategies.card import Card, Workload
+from allranks.strategies.torch_cards import CARDS
 from allranks.world import World
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from allranks.cards import crew_of
 from allranks.errors import RequestError
 from allranks.on_tf.meet import meet
 from allranks.on_tf.servers import CHIEF, FAIL_FAST, cluster_of
 from allranks.on_tf.strategies.base import Strategy
+from allranks.strategies.resolve import crew_of
 
 KIB = 1024
 

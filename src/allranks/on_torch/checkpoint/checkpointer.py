@@ -16,17 +16,17 @@ from typing import Any
 
 from torch import Tensor
 
-from allranks import checkpoint_folder
-from allranks.manifest import Reach, nothing, step_folder
+from allranks.checkpoint import folder as checkpoint_folder
+from allranks.checkpoint.about import About, check_best
+from allranks.checkpoint.commit import Commit, Rules, Save, named
+from allranks.checkpoint.manifest import Reach, nothing, step_folder
+from allranks.checkpoint.newest import Loaded, Search
+from allranks.checkpoint.thread import Aside
 from allranks.on_torch.checkpoint.loading import Reader
 from allranks.on_torch.checkpoint.plan import Planner
 from allranks.on_torch.checkpoint.storage import Snapshot
 from allranks.on_torch.checkpoint.tree import flatten
 from allranks.on_torch.comm import Comm
-from allranks.training.checkpoint.about import About, check_best
-from allranks.training.checkpoint.commit import Commit, Rules, Save, named
-from allranks.training.checkpoint.newest import Loaded, Search
-from allranks.training.checkpoint.thread import Aside
 
 
 class Checkpointer:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from allranks.manifest import SavedTensor
+from allranks.checkpoint.manifest import SavedTensor
 from allranks.on_torch.checkpoint.parts import SHARD, WHOLE, Part, Read, holds
 from allranks.on_torch.checkpoint.tree import DTYPES, NAMES
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from allranks.checkpoint.manifest import Manifest, SavedTensor
+from allranks.checkpoint.newest import Loaded, is_below, values_of
+from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
-from allranks.manifest import Manifest, SavedTensor
 from allranks.on_torch.checkpoint.storage import read_files
 from allranks.on_torch.checkpoint.tree import DTYPES
-from allranks.training.checkpoint.newest import Loaded, is_below, values_of
-from allranks.training.checkpoint.tree import unflatten
 
 Templates = dict[str, Tensor]
 

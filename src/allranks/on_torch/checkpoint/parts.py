@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from allranks.manifest import Chunk
+from allranks.checkpoint.manifest import Chunk
 
 WHOLE, SHARD = "whole", "shard"
 

@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from allranks.catalog import PLANNER, load
+from allranks.checkpoint.manifest import Chunk, SavedTensor
+from allranks.checkpoint.tensor_file import Piece
 from allranks.errors import RequestError
-from allranks.manifest import Chunk, SavedTensor
 from allranks.on_torch.checkpoint.parts import WHOLE, Part, Read, holds
 from allranks.on_torch.checkpoint.tree import NAMES, is_dtensor
 from allranks.on_torch.comm import Comm
-from allranks.tensor_file import Piece
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from allranks.manifest import BadCheckpoint, SavedTensor, piece_name
+from allranks.checkpoint.manifest import BadCheckpoint, SavedTensor, piece_name
+from allranks.checkpoint.tensor_file import PAIR, as_written, lay_out
 from allranks.on_torch.checkpoint.parts import Part
 from allranks.on_torch.checkpoint.plan import load_plan
 from allranks.on_torch.checkpoint.tree import DTYPES
 from allranks.on_torch.reals import reals
-from allranks.tensor_file import PAIR, as_written, lay_out
 
 
 class Snapshot:

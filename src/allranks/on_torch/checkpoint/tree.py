@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.training.checkpoint import tree
-from allranks.training.checkpoint.tree import refused
+from allranks.checkpoint import tree
+from allranks.checkpoint.tree import refused
 
 DTYPES = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16},

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from allranks.on_torch.comm import Comm
-from allranks.tree import Span
+from allranks.strategies.reduction_tree import Span
 
 
 class Reducer(ABC):

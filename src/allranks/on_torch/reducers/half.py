@@ -28,7 +28,7 @@ from torch import Tensor
 
 from allranks.on_torch.comm import Comm, Pending
 from allranks.on_torch.reducers.base import Reducer
-from allranks.tree import Span
+from allranks.strategies.reduction_tree import Span
 
 WHOLE = 4  # 16-bit numbers: a row is whole 8 bytes, so that a tally of any type is aligned in it
 

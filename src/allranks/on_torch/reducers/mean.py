@@ -10,7 +10,7 @@ from torch import Tensor
 
 from allranks.on_torch.comm import Comm, Pending
 from allranks.on_torch.reducers.base import Reducer
-from allranks.tree import Span
+from allranks.strategies.reduction_tree import Span
 
 
 class Mean(Reducer):

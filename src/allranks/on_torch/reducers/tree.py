@@ -20,8 +20,14 @@ from torch import Tensor
 
 from allranks.on_torch.comm import Comm, Pending
 from allranks.on_torch.reducers.base import Reducer
-from allranks.shards import owned_shards
-from allranks.tree import Span, are_siblings, rounds_of_pairs, subtree_roots, uses_pairs
+from allranks.strategies.reduction_tree import (
+    Span,
+    are_siblings,
+    rounds_of_pairs,
+    subtree_roots,
+    uses_pairs,
+)
+from allranks.strategies.shards import owned_shards
 
 
 class TreeSum:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.card import Card, Workload
-from allranks.cards import CARDS
-from allranks.loss_scale import LossScale
+from allranks.job.loss_scale import LossScale
+from allranks.job.placement import Placed
 from allranks.on_torch.arithmetic import Arithmetic
 from allranks.on_torch.averaging import MovingAverage
 from allranks.on_torch.comm import Comm
@@ -37,9 +36,10 @@ from allranks.on_torch.state import (
 )
 from allranks.on_torch.step import SharedStep
 from allranks.on_torch.task import Task
-from allranks.placement import Placed
+from allranks.strategies.card import Card, Workload
+from allranks.strategies.reduction_tree import Span
+from allranks.strategies.torch_cards import CARDS
 from allranks.training.progress import StepResult
-from allranks.tree import Span
 
 
 @dataclass(frozen=True)

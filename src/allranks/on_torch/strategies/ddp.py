@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from allranks.card import Workload
 from allranks.catalog import REDUCERS, load
 from allranks.on_torch.buckets import Buckets
 from allranks.on_torch.data import Batch, Leaf
 from allranks.on_torch.reducers.base import Reducer
 from allranks.on_torch.strategies.base import Strategy
+from allranks.strategies.card import Workload
+from allranks.strategies.reduction_tree import Span
 from allranks.training.progress import StepResult
-from allranks.tree import Span
 
 
 class DDP(Strategy):

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import RequestError
+from allranks.job.placement import GATHERED, Placed
 from allranks.on_torch.data import Batch
 from allranks.on_torch.layers import Scope, computed_again
 from allranks.on_torch.losses import forward
@@ -36,8 +37,7 @@ from allranks.on_torch.nested import concatenated, map_tensors, tensors_in
 from allranks.on_torch.placement import held, row
 from allranks.on_torch.step import SharedStep
 from allranks.on_torch.strategies.base import Strategy
-from allranks.placement import GATHERED, Placed
-from allranks.shards import Micro, owned_shards
+from allranks.strategies.shards import Micro, owned_shards
 from allranks.training.progress import StepResult
 
 NAME = "inputs and outputs of a micro-batch"

@@ -1,0 +1,165 @@
+"""The folder of a run's checkpoints: which are committed, whether their files hold, which may go.
+
+Whoever removes anything here removes names that allranks gave, and no other. The manifest always
+goes first, so that a kill in the midst never leaves a checkpoint that is committed and not whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+
+from allranks.checkpoint.files import fsync_folder
+from allranks.checkpoint.manifest import (
+    DIGEST_BYTES,
+    NAME,
+    RANK_FILE,
+    STEP_FOLDER,
+    BadCheckpoint,
+    Manifest,
+    read_manifest,
+)
+
+FOLDER = "checkpoints"
+BLOCK_BYTES = 4 << 20
+_BESIDE = re.compile(rf"\.{re.escape(NAME)}\.[0-9]+")
+_BAD = re.compile(r"(step-[0-9]{8,})\.bad-[0-9]+")
+
+
+def step_of(folder: Path) -> int:
+    """The step that the name of a folder tells; -1 if it tells none."""
+    named = STEP_FOLDER.fullmatch(folder.name)
+    return int(named[1]) if named else -1
+
+
+def committed(checkpoints: Path) -> list[Path]:
+    """The folders that hold a manifest, the newest first. Whether they are whole is not said."""
+    return [folder for folder in _steps(checkpoints) if (folder / NAME).exists()]
+
+
+def candidates(source: Path) -> list[Path]:
+    """The checkpoints of a source, the newest first; a single one stands for itself."""
+    return [source] if step_of(source) >= 0 or (source / NAME).exists() else committed(source)
+
+
+def _steps(checkpoints: Path) -> list[Path]:
+    """The step folders of any state, the newest first; never a link to one."""
+    if not checkpoints.is_dir():
+        return []
+    found = [
+        Path(entry) for entry in os.scandir(checkpoints) if entry.is_dir(follow_symlinks=False)
+    ]
+    return sorted((f for f in found if step_of(f) >= 0), key=step_of, reverse=True)
+
+
+def uncommitted(checkpoints: Path) -> list[Path]:
+    """Step folders without a manifest: a save under way, or what a dead attempt left."""
+    return [folder for folder in _steps(checkpoints) if not (folder / NAME).exists()]
+
+
+def bad(checkpoints: Path) -> list[Path]:
+    """The folders that were set aside."""
+    return sorted(f for f in checkpoints.glob("step-*") if _BAD.fullmatch(f.name))
+
+
+def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """What is wrong with these files: missing, another length, another digest. Reads them whole."""
+    found = (_problem(folder / name, manifest, name) for name in names)
+    return [problem for problem in found if problem]
+
+
+def _problem(path: Path, manifest: Manifest, name: str) -> str:
+    wanted = manifest.files[name]
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != wanted.bytes:
+                return f"{name}: {size} bytes instead of {wanted.bytes}"
+            running, block = blake2b(digest_size=DIGEST_BYTES), memoryview(bytearray(BLOCK_BYTES))
+            while count := file.readinto(block):
+                running.update(block[:count])
+    except FileNotFoundError:
+        return f"{name}: missing"
+    except OSError as error:
+        return f"{name}: cannot be read: {error.strerror}"
+    holds = running.hexdigest() == wanted.blake2b
+    return "" if holds else f"{name}: its digest is not that of the manifest"
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint: its manifest, then its files, then the folder if nothing else is in it."""
+    (folder / NAME).unlink(missing_ok=True)
+    fsync_folder(folder)
+    for path in _ours(folder):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # something is in it that is not ours
+        folder.rmdir()
+
+
+def _ours(folder: Path) -> list[Path]:
+    """The files in a step folder that ranks and leaders write, without the manifest."""
+    names = os.listdir(folder)
+    return [folder / n for n in names if RANK_FILE.fullmatch(n) or _BESIDE.fullmatch(n)]
+
+
+def remove_unnamed(folder: Path, manifest: Manifest) -> None:
+    """Remove what other attempts left in the folder of a committed checkpoint."""
+    for path in _ours(folder):
+        if path.name not in manifest.files:
+            path.unlink(missing_ok=True)
+
+
+def prune(checkpoints: Path, keep: int, best: str = "") -> list[Path]:
+    """Remove all but the `keep` newest and the best one; returns those removed.
+
+    `best` is `max:metric` or `min:metric`, over the metrics of all manifests; of equals the newest.
+    """
+    there = committed(checkpoints)
+    spared = {*there[: max(keep, 1)], *best_of(there, best)}
+    gone = [folder for folder in there if folder not in spared]
+    for folder in gone:
+        remove(folder)
+    return gone
+
+
+def best_of(folders: list[Path], best: str) -> list[Path]:
+    sign, _, metric = best.partition(":")
+    scores = {}
+    for folder in folders if metric else []:
+        with contextlib.suppress(BadCheckpoint):
+            score = read_manifest(folder).metrics.get(metric, math.nan)
+            if not math.isnan(score):
+                scores[folder] = score if sign == "max" else -score
+    return [max(scores, key=lambda folder: (scores[folder], step_of(folder)))] if scores else []
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a bad checkpoint, so that it is never tried again and can be looked at."""
+    for number in itertools.count(1):
+        target = folder.with_name(f"{folder.name}.bad-{number}")
+        if not os.path.lexists(target):
+            folder.rename(target)
+            fsync_folder(folder.parent)
+            return target
+    raise AssertionError("numbers do not end")
+
+
+def sweep(checkpoints: Path) -> list[Path]:
+    """Remove what dead attempts left: folders without a manifest, manifests never given a name.
+
+    Only while nothing is being saved there. Returns the folders that it went through.
+    """
+    left = uncommitted(checkpoints)
+    for folder in left:
+        remove(folder)
+    for folder in committed(checkpoints):
+        for path in _ours(folder):
+            if _BESIDE.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+    return left

@@ -1,0 +1,259 @@
+"""The manifest of a checkpoint: what was saved, in which files, with the digest of each.
+
+    checkpoints/step-00000120/
+        rank-000-of-004.a0.safetensors    what rank 0 of 4 wrote, in attempt 0 of the job
+        manifest.json                     written last: no manifest, no checkpoint
+
+The manifest is JSON whose last member is the digest of everything before it. Read with no
+framework; what it says is checked before it is believed, for a folder may come from anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from allranks.checkpoint.files import fsync_folder
+from allranks.checkpoint.tensor_file import ITEM_BYTES
+
+SCHEMA = 1
+NAME = "manifest.json"
+DIGEST_BYTES = 32
+STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
+RANK_FILE = re.compile(r"rank-([0-9]{3,})-of-([0-9]{3,})\.a[0-9]+\.safetensors")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_SEAL = b',"blake2b":"'
+_SEAL_LENGTH = len(_SEAL) + 2 * DIGEST_BYTES + len(b'"}\n')
+
+Reach = Callable[[str, int], None]
+
+
+class BadCheckpoint(Exception):
+    """A checkpoint that must not be loaded; the message says what is wrong, and with which file."""
+
+
+def nothing(*args: Any, **values: Any) -> None:
+    """Called where nobody asked to be told."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and the file that holds it."""
+
+    file: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A whole tensor: `dtype` as the safetensors format names it, and the chunks that fill it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size(self) -> int:
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """What a file has to be: its length in bytes, and the hexadecimal BLAKE2b digest of them."""
+
+    bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint in full. `step` counts the global batches done; `created` is unix time.
+
+    `values` is the state without its tensors; `job`, `progress` and `facts` are for those who
+    resume, and mean nothing here.
+    """
+
+    step: int
+    created: float
+    ranks: int
+    files: dict[str, SavedFile]
+    tensors: dict[str, SavedTensor]
+    values: Any = None
+    job: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all its files of tensors."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def digest(data: bytes | memoryview) -> str:
+    """The digest that manifests use: on common processors faster than SHA-256, and as strong."""
+    return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def piece_name(
+    path: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> str:
+    """The name of a chunk within its file: the path, and where it begins if it is not the whole."""
+    return path if sizes == shape else f"{path}@{','.join(map(str, offsets))}"
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of one step lies."""
+    return checkpoints / f"step-{step:08d}"
+
+
+def rank_file(rank: int, ranks: int, attempt: int) -> str:
+    """The name of what one rank writes: another attempt never touches it."""
+    return f"rank-{rank:03d}-of-{ranks:03d}.a{attempt}.safetensors"
+
+
+def seal(manifest: Manifest) -> bytes:
+    """The text of manifest.json. A metric that is not finite is written as text."""
+    scores = {name: float(score) for name, score in manifest.metrics.items()}
+    metrics = {name: s if math.isfinite(s) else str(s) for name, s in scores.items()}
+    values = {"schema": manifest.schema, **asdict(manifest), "metrics": metrics}
+    body = json.dumps(values, allow_nan=False)[:-1].encode()
+    return body + _SEAL + digest(body).encode() + b'"}\n'
+
+
+def unseal(text: bytes) -> dict[str, Any]:
+    """The values of a manifest whose digest holds; raises BadCheckpoint."""
+    body, end = text[:-_SEAL_LENGTH], text[-_SEAL_LENGTH:]
+    if len(text) < _SEAL_LENGTH or not end.startswith(_SEAL) or not end.endswith(b'"}\n'):
+        raise BadCheckpoint(f"{NAME} is torn: it does not end as a manifest does")
+    if digest(body).encode() != end[len(_SEAL) : -3]:
+        raise BadCheckpoint(f"{NAME}: its digest is not that of its text")
+    try:
+        values = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{NAME} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise BadCheckpoint(f"{NAME} is not an object")
+    return values
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is in it")
+
+
+def write_manifest(folder: Path, manifest: Manifest, reach: Reach = nothing) -> None:
+    """Commit a checkpoint: written beside, fsync, rename, fsync. Raises OSError, and then it is not.
+
+    `reach` is told before the text is written, and before the name is given.
+    """
+    reach("save:manifest", manifest.step)
+    beside = folder / f".{NAME}.{os.getpid()}"
+    try:
+        with open(beside, "wb") as file:
+            file.write(seal(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        reach("save:rename", manifest.step)
+        os.replace(beside, folder / NAME)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    try:
+        fsync_folder(folder)
+    except OSError:
+        (folder / NAME).unlink()
+        raise
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, checked; raises BadCheckpoint. Its files are not looked at."""
+    try:
+        text = (folder / NAME).read_bytes()
+    except FileNotFoundError:
+        raise BadCheckpoint(f"no {NAME}: it was never committed") from None
+    except OSError as error:
+        raise BadCheckpoint(f"{NAME} cannot be read: {error.strerror}") from None
+    values = unseal(text)
+    if values.pop("schema", None) != SCHEMA:
+        raise BadCheckpoint(f"{NAME}: its schema is not {SCHEMA}, the one that is known here")
+    try:
+        manifest = _manifest(values)
+        _check(manifest)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise BadCheckpoint(f"{NAME}: {error or type(error).__name__}") from None
+    named = STEP_FOLDER.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise BadCheckpoint(f"{NAME} is that of step {manifest.step}, in the folder {folder.name}")
+    return manifest
+
+
+def _manifest(values: dict[str, Any]) -> Manifest:
+    del values["blake2b"]
+    files = {name: SavedFile(**file) for name, file in values.pop("files").items()}
+    tensors = {path: _tensor(**tensor) for path, tensor in values.pop("tensors").items()}
+    metrics = {name: float(value) for name, value in values.pop("metrics").items()}
+    return Manifest(files=files, tensors=tensors, metrics=metrics, **values)
+
+
+def _tensor(dtype: Any, shape: Any, chunks: Any) -> SavedTensor:
+    boxes = (Chunk(c["file"], _whole(c["offsets"]), _whole(c["sizes"])) for c in chunks)
+    return SavedTensor(dtype, _whole(shape), tuple(boxes))
+
+
+def _whole(numbers: Any) -> tuple[int, ...]:
+    if type(numbers) is not list or not all(type(n) is int and n >= 0 for n in numbers):
+        raise TypeError("a shape, an offset or a size that is no list of whole numbers")
+    return tuple(numbers)
+
+
+def _check(manifest: Manifest) -> None:
+    for name in ("step", "ranks"):
+        value = getattr(manifest, name)
+        _claim(type(value) is int and value >= 0, f"{name} is no whole number: {value!r}")
+    is_time = type(manifest.created) in (int, float) and 0 <= manifest.created < 2**40
+    _claim(is_time, "created is no time")
+    for name in ("job", "progress", "facts"):
+        _claim(isinstance(getattr(manifest, name), dict), f"{name} is no table")
+    for name, file in manifest.files.items():
+        _claim(RANK_FILE.fullmatch(name), f"a file of a name that no rank writes: {name!r}")
+        _claim(type(file.bytes) is int and file.bytes >= 0, f"{name}: no number of bytes")
+        known = isinstance(file.blake2b, str) and _DIGEST.fullmatch(file.blake2b)
+        _claim(known, f"{name}: no digest")
+    for path, tensor in manifest.tensors.items():
+        _claim(tensor.dtype in ITEM_BYTES, f"{path}: an unknown type of number {tensor.dtype!r}")
+        _claim(all(c.file in manifest.files for c in tensor.chunks), f"{path}: an unknown file")
+        _claim(_filled(tensor), f"{path}: its chunks do not fill it once")
+
+
+def _claim(holds: Any, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _filled(tensor: SavedTensor) -> bool:
+    """Whether the chunks lie inside, apart from each other, and are as many numbers as the whole."""
+    for chunk in tensor.chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape):
+            return False
+        ends = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
+        if any(offset + size > length for offset, size, length in ends):
+            return False
+    if any(_overlap(one, other) for one, other in combinations(tensor.chunks, 2)):
+        return False
+    filled = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    return bool(tensor.chunks) and filled == math.prod(tensor.shape)
+
+
+def _overlap(one: Chunk, other: Chunk) -> bool:
+    boxes = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in boxes)

@@ -1,0 +1,166 @@
+"""Where the values of a job come from: command line > job file > run gone on with > default.
+
+`resolve` makes the job, checked as far as it can be, and remembers the source of every value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.job.engines import check_program, default_strategy, engine_of
+from allranks.job.job import Job
+from allranks.job.job_file import HIDDEN, NOT_SETTABLE, read_job_file
+from allranks.job.limits import checked
+from allranks.job.resume import Base, base_of, changed
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import card_for
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A job, and for every value of it where it came from."""
+
+    job: Job
+    sources: dict[str, str]
+    base: Base | None = None
+
+
+def resolve(
+    program: str,
+    flags: dict[str, Any],
+    task_settings: tuple[str, ...] = (),
+    job_file: str | None = None,
+) -> Resolved:
+    """The job that these words describe, checked as far as it can be without its program.
+
+    `flags` holds only what was really given; raises `RequestError` for what cannot be.
+    """
+    _check_names(flags)
+    flags, base = _base_of(flags)
+    values, task, sources = _inherited(base, job_file)
+    if program:
+        flags = {"program": program, **flags}
+    for name, value in flags.items():
+        values[name], sources[name] = value, "command line"
+    for setting in task_settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise RequestError(
+                asked=f"--set {setting}",
+                found="no '=' in it",
+                why="--set gives a field of the task a value",
+                do=f"--set {setting}=VALUE",
+            )
+        task[name], sources[f"task.{name}"] = text, "command line"
+    _forget_the_place(values, sources)
+    _check_texts(values, task, sources)
+    if values.get("nodes", 1) > 1:
+        values.setdefault("ranks", values["nodes"])  # one on each, where nobody says more
+    job = Job(**values, task=task)
+    engine = engine_of(values.get("engine", ""), job.strategy, job.program)
+    check_program(engine, job.program)
+    job = dataclasses.replace(job, engine=engine)
+    if not job.strategy or _outgrown(job, sources):
+        job = dataclasses.replace(job, strategy=default_strategy(engine, job.ranks))
+    for field in dataclasses.fields(Job):
+        if field.name not in NOT_SETTABLE:
+            sources.setdefault(field.name, "default")
+    job = checked(job)
+    if base is not None:
+        changed(base, job)
+    return Resolved(job, sources, base)
+
+
+def _inherited(
+    base: Base | None, job_file: str | None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The values of the run gone on with and of the job file over them, of the task too."""
+    values: dict[str, Any] = {}
+    task: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    layers = [] if base is None else [(base.values, base.task, f"run {base.path}")]
+    if job_file is not None:
+        layers.append((*read_job_file(job_file), f"file {job_file}"))
+    for more, more_task, where in layers:
+        values, task = {**values, **more}, {**task, **more_task}
+        sources |= dict.fromkeys([*more, *(f"task.{name}" for name in more_task)], where)
+    return values, task, sources
+
+
+def _forget_the_place(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """A run that goes on finds no nodes of its own: those of then are another job's by now."""
+    if sources.get("place", "").startswith("run ") and values["place"] in ("hosts", "slurm"):
+        for name in ("place", "nodes"):
+            if sources.get(name, "").startswith("run "):
+                del values[name], sources[name]
+
+
+def _check_texts(values: dict[str, Any], task: dict[str, Any], sources: dict[str, str]) -> None:
+    """Raise for texts that cannot be recorded, and for secrets that were not."""
+    for name, value in task.items():
+        if value == HIDDEN:
+            raise RequestError(
+                asked=f"{name} of the task",
+                found=f"{HIDDEN} in {sources[f'task.{name}']}",
+                why="secrets are not written into run folders",
+                do=f"give it again: --set {name}=…",
+            )
+    _check_names(values)
+    for text in (*values.values(), *task, *task.values()):
+        if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise RequestError(
+                asked=ascii(text),
+                found="bytes that are not UTF-8",
+                why="the job is recorded as text, and could not be read again",
+                do="give it a name in UTF-8",
+            )
+
+
+def _check_names(values: dict[str, Any]) -> None:
+    """Raise for names that no file can have."""
+    for name in ("program", "run_dir", "resume"):
+        if "\0" in str(values.get(name, "")):
+            raise RequestError(
+                asked=f"{name} = {values[name]!r}",
+                found="a NUL in it",
+                why="no file and no folder can have such a name",
+                do="give it another name",
+            )
+
+
+def _base_of(flags: dict[str, Any]) -> tuple[dict[str, Any], Base | None]:
+    """The flags without `auto` and `never`, and the run that they ask to go on from."""
+    resume = str(flags.get("resume", "auto"))
+    flags = {name: value for name, value in flags.items() if name != "resume"}
+    if resume == "never":
+        return flags, None
+    goes_on = resume == "auto"
+    if goes_on:
+        path = Path(flags["run_dir"]) if flags.get("run_dir") else None
+        if path is None or not os.path.isfile(path / "job.toml"):
+            return flags, None
+    else:
+        path = Path(resume)
+        flags["resume"] = os.path.abspath(path)
+    return flags, base_of(path, goes_on)
+
+
+def _outgrown(job: Job, sources: dict[str, str]) -> bool:
+    """Whether a strategy that nobody asked for this time is one process, and the job now is many."""
+    inherited = sources.get("strategy", "").startswith("run ")
+    return inherited and job.ranks > 1 and not card_for(parse_choice(job.strategy)).many_ranks
+
+
+def threads_per_rank(job: Job, sharing: int) -> int:
+    """Intra-op threads of each rank: as asked, 1 under `bitwise`, else the cores shared out.
+
+    `sharing` ranks run on one machine.
+    """
+    if job.threads is not None:
+        return job.threads
+    return 1 if job.bitwise else max(1, len(os.sched_getaffinity(0)) // sharing)

@@ -1,0 +1,204 @@
+"""Faults on purpose: fail rank r at step s, or in the midst of a save, and see what happens.
+
+    allranks train mytask.py --ranks 4 --inject kill@rank=2,step=30
+    allranks train mytask.py --inject disk-full@at=save:write --checkpoint-every 10
+
+A fault is ACTION@NAME=VALUE,…: by default on rank 0, at the begin of every step, in the first
+attempt, not after a restart. The engine calls `reach` at named points and does nothing else about faults;
+`POINTS` lists them. What was injected is written into the job of the run folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from allranks.errors import RequestError, nearest
+from allranks.job.fields import read_value
+
+POINTS = {
+    "start": "the ranks have met, and nothing is trained yet",
+    "step": "before a step",
+    "stepped": "after a step",
+    "evaluate": "before an evaluation",
+    "done": "the training is over and recorded, the process is about to leave",
+    "save:snapshot": "before the state is copied",
+    "save:write": "before the first byte of a rank's file",
+    "save:half": "half of a rank's file is written",
+    "save:fsync": "before a rank's file is made to last",
+    "save:written": "a rank's file is there, the others' perhaps not",
+    "save:manifest": "before the manifest is written (leader)",
+    "save:rename": "before the manifest gets its name (leader)",
+    "save:committed": "the checkpoint is there (leader)",
+    "save:prune": "before old ones are removed (leader)",
+}
+
+
+class Injected(RuntimeError):
+    """The exception that `fail` raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. `step` and `attempt` -1 mean every one; `seconds` is for `slow`, `code` for `exit`.
+
+    `node` and `link` ("10mbit") are for those of `ON_NODES`, which happen to a simulated node when
+    all ranks have come to `step`.
+
+    `attempt` counts the restarts since the job was started by hand.
+    """
+
+    action: str
+    rank: int = 0
+    step: int = -1
+    at: str = "step"
+    attempt: int = 0
+    seconds: float = 0.1
+    code: int = 1
+    node: int = 0
+    link: str = ""
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """The faults that a text describes, separated by white space; raises `RequestError`."""
+    return tuple(_parse_one(word) for word in text.split())
+
+
+def _parse_one(word: str) -> Fault:
+    asked = f"--inject {word}"
+    action, _, rest = word.partition("@")
+    if action not in ACTIONS and action not in ON_NODES:
+        raise _unknown(asked, "action", action, (*ACTIONS, *ON_NODES))
+    values: dict[str, Any] = {}
+    kinds = {"rank": int, "step": int, "at": str, "attempt": int, "seconds": float, "code": int}
+    kinds |= {"node": int, "link": str}
+    for pair in filter(None, rest.split(",")):
+        name, _, value = pair.partition("=")
+        if name not in kinds:
+            raise _unknown(asked, "value", name, kinds)
+        values[name] = read_value(name, value, kinds[name], asked)
+    fault = Fault(action, **values)
+    if fault.at not in POINTS:
+        raise _unknown(asked, "point", fault.at, POINTS)
+    return fault
+
+
+def _unknown(asked: str, what: str, found: str, known: Any) -> RequestError:
+    return RequestError(
+        asked=asked,
+        found=f"no {what} {found!r}",
+        why="a fault is ACTION@NAME=VALUE,… and a misspelt one would never happen",
+        do=nearest(found, known),
+    )
+
+
+@dataclass
+class Faults:
+    """The faults of one rank in one attempt.
+
+    The engine gives what some of them need: `corrupt` (one bit of the first weight is flipped),
+    `leave_out` (the next collective is not made), `poison` (the loss of the next step is NaN).
+    """
+
+    faults: tuple[Fault, ...] = ()
+    corrupt: Callable[[], None] = lambda: None
+    leave_out: Callable[[], None] = lambda: None
+    poison: Callable[[], None] = lambda: None
+    done: set[Fault] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, text: str, rank: int, attempt: int) -> Faults:
+        """Those of the faults in `text` that are for this rank and attempt."""
+        meant = [f for f in parse(text) if f.action in ACTIONS]
+        own = [f for f in meant if f.rank == rank and f.attempt in (attempt, -1)]
+        return cls(tuple(own))
+
+    def reach(self, point: str, step: int = -1) -> None:
+        """The training is at `point`, in global batch `step`: the faults meant for it happen."""
+        for fault in self.faults:
+            if fault.at == point and fault.step in (step, -1) and fault not in self.done:
+                if fault.action not in EVERY_TIME:
+                    self.done.add(fault)
+                ACTIONS[fault.action](fault, self)
+
+
+def _fail(fault: Fault, faults: Faults) -> NoReturn:
+    raise Injected(f"{fault.action} on rank {fault.rank} at {fault.at}, as asked")
+
+
+def _hang(fault: Fault, faults: Faults) -> None:
+    while True:
+        pass
+
+
+def _stop(fault: Fault, faults: Faults) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _kill(fault: Fault, faults: Faults) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _slow(fault: Fault, faults: Faults) -> None:
+    time.sleep(fault.seconds)
+
+
+def _exit(fault: Fault, faults: Faults) -> NoReturn:
+    os._exit(fault.code)
+
+
+def _abort(fault: Fault, faults: Faults) -> NoReturn:
+    os.abort()
+
+
+def _disk_full(fault: Fault, faults: Faults) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _corrupt(fault: Fault, faults: Faults) -> None:
+    faults.corrupt()
+
+
+def _leave_out(fault: Fault, faults: Faults) -> None:
+    faults.leave_out()
+
+
+def _poison(fault: Fault, faults: Faults) -> None:
+    faults.poison()
+
+
+ACTIONS: dict[str, Callable[[Fault, Faults], None]] = {
+    "fail": _fail,
+    "hang": _hang,
+    "stop": _stop,
+    "kill": _kill,
+    "slow": _slow,
+    "exit": _exit,
+    "abort": _abort,
+    "disk-full": _disk_full,
+    "corrupt": _corrupt,
+    "skip-collective": _leave_out,
+    "nan": _poison,
+}
+ON_NODES = {
+    "kill-node": "a simulated node is gone, with all its processes",
+    "cut": "the link of a simulated node is cut",
+    "slow-link": "the link of a simulated node carries `link` from now on",
+}
+EVERY_TIME = ("slow", "disk-full")
+
+
+def flip_bit(path: Path, byte: int) -> None:
+    """Flip the lowest bit of one byte of a file; a negative `byte` counts from its end."""
+    with open(path, "r+b") as file:
+        file.seek(byte, os.SEEK_END if byte < 0 else os.SEEK_SET)
+        where = file.tell()
+        value = file.read(1)[0]
+        file.seek(where)
+        file.write(bytes([value ^ 1]))

@@ -1,0 +1,334 @@
+"""What the values of a job can be, each by itself and together, as far as its program is not needed.
+
+Every refusal names what was asked, what was found, why it cannot be, and what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from allranks.errors import RequestError, nearest
+from allranks.job import faults
+from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PLACES, PRECISIONS, WITNESS, Job
+from allranks.job.loss_scale import loss_scale_of
+from allranks.job.simulated_network import network_of
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import crew_of, devices_of_a_rank, resolved_strategy
+
+LEAST = {  # of each number: the bound, and whether it is allowed itself
+    **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
+    **dict.fromkeys(("checkpoint_every", "keep", "verify_every", "patience"), (1, True)),
+    **dict.fromkeys(("seed", "loader_workers", "max_restarts", "hang_timeout"), (0, True)),
+    **dict.fromkeys(("prefetch", "steps_per_call"), (1, True)),
+    "time_limit": (0, False),
+    "spike": (1, False),
+}
+METRIC = re.compile(r"(max|min):\S+")
+
+
+def checked(job: Job) -> Job:
+    """The job, if its values can be; the strategy with its options resolved."""
+    if not job.program:
+        raise RequestError(
+            asked="allranks train",
+            found="no PROGRAM, and no job file that names one",
+            why="there is nothing to train",
+            do="name a task: allranks train digits",
+        )
+    for name, (least, inclusive) in LEAST.items():
+        value = getattr(job, name)
+        if value is not None and not (value >= least if inclusive else value > least):
+            raise _out_of_range(name, value, f"at least {least}" if inclusive else f"over {least}")
+    if job.seed >= 2**63:
+        raise _out_of_range("seed", job.seed, "below 2**63")
+    faults.parse(job.inject)
+    _check_names(job)
+    _check_place(job)
+    _check_arithmetic(job)
+    check_engine(job)
+    _check_course(job)
+    choice = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
+    _check_devices(job, devices_of_a_rank(job.strategy))
+    _check_roles(job)
+    return dataclasses.replace(job, strategy=str(choice))
+
+
+def _check_names(job: Job) -> None:
+    """Every value that is one of a few names."""
+    names = ("precision", "device", "on_bad_step", "witness")
+    asked = [(name, getattr(job, name)) for name in names]
+    known = {
+        "precision": PRECISIONS,
+        "device": DEVICES,
+        "on_bad_step": BAD_STEPS,
+        "witness": WITNESS,
+        "log": LOGS,
+    }
+    asked += [("log", name) for name in logs_of(job)]
+    for name, value in asked:
+        _check_name(name, value, known[name])
+
+
+def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise RequestError(
+            asked=f"--{name.replace('_', '-')} {value}",
+            found=f"no {name} of that name in this version",
+            why=f"{name} is one of {', '.join(known)}",
+            do=nearest(value, known),
+        )
+
+
+def _check_place(job: Job) -> None:
+    """How many nodes there can be, and what is on them."""
+    checked_place(job.place, job.nodes, job.ranks)
+    if parse_choice(job.place, "--place").name == "simulated" and job.device != "cpu":
+        raise RequestError(
+            asked=f"--place {job.place} --device {job.device}",
+            found="simulated nodes",
+            why="NCCL would join the devices of one machine past the links that are simulated",
+            do="--device cpu, or --place local",
+        )
+    for fault in faults.parse(job.inject):
+        if fault.action in faults.ON_NODES:
+            _check_fault_of_a_node(job, fault)
+
+
+def checked_place(text: str, nodes: int, ranks: int) -> None:
+    """Raise `RequestError` if so many nodes and ranks cannot be at this place."""
+    place = parse_choice(text, "--place")
+    _check_name("place", place.name, PLACES)
+    if place.name == "simulated":
+        network_of(text, nodes)
+    elif place.options:
+        raise RequestError(
+            asked=f"--place {text}",
+            found=f"options of {place.name}",
+            why="only simulated nodes have links that can be chosen",
+            do=f"--place {place.name}, or --place simulated:{str(place).partition(':')[2]}",
+        )
+    if nodes > 1 and place.name == "local":
+        raise RequestError(
+            asked=f"--nodes {nodes}",
+            found="--place local, which is one node",
+            why="several nodes must come from somewhere",
+            do="--place simulated for nodes on this machine, --place slurm inside of a Slurm job, "
+            "--hosts FILE, or --rendezvous on every node",
+        )
+    if ranks < nodes:
+        raise RequestError(
+            asked=f"--ranks {ranks} --nodes {nodes}",
+            found=f"{ranks} ranks, over all nodes",
+            why="a node without a rank has nothing to do",
+            do=f"--ranks {nodes} or more, or fewer nodes",
+        )
+
+
+def _check_fault_of_a_node(job: Job, fault: faults.Fault) -> None:
+    if parse_choice(job.place, "--place").name != "simulated" or not 0 <= fault.node < job.nodes:
+        raise RequestError(
+            asked=f"--inject {fault.action}@node={fault.node}",
+            found=f"--place {job.place} --nodes {job.nodes}",
+            why="only nodes that are simulated can be broken on purpose",
+            do="--place simulated --nodes 2, and a node below that number",
+        )
+
+
+def _check_devices(job: Job, each: int) -> None:
+    """Which devices, where every rank works on `each` of them."""
+    numbers = devices_of(job)
+    if not numbers:
+        return
+    if job.device == "cpu":
+        raise RequestError(
+            asked=f"--devices {job.devices}",
+            found="--device cpu",
+            why="the processor has no numbered devices to choose from",
+            do=f"--device cuda --devices {job.devices}, or leave --devices out",
+        )
+    needed = job.ranks * each
+    if len(numbers) < needed:
+        who = f"--ranks {job.ranks}" if each == 1 else f"--strategy {job.strategy}"
+        fits = f"--ranks {len(numbers)}" if each == 1 else f"replicas={len(numbers)}"
+        raise RequestError(
+            asked=f"--devices {job.devices} {who}",
+            found=f"{len(numbers)} devices",
+            why=f"every {'rank' if each == 1 else 'replica'} needs a device of its own",
+            do=f"{fits}, or name {needed} devices",
+        )
+
+
+def _check_arithmetic(job: Job) -> None:
+    """How numbers are computed: precision, kernels, threads."""
+    if job.bitwise and job.threads not in (None, 1):
+        raise RequestError(
+            asked=f"--bitwise --threads {job.threads}",
+            found=f"{job.threads} threads in each rank",
+            why="the order of sums inside a kernel follows its threads",
+            do="leave --threads out: --bitwise runs one thread per rank",
+        )
+    if job.bitwise and job.compile:
+        raise RequestError(
+            asked=f"--bitwise --compile {job.compile}",
+            found="a compiled model",
+            why="what a compiler makes of a shape follows from the shapes that it saw before, "
+            "which differ from rank to rank",
+            do="drop --compile, or drop --bitwise",
+        )
+    if job.compile and job.activation_checkpointing:
+        raise RequestError(
+            asked=f"--compile {job.compile} --activation-checkpointing",
+            found="both",
+            why="the compiler cannot look into what is computed again in the scope of a shard",
+            do="drop one of them; a compiler decides by itself what to keep",
+        )
+    if job.precision == "tf32" and job.device == "cpu":
+        raise RequestError(
+            asked="--precision tf32 --device cpu",
+            found="a processor",
+            why="TF32 is a mode of the tensor cores of NVIDIA's GPUs",
+            do="--precision fp32 or bf16, or --device cuda",
+        )
+    scale = loss_scale_of(job.loss_scale)
+    if job.precision != "fp16" and job.loss_scale != Job.loss_scale:
+        raise RequestError(
+            asked=f"--loss-scale {job.loss_scale} --precision {job.precision}",
+            found=f"a scale of {scale.value:g}",
+            why=f"the exponents of {job.precision} reach as far as those of fp32: nothing underflows",
+            do="--precision fp16, or leave --loss-scale out",
+        )
+
+
+NOT_IN_TENSORFLOW = {
+    "bitwise": "tf.distribute has no fixed order of sums, so they follow the replicas",
+    "compile": "its steps are graphs of TensorFlow already",
+    "channels_last": "a Keras model says by itself in which order it takes images",
+    "activation_checkpointing": "Keras has no way to it that works in a graph of TensorFlow",
+    "profile": "its profiler is torch's",
+    "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
+    "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
+}
+
+
+def check_engine(job: Job) -> None:
+    """What one of the engines does not have."""
+    if job.engine == "torch" and job.steps_per_call != 1:
+        raise RequestError(
+            asked=f"--steps-per-call {job.steps_per_call}",
+            found="the torch engine",
+            why="it comes back to Python with every step",
+            do="leave it out",
+        )
+    if job.engine == "torch":
+        return
+    for name, why in NOT_IN_TENSORFLOW.items():
+        if getattr(job, name) != getattr(Job(), name):
+            raise RequestError(
+                asked=f"--{name.replace('_', '-')} with the TensorFlow engine",
+                found=f"{name} = {getattr(job, name)}",
+                why=why,
+                do="leave it out, or train a Keras task with --engine torch",
+            )
+    decided = {
+        "--precision fp16": job.precision == "fp16",
+        "--on-bad-step skip": job.on_bad_step == "skip",
+        f"--spike {job.spike}": job.spike is not None,
+    }
+    found = [flag for flag, is_asked in decided.items() if is_asked]
+    if job.steps_per_call > 1 and found:
+        raise RequestError(
+            asked=f"--steps-per-call {job.steps_per_call}",
+            found=found[0],
+            why="whether a step counts is decided by Python, before the next one begins",
+            do="--steps-per-call 1",
+        )
+
+
+def _check_roles(job: Job) -> None:
+    """What cannot be where the processes of a job have roles, and work in their own time."""
+    crew = crew_of(job.strategy, job.ranks)
+    if crew.are_all_trainers:
+        return
+    at_once = "workers make several steps at once"
+    refused = {
+        f"--precision {job.precision}": (
+            job.precision == "fp16",
+            f"the loss scale of a step follows from the step before it, and {at_once}",
+        ),
+        f"--steps-per-call {job.steps_per_call}": (
+            job.steps_per_call > 1,
+            "steps are handed out one by one, each to the worker that is free",
+        ),
+        "no --checkpoint-every": (
+            job.checkpoint_every is None and "evaluator" in str(crew),
+            "the evaluator judges checkpoints, and there would be none",
+        ),
+    }
+    for asked, (is_asked, why) in refused.items():
+        if is_asked:
+            raise RequestError(
+                asked=f"--strategy {job.strategy} with {asked}",
+                found=str(crew),
+                why=why,
+                do="give --checkpoint-every, or leave the evaluator out"
+                if asked.startswith("no ")
+                else "leave it out, or --strategy multi-worker-mirrored",
+            )
+
+
+def _check_course(job: Job) -> None:
+    """When a job evaluates, and when it ends."""
+    for name in ("best", "early_stop"):
+        value = getattr(job, name)
+        if value and not METRIC.fullmatch(value):
+            flag = "--" + name.replace("_", "-")
+            raise RequestError(
+                asked=f"{flag} {value}",
+                found="neither max:METRIC nor min:METRIC",
+                why="the best is the one with the largest or the smallest value of a metric",
+                do=f"for example {flag} max:accuracy",
+            )
+    every = job.eval_every
+    if every and every != "epoch" and not (every.isdecimal() and int(every) >= 1):
+        raise RequestError(
+            asked=f"--eval-every {every}",
+            found=repr(every),
+            why="an evaluation follows every so many steps, or every epoch",
+            do="--eval-every 100, or --eval-every epoch",
+        )
+    if job.early_stop and not every:
+        raise RequestError(
+            asked=f"--early-stop {job.early_stop}",
+            found="no --eval-every",
+            why="without evaluations on the way there is nothing to judge by",
+            do=f"--early-stop {job.early_stop} --eval-every epoch",
+        )
+
+
+def devices_of(job: Job) -> tuple[int, ...]:
+    """The numbers of `--devices`; none if it was not given. Raises `RequestError`."""
+    parts = [part.strip() for part in job.devices.split(",")] if job.devices else []
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+        raise RequestError(
+            asked=f"--devices {job.devices}",
+            found="not a list of different numbers",
+            why="devices are told apart by their numbers, from 0",
+            do="for example --devices 0,1,4,5",
+        )
+    return tuple(int(part) for part in parts)
+
+
+def logs_of(job: Job) -> tuple[str, ...]:
+    """The names of `--log`."""
+    return tuple(part.strip() for part in job.log.split(",")) if job.log else ()
+
+
+def _out_of_range(name: str, value: float, wanted: str) -> RequestError:
+    flag = "--" + name.replace("_", "-")
+    return RequestError(
+        asked=f"{flag} {value}",
+        found=str(value),
+        why=f"{flag} must be {wanted}",
+        do=f"give {flag} a number that is {wanted}, or leave it out",
+    )

@@ -1,0 +1,167 @@
+"""Going on: from where a job starts when there is something to start from, and what may change.
+
+    --run-dir RUN       RUN is there already: the same job goes on, in the same folder
+    --resume PATH       a new run folder; starts from the newest good checkpoint of the run PATH, or
+                        from that very checkpoint
+    --resume never      start anew, and refuse a folder that is there
+
+What is not said again stays as it was. What may be said anew without harm to the result (ranks,
+place, micro-batch, how it is protected, how long it trains) is in `FREE`; fields of the task may be
+changed with --set, and are recorded; the rest is the job itself, and is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.checkpoint.folder import FOLDER, committed
+from allranks.checkpoint.manifest import BadCheckpoint, read_manifest
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.job.job_file import FOR_CHECK, job_values, read_job_file, redacted
+from allranks.strategies.card import APART, Card
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import card_for
+
+CHECKPOINTS = FOLDER
+FREE = (
+    *("ranks", "nodes", "place", "strategy", "micro_batch", "device", "threads"),
+    *(
+        "devices",
+        "prefetch",
+        "steps_per_call",
+        "eval_every",
+        "early_stop",
+        "patience",
+        "log",
+        "profile",
+    ),
+    *("loader_workers", "steps", "checkpoint_every", "keep", "best", "resume", "max_restarts"),
+    *("hang_timeout", "time_limit", "on_bad_step", "spike", "verify_every", "witness", "inject"),
+    "run_dir",
+)
+POSITION_FIELDS = ("batch_size", "shards", "last_batch")
+NOT_INHERITED = ("inject", "profile", "run_dir", *FOR_CHECK)
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a job goes on from: the values of the job that left it, and where its checkpoints are.
+
+    `goes_on` means in the same run folder; otherwise a new one branches off.
+    """
+
+    path: Path
+    goes_on: bool
+    values: dict[str, Any] = field(default_factory=dict)
+    task: dict[str, Any] = field(default_factory=dict)
+
+
+def sources_of(path: Path) -> list[Path]:
+    """Where to look for checkpoints when a job starts from `path`."""
+    return [path / CHECKPOINTS] if os.path.isdir(path / CHECKPOINTS) else [path]
+
+
+def base_of(path: Path, goes_on: bool) -> Base:
+    """What a job goes on from: the run `path`, or that very checkpoint; raises `RequestError`.
+
+    A run says in its `job.toml` how it went on last; a checkpoint remembers the job that made it.
+    """
+    if goes_on or os.path.isdir(path / CHECKPOINTS):
+        job_file = path / "job.toml"
+        if not goes_on and not any(committed(source) for source in sources_of(path)):
+            raise _nothing(path, "no checkpoint that was committed")
+        if os.path.isfile(job_file):
+            values, task = read_job_file(str(job_file))
+            return Base(path, goes_on, _inherited(values), task)
+    if not os.path.isdir(path):
+        raise _nothing(path, "no such folder")
+    found = next(iter(committed(sources_of(path)[0])), path)
+    try:
+        job = read_manifest(found).job
+    except BadCheckpoint as error:
+        raise _nothing(path, str(error)) from None
+    values, task = job_values(_inherited(job), str(found))
+    return Base(path, goes_on, values, task)
+
+
+def _inherited(job: dict[str, Any]) -> dict[str, Any]:
+    return {n: v for n, v in job.items() if n not in NOT_INHERITED and v is not None}
+
+
+def _nothing(path: Path, found: str) -> RequestError:
+    return RequestError(
+        asked=f"--resume {path}",
+        found=found,
+        why="neither a run folder with a checkpoint nor a checkpoint is there",
+        do="name a run folder (see `allranks runs`), or one of its checkpoints/step-…",
+    )
+
+
+def changed(base: Base, job: Job) -> dict[str, list[Any]]:
+    """What of the job is not as it was, name -> [was, is]; raises `RequestError` for the job itself."""
+    changes: dict[str, list[Any]] = {}
+    for name, now in job.to_data().items():
+        was = base.values.get(name, getattr(Job(), name))
+        if name in ("task", "resume", *NOT_INHERITED) or was == now:
+            continue
+        if name == "program" and was == "":
+            continue  # a loop of one's own saved it: it knows no program
+        if name == "program" and Path(str(was)).resolve() == Path(str(now)).resolve():
+            continue
+        if name not in FREE or (name == "device" and job.bitwise):
+            flag = "PROGRAM" if name == "program" else "--" + name.replace("_", "-")
+            raise _refused(base, f"{flag} {now}", f"{name} = {was} in its job", flag)
+        changes[name] = [was, now]
+    _check_strategies(base, job)
+    return changes
+
+
+def changed_fields(base: Base, fields: dict[str, Any]) -> dict[str, list[Any]]:
+    """The fields of the task that are not as they were; raises for those that place the data."""
+    changes = {}
+    for name, now in redacted(fields).items():
+        was = base.task.get(name, now)
+        was = None if was == "none" and now is None else was
+        if was == now or (was != was and now != now):
+            continue
+        if name in POSITION_FIELDS:
+            raise _refused(
+                base, f"--set {name}={now}", f"{name} = {was} in its job", f"--set {name}"
+            )
+        changes[f"task.{name}"] = [was, now]
+    return changes
+
+
+def _check_strategies(base: Base, job: Job) -> None:
+    was, now = _card(base.values.get("strategy", job.strategy)), _card(job.strategy)
+    if was.state != now.state:
+        raise RequestError(
+            asked=f"--strategy {job.strategy}, from {base.path}",
+            found=f"a checkpoint of {was.name!r}: {was.state}",
+            why=f"{now.name!r} keeps another state: {now.state}",
+            do=f"go on with --strategy {was.name}",
+        )
+    if now.state == APART and job.ranks != base.values.get("ranks", 1):
+        raise _refused(
+            base,
+            f"--ranks {job.ranks} with {now.name}",
+            f"{base.values.get('ranks', 1)} ranks that trained apart",
+            "--ranks",
+        )
+
+
+def _card(strategy: str) -> Card:
+    return card_for(parse_choice(strategy))
+
+
+def _refused(base: Base, asked: str, found: str, flag: str) -> RequestError:
+    return RequestError(
+        asked=f"{asked}, from {base.path}",
+        found=found,
+        why="its data order, random numbers and weights follow from that value",
+        do=f"leave {flag} out, or start anew in another folder with --resume never",
+    )

@@ -1,0 +1,315 @@
+"""The run folder: everything that a job leaves behind, one writer per file, readable meanwhile.
+
+    job.toml            the job, with the source of every value          (supervisor)
+    events.jsonl        what the supervisor saw                          (supervisor)
+    events-R.jsonl      what rank R has to say                           (rank R)
+    metrics.jsonl       loss, rate, samples of each step                 (leader)
+    logs/rank-RRR.log   what rank R printed, raw                         (rank R)
+    logs/hang-A.txt     where every rank stood when attempt A hung       (supervisor)
+    placement/          what every rank holds on which device            (each rank its own file)
+    checkpoints/        a folder for each, good only with its manifest   (all ranks, then the leader)
+    weights.safetensors the weights at the end                           (leader)
+    average.safetensors their moving average, if the task keeps one      (leader)
+    metrics.csv, evaluations.csv, tensorboard/   on request, `--log`     (leader)
+    trace/              with `check` only: every step in full            (each rank its own files)
+
+A run folder in use holds a lock that the kernel drops when its supervisor dies, however it dies.
+Values that look like secrets are not written into it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from allranks.checkpoint.files import as_json, write_whole
+from allranks.checkpoint.room import give_back, reserve
+from allranks.errors import RequestError
+from allranks.job.config import Resolved
+from allranks.job.job_file import FOR_CHECK, SCHEMA, redacted, write_toml
+
+FLUSH_EVERY_S = 0.25
+FULL = (errno.ENOSPC, errno.EDQUOT)
+RESERVED_BYTES = 64 << 10  # for the summary of a job, or the report of its end
+LAST_EVENTS = ("done", "failed", "stopped", "interrupted", "kept_elsewhere", "not_kept")
+
+
+class RunFolder:
+    """A run folder that this process owns: created, locked, and removed again if nothing ran."""
+
+    def __init__(self, path: Path, *, goes_on: bool = False) -> None:
+        """Create `path` and lock it; raises `RequestError` if it is in use, or not empty.
+
+        With `goes_on` it is there already, left by the job that goes on; it is never removed.
+        """
+        self.path, self.goes_on = path, goes_on
+        try:
+            there = path.exists() and (not path.is_dir() or any(path.iterdir()))
+            if there and (not goes_on or is_in_use(path)):
+                raise _taken(path)
+            self._made = [p for p in (path, *path.parents) if not p.exists()]
+            (path / "logs").mkdir(parents=True, exist_ok=goes_on)
+        except FileExistsError:
+            raise _taken(path) from None
+        except OSError as error:
+            raise RequestError(
+                asked=f"--run-dir {path}",
+                found=str(error),
+                why="a job writes its log, its metrics and its weights there",
+                do="name a folder that can be written",
+            ) from None
+        self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # somebody was quicker
+            os.close(self._lock)
+            raise _taken(path) from None
+        self.attempts: int = sum(
+            row["event"] == "attempt" for row in read_rows(path / "events.jsonl")
+        )
+        self._job_before = _content(path / "job.toml")
+        self._sizes_before = {file: file.stat().st_size for file in self._told()}
+        self._remove_leftovers()
+        self.events = JsonLines(path / "events.jsonl")
+
+    def _told(self) -> list[Path]:
+        """The files that a job only ever adds to, whatever it does."""
+        return [*self.path.glob("events*.jsonl"), *(self.path / "logs").iterdir()]
+
+    def _remove_leftovers(self) -> None:
+        """What a killed supervisor left here under names of ours."""
+        tables = (".metrics.jsonl.*", ".metrics.csv.*", ".evaluations.csv.*")
+        weights = (".weights.safetensors", ".average.safetensors")
+        for name in (".store-*", ".job.toml.*", *tables, *weights):
+            for path in self.path.glob(name):
+                path.unlink()
+
+    def write_job(self, resolved: Resolved) -> None:
+        """Write `job.toml` whole: under another name first, then renamed."""
+        values = resolved.job.to_data()
+        for name in FOR_CHECK:
+            values.pop(name)
+        task = {n: "none" if v is None else v for n, v in redacted(values["task"]).items()}
+        values = {"schema": SCHEMA, **values, "task": task, "source": resolved.sources}
+        write_whole(self.path / "job.toml", write_toml(values).encode())
+
+    def remove(self) -> None:
+        """Leave no trace: nothing was trained. Folders that were made for it go, no others."""
+        self.close()
+        if self.goes_on:
+            for file in self._told():
+                if file not in self._sizes_before:
+                    file.unlink()
+                elif file.stat().st_size > self._sizes_before[file]:
+                    os.truncate(file, self._sizes_before[file])
+            if self._job_before is not None:
+                write_whole(self.path / "job.toml", self._job_before)
+            return
+        for inside in self.path.iterdir():
+            shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
+        for parent in self._made:
+            if any(parent.iterdir()):
+                break
+            parent.rmdir()
+
+    def close(self) -> None:
+        """Release the lock; the folder stays."""
+        with suppress(OSError):  # what a full disk did not take; it hides no other error
+            self.events.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _taken(path: Path) -> RequestError:
+    in_use = is_in_use(path)
+    return RequestError(
+        asked=f"--run-dir {path}",
+        found="a run folder in use by a running job" if in_use else "something is there already",
+        why="a job never writes over what another one left",
+        do="name a folder that does not exist yet" + (", or wait for that job" if in_use else ""),
+    )
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a living supervisor holds this run folder."""
+    try:
+        lock = os.open(path / ".lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+class JsonLines:
+    """A file of JSON lines with one writer. Lines are kept for a moment, so that a step is cheap.
+
+    The torn last line of a writer that was killed is cut off; `stamp` is added to every event. What
+    a full disk does not take is kept, and written with what comes next; only `close` raises then.
+    A file of events has room reserved for the last ones, which others do not use: they wait.
+    """
+
+    def __init__(self, path: Path, **stamp: Any) -> None:
+        _cut_torn_line(path)
+        self._stamp = stamp
+        self._lock = threading.Lock()  # a save reports from a thread of its own
+        self._file = open(path, "ab", buffering=0)
+        self._lines: list[str] = []
+        self._rest = b""  # of what was to be written, what is not in the file yet
+        self._flushed = time.monotonic()
+        self._waiting: list[str] = []  # events that may not take the room of the last ones
+        self._reserved_to = 0
+
+    def event(self, name: str, **values: Any) -> None:
+        """Write one event at once, with the wall clock and this host's monotonic clock."""
+        now = {"event": name, "time": time.time(), "monotonic": time.monotonic()}
+        with self._lock:
+            line = as_json({**now, **self._stamp, **values})
+            if self._has_room_beside_the_last(len(line)):
+                self._lines += [*self._waiting, line]
+                self._waiting.clear()
+            elif name in LAST_EVENTS:
+                self._lines.append(line)
+            else:
+                self._waiting.append(line)
+            self._write()
+
+    def _has_room_beside_the_last(self, length: int) -> bool:
+        """Whether an event leaves the room of the last ones free, which is reserved anew here.
+
+        Where a file system cannot reserve, all of them take what room there is.
+        """
+        if self._file.closed:
+            return True
+        end = os.fstat(self._file.fileno()).st_size
+        if self._reserved_to - end - length >= RESERVED_BYTES // 2:
+            return True
+        error = reserve(self._file.fileno(), RESERVED_BYTES + length)
+        if not error:
+            self._reserved_to = end + RESERVED_BYTES + length
+        return error not in FULL
+
+    def row(self, values: dict[str, Any]) -> None:
+        """Add one row; it reaches the file within `FLUSH_EVERY_S` of the next row, or at close."""
+        self._lines.append(as_json(values))
+        if time.monotonic() - self._flushed > FLUSH_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        if not self._file.closed:
+            self._rest += "".join(f"{line}\n" for line in self._lines).encode()
+        self._lines.clear()
+        self._flushed = time.monotonic()
+        try:
+            while self._rest:
+                self._rest = self._rest[self._file.write(self._rest) or 0 :]
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+
+    def take_waiting(self) -> bytes:
+        """The events that a full disk has not taken, for who keeps them elsewhere."""
+        with self._lock:
+            taken = "".join(f"{line}\n" for line in self._waiting).encode()
+            self._waiting.clear()
+        return taken
+
+    def close(self) -> None:
+        self._finish()
+        rest, self._rest = self._rest, b""
+        if rest:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+
+    def close_with_rest(self) -> bytes:
+        """Close; returns the lines that a full disk did not take, the first one whole."""
+        self._finish()
+        rest, self._rest = self._rest, b""
+        return _cut_torn_line(Path(self._file.name)) + rest if rest else b""
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._lines += self._waiting
+            self._waiting.clear()
+            self._write()
+        if not self._file.closed:
+            if self._reserved_to:
+                give_back(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _cut_torn_line(path: Path) -> bytes:
+    content = _content(path) or b""
+    whole = content.rfind(b"\n") + 1
+    if len(content) > whole:
+        os.truncate(path, whole)
+    return content[whole:]
+
+
+def keep_rows(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a JSON-lines file with only those rows, whole; nobody may be writing to it."""
+    if path.exists():
+        kept = [as_json(row) + "\n" for row in read_rows(path) if is_kept(row)]
+        write_whole(path, "".join(kept).encode())
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON-lines file that are whole; a missing file has none."""
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """The events of the supervisor and of all ranks, each with its `rank`, in order of time."""
+    events = [{"rank": None, **row} for row in read_rows(run_dir / "events.jsonl")]
+    for path in run_dir.glob("events-*.jsonl"):
+        rank = int(path.stem.partition("-")[2])
+        events += [{"rank": rank, **row} for row in read_rows(path)]
+    return sorted(events, key=lambda event: float(event["time"]))
+
+
+def rank_events_path(run_dir: Path, rank: int) -> Path:
+    """Where rank `rank` writes its events."""
+    return run_dir / f"events-{rank}.jsonl"
+
+
+def rank_log_path(run_dir: Path, rank: int) -> Path:
+    """Where the output of rank `rank` goes, raw."""
+    return run_dir / "logs" / f"rank-{rank:03d}.log"

@@ -1,0 +1,128 @@
+"""Simulated nodes: how many, what they are called, and what their links carry. Pure.
+
+    --place simulated:link=1gbit,delay=1ms --nodes 2
+
+The nodes are real network namespaces on this machine (`launch.switch` makes them): what crosses
+from one to the other crosses a link, as slow and as late as asked. What stays on a node does not.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from allranks.errors import RequestError, nearest
+from allranks.strategies.choice import parse_choice
+
+NAME = "simulated"
+INSIDE = "eth0"
+OPTIONS = ("link", "delay")
+MOST_NODES = 200
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
+_DELAY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins a node to the others: bits per second in each direction (0: as fast as it goes).
+
+    `delay_s` is added to every packet in each direction, so twice to a round trip, and twice that
+    between two nodes.
+    """
+
+    rate_bits: float = 0.0
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """All nodes of one job, on a network of their own."""
+
+    nodes: int
+    link: Link = Link()
+    bits: int = 24
+    prefix: str = "10.77.0"
+
+    @property
+    def head(self) -> str:
+        """The address of the head of the job, which is on no node: at the switch itself."""
+        return f"{self.prefix}.254"
+
+    def name(self, number: int) -> str:
+        return f"node{number}"
+
+    def address(self, number: int) -> str:
+        return f"{self.prefix}.{number + 1}"
+
+    def hosts_file(self) -> str:
+        """The names of all nodes, as /etc/hosts of each has them."""
+        named = {self.address(number): self.name(number) for number in range(self.nodes)}
+        lines = ["127.0.0.1 localhost", "::1 localhost"]
+        for address, name in {**named, self.head: "head"}.items():
+            # the second is for those who ask which name an address has that IPv6 maps
+            lines += [f"{address} {name}", f"::ffff:{address} {name}.simulated"]
+        return "\n".join([*lines, ""])
+
+    def to_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Network:
+        return cls(**{**data, "link": Link(**data["link"])})
+
+
+def network_of(place: str, nodes: int) -> Network:
+    """The network that `simulated:link=…,delay=…` describes; raises `RequestError`."""
+    choice = parse_choice(place, "--place")
+    for name in choice.options:
+        if name not in OPTIONS:
+            raise RequestError(
+                asked=f"--place {place}",
+                found=f"no option {name!r} of simulated nodes",
+                why="a misspelt one would be passed over, and the links be faster than asked",
+                do=nearest(name, OPTIONS),
+            )
+    if nodes > MOST_NODES:
+        raise RequestError(
+            asked=f"--place {place} --nodes {nodes}",
+            found=f"{nodes} nodes on one machine",
+            why=f"one bridge joins up to {MOST_NODES} of them here",
+            do=f"--nodes {MOST_NODES} or fewer",
+        )
+    link = str(choice.options.get("link", ""))
+    delay = str(choice.options.get("delay", ""))
+    return Network(nodes, Link(_rate(link, place), _delay(delay, place)))
+
+
+def rate_of(text: str, asked: str) -> float:
+    """Bits per second of a text like 100mbit; raises `RequestError`."""
+    return _rate(text, asked)
+
+
+def _rate(text: str, asked: str) -> float:
+    if not text:
+        return 0.0
+    found = _RATE.fullmatch(text)
+    if found is None or float(found[1]) == 0:
+        raise RequestError(
+            asked=f"--place {asked}" if asked.startswith(NAME) else asked,
+            found=f"link={text}",
+            why="a link carries so many bits per second",
+            do="for example link=1gbit, link=100mbit or link=2.5gbit",
+        )
+    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+
+
+def _delay(text: str, asked: str) -> float:
+    if not text:
+        return 0.0
+    found = _DELAY.fullmatch(text)
+    if found is None:
+        raise RequestError(
+            asked=f"--place {asked}",
+            found=f"delay={text}",
+            why="a delay is added to every packet",
+            do="for example delay=1ms or delay=500us",
+        )
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]

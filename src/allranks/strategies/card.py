@@ -1,0 +1,236 @@
+"""What a strategy promises, as data: its guarantee, its bytes, its memory, its options, its paper.
+
+A card needs no framework to be read: it feeds `allranks strategies`, the checks on a request, the
+documentation and the contract test, which holds every strategy to exactly what is written here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.errors import RequestError, nearest
+from allranks.strategies.choice import TRUTH, Choice, parse_choice
+from allranks.strategies.roles import Role, trainers
+
+WHOLE = "whole, the same on every rank"
+APART = "every rank its own"
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Equal to `single` on the same global batches, up to the order of floating-point sums."""
+
+    def __str__(self) -> str:
+        return "EXACT: equal to `single` up to the order of sums"
+
+
+@dataclass(frozen=True)
+class Approximate:
+    """Not equal in general; equal at the named setting, where the same machinery really runs."""
+
+    exact_when: str
+
+    def __str__(self) -> str:
+        return f"APPROXIMATE: exact when {self.exact_when}"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Equal to a plain simulation of itself in one process, which this sentence describes."""
+
+    simulation: str
+
+    def __str__(self) -> str:
+        return f"REFERENCE: equal to {self.simulation}"
+
+
+@dataclass(frozen=True)
+class Untried:
+    """Nothing is promised: it is refused wherever it was asked for until now."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"UNTRIED: {self.why}"
+
+
+Guarantee = Exact | Approximate | Reference | Untried
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the bytes of a step depend on: `messages` are the sizes in bytes that are summed.
+
+    The last message carries the tally: loss, weight, samples, which parameters were used, moments
+    of BatchNorm. `gradients` (how many numbers) and `tally` (its bytes) tell the two apart, for
+    reducers that send gradients in another type.
+    """
+
+    messages: tuple[int, ...]
+    ranks: int
+    shards: int
+    gradients: int = 0
+    tally: int = 0
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The value of an option whose choices have options of their own: `power-sgd(rank=4)`."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a strategy: its type is the type of its default.
+
+    `choices` limits a text; as a mapping it gives each choice options of its own, written in
+    brackets, and the value is a `Picked`. A number is `at_least` one bound, or `above` it, and
+    always finite. `guarantees` are those of a choice that promises something else than the card.
+    """
+
+    name: str
+    default: Any
+    meaning: str
+    choices: Mapping[str, tuple[Option, ...]] | tuple[str, ...] = ()
+    guarantees: Mapping[str, Guarantee] = field(default_factory=dict)
+    at_least: float | None = None
+    above: float | None = None
+
+    def read(self, text: str, asked: str) -> Any:
+        """The typed value of `text`, or a `RequestError`."""
+        if self.choices:
+            return self._read_choice(text, asked)
+        kind = type(self.default)
+        value: Any = None
+        if kind is bool:
+            value = TRUTH.get(text.lower())
+        else:
+            with suppress(ValueError):
+                value = kind(text)
+        if value is None or not self._is_within(value):
+            raise RequestError(
+                asked=asked,
+                found=f"{self.name}={text}",
+                why=f"{self.name} is {self._wanted()}: {self.meaning}",
+                do=f"for example {self.name}={self.shown_default}",
+            )
+        return value
+
+    def own_options(self, choice: str) -> tuple[Option, ...]:
+        """What can be said in the brackets behind one of the choices."""
+        return self.choices.get(choice, ()) if isinstance(self.choices, Mapping) else ()
+
+    @property
+    def shown_default(self) -> str:
+        """The default, as it is written."""
+        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+
+    @property
+    def start(self) -> Any:
+        """The value where nothing is given."""
+        if not isinstance(self.choices, Mapping):
+            return self.default
+        return Picked(self.default, read_all({}, self.own_options(self.default), "", self.default))
+
+    def _read_choice(self, text: str, asked: str) -> Any:
+        try:
+            choice = parse_choice(text)
+        except RequestError:  # a text that is no name is none of the choices either
+            choice = Choice(text)
+        if choice.name not in self.choices:
+            raise RequestError(
+                asked=asked,
+                found=f"{self.name}={text}",
+                why=f"{self.name} is one of {', '.join(self.choices)}",
+                do=nearest(choice.name, self.choices),
+            )
+        own = self.own_options(choice.name)
+        values = read_all(choice.options, own, asked, f"{self.name}={choice.name}")
+        return Picked(choice.name, values) if isinstance(self.choices, Mapping) else choice.name
+
+    def _is_within(self, value: Any) -> bool:
+        if isinstance(value, (bool, str)):
+            return True
+        return (
+            math.isfinite(value)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+        )
+
+    def _wanted(self) -> str:
+        """`an int, at least 1`: what a value has to be."""
+        words = {bool: "true or false", int: "an int", float: "a finite float"}
+        what = words.get(type(self.default), "a text")
+        bounds = {"at least": self.at_least, "above": self.above}
+        said = [f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None]
+        return ", ".join([what, *said])
+
+
+def read_all(
+    given: Mapping[str, str], options: tuple[Option, ...], asked: str, whose: str
+) -> dict[str, Any]:
+    """Every option with its value: what was given, checked, and the defaults for the rest.
+
+    `whose` they are stands in the error for one that is not known; so does `asked`.
+    """
+    known = {option.name: option for option in options}
+    values = {name: option.start for name, option in known.items()}
+    for name, text in given.items():
+        if name not in known:
+            raise RequestError(
+                asked=asked,
+                found=f"option {name!r}",
+                why=f"{whose} has no such option",
+                do=nearest(name, known) if known else f"leave {name} out: it has no options",
+            )
+        values[name] = known[name].read(text, asked)
+    return values
+
+
+@dataclass(frozen=True)
+class Card:
+    """The promise of one strategy.
+
+    `guarantee` is what it promises unless an option says otherwise: ask `guarantee_of`.
+    `bytes_sent(workload, options)` is per step, for the rank that sends most.
+    """
+
+    name: str
+    summary: str
+    guarantee: Guarantee
+    bytes_sent: Callable[[Workload, dict[str, Any]], int]
+    bytes_formula: str
+    memory: str
+    many_ranks: bool
+    can_be_bitwise: bool
+    options: tuple[Option, ...] = ()
+    paper: str = ""
+    engines: tuple[str, ...] = ("torch",)
+    """Which engines have it."""
+    state: str = WHOLE
+    """What a checkpoint of it holds: strategies with the same words here go on from each other's."""
+    roles: Callable[[int, dict[str, Any]], tuple[Role, ...]] = lambda ranks, _: trainers(ranks)
+    """The processes of a job of so many ranks with these options, the leader first."""
+
+    def guarantee_of(self, options: dict[str, Any]) -> Guarantee:
+        """What the strategy promises with these options, as `read_options` gives them."""
+        found = (o.guarantees.get(str(options[o.name])) for o in self.options)
+        return next((guarantee for guarantee in found if guarantee is not None), self.guarantee)
+
+    def read_options(self, given: dict[str, str]) -> dict[str, Any]:
+        """Every option with its value: what was given, checked, and the defaults for the rest."""
+        values = {option.name: option.start for option in self.options}
+        for name, text in given.items():
+            asked = f"--strategy {self.name}:{name}={text}"
+            whose = f"strategy {self.name!r}"
+            values[name] = read_all({name: text}, self.options, asked, whose)[name]
+        return values

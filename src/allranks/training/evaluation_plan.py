@@ -1,0 +1,106 @@
+"""The course of a training: when it evaluates, what was best so far, and when enough is learnt.
+
+Every rank keeps one and sees the same metrics, so all decide alike without a message. Ranks that
+train apart each judge their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from allranks.errors import RequestError, nearest
+from allranks.job.job import Job
+from allranks.training.best import Best
+from allranks.training.progress import Progress
+from allranks.training.schedules import Plateau, PlateauState
+
+
+class Course:
+    """What happens to `job` between its steps. `found` are the metrics of the newest evaluation."""
+
+    def __init__(self, job: Job, plateau: Plateau | None = None) -> None:
+        self.job = job
+        self.found: dict[str, float] = {}
+        self.found_at = -1
+        self.is_best = False
+        self._best = Best(job.best) if job.best else None
+        self._stop = Best(job.early_stop) if job.early_stop else None
+        self._plateau = None if plateau is None else PlateauState(plateau)
+
+    @property
+    def rate_factor(self) -> float:
+        """What evaluations without a better one have made of the learning rate."""
+        return 1.0 if self._plateau is None else self._plateau.factor
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the metric of `early_stop` has not been bettered for `patience` evaluations."""
+        return self._stop is not None and self._stop.in_vain >= self.job.patience
+
+    def is_due(self, done: Progress, steps_per_epoch: int | None) -> bool:
+        """Whether an evaluation follows the step that was made last; a stream knows no length."""
+        every = self.job.eval_every
+        if not every or done.batch_index == 0:
+            return False
+        if every == "epoch":
+            return done.step_in_epoch == (steps_per_epoch or 0)
+        return done.batch_index % int(every) == 0 and done.batch_index != self.found_at
+
+    def take(self, metrics: dict[str, float], done: Progress) -> None:
+        """Take in an evaluation on the way."""
+        self.found, self.found_at = metrics, done.batch_index
+        self.is_best = self._best is not None and self._best.take(metrics)
+        if self._stop is not None:
+            self._stop.take(metrics)
+        if self._plateau is not None:
+            self._plateau.take(metrics)
+
+    def metrics_of(self, done: Progress) -> dict[str, float] | None:
+        """The metrics of the weights as they are now, if they are known."""
+        return self.found if self.found_at == done.batch_index else None
+
+    def wants_save(self, done: Progress) -> bool:
+        """Whether the weights as they are now are the best so far, and to be kept."""
+        return self.is_best and self.found_at == done.batch_index
+
+    def state(self) -> dict[str, Any]:
+        """What later decisions depend on, as plain values."""
+        return {
+            "found": self.found,
+            "found_at": self.found_at,
+            "best": None if self._best is None else self._best.state(),
+            "stop": None if self._stop is None else self._stop.state(),
+            "plateau": None if self._plateau is None else self._plateau.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned."""
+        self.found, self.found_at = dict(state["found"]), int(state["found_at"])
+        self.is_best = False
+        for own, was in ((self._best, state["best"]), (self._stop, state["stop"])):
+            if own is not None and was is not None:
+                own.load_state(was)
+        if self._plateau is not None and state.get("plateau") is not None:
+            self._plateau.load_state(state["plateau"])
+
+
+def check_metrics(job: Job, names: Iterable[str], plateau: Plateau | None = None) -> None:
+    """Raise `RequestError` unless an evaluation has the metrics by which the job judges."""
+    if plateau is not None and not job.eval_every:
+        raise RequestError(
+            asked=f"plateau() of the task, by {plateau.rule}",
+            found="no --eval-every",
+            why="it counts the evaluations on the way",
+            do="--eval-every epoch, or --eval-every 100",
+        )
+    rules = {"--best": job.best, "--early-stop": job.early_stop}
+    for flag, rule in {**rules, "Plateau": plateau.rule if plateau else ""}.items():
+        metric = rule.partition(":")[2]
+        if rule and metric not in names:
+            raise RequestError(
+                asked=f"{flag} {rule}",
+                found=f"no metric {metric!r} in the evaluation of this task",
+                why="what is judged by is what eval_data() and metrics() of the task give",
+                do=nearest(metric, names),
+            )
