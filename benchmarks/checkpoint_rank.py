@@ -19,8 +19,8 @@ from savers import SAVERS, AllRanks, Saver
 from workloads import WORKLOADS, task_of
 
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.on_torch import Trainer
-from allranks.world import World
 
 STEPS_LIMIT = 10**9
 LIMIT_S = 600  # a rank that has not ended by then shows where it stands, and leaves

@@ -37,8 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 from workloads import Workload, batches, task_of
 
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.on_torch import Trainer
-from allranks.world import World
 
 DEFAULT_SHARDS = 8
 STEPS_LIMIT = 10**9

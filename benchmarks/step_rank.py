@@ -18,7 +18,7 @@ from harness import order_of
 from workloads import WORKLOADS
 
 import allranks
-from allranks.world import World
+from allranks.launcher.world import World
 
 CHECKED_STEPS = 5
 TOLERANCE = 1e-3  # of a loss, float32, after a few steps; another sample order is off by 1e-1

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from allranks.from_python.launching import Trained, launch
+from allranks.cli.notebook.launch import Trained, launch
 from allranks.job.job import Job
 from allranks.on_tf.task import Task as KerasTask
 from allranks.on_torch import Task, Trainer

@@ -36,15 +36,15 @@ import allranks.on_torch.warm  # noqa: F401  it changes variables, once
 from allranks.catalog import preload_for
 from allranks.job.config import resolve
 from allranks.job.job import Job
-from allranks.launch.cluster import Cluster, gathered
-from allranks.launch.linux import state_of
-from allranks.launch.process import Process
-from allranks.launch.server import ForkServer
-from allranks.launch.start import Result, run_job
-from allranks.launch.starters import Wanted
-from allranks.launch.supervisor import Ended, supervise
-from allranks.meeting import Meeting
-from allranks.places.base import Shape
+from allranks.launcher.nodes.cluster import Cluster, gathered
+from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.places.start_agents import Wanted
+from allranks.launcher.plan import Shape
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.linux import state_of
+from allranks.launcher.processes.process import Process
+from allranks.launcher.start import Result, run_job
+from allranks.launcher.supervisor import Ended, supervise
 from launch_host import Host
 from tiers import MARKERS, parametrize
 

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 import contract_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.on_torch import Trainer
 from allranks.on_torch.digest import weights_sha256
-from allranks.world import World
 
 
 def _trainer(argument: dict[str, Any], attempt: str = "") -> Trainer:

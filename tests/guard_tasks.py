@@ -18,10 +18,10 @@ from torch.optim import SGD, AdamW, Optimizer
 import contract_tasks
 from allranks.errors import BadStep
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.on_torch import Trainer
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.training.order import Order
-from allranks.world import World
 from contract_tasks import SAMPLES
 
 BAD = 40  # the sample that goes bad

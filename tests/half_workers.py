@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from allranks.catalog import REDUCERS, load
+from allranks.launcher.world import World
 from allranks.on_torch.buckets import Buckets
 from allranks.on_torch.comm import CPU, join
-from allranks.world import World
 
 KINDS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # no bucket is a multiple of the ranks

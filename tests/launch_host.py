@@ -30,16 +30,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import allranks.launch.server
-import allranks.launch.slots
-import allranks.launch.start
+import allranks.launcher.processes.fork_server_client
+import allranks.launcher.start
+import allranks.tools.sweep.slots
 from allranks.catalog import preload_for
 from allranks.cli import main as door
 from allranks.job.run_folder import read_rows
-from allranks.launch import forkserver, leftovers
-from allranks.launch.linux import die_with_parent, started_at, state_of
-from allranks.launch.server import ForkServer
-from allranks.launch.signals import Signals
+from allranks.launcher.processes import fork_server, leftovers
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.linux import die_with_parent, started_at, state_of
+from allranks.launcher.signals import Signals
 
 PLACE = "x" * 80
 PATIENCE_S = 200
@@ -86,13 +86,13 @@ class ForkedServer(ForkServer):
             return Forked(pid)
         try:
             os.setsid()
-            for number in forkserver.ASKING:
+            for number in fork_server.ASKING:
                 signal.signal(number, signal.SIG_IGN)
             wear(environment[leftovers.VARIABLE])
             os.environ.update(environment)
             fd = os.dup2(control.detach(), 3)
             os.closerange(4, 4096)
-            forkserver.serve(socket.socket(fileno=fd))
+            fork_server.serve(socket.socket(fileno=fd))
             os._exit(0)
         finally:
             os._exit(1)
@@ -144,9 +144,9 @@ def be_launched(request: dict[str, Any]) -> NoReturn:
         os.environ.update(request["environment"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, door._interrupt)
-        for module in (allranks.launch.server, allranks.launch.start):
+        for module in (allranks.launcher.processes.fork_server_client, allranks.launcher.start):
             module.ForkServer = ForkedServer  # type: ignore[attr-defined,misc]
-        allranks.launch.slots.start_command = start_forked
+        allranks.tools.sweep.slots.start_command = start_forked
         sys.argv = ["allranks", *request["words"]]
         code = 0
         Path(request["ready"]).touch()

@@ -10,8 +10,8 @@ from typing import Any
 
 import trainer_tasks
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.on_torch.trainer import Trainer
-from allranks.world import World
 
 
 def one_after_the_other(argument: dict[str, Any]) -> int:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
+from allranks.launcher.world import World
 from allranks.on_torch import Task
 from allranks.training.callback import Callback
 from allranks.training.order import Order
-from allranks.world import World
 
 SAMPLES, BATCH, STEPS = 53, 22, 12  # batches of 22, 22 and 9: shards of 3, 2 and 1
 CHANGE = 4  # after this step the tasks that change do so

@@ -12,10 +12,10 @@ import torch
 import plain_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.on_torch import Trainer
 from allranks.on_torch.fit import fit
 from allranks.on_torch.reals import write_tensors
-from allranks.world import World
 
 
 def trained(task: Any, job: Job, world: World) -> dict[str, torch.Tensor]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from allranks.errors import ReplicasDiffer
+from allranks.launcher.world import World
 from allranks.on_torch.comm import join
 from allranks.on_torch.replicas import compare_replicas
-from allranks.world import World
 
 
 def compare(argument: dict[str, Any]) -> None:

@@ -17,10 +17,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import contract_tasks
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.on_torch import Trainer
 from allranks.on_torch.digest import weights_sha256
 from allranks.training.schedules import Plateau
-from allranks.world import World
 from contract_tasks import Images, Plain
 
 

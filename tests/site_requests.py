@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from allranks.sites.request import Asked, SlurmRequest, make_request
-from allranks.sites.site import load_site
+from allranks.launcher.slurm.request import Asked, SlurmRequest, make_request
+from allranks.launcher.slurm.site import load_site
 
 TWO_HOURS_S = 7200
 RUN_DIR = "/scratch/me/runs/digits-1"

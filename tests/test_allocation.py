@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.allocation import (
+from allranks.errors import RequestError
+from allranks.launcher.slurm.allocation import (
     FIRST_PORT,
     PORTS,
     Allocation,
@@ -14,7 +15,6 @@ from allranks.allocation import (
     expand_nodes,
     port_of,
 )
-from allranks.errors import RequestError
 
 JOB = {
     "SLURM_JOB_ID": "4711",

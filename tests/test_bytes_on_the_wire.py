@@ -17,8 +17,8 @@ import pytest
 INSIDE = """
 import fcntl, json, socket, struct, sys
 from allranks.job.config import resolve
-from allranks.launch.server import ForkServer
-from allranks.launch.start import run_job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import run_job
 
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:  # bring lo up
     fcntl.ioctl(control, 0x8914, struct.pack("16sh", b"lo", 0x1))

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
-from allranks.launch.linux import state_of
+from allranks.launcher.processes.linux import state_of
 from launch_host import Host, Launch, until
 
 KILL, TERM, INT, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP

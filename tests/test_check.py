@@ -17,15 +17,15 @@ import pytest
 from safetensors.numpy import save_file
 
 import allranks
-from allranks.check.against_one import check_against_one
-from allranks.check.compare import Trace, compare
-from allranks.check.plan import Plan, ranks_to_check
-from allranks.check.sizes import number_difference
-from allranks.check.tolerances import BITS, CLOSE, FP64
-from allranks.check.verdict import Verdict
 from allranks.errors import RequestError
 from allranks.job.config import resolve
-from allranks.launch.server import ForkServer
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.compare import Trace, compare
+from allranks.tools.check.plan import Plan, ranks_to_check
+from allranks.tools.check.sizes import number_difference
+from allranks.tools.check.tolerances import BITS, CLOSE, FP64
+from allranks.tools.check.verdict import Verdict
 
 CORRECT = [
     *("EndlessMetric", "Clamped", "PackedBias", "BiasBeforeNorm", "Spectral", "ZeroSum", "Nearly"),
@@ -239,7 +239,7 @@ def test_tensors_are_removed_once_they_are_compared(check: Check, tmp_path: Path
 
 
 def test_check_from_python(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allranks.check.scratch.ForkServer", lambda modules: _Kept(server))
+    monkeypatch.setattr("allranks.tools.check.scratch.ForkServer", lambda modules: _Kept(server))
     verdict = allranks.check("check_tasks:Points", ranks=3, steps=2, precision="fp64")
     assert verdict.equal and verdict.looks[0].ranks == 3
     assert str(verdict).startswith("equal: check_tasks:Points under ddp")

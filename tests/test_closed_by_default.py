@@ -35,9 +35,9 @@ from allranks.job.job_file import read_job_file, redacted, write_toml
 from allranks.job.program import find_program
 from allranks.job.run_folder import RunFolder, read_events
 from allranks.job.units import parse_duration
-from allranks.launch.ground import OneMachine
-from allranks.launch.server import ForkServer
-from allranks.launch.start import Watcher, new_run_dir, plan_job, run_job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.resources import OneMachine
+from allranks.launcher.start import Watcher, new_run_dir, plan_job, run_job
 from allranks.strategies.choice import parse_choice
 from conftest import Train, _descendants
 from launch_host import Host
@@ -154,7 +154,9 @@ FORBIDDEN_ENDS = {
 }
 
 
-THE_SCRIPT_ITSELF = {"launch/warm_script.py": ["exec", "compile"]}  # that the user asked to run
+THE_SCRIPT_ITSELF = {
+    "launcher/scripts/warm_script.py": ["exec", "compile"]
+}  # that the user asked to run
 
 
 def what_is_open_in(source: str) -> list[str]:
@@ -437,7 +439,7 @@ def test_no_word_of_a_command_steers_the_terminal(
     tmp_path: Path,
 ) -> None:
     """Words come from scripts and from the names of files, not only from who sits there."""
-    name = "allranks.launch.start.ForkServer"
+    name = "allranks.launcher.start.ForkServer"
     monkeypatch.setattr(name, lambda modules: contextlib.nullcontext(server))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["allranks", *words])

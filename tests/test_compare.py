@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from allranks.check.compare import START, Comparison, Tolerance, Trace, compare
+from allranks.tools.check.compare import START, Comparison, Tolerance, Trace, compare
 
 Rows = dict[int, dict[str, Any]]
 Tensors = dict[int, dict[str, Any]]

@@ -35,8 +35,8 @@ import pytest
 from allranks.catalog import WARM
 from allranks.cli.main import main
 from allranks.job import faults, resume
-from allranks.launch.server import ForkServer
-from allranks.launch.signals import Signals
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.signals import Signals
 from allranks.strategies.torch_cards import CARDS
 from conftest import ROOT
 

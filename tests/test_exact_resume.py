@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from allranks.errors import ProgramError, RequestError
 from allranks.job.run_folder import read_events, read_rows
-from allranks.launch.start import Result
+from allranks.launcher.start import Result
 from conftest import Train
 
 PAIRS = [(4, 3), (1, 2), (8, 1), (2, 4), (3, 8)]

@@ -29,10 +29,10 @@ from allranks.checkpoint.folder import committed, step_of
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import RunFolder, read_events, read_rows
-from allranks.launch import leftovers
-from allranks.launch.linux import started_at, state_of
-from allranks.launch.server import ForkServer
-from allranks.launch.start import Result, run_job
+from allranks.launcher.processes import leftovers
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.linux import started_at, state_of
+from allranks.launcher.start import Result, run_job
 from launch_host import NOTHING_LEFT_S, Host, Launch, until
 
 STEPS = 12
@@ -408,8 +408,8 @@ def test_the_kernels_kill_for_want_of_memory_is_told_as_that(
 def test_a_straggler_is_told_with_rank_host_and_phase(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allranks.launch.straggler.EVERY_S", 0.5)
-    monkeypatch.setattr("allranks.launch.straggler.LEAST_S", 0.1)  # of a loaded machine
+    monkeypatch.setattr("allranks.launcher.straggler.EVERY_S", 0.5)
+    monkeypatch.setattr("allranks.launcher.straggler.LEAST_S", 0.1)  # of a loaded machine
     flags: dict[str, Any] = {"ranks": 2, "steps": STEPS}
     wanted = train("bad_tasks:Good", **flags)
     flags |= {"inject": "slow@rank=1,seconds=0.3", "run_dir": str(tmp_path / "run")}

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.launch.server import ForkServer
-from allranks.launch.start import Result
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import Result
 from conftest import MODULES, Train
 
 BAR = 1e-6  # in fp32: what Keras multiplies is fp32 even where all weights are fp64

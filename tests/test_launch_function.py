@@ -22,13 +22,14 @@ import pytest
 import torch
 
 import allranks
+from allranks.cli.notebook.cells import program_for
+from allranks.cli.notebook.program import _written, fields_of, place_of, program_of
 from allranks.errors import ProgramError, RequestError
-from allranks.from_python.cells import program_for
-from allranks.from_python.program import _written, fields_of, place_of, program_of
 from allranks.job.run_folder import read_events
-from allranks.launch import leftovers, start
-from allranks.launch.server import ForkServer
-from allranks.launch.signals import Signals
+from allranks.launcher import start
+from allranks.launcher.processes import leftovers
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.signals import Signals
 from conftest import Train
 from launch_host import until
 from resume_tasks import Rates
@@ -163,7 +164,7 @@ def test_a_script_names_itself_by_its_file(tmp_path: Path) -> None:
         "import sys\nimport allranks\n"
         "assert not {'torch', 'click', 'allranks.catalog'} & set(sys.modules)\n"
         "import dataclasses\nfrom pathlib import Path\n"
-        "from allranks.from_python.program import program_of\n"
+        "from allranks.cli.notebook.program import program_of\n"
         "@dataclasses.dataclass\nclass Mine:\n    lr: float = 0.1\n"
         "print(*program_of(Mine(lr=0.5), Path('runs')), callable(allranks.launch))\n"
         "assert 'torch' not in sys.modules\n"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from allranks.allocation import port_of
 from allranks.errors import RequestError
-from allranks.launchers import launched_by, meeting_point, standard_variables
-from allranks.world import World
+from allranks.launcher.other_launchers import launched_by, meeting_point, standard_variables
+from allranks.launcher.slurm.allocation import port_of
+from allranks.launcher.world import World
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import pytest
 
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events
-from allranks.launch.ports import Reservation
-from allranks.launch.server import ForkServer
-from allranks.launch.start import run_job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.ports import Reservation
+from allranks.launcher.start import run_job
 
 WAIT_S = 180
 Nodes = Callable[..., subprocess.Popen[str]]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from allranks.cli.display import Picture
-from allranks.cli.following import State
-from allranks.from_python.notebook import as_output
+from allranks.cli.display.following import State
+from allranks.cli.display.live import Picture
+from allranks.cli.notebook.notebook import as_output
 from conftest import ROOT
 
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"

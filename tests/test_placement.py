@@ -17,17 +17,17 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import contract_tasks
 import placement_tasks
+from allranks.cli.display.placement import table
 from allranks.cli.main import main
-from allranks.cli.placement import table
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.placement import Placed, RankPlacement, read_placements, write_placement
-from allranks.launch.ground import OneMachine
-from allranks.launch.placing import place_ranks
-from allranks.launch.server import ForkServer
-from allranks.launch.start import plan_job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.resources import OneMachine
+from allranks.launcher.start import plan_job
 from allranks.on_torch import Trainer
 from allranks.on_torch.placement import update_by_nothing
+from allranks.tools.placement_preview import place_ranks
 from conftest import Train
 
 DP = "dp:replicas=3"
@@ -225,7 +225,7 @@ def door(
 ) -> Door:
     """`door(*words)`: exit code, standard output and error of `allranks WORDS`, on the warm server."""
     monkeypatch.chdir(tmp_path)
-    name = "allranks.launch.start.ForkServer"
+    name = "allranks.launcher.start.ForkServer"
     monkeypatch.setattr(name, lambda modules: contextlib.nullcontext(server))
 
     def call(*words: str) -> tuple[int, str, str]:

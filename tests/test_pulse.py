@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.pulse import PHASES, Pulse, Pulses
+from allranks.launcher.heartbeat import PHASES, Pulse, Pulses
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_time_is_counted_for_the_phase_that_it_was_spent_in(
     pulses: Pulses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("allranks.pulse.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("allranks.launcher.heartbeat.time.monotonic", lambda: now[0])
     pulse = Pulse(pulses.fd, 2, 3)
     for phase, spent in (("data", 1.0), ("compute", 2.0), ("data", 4.0), ("exchange", 8.0)):
         now[0] += spent

@@ -19,8 +19,8 @@ from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.faults import flip_bit
 from allranks.job.run_folder import read_events, read_rows
-from allranks.launch.server import ForkServer
-from allranks.launch.start import Result, run_job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import Result, run_job
 from conftest import Train
 
 TASK = "resume_tasks:Rates"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.cli.words import anomalies_in, in_words
+from allranks.cli.display.event_text import anomalies_in, in_words
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.launch.ground import for_all_processes
-from allranks.launch.placing import place_ranks
-from allranks.places.base import Shape
-from allranks.places.local import plan
+from allranks.launcher.plan import Shape, plan_of
+from allranks.launcher.resources import for_all_processes
+from allranks.launcher.world import Visible
 from allranks.strategies.resolve import crew_of
 from allranks.strategies.torch_cards import CARDS
-from allranks.world import Visible
+from allranks.tools.placement_preview import place_ranks
 
 ALL = "parameter-server:servers=2,evaluator=yes"
 
@@ -59,7 +58,7 @@ def test_on_several_nodes_the_others_are_where_the_first_worker_is() -> None:
 
 def test_servers_are_not_asked_what_they_hold() -> None:
     job = Job("digits-keras", strategy=ALL, ranks=2, run_dir="/somewhere/run", threads=1)
-    made = plan(job, Shape({}, 8, 8), Visible())
+    made = plan_of(job, Shape({}, 8, 8), Visible())
     with pytest.raises(RequestError, match="1 chief, 2 workers, 2 servers, 1 evaluator"):
         place_ranks(made, server=None)  # type: ignore[arg-type]
 

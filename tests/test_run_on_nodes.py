@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launch.ports import Reservation
+from allranks.launcher.processes.ports import Reservation
 from script_table import SCRIPTS, Script, check_output
 
 RUN = (sys.executable, "-m", "allranks.cli.main", "run")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from allranks.command import CommandRequest, plan_command
 from allranks.job.job_file import HIDDEN, redacted
-from allranks.launch.commands import run_command
-from allranks.launch.server import ForkServer
-from allranks.topology import Host
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.scripts.plan import CommandRequest, plan_command
+from allranks.launcher.scripts.run import run_command
+from allranks.launcher.scripts.topology import Host
 from conftest import Train
 
 CANARY = "s3cr3tc4n4ry"

@@ -19,22 +19,22 @@ from typing import Any
 
 import pytest
 
-from allranks.check.against_one import check_against_one
-from allranks.check.plan import Plan
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events
 from allranks.job.simulated_network import Network
-from allranks.launch.cluster import Cluster
-from allranks.launch.linux import started_at
-from allranks.launch.process import Process
-from allranks.launch.server import ForkServer
-from allranks.launch.simulated import SimulatedNodes
-from allranks.launch.start import Result, run_job
-from allranks.launch.supervisor import supervise
-from allranks.launch.ticket import Ticket
-from allranks.meeting import Meeting
-from allranks.places.base import Shape
+from allranks.launcher.nodes.cluster import Cluster
+from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.nodes.ticket import Ticket
+from allranks.launcher.places.simulated_nodes import SimulatedNodes
+from allranks.launcher.plan import Shape
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.linux import started_at
+from allranks.launcher.processes.process import Process
+from allranks.launcher.start import Result, run_job
+from allranks.launcher.supervisor import supervise
+from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.plan import Plan
 
 STEPS = 60
 ON_NODES: dict[str, Any] = {"ranks": 4, "nodes": 2, "place": "simulated:link=1gbit"}
@@ -160,7 +160,7 @@ def test_a_check_compares_nodes_with_one_process(
     server: ForkServer, nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        "allranks.launch.start.ground_of", lambda *job: contextlib.nullcontext(nodes)
+        "allranks.launcher.start.ground_of", lambda *job: contextlib.nullcontext(nodes)
     )
     resolved = resolve("digits", {**ON_NODES, "steps": 3, "precision": "fp64"})
     verdict = check_against_one(resolved, tmp_path, server, Plan((4,), 4, shards=8))
@@ -277,7 +277,9 @@ def test_a_node_that_its_scheduler_stops_stops_the_job(
     """As Slurm signals all tasks of a step: the agents pass it on to the head."""
     lines = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True)
     below = pids_below(head.pid)
-    agents = [int(x.split()[0]) for x in lines.stdout.splitlines() if "allranks.launch.agent" in x]
+    agents = [
+        int(x.split()[0]) for x in lines.stdout.splitlines() if "allranks.launcher.nodes.agent" in x
+    ]
     for agent in set(agents) & set(below):
         os.kill(agent, signal.SIGUSR1)
     assert head.wait(120) == 4

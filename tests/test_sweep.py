@@ -20,8 +20,8 @@ from allranks.cli.sweep import name_of, table
 from allranks.cli.train import train as command
 from allranks.errors import RequestError
 from allranks.job.run_folder import read_events, read_rows
-from allranks.launch.linux import state_of
-from allranks.launch.packing import Outcome, share_out
+from allranks.launcher.processes.linux import state_of
+from allranks.tools.sweep.packing import Outcome, share_out
 from conftest import Train
 from launch_host import Host, Launch, children_of, until
 
@@ -153,7 +153,7 @@ def test_a_job_is_started_on_its_cores_and_dies_with_the_sweep(tmp_path: Path) -
     code = f"""if True:
         import time
         from pathlib import Path
-        from allranks.launch.slots import start_command
+        from allranks.tools.sweep.slots import start_command
         words = ["--job", "job.toml", "--run-dir", "run"]
         print(start_command(words, [{core}], Path("log")).pid, flush=True)
         time.sleep(600)

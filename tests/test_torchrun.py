@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from allranks.errors import RequestError
-from allranks.torchrun import FLAGS, Asked, processes_from, understand
+from allranks.launcher.scripts.torchrun import FLAGS, Asked, processes_from, understand
 
 
 def test_every_flag_of_the_installed_torchrun_is_known() -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.topology import Host, Topology, parse_roles
-from allranks.variables import (
+from allranks.launcher.scripts.topology import Host, Topology, parse_roles
+from allranks.launcher.scripts.variables import (
     DEFAULT_FAMILIES,
     FAMILIES,
     defaults_for,

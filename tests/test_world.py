@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.world import World
+from allranks.launcher.world import World
 
 
 @given(size=st.integers(1, 64), data=st.data(), store=st.text(max_size=10))

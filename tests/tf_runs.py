@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from allranks.job.run_folder import read_events, read_rows
-from allranks.launch.start import Result
+from allranks.launcher.start import Result
 
 
 def weights(result: Result) -> dict[str, Any]:

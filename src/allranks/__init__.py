@@ -6,13 +6,14 @@ one from a script or a notebook, `allranks.check(task)` compares it with one pro
 they are first asked for.
 """
 
-import importlib
 from typing import Any
+
+from allranks.catalog import FUNCTIONS, load
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("check", "launch"):
+    if name not in FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"allranks.{name}")
+    return load(FUNCTIONS[name])

@@ -23,6 +23,12 @@ VERBS = {
     "checkpoints": ("allranks.cli.checkpoints:checkpoints", "The checkpoints of a run."),
 }
 
+FUNCTIONS = {
+    "check": "allranks.cli.notebook.checking:check",
+    "launch": "allranks.cli.notebook.launch:launch",
+}
+"""What `allranks.NAME` is, loaded when it is first asked for."""
+
 ENGINES = {"torch": "allranks.on_torch.worker", "tensorflow": "allranks.on_tf.worker"}
 
 TASKS = {"torch": "allranks.on_torch.task", "tensorflow": "allranks.on_tf.task"}

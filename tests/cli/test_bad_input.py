@@ -16,8 +16,8 @@ from allranks.cli.main import main
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import RunFolder, is_in_use
-from allranks.launch.server import ForkServer
-from allranks.launch.start import Result, run_job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import Result, run_job
 
 FOUR_PARTS = re.compile(
     r"\Aallranks: this cannot be done\nasked: \S.*\nfound: \S.*\nwhy:   \S.*\ndo:    \S.*\n\Z"

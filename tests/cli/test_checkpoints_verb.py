@@ -17,7 +17,7 @@ from allranks.checkpoint.about import About
 from allranks.checkpoint.manifest import NAME, read_manifest, step_folder
 from allranks.cli.main import main
 from allranks.job.job import Job
-from allranks.launch.supervisor import Ended
+from allranks.launcher.supervisor import Ended
 from allranks.on_torch.checkpoint.checkpointer import Checkpointer
 from allranks.on_torch.comm import Comm
 

@@ -18,13 +18,13 @@ import pytest
 import allranks
 from allranks.catalog import VERBS
 from allranks.cli.main import main
-from allranks.command import CommandRequest, plan_command
 from allranks.job.config import Resolved, resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read_events
-from allranks.launch.commands import write_job
+from allranks.launcher.scripts.plan import CommandRequest, plan_command
+from allranks.launcher.scripts.run import write_job
+from allranks.launcher.scripts.topology import Host
 from allranks.strategies.torch_cards import CARDS
-from allranks.topology import Host
 
 HOSTS = (Host("here", "127.0.0.1", "lo", 2, (2000, 2001, 2002)),)
 SUMMARY: dict[str, Any] = {

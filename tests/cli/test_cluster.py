@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from allranks.cli.main import main
-from allranks.sites.site import bundled_names, bundled_text, load_site, parse_site
+from allranks.launcher.slurm.site import bundled_names, bundled_text, load_site, parse_site
 from slurm_answers import CONFIG, NODES, PARTITIONS
 
 Door = Callable[..., tuple[int, str, str]]

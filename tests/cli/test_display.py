@@ -26,12 +26,12 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from allranks.cli.display import Picture, drawn
-from allranks.cli.following import Anomaly, Evaluation, Follower, State
-from allranks.cli.terminal import Line, Terminal
+from allranks.cli.display.following import Anomaly, Evaluation, Follower, State
+from allranks.cli.display.live import Picture, drawn
+from allranks.cli.display.terminal import Line, Terminal
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, rank_events_path, rank_log_path
-from allranks.places.base import Plan, Shape
+from allranks.launcher.plan import Plan, Shape
 from launch_host import Host, Launch, until
 
 ROW: dict[str, Any] = {

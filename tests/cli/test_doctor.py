@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 
-from allranks.cli.diagnosis import show
+from allranks.cli.display.diagnosis import show
 from allranks.cli.main import main
 from allranks.errors import PlaceError
-from allranks.launch import doctor
-from allranks.launch.diagnosis import (
+from allranks.launcher.nodes.facts import Facts
+from allranks.launcher.nodes.facts import facts as real_facts
+from allranks.launcher.processes.ports import Reservation
+from allranks.tools.doctor import doctor
+from allranks.tools.doctor.diagnosis import (
     STOP,
     Diagnosis,
     End,
@@ -27,10 +30,7 @@ from allranks.launch.diagnosis import (
     NodeReport,
     matrix_of,
 )
-from allranks.launch.examination import Examination, Folder
-from allranks.launch.facts import Facts
-from allranks.launch.facts import facts as real_facts
-from allranks.launch.ports import Reservation
+from allranks.tools.doctor.examination import Examination, Folder
 
 Door = Callable[..., tuple[int, str, str]]
 LIMITS = (
@@ -342,7 +342,7 @@ def test_the_program_is_compared_by_its_digest(door: Door, tmp_path: Path) -> No
 
 
 def test_clean_says_what_it_removed(door: Door, tmp_path: Path) -> None:
-    code = "from allranks.launch.leftovers import owner; print(owner())"
+    code = "from allranks.launcher.processes.leftovers import owner; print(owner())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     folder = tmp_path / "runs" / f"allranks-scratch-{done.stdout.strip()}-abc"
     folder.mkdir(parents=True)

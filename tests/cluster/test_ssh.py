@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from allranks.job.config import resolve
-from allranks.launch.server import ForkServer
-from allranks.launch.start import run_job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import run_job
 from slurm_here import SlurmHere
 
 

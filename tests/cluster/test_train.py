@@ -14,8 +14,8 @@ import pytest
 from allranks.checkpoint.folder import committed
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events
-from allranks.launch.server import ForkServer
-from allranks.launch.start import run_job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import run_job
 from slurm_here import SlurmHere
 
 STEPS, LONG = 100, 400

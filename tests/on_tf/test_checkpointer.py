@@ -21,9 +21,9 @@ from allranks.checkpoint.folder import committed, uncommitted, verify_files
 from allranks.checkpoint.manifest import NAME, read_manifest, step_folder
 from allranks.errors import PeerLost, RequestError
 from allranks.job.faults import flip_bit
-from allranks.launch.process import Process
-from allranks.launch.server import ForkServer
-from allranks.launch.supervisor import supervise
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Process
+from allranks.launcher.supervisor import supervise
 from allranks.on_tf.checkpointer import Checkpointer
 from allranks.on_tf.snapshot import KINDS
 from tf_checkpoint_workers import POINTS, STANDS, Seat, assert_same, on_ranks, state

@@ -13,7 +13,7 @@ import pytest
 
 from allranks.catalog import TENSORFLOW_STRATEGIES
 from allranks.errors import RequestError
-from allranks.launch.start import Result
+from allranks.launcher.start import Result
 from allranks.strategies.card import Exact
 from allranks.strategies.torch_cards import CARDS
 from conftest import Train

@@ -12,10 +12,10 @@ import pytest
 from allranks.checkpoint.manifest import step_folder
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.launch.exporting import export_model
-from allranks.launch.process import Process
-from allranks.launch.server import ForkServer
-from allranks.launch.supervisor import supervise
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Process
+from allranks.launcher.supervisor import supervise
+from allranks.tools.keras_export import export_model
 
 PROGRAM = str(Path(__file__).parent.parent / "tf_export_tasks.py")
 Fork = Callable[[str, Any], None]

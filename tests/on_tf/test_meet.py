@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import RequestError
-from allranks.launch.ports import Reservation
+from allranks.launcher.processes.ports import Reservation
+from allranks.launcher.world import World
 from allranks.on_tf.meet import Held, meet
-from allranks.world import World
 
 RANKS = 3
 Worlds = Callable[[int], World]

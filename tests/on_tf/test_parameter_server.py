@@ -14,11 +14,11 @@ from allranks.errors import ProgramError, RequestError, Stopped
 from allranks.job.config import resolve
 from allranks.job.placement import read_placements
 from allranks.job.run_folder import read_events, read_rows
-from allranks.launch.process import Process
-from allranks.launch.server import ForkServer
-from allranks.launch.signals import Signals
-from allranks.launch.start import Result, Watcher, run_job
-from allranks.launch.supervisor import supervise
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Process
+from allranks.launcher.signals import Signals
+from allranks.launcher.start import Result, Watcher, run_job
+from allranks.launcher.supervisor import supervise
 from conftest import Train
 from tf_runs import difference
 

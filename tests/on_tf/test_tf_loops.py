@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from allranks.launch.ports import Reservation
-from allranks.launch.process import Process
-from allranks.launch.server import ForkServer
-from allranks.launch.supervisor import supervise
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.ports import Reservation
+from allranks.launcher.processes.process import Process
+from allranks.launcher.supervisor import supervise
 
 
 def losses_on(server: ForkServer, ranks: int, out: Path) -> list[dict[str, Any]]:

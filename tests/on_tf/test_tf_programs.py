@@ -12,10 +12,10 @@ import pytest
 
 from allranks.catalog import preload_for
 from allranks.job.config import resolve
-from allranks.launch.process import Process
-from allranks.launch.server import ForkServer
-from allranks.launch.start import run_job
-from allranks.launch.supervisor import supervise
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Process
+from allranks.launcher.start import run_job
+from allranks.launcher.supervisor import supervise
 from conftest import Train
 from tf_runs import events, rows, weights
 

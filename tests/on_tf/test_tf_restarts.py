@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from allranks.errors import ProgramError, RequestError, Stopped
-from allranks.launch.start import Result
+from allranks.launcher.start import Result
 from conftest import Train
 from tf_runs import difference, events, rows
 

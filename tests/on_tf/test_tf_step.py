@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launch.process import Process
-from allranks.launch.server import ForkServer
-from allranks.launch.supervisor import supervise
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Process
+from allranks.launcher.supervisor import supervise
 
 
 @pytest.mark.parametrize("strategy", ["single", "mirrored:replicas=2"])

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import plain_tasks
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.on_torch.reals import read_tensors
-from allranks.world import World
 from plain_workers import trained
 
 TASKS = [

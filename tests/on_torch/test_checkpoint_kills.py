@@ -16,9 +16,9 @@ import pytest
 
 from allranks.checkpoint.about import About
 from allranks.checkpoint.folder import committed, uncommitted
-from allranks.launch.process import Process
-from allranks.launch.server import ForkServer
-from allranks.launch.supervisor import supervise
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Process
+from allranks.launcher.supervisor import supervise
 from allranks.on_torch.checkpoint.checkpointer import Checkpointer
 from allranks.on_torch.comm import Comm
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state

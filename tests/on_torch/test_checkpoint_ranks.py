@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from allranks.checkpoint.manifest import read_manifest, step_folder
-from allranks.launch.supervisor import Ended
+from allranks.launcher.supervisor import Ended
 
 OnRanks = Callable[..., Ended]
 

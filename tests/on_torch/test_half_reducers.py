@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import contract_tasks
-from allranks.check.against_one import check_against_one
-from allranks.check.plan import Plan
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
-from allranks.launch.server import ForkServer
+from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.on_torch.reducers.half import _matching
 from allranks.strategies.shards import even_sizes, owned_shards
+from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.plan import Plan
 from allranks.training.order import Order
 from conftest import Train
 from half_workers import KINDS, plain_sum

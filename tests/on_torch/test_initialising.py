@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 import kinds_tasks
-from allranks.check.against_one import check_against_one
-from allranks.check.plan import Plan
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
-from allranks.launch.server import ForkServer
+from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.on_torch import Trainer
+from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.plan import Plan
 from conftest import Train
 
 

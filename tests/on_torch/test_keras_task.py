@@ -15,8 +15,8 @@ from sklearn.datasets import load_digits
 from allranks.catalog import WARM_FOR_KERAS
 from allranks.errors import ProgramError, RequestError
 from allranks.job.run_folder import read_rows
-from allranks.launch.server import ForkServer
-from allranks.launch.start import Result
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import Result
 from allranks.programs.digits_data import TRAINING, digits
 from allranks.readers.idx import write_idx
 from conftest import MODULES, Train

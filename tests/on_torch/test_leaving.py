@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import contract_tasks
-from allranks.launch.ports import Reservation
+from allranks.launcher.processes.ports import Reservation
 from allranks.on_torch import Trainer, comm
 from allranks.on_torch.comm import Comm
 from allranks.on_torch.layers import Swapped

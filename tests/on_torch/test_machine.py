@@ -11,8 +11,8 @@ from torch import Tensor
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_rows
-from allranks.launch.start import plan_only
-from allranks.meeting import Meeting
+from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.start import plan_only
 from allranks.on_torch import worker
 from allranks.on_torch.machine import flip_one_bit
 

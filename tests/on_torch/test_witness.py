@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file
 
 import witness_tasks
-from allranks.cli.progress import follows_ranks
+from allranks.cli.display.progress import follows_ranks
 from allranks.errors import AllranksError, ProgramError, RequestError
 from allranks.job.job import Job
-from allranks.launch.start import Result
+from allranks.launcher.start import Result
 from allranks.on_torch import Trainer
 from conftest import Train
 

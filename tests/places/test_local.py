@@ -11,12 +11,11 @@ import pytest
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
-from allranks.launch.process import Process
-from allranks.launch.server import ForkServer
-from allranks.launch.supervisor import supervise
-from allranks.places.base import Plan, Shape
-from allranks.places.local import plan
-from allranks.world import Visible
+from allranks.launcher.plan import Plan, Shape, plan_of
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Process
+from allranks.launcher.supervisor import supervise
+from allranks.launcher.world import Visible
 
 ALL = Visible()
 
@@ -82,7 +81,7 @@ ALLRANKS_MEETING= ALLRANKS_LISTENER=-1 ALLRANKS_ON_MACHINE=2 GLOO_SOCKET_IFNAME=
 def plan_for(shards: int = 8, visible: Visible = ALL, **values: Any) -> Plan:
     values = {"strategy": "ddp", **values}
     job = Job(program="digits", run_dir="/somewhere/run", threads=1, **values)
-    return plan(job, Shape({"batch_size": 256, "lr": 0.1}, 256, shards), visible)
+    return plan_of(job, Shape({"batch_size": 256, "lr": 0.1}, 256, shards), visible)
 
 
 def test_the_whole_plan_of_a_small_job() -> None:

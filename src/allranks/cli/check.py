@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from allranks.check.plan import STEPS, default_ranks
-from allranks.check.scratch import checked_in_scratch
 from allranks.checkpoint.files import as_json
 from allranks.cli.options import job_options, resolved_from
 from allranks.errors import EXIT_DIFFERENCE_FOUND
+from allranks.tools.check.plan import STEPS, default_ranks
+from allranks.tools.check.scratch import checked_in_scratch
 
 
 @click.command()

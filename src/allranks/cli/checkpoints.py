@@ -24,7 +24,7 @@ from allranks.checkpoint.manifest import NAME, BadCheckpoint, read_manifest
 from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError, printable
 from allranks.job.loaded import file_sha256
 from allranks.job.units import format_bytes
-from allranks.launch.exporting import FORMATS, export_model
+from allranks.tools.keras_export import FORMATS, export_model
 
 SAFETENSORS = "safetensors"
 as_object_option = click.option("--json", "as_object", is_flag=True, help="Print JSON.")

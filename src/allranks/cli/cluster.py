@@ -9,10 +9,10 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.errors import printable
-from allranks.launch import slurm
-from allranks.sites.limits import slurm_time
-from allranks.sites.live import site_as_toml
-from allranks.sites.site import Partition, Site, bundled_names, bundled_text, load_site
+from allranks.launcher.slurm import commands
+from allranks.launcher.slurm.limits import slurm_time
+from allranks.launcher.slurm.live import site_as_toml
+from allranks.launcher.slurm.site import Partition, Site, bundled_names, bundled_text, load_site
 
 
 @click.group()
@@ -57,7 +57,7 @@ def show_site(name: str, as_object: bool) -> None:
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def discover(name: str, as_object: bool) -> None:
     """Ask this machine's Slurm what it has, and print it as a file for submit --cluster."""
-    site = slurm.discover()
+    site = commands.discover()
     if name:
         site = dataclasses.replace(site, name=name)
     click.echo(as_json(dataclasses.asdict(site)) if as_object else site_as_toml(site), nl=as_object)

@@ -11,14 +11,14 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
-from allranks.cli.diagnosis import show
+from allranks.cli.display.diagnosis import show
 from allranks.cli.options import meeting_from, meeting_options, words_of
 from allranks.errors import EXIT_PLACE_FAILED, RequestError, printable
 from allranks.job.config import resolve
-from allranks.launch.cleaning import Cleaned, Leftover, clean
-from allranks.launch.cluster import is_head, take_part
-from allranks.launch.doctor import Question, diagnose
-from allranks.launch.starters import Wanted
+from allranks.launcher.nodes.cluster import is_head, take_part
+from allranks.launcher.places.start_agents import Wanted
+from allranks.tools.doctor.cleaning import Cleaned, Leftover, clean
+from allranks.tools.doctor.doctor import Question, diagnose
 
 RUNS = "runs"
 ANY_PROGRAM = "digits"

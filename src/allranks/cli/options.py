@@ -11,7 +11,7 @@ from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve
 from allranks.job.job_file import redacted
 from allranks.job.units import parse_duration
-from allranks.meeting import Meeting, checked_meeting
+from allranks.launcher.nodes.rendezvous import Meeting, checked_meeting
 
 Options = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
 

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
+from allranks.cli.display.rank_output import RankOutput
 from allranks.cli.options import (
     MEETING_NAMES,
     Duration,
@@ -22,8 +23,12 @@ from allranks.cli.options import (
     network_options,
     words_of,
 )
-from allranks.cli.rank_output import RankOutput
-from allranks.command import (
+from allranks.errors import RequestError, nearest, printable
+from allranks.job.engines import is_only_a_task
+from allranks.job.limits import checked_place
+from allranks.launcher.nodes.cluster import gathered, is_head, take_part
+from allranks.launcher.places.start_agents import Wanted, foreseen_hosts
+from allranks.launcher.scripts.plan import (
     WARM,
     CommandPlan,
     CommandRequest,
@@ -31,11 +36,7 @@ from allranks.command import (
     plan_command,
     redacted_words,
 )
-from allranks.errors import RequestError, nearest, printable
-from allranks.job.engines import is_only_a_task
-from allranks.job.limits import checked_place
-from allranks.launch.cluster import gathered, is_head, take_part
-from allranks.launch.commands import (
+from allranks.launcher.scripts.run import (
     CommandResult,
     CommandWatcher,
     check_warm,
@@ -44,12 +45,11 @@ from allranks.launch.commands import (
     run_dir_of,
     this_host,
 )
-from allranks.launch.start import new_run_dir
-from allranks.launch.starters import Wanted, foreseen_hosts
-from allranks.topology import DEFAULT_ROLE, parse_roles
-from allranks.torchrun import FLAGS, Asked, processes_from, understand
-from allranks.variables import DEFAULT_FAMILIES, parse_families
-from allranks.world import Visible
+from allranks.launcher.scripts.topology import DEFAULT_ROLE, parse_roles
+from allranks.launcher.scripts.torchrun import FLAGS, Asked, processes_from, understand
+from allranks.launcher.scripts.variables import DEFAULT_FAMILIES, parse_families
+from allranks.launcher.start import new_run_dir
+from allranks.launcher.world import Visible
 
 GRACE_S = 30.0
 LOCAL_RANK_ARGUMENTS = ("--local_rank", "--local-rank")

@@ -10,13 +10,13 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
-from allranks.cli.placement import table
-from allranks.cli.progress import in_sentences
-from allranks.cli.words import anomalies_in
-from allranks.command import CommandRequest
+from allranks.cli.display.event_text import anomalies_in
+from allranks.cli.display.placement import table
+from allranks.cli.display.progress import in_sentences
 from allranks.errors import RequestError, printable
 from allranks.job.placement import read_placements
 from allranks.job.run_folder import is_in_use, read_events
+from allranks.launcher.scripts.plan import CommandRequest
 
 MOST_NOTES = 10
 SHOWN_ABOVE = ("schema", "kind", "program", "processes", "run_dir")

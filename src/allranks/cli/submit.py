@@ -24,12 +24,12 @@ from allranks.cli.submitted import (
 )
 from allranks.errors import PlaceError, RequestError, printable
 from allranks.job.units import parse_slurm_time
-from allranks.launch import slurm
-from allranks.launch.start import new_run_dir
-from allranks.sites.limits import check_device, check_request
-from allranks.sites.request import Asked, SlurmRequest, make_request, memory_mb_of
-from allranks.sites.script import render
-from allranks.sites.site import Site, load_site
+from allranks.launcher.slurm import commands
+from allranks.launcher.slurm.limits import check_device, check_request
+from allranks.launcher.slurm.request import Asked, SlurmRequest, make_request, memory_mb_of
+from allranks.launcher.slurm.script import render
+from allranks.launcher.slurm.site import Site, load_site
+from allranks.launcher.start import new_run_dir
 
 ACCOUNT_VARIABLES = ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")
 SCRIPT_MODE = 0o600  # the words of a command may hold what others should not read
@@ -124,7 +124,7 @@ def submit(
     _say(f"job {job_id}: sent; output in {output}")
     facts |= {"job_id": job_id, "output": output}
     state = _follow(job_id, Path(output)) if follow else None
-    code = slurm.exit_code_of(state) if follow else 0
+    code = commands.exit_code_of(state) if follow else 0
     if follow:
         facts |= {"state": None if state is None else state.state, "exit_code": code}
     if as_object:
@@ -211,8 +211,8 @@ def _path(given: str) -> str:
 def _site(cluster: str) -> Site:
     if cluster:
         return load_site(cluster)
-    if slurm.is_here():
-        return slurm.discover()
+    if commands.is_here():
+        return commands.discover()
     raise RequestError(
         asked="allranks submit without --cluster",
         found="no Slurm on this machine",
@@ -252,7 +252,7 @@ def _send(submission: Submission) -> int:
             do="name a folder that can be written",
         ) from None
     try:
-        return slurm.send(path)
+        return commands.send(path)
     except BaseException:
         path.unlink()
         if before is not None:
@@ -285,7 +285,7 @@ def _facts(submission: Submission) -> dict[str, Any]:
     }
 
 
-def _follow(job_id: int, output: Path) -> slurm.JobState | None:
+def _follow(job_id: int, output: Path) -> commands.JobState | None:
     rest = b""
 
     def write(chunk: bytes) -> None:
@@ -295,7 +295,7 @@ def _follow(job_id: int, output: Path) -> slurm.JobState | None:
             click.echo(printable(line.decode(errors="replace")))
 
     try:
-        return slurm.follow(job_id, output, write, _say)
+        return commands.follow(job_id, output, write, _say)
     except KeyboardInterrupt:
         _say(f"job {job_id} goes on; scancel {job_id} ends it")
         raise

@@ -18,7 +18,9 @@ from allranks.cli.options import resolved_from
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
 from allranks.job.job import Job
 from allranks.job.limits import devices_of
-from allranks.launch.packing import (
+from allranks.launcher.start import new_run_dir
+from allranks.strategies.choice import TRUTH
+from allranks.tools.sweep.packing import (
     DONE,
     FAILED,
     INTERRUPTED,
@@ -31,9 +33,7 @@ from allranks.launch.packing import (
     previous,
     share_out,
 )
-from allranks.launch.slots import Watcher, run_packed
-from allranks.launch.start import new_run_dir
-from allranks.strategies.choice import TRUTH
+from allranks.tools.sweep.slots import Watcher, run_packed
 
 OF_THE_SWEEP = ("sweep", "slots", "run_dir", "dry_run", "placement", "as_object")
 NOT_SWEPT = ("set", "job", "resume", "inject", *OF_THE_SWEEP, "json")

@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
+from allranks.cli.display.placement import table
+from allranks.cli.display.progress import in_sentences, lost_in, progress_here
 from allranks.cli.options import (
     course_options,
     job_options,
@@ -18,15 +20,13 @@ from allranks.cli.options import (
     resolved_from,
     words_of,
 )
-from allranks.cli.placement import table
-from allranks.cli.progress import in_sentences, lost_in, progress_here
 from allranks.cli.sweep import sweep as run_sweep
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
-from allranks.launch.cluster import is_head, take_part
-from allranks.launch.placing import place_ranks
-from allranks.launch.start import Watcher, plan_only, run_job
-from allranks.meeting import Meeting
+from allranks.launcher.nodes.cluster import is_head, take_part
+from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.start import Watcher, plan_only, run_job
+from allranks.tools.placement_preview import place_ranks
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -18,6 +18,8 @@ from allranks.checkpoint.manifest import BadCheckpoint, read_manifest
 from allranks.job.job import Job
 from allranks.job.resume import CHECKPOINTS
 from allranks.job.run_folder import JsonLines, rank_events_path, read_rows
+from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.world import World
 from allranks.on_tf.build import build
 from allranks.on_tf.checkpointer import read_checkpoint
 from allranks.on_tf.machine import set_arithmetic
@@ -27,9 +29,7 @@ from allranks.on_tf.strategies.base import Setting
 from allranks.on_tf.strategies.one_process import Single
 from allranks.on_tf.task import Task
 from allranks.on_tf.task_data import TaskData
-from allranks.pulse import Pulse
 from allranks.strategies.roles import LEADER
-from allranks.world import World
 
 EVALUATOR = "evaluator"
 LOOK_S = 0.1

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from allranks.errors import PeerLost, RequestError
-from allranks.launch.ports import Reservation
-from allranks.world import World, where_to_meet
+from allranks.launcher.processes.ports import Reservation
+from allranks.launcher.world import World, where_to_meet
 
 TIMEOUT_S = 600.0  # whoever started the processes sees earlier that one of them is gone
 LOOK_S = 0.02

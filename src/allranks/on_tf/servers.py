@@ -22,12 +22,12 @@ from allranks.job.config import threads_per_rank
 from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
+from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.world import World
 from allranks.on_tf.machine import take_devices
 from allranks.on_tf.meet import meet
-from allranks.pulse import Pulse
 from allranks.strategies.resolve import crew_of
 from allranks.strategies.roles import LEADER, WORKER, Crew
-from allranks.world import World
 
 CHIEF, SERVER = "chief", "server"
 IN_TENSORFLOW = {CHIEF: "chief", WORKER: "worker", SERVER: "ps"}

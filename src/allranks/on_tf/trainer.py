@@ -25,6 +25,8 @@ from allranks.job.engines import TENSORFLOW, default_strategy
 from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.job.limits import check_engine
+from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.world import World
 from allranks.on_tf.build import build, let_sum_again
 from allranks.on_tf.built import Built
 from allranks.on_tf.data import Batch
@@ -40,7 +42,6 @@ from allranks.on_tf.step import Found, Graphs, Says
 from allranks.on_tf.strategies.base import Setting, Strategy
 from allranks.on_tf.task import Task
 from allranks.on_tf.task_data import TaskData
-from allranks.pulse import Pulse
 from allranks.strategies.choice import parse_choice
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import TRAINER
@@ -49,7 +50,6 @@ from allranks.training.evaluation_plan import Course
 from allranks.training.order import random_key
 from allranks.training.progress import Asked, Progress, StepResult
 from allranks.training.task_fields import check_task
-from allranks.world import World
 
 
 class Trainer:

@@ -19,6 +19,7 @@ from allranks.catalog import STRATEGIES, load
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.loss_scale import loss_scale_of
+from allranks.launcher.world import World
 from allranks.on_torch.arithmetic import Arithmetic, arithmetic_of
 from allranks.on_torch.bounded_tables import swap_tables
 from allranks.on_torch.comm import Comm
@@ -35,7 +36,6 @@ from allranks.on_torch.task import Task
 from allranks.strategies.choice import parse_choice
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.torch_cards import CARDS
-from allranks.world import World
 
 
 @dataclass(frozen=True)

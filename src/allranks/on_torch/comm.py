@@ -27,10 +27,10 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
 from allranks.errors import PeerLost, RequestError
+from allranks.launcher.heartbeat import Aside, Pulse
+from allranks.launcher.world import World, where_to_meet
 from allranks.on_torch.meetings import LASTS, Meetings
 from allranks.on_torch.reals import reals
-from allranks.pulse import Aside, Pulse
-from allranks.world import World, where_to_meet
 
 CPU = torch.device("cpu")
 KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")

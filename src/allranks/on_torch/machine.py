@@ -10,8 +10,8 @@ from torch import Tensor
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.loaded import program_facts
+from allranks.launcher.world import World
 from allranks.strategies.resolve import devices_of_a_rank
-from allranks.world import World
 
 DECIDES_BITS = ("torch", "cpu_capability", "threads", "deterministic")
 

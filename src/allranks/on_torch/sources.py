@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from allranks.errors import RequestError
-from allranks.launch.linux import die_with_parent
+from allranks.launcher.processes.linux import die_with_parent
 from allranks.on_torch.nested import map_tensors, tensors_in
 from allranks.on_torch.task import Task
 from allranks.training.order import random_key

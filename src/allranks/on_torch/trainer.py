@@ -24,6 +24,8 @@ from torch.optim import Optimizer
 
 from allranks.job.faults import Faults
 from allranks.job.job import Job
+from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.world import World
 from allranks.on_tf.task import Task as KerasTask
 from allranks.on_torch.arithmetic import set_kernels
 from allranks.on_torch.build import Built, build_model, build_strategy, compiled, job_for
@@ -50,12 +52,10 @@ from allranks.on_torch.trainable import check_no_scheduler
 from allranks.on_torch.user_buffers import written_in_forward
 from allranks.on_torch.whole_norm import whole_norm
 from allranks.on_torch.witness import Witness, say_what_matters
-from allranks.pulse import Pulse
 from allranks.training.callback import Callback
 from allranks.training.evaluation_plan import Course
 from allranks.training.progress import Asked, Progress, StepResult
 from allranks.training.task_fields import check_task
-from allranks.world import World
 
 
 class Trainer:

@@ -20,6 +20,7 @@ from allranks.job.config import threads_per_rank
 from allranks.job.job import Job
 from allranks.job.placement import write_placement
 from allranks.job.run_folder import JsonLines, rank_events_path
+from allranks.launcher.world import World
 from allranks.on_tf.task import Task as KerasTask
 from allranks.on_torch.data import Batch
 from allranks.on_torch.digest import weights_sha256
@@ -40,7 +41,6 @@ from allranks.training.logs import Logs, check_logs, open_logs
 from allranks.training.metrics_file import open_metrics, row_of
 from allranks.training.progress import StepResult
 from allranks.training.task_fields import shape_of, task_of
-from allranks.world import World
 
 DIGEST_LIMIT_BYTES = 16 * 2**30
 

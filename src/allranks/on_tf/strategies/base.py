@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.on_tf.built import Built
 from allranks.on_tf.comm import Comm
 from allranks.on_tf.task import Task
 from allranks.strategies.card import Card, Workload
 from allranks.strategies.torch_cards import CARDS
-from allranks.world import World
 
 
 @dataclass(frozen=True)

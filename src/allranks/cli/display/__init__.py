@@ -1,0 +1,1 @@
+"""What a person sees of a running job: lines, bars, faults."""

@@ -1,0 +1,231 @@
+"""A running job, read from its run folder: what is known of it now, and what is new.
+
+`Follower` reads the files that the job writes and makes a `State` of them, which is plain data: who
+shows it, as lines, on a terminal or in a notebook, reads no file. It writes nothing and never waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.cli.display.event_text import anomalies_in, in_words
+from allranks.job.run_folder import rank_events_path, rank_log_path
+from allranks.launcher.plan import Plan
+from allranks.strategies.card import APART
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import card_for
+
+MOST_AT_ONCE = 1 << 20
+LONGEST_LINE = 1 << 16
+ETA_OVER_S = 60.0  # evaluations and saves among the steps are part of what is left
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics after so many steps, and whether they are the best so far."""
+
+    step: int
+    metrics: dict[str, float]
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """What is wrong with a rank (`None`: with no one of them); `times` counts how often it came."""
+
+    rank: int | None
+    what: str
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of a job now; what is not known is `None`.
+
+    `row` is the newest row of the metrics, `step` the steps that are done. `agree` says whether
+    that row is true of all ranks, or of rank 0 alone. `quiet_s` is the time since that row.
+    """
+
+    ranks: int = 1
+    agree: bool = True
+    row: dict[str, Any] | None = None
+    total_steps: int | None = None
+    epochs: int | None = None
+    samples_per_s: float | None = None
+    seconds_left: float | None = None
+    elapsed_s: float = 0.0
+    quiet_s: float = 0.0
+    evaluation: Evaluation | None = None
+    saved_step: int | None = None
+    anomalies: tuple[Anomaly, ...] = ()
+
+    @property
+    def step(self) -> int | None:
+        return None if self.row is None else int(self.row["step"]) + 1
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Where the training was at a moment of the monotonic clock."""
+
+    monotonic: float
+    step: int
+    samples: int
+
+
+class Follower:
+    """Follows one job. `look` reads what is new; `state` is what is known after it.
+
+    Samples per second are measured over `rate_over_s`, or from one look to the next if that is 0.
+    """
+
+    def __init__(self, plan: Plan, rate_over_s: float = 0.0) -> None:
+        """The run folder is there and the ranks are about to start."""
+        job, run_dir = plan.job, Path(plan.job.run_dir)
+        epochs = None if job.steps is not None else plan.shape.fields.get("epochs")
+        agree = job.ranks == 1 or card_for(parse_choice(job.strategy)).state != APART
+        self.state = State(job.ranks, agree, total_steps=job.steps, epochs=epochs)
+        self._log = _Tail(rank_log_path(run_dir, 0))
+        self._metrics = _Tail(run_dir / "metrics.jsonl")
+        self._events: dict[int | None, _Tail] = {None: _Tail(run_dir / "events.jsonl")}
+        ranks = range(max(job.ranks, len(plan.ranks)))
+        self._events |= {rank: _Tail(rank_events_path(run_dir, rank)) for rank in ranks}
+        self._anomalies: dict[tuple[int | None, str], Anomaly] = {}  # by rank and kind
+        self._points: deque[_Point] = deque()
+        self._samples = 0
+        self._rate_over_s = rate_over_s
+        self._started = time.monotonic()
+
+    def look(self) -> list[str]:
+        """Read what is new; returns what a person should be told of it, as lines."""
+        told = [f"rank 0: {line}" for line in self._log.lines()]
+        events = [
+            {"rank": rank, **event} for rank, tail in self._events.items() for event in tail.rows()
+        ]
+        for event in sorted(events, key=lambda event: float(event["monotonic"])):
+            told += in_words(event)
+            self._note(event)
+        self._count(self._metrics.rows())
+        now, row = time.monotonic(), self.state.row
+        self.state = dataclasses.replace(
+            self.state,
+            samples_per_s=self._rate(),
+            seconds_left=self._left(),
+            elapsed_s=now - self._started,
+            quiet_s=0.0 if row is None else max(0.0, now - float(row["monotonic"])),
+            anomalies=tuple(sorted(self._anomalies.values(), key=_by_rank)),
+        )
+        return told
+
+    def _note(self, event: dict[str, Any]) -> None:
+        """Take from an event what the state holds of it."""
+        name, known = event["event"], dict[str, Any]()
+        if name == "training" and event["rank"] == 0:
+            known = {"total_steps": event.get("total_steps", self.state.total_steps)}
+        elif name == "evaluated" and (event["rank"] == 0 or self.state.agree):
+            metrics = {metric: float(value) for metric, value in event["metrics"].items()}
+            known = {"evaluation": Evaluation(event["step"], metrics, bool(event.get("best")))}
+        elif name == "checkpoint":
+            known = {"saved_step": event["step"]}
+        elif name == "attempt":  # who was slow may not be slow again
+            kept = self._anomalies.items()
+            self._anomalies = {key: value for key, value in kept if key[1] != "straggler"}
+        self.state = dataclasses.replace(self.state, **known)
+        for rank, what in anomalies_in(event):
+            if rank is None and not self.state.agree:
+                rank = event["rank"]
+            before = self._anomalies.get((rank, name))
+            times = 1 if before is None else before.times + 1
+            self._anomalies[rank, name] = Anomaly(rank, what, times)
+
+    def _count(self, rows: list[dict[str, Any]]) -> None:
+        """Take in the new rows of the metrics; an attempt that goes back to a step counts anew."""
+        for row in rows:
+            if self.state.step is not None and int(row["step"]) < self.state.step:
+                self._points.clear()
+            self.state = dataclasses.replace(self.state, row=row)
+            self._samples += int(row["samples"])
+        if rows:
+            last = rows[-1]
+            at = float(last["monotonic"])
+            self._points.append(_Point(at, int(last["step"]), self._samples))
+            while at - self._points[0].monotonic > max(ETA_OVER_S, self._rate_over_s):
+                if len(self._points) == 2:
+                    break
+                self._points.popleft()
+
+    def _rate(self) -> float | None:
+        """Samples per second lately; `None` before there are two points to measure between."""
+        if len(self._points) < 2:
+            return None
+        *before, last = self._points
+        since = last.monotonic - self._rate_over_s
+        first = next((p for p in reversed(before) if p.monotonic <= since), before[0])
+        spent_s = last.monotonic - first.monotonic
+        return (last.samples - first.samples) / spent_s if spent_s > 0 else None
+
+    def _left(self) -> float | None:
+        """Seconds to the last step at the pace of late; `None` where either is not known."""
+        if self.state.total_steps is None or len(self._points) < 2:
+            return None
+        first, last = self._points[0], self._points[-1]
+        steps, spent_s = last.step - first.step, last.monotonic - first.monotonic
+        ahead = max(0, self.state.total_steps - last.step - 1)
+        return ahead * spent_s / steps if steps > 0 else None
+
+
+def _by_rank(anomaly: Anomaly) -> int:
+    return -1 if anomaly.rank is None else anomaly.rank
+
+
+@dataclass
+class _Tail:
+    """A file that grows: what was added to it since it was looked at last."""
+
+    path: Path
+    _read: tuple[int, int] | None = field(init=False, default=None)  # inode and offset
+
+    def __post_init__(self) -> None:
+        with suppress(FileNotFoundError):  # of a run that goes on, only what is new
+            there = self.path.stat()
+            self._read = there.st_ino, there.st_size
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The new lines as JSON; what is none (a file written anew, read from its midst) is left."""
+        rows = []
+        for line in self.lines():
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+        return [row for row in rows if isinstance(row, dict)]
+
+    def lines(self) -> list[str]:
+        """The whole lines that were added to the file since the last call.
+
+        A new attempt writes the metrics anew, without the steps that were lost: what is left of
+        them is known, so reading goes on at its end. A line longer than `LONGEST_LINE` is told in
+        pieces.
+        """
+        try:
+            there = self.path.stat()
+        except FileNotFoundError:
+            return []
+        if (there.st_ino, there.st_size) == self._read:
+            return []
+        with open(self.path, "rb") as file:
+            inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
+            known, start = self._read or (inode, 0)
+            if inode != known:
+                start = size
+            file.seek(start)
+            new = file.read(MOST_AT_ONCE)
+        whole = new[: new.rfind(b"\n") + 1] or (new if len(new) > LONGEST_LINE else b"")
+        self._read = inode, start + len(whole)
+        return whole.decode(errors="replace").splitlines()

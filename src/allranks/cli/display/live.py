@@ -1,0 +1,204 @@
+"""The live display of a job on a terminal: one picture that is drawn over, lines that scroll above.
+
+`Picture` is what is drawn of a `State`, for rich and at any width, so a notebook can show it too. It
+has one line for all ranks that agree, and one for each rank with an anomaly. What is not known is
+left out: no end of the training is guessed.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment, Segments
+from rich.text import Text
+
+from allranks.cli.display.event_text import evaluation_in_words
+from allranks.cli.display.following import Anomaly, Follower, State
+from allranks.cli.display.progress import MOST_OF_A_LINE, opening_words
+from allranks.cli.display.terminal import Line, Terminal
+from allranks.errors import printable
+from allranks.job.units import format_count
+from allranks.launcher.plan import Plan
+
+EVERY_S = 0.5
+RATE_OVER_S = 5.0
+SUSPENDED_S = 3.0  # between two ticks: the shell may have written meanwhile
+QUIET_S = 10.0  # without a step, before it is told
+WIDEST = 100
+NARROW = 50  # below, a line that goes on does not begin under the first
+LABEL = 11
+GAP = "  "
+MOST_ANOMALIES = 8
+WARNING = "yellow"
+UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is drawn of a job."""
+
+    state: State
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        state, width = self.state, min(options.max_width, WIDEST)
+        if state.total_steps:
+            done = min(1.0, (state.step or 0) / state.total_steps)
+            yield _label(f"{done:.0%}")
+            yield ProgressBar(
+                total=1.0,
+                completed=done,
+                width=max(1, width - LABEL),
+                complete_style="cyan",
+                finished_style="green",
+            )
+            yield Segment.line()
+        yield from _packed(_ranks(state), _measures(state), width)
+        if state.quiet_s > QUIET_S:
+            yield _line("", Text(f"no step for {_duration(state.quiet_s)}", WARNING))
+        if state.evaluation is not None:
+            it = state.evaluation
+            yield _line("evaluated", _clean(evaluation_in_words(it.step, it.metrics, it.best)))
+        if state.saved_step is not None:
+            yield _line("saved", Text(f"after step {state.saved_step}"))
+        yield from _anomalies(state.anomalies)
+
+
+def _ranks(state: State) -> str:
+    """Whom the measures are of."""
+    if not state.agree:
+        return "rank 0"
+    return "1 rank" if state.ranks == 1 else f"{state.ranks} ranks"
+
+
+def _measures(state: State) -> Iterator[str]:
+    """What is measured of the training, the weightiest first."""
+    row = state.row
+    if row is None:
+        yield "starting"
+    else:
+        of = f" of {state.total_steps}" if state.total_steps else ""
+        yield f"step {state.step}{of}"
+        epochs = f" of {state.epochs}" if state.epochs else ""
+        yield f"epoch {row['epoch'] + 1}{epochs}"
+        yield f"loss {float(row['loss']):.4f}"
+        yield f"learning rate {float(row['learning_rate']):.3g}"
+    if state.samples_per_s is not None:
+        yield f"{format_count(state.samples_per_s)} samples/s"
+    yield f"{_duration(state.elapsed_s)} so far"
+    if state.seconds_left is not None:
+        yield f"ETA {_duration(state.seconds_left)}"
+
+
+def _anomalies(anomalies: tuple[Anomaly, ...]) -> Iterator[Text]:
+    """A line for each; all of them were told in full when they came."""
+    for anomaly in anomalies[:MOST_ANOMALIES]:
+        often = f" ({anomaly.times} times)" if anomaly.times > 1 else ""
+        who = "the job" if anomaly.rank is None else f"rank {anomaly.rank}"
+        yield _line(who, _clean(anomaly.what, often), WARNING)
+    if len(anomalies) > MOST_ANOMALIES:
+        yield _line("", Text(f"and {len(anomalies) - MOST_ANOMALIES} more, told above"))
+
+
+def _packed(label: str, items: Iterable[str], width: int) -> Iterator[Text]:
+    """The items one after the other, in as many lines as they need; none is broken."""
+    lines: list[str] = []
+    indent = LABEL if width >= NARROW else len(GAP)
+    for item in items:
+        room = width - (indent if len(lines) > 1 else LABEL)
+        if lines and cell_len(lines[-1]) + len(GAP) + cell_len(item) <= room:
+            lines[-1] += GAP + item
+        else:
+            lines.append(item)
+    yield _line(label, Text(lines[0]))
+    for line in lines[1:]:
+        yield Text(" " * indent + line, no_wrap=True, overflow="ellipsis")
+
+
+def _line(label: str, content: Text, style: str = "bold") -> Text:
+    """One line; what does not fit is cut."""
+    return Text.assemble(_label(label, style), content, no_wrap=True, overflow="ellipsis")
+
+
+def _label(label: str, style: str = "bold") -> Text:
+    return Text(f"{label:<{LABEL}}", style, end="")
+
+
+def _clean(*parts: str) -> Text:
+    """Words of users and of errors, which steer no terminal."""
+    return Text(printable("".join(parts)[:MOST_OF_A_LINE].replace("\t", " ")))
+
+
+def _duration(seconds: float) -> str:
+    """`45s`, `1m23s`, `2h05m`, `3d04h`: the two largest units."""
+    whole = round(seconds)
+    for (large, unit), (small, below) in itertools.pairwise(UNITS):
+        if whole >= large:
+            return f"{whole // large}{unit}{whole % large // small:02}{below}"
+    return f"{whole}s"
+
+
+class Display:
+    """Shows a job on a terminal."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._follower: Follower | None = None
+        self._told: list[str] = []
+        self._next = self._ticked = 0.0
+
+    def started(self, plan: Plan) -> None:
+        self._follower = Follower(plan, RATE_OVER_S)
+        self._told = opening_words(plan)
+
+    def tick(self) -> None:
+        now, before = time.monotonic(), self._ticked
+        self._ticked = now
+        if now - before > SUSPENDED_S:
+            self._terminal.forget()
+        if now >= self._next:
+            self._next = now + EVERY_S
+            self._show()
+
+    def close(self) -> None:
+        try:
+            self._show()
+        finally:
+            self._terminal.close()
+
+    def _show(self) -> None:
+        if self._follower is None:
+            return
+        told = [*self._told, *self._follower.look()]
+        self._told = []
+        picture = drawn(Picture(self._follower.state), self._terminal)
+        self._terminal.paint([printable(line[:MOST_OF_A_LINE]) for line in told], picture)
+
+
+def drawn(picture: Picture, terminal: Terminal) -> list[Line]:
+    """The lines of a picture in the colours and the size of a terminal, one column kept free."""
+    size = terminal.size
+    with io.TextIOWrapper(io.BytesIO(), encoding=terminal.encoding) as paper:
+        console = Console(
+            file=paper, force_terminal=True, width=max(1, size.columns - 1), height=size.lines
+        )
+        lines = console.render_lines(picture, pad=False)[: max(1, size.lines - 1)]
+        return [Line(_text(console, line), Segment.get_line_length(line)) for line in lines]
+
+
+def _text(console: Console, line: list[Segment]) -> str:
+    with console.capture() as captured:
+        console.print(Segments(line), end="", soft_wrap=True)
+    return captured.get()
+
+
+def open_display(stderr: TextIO) -> Display:
+    """The display on the terminal that `stderr` is; raises `OSError` if it cannot be opened."""
+    return Display(Terminal(stderr.fileno(), stderr.encoding or "utf-8"))

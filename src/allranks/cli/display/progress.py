@@ -1,0 +1,159 @@
+"""What a person sees while a job runs, as plain lines on stderr; and its result at the end.
+
+On a terminal `display` takes the place of the lines: `progress_here` gives what suits.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from contextlib import suppress
+from typing import Any, Protocol
+
+import click
+
+from allranks.catalog import load
+from allranks.cli.display.event_text import not_in_the_run_folder
+from allranks.cli.display.following import Follower, State
+from allranks.errors import printable
+from allranks.job.units import format_bytes, format_count
+from allranks.launcher.plan import Plan
+
+EVERY_S = 1.0
+MOST_OF_A_LINE = 1000  # in UTF-8 within what a writable pipe takes whole
+DISPLAY = "allranks.cli.display.live:open_display"
+CANNOT_MOVE_ITS_CURSOR = ("", "dumb", "unknown")
+
+
+class Progress(Protocol):
+    """What shows a running job. None of its methods waits for who reads."""
+
+    def started(self, plan: Plan) -> None:
+        """The run folder is there and the ranks are about to start."""
+
+    def tick(self) -> None:
+        """Show what is new, if it is time; called all the while."""
+
+    def close(self) -> None:
+        """No rank is left: show what is new still. Also called where nothing was started."""
+
+
+def progress_here() -> Progress:
+    """A live display where standard error is a terminal that can be drawn on, else plain lines."""
+    if sys.stderr.isatty() and os.environ.get("TERM", "") not in CANNOT_MOVE_ITS_CURSOR:
+        with suppress(OSError):  # a terminal that cannot be opened once more
+            display: Progress = load(DISPLAY)(sys.stderr)
+            return display
+    return Lines()
+
+
+def opening_words(plan: Plan) -> list[str]:
+    """What is told before the first step."""
+    job = plan.job
+    ranks = f"{job.ranks} rank{'s' if job.ranks > 1 else ''}"
+    first = f"{job.program} on {ranks}, {job.strategy}: {job.run_dir}"
+    return [first, *(f"note: {note}" for note in plan.notes)]
+
+
+class Lines:
+    """A line for each thing that happens, and one a second for the newest step."""
+
+    def __init__(self) -> None:
+        self._follower: Follower | None = None
+        self._shown: dict[str, Any] | None = None
+        self._next = 0.0
+
+    def started(self, plan: Plan) -> None:
+        self._follower = Follower(plan)
+        for line in opening_words(plan):
+            _say(line)
+
+    def tick(self) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + EVERY_S
+            self._show()
+
+    def close(self) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        if self._follower is None:
+            return
+        for line in self._follower.look():
+            _say(line)
+        state = self._follower.state
+        if state.row is not None and state.row is not self._shown:
+            self._shown = state.row
+            _say(step_in_words(state, state.row))
+
+
+def step_in_words(state: State, row: dict[str, Any]) -> str:
+    """`epoch   3  step    119  loss 0.0075  18,324 samples/s`: step 119 is done, in epoch 3; from 1."""
+    line = f"epoch {row['epoch'] + 1:>3}  step {row['step'] + 1:>6}  loss {float(row['loss']):.4f}"
+    if state.samples_per_s is not None:
+        line += f"  {format_count(state.samples_per_s)} samples/s"
+    return line
+
+
+def _say(line: str) -> None:
+    """Write a line to standard error; drop it where nobody reads, or the supervisor would stand."""
+    text = printable(line[:MOST_OF_A_LINE])
+    with suppress(OSError, ValueError):
+        _, writable, _ = select.select([], [sys.stderr], [], 0)
+        if not writable:
+            return
+    click.echo(text, err=True)
+
+
+def follows_ranks(summary: dict[str, Any]) -> list[str]:
+    """What makes a result follow the number of ranks, a sentence each; nothing if it does not."""
+    told: list[str] = list(summary.get("witness", {}).get("found", ()))
+    buffers = [n for n in summary["user_buffers"] if not any(repr(n) in text for text in told)]
+    if buffers:
+        what = "buffers that the model writes itself, and what is computed from them"
+        told.append(f"{what}: {', '.join(buffers)}")
+    if summary["user_randomness"] and not summary.get("bitwise"):
+        names = ", ".join(summary["user_randomness"])
+        told.append(f"layers that draw for a micro-batch: {names} (--bitwise covers them)")
+    return told
+
+
+def not_kept_here(summary: dict[str, Any]) -> list[str]:
+    """What is not in the run folder because its disk was full, a sentence each."""
+    elsewhere, lost = summary.get("kept_elsewhere", {}), summary.get("not_kept", {})
+    told = [not_in_the_run_folder(name, where) for name, where in elsewhere.items()]
+    told += [not_in_the_run_folder(name, None, part) for name, part in lost.items()]
+    logs = summary.get("incomplete_logs", ())
+    return [*told, *(f"{name} lacks its end, as the disk is full" for name in logs)]
+
+
+def lost_in(summary: dict[str, Any]) -> str:
+    """The error of a job that came to its end and could not keep what it computed."""
+    names = ", ".join(summary["not_kept"])
+    return f"the training came to its end, but its disk is full, and {names} could not be kept"
+
+
+def in_sentences(summary: dict[str, Any]) -> str:
+    """The result of a job for a person."""
+    lines = [f"{printable(name):<10} {float(value):.4f}" for name, value in summary["eval"].items()]
+    if summary["train_loss"] is not None:
+        lines.append(f"train loss {float(summary['train_loss']):.4f} over the last epoch")
+    if summary["samples_per_s"] is not None:
+        lines.append(
+            f"{format_count(summary['samples_per_s'])} samples/s, {summary['steps']} steps"
+        )
+    if summary["sent_bytes"] and summary["sent_bytes"]["gradients"]:
+        steps = summary["steps"] - (summary["resumed_from_step"] or 0)
+        sent = summary["sent_bytes"]["gradients"] / max(steps, 1)
+        lines.append(f"{format_bytes(sent)} sent by rank 0 in each step")
+    lines += [f"note       {note}" for note in summary.get("model_notes", ())]
+    lines += [f"NOT equal on other numbers of ranks: {text}" for text in follows_ranks(summary)]
+    if summary["restarts"]:
+        times = "once" if summary["restarts"] == 1 else f"{summary['restarts']} times"
+        lines.append(f"started again {times} after a fault")
+    lines.append(f"weights    sha256 {summary['weights_sha256']}")
+    lines += [f"note       {text}" for text in not_kept_here(summary)]
+    lines.append(f"run folder {summary['run_dir']}")
+    return "\n".join(printable(line) for line in lines)

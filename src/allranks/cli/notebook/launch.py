@@ -1,0 +1,156 @@
+"""`allranks.launch`: train a task from a script or a notebook, and have its result as an object.
+
+It does what `allranks train` does, in the same words, and raises where the command line would leave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.catalog import load
+from allranks.cli.display.progress import Progress, in_sentences, lost_in, progress_here
+from allranks.cli.notebook.notebook import NotebookDisplay, has_outputs
+from allranks.cli.notebook.program import program_of
+from allranks.errors import Interrupted, PlaceError, RequestError, nearest
+from allranks.job.config import Resolved, resolve
+from allranks.job.fields import read_value
+from allranks.job.job import Job
+from allranks.job.job_file import NOT_SETTABLE
+from allranks.launcher.processes.leftovers import belongs_to_a_job
+from allranks.launcher.signals import Signals
+from allranks.launcher.start import Result, Watcher, run_job
+
+RUNS = "runs"
+SOURCE = "launch()"
+
+
+@dataclass(frozen=True, repr=False)
+class Trained(Result):
+    """A job that ended well: `run_dir`, `summary`, and the weights at its end."""
+
+    def weights(self) -> dict[str, Any]:
+        """The weights by name, read from where they were kept: what `model.load_state_dict` takes.
+
+        Raises `PlaceError` if the disk was full and they could be kept nowhere.
+        """
+        name = "weights.safetensors"
+        if name in self.summary.get("not_kept", ()):
+            raise PlaceError(lost_in(self.summary))
+        elsewhere = self.summary.get("kept_elsewhere", {}).get(name)
+        path = self.run_dir / name if elsewhere is None else Path(elsewhere["path"])
+        weights: dict[str, Any] = load("allranks.on_torch.reals:read_tensors")(path)
+        return weights
+
+    def __repr__(self) -> str:
+        return in_sentences(self.summary)
+
+
+def launch(task: Any, *, settings: Mapping[str, Any] | None = None, **job: Any) -> Trained:
+    """Train `task` on the ranks of this machine; returns when it is done.
+
+    `task` is a class derived from `Task`, an instance of one (the fields that were set are those of
+    the job), or a PROGRAM as on the command line; `settings` are further fields. The keywords are
+    the options of `allranks train` (`ranks=4, strategy="ddp", epochs=3, eval_every=2, run_dir=…`),
+    and what they leave out is as there. Nothing is pickled: ranks are new processes, which import the
+    class from its file; one of a notebook is written into a file first, with what it needs.
+
+    Raises `RequestError`, `ProgramError` (with the report of the first fault), `PlaceError`, or
+    `Stopped` and `Interrupted` as `run_job` does. Ctrl-C, or the stop button of a notebook, lets
+    the ranks commit a checkpoint and leave, and raises `KeyboardInterrupt`; a second one does not
+    wait for that. In another thread than the main one no signal can be heard. No process is left
+    in any case.
+    """
+    check_that_this_is_no_rank(task)
+    settings, job = _with_epochs(settings or {}, job)
+    given = flags_of(task, job)
+    beside = Path(given["run_dir"]).parent if given.get("run_dir") else Path(RUNS)
+    program, fields = program_of(task, beside)
+    resolved = with_fields(resolve(program, given), {**fields, **settings})
+    progress = _progress()
+    with Signals() as signals:
+        try:
+            result = run_job(resolved, None, Watcher(progress.started, progress.tick), signals)
+        except Interrupted as error:
+            if signals.reason == "SIGINT":
+                raise KeyboardInterrupt(str(error)) from None
+            raise
+        finally:
+            with suppress(OSError):  # nobody reads any more
+                progress.close()
+    return Trained(result.run_dir, result.summary)
+
+
+def check_that_this_is_no_rank(task: Any) -> None:
+    if belongs_to_a_job():
+        raise RequestError(
+            asked=f"to launch {task if isinstance(task, str) else _class_of(task).__name__}",
+            found="this process belongs to a job already",
+            why="ranks import the file of the task, and would launch it again and again",
+            do='call launch below `if __name__ == "__main__":`',
+        )
+
+
+def _class_of(task: Any) -> type:
+    return task if isinstance(task, type) else type(task)
+
+
+def _with_epochs(
+    settings: Mapping[str, Any], job: dict[str, Any]
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """`epochs` as `train` takes it: a field of the task, in the place of steps."""
+    if "epochs" not in job:
+        return settings, job
+    epochs = job.pop("epochs")
+    if job.get("steps") is not None:
+        raise RequestError(
+            asked=f"launch(…, epochs={epochs!r}, steps={job['steps']!r})",
+            found="two things about one end",
+            why="a job ends after so many steps, or after so many passes over its data",
+            do="give one of them",
+        )
+    return {**settings, "epochs": epochs}, {**job, "steps": None}
+
+
+def flags_of(task: Any, job: dict[str, Any], call: str = "launch") -> dict[str, Any]:
+    """The options by their names, each of its type; raises `RequestError`."""
+    hints = typing.get_type_hints(Job)
+    known = [name for name in hints if name not in (*NOT_SETTABLE, "program")]
+    flags = {}
+    for name, value in job.items():
+        asked = f"{call}(…, {name}={value!r})"
+        if name not in known:
+            is_field = name in getattr(task, "__dataclass_fields__", ())
+            raise RequestError(
+                asked=asked,
+                found=f"no option {name!r}",
+                why=f"the keywords of {call} are the options of a job; the fields of a task are set "
+                "in its instance, or by settings",
+                do=f"launch({_class_of(task).__name__}({name}={value!r}), …), or "
+                f"settings={{{name!r}: {value!r}}}"
+                if is_field
+                else nearest(name, [*known, "settings", "epochs"]),
+            )
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if hints[name] is str and type(value) in (int, float):  # eval_every=2, as --eval-every 2
+            value = str(value)
+        flags[name] = read_value(name, value, hints[name], asked)
+    return flags
+
+
+def with_fields(resolved: Resolved, fields: dict[str, Any]) -> Resolved:
+    """The job with these fields of its task, and the sources named as they are here."""
+    job = dataclasses.replace(resolved.job, task={**resolved.job.task, **fields})
+    given = {f"task.{name}": SOURCE for name in fields}
+    sources = {n: SOURCE if s == "command line" else s for n, s in resolved.sources.items()}
+    return Resolved(job, {**sources, **given}, resolved.base)
+
+
+def _progress() -> Progress:
+    return NotebookDisplay() if has_outputs() else progress_here()

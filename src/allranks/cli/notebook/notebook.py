@@ -1,0 +1,90 @@
+"""A notebook as a place to launch from: the cells that were run, and a display among their outputs.
+
+Nothing of IPython is imported: where it runs, it is there.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from allranks.catalog import load
+from allranks.cli.display.following import Follower
+from allranks.cli.display.live import RATE_OVER_S, WIDEST, Picture
+from allranks.cli.display.progress import MOST_OF_A_LINE, opening_words
+from allranks.errors import printable
+from allranks.launcher.plan import Plan
+
+EVERY_S = 0.5
+MOST_TOLD = 200  # lines above the picture; the run folder has all
+PAGE = '<pre style="line-height: normal">{code}</pre>'
+_displays = itertools.count(1)
+
+
+def shell() -> Any:
+    """The IPython that runs this process, or `None`."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def has_outputs() -> bool:
+    """Whether cells have outputs that can be drawn over: in a notebook, not on a terminal."""
+    return getattr(shell(), "kernel", None) is not None
+
+
+def cells() -> list[str]:
+    """The cells that were run, with this one, as Python: magics are calls in them."""
+    return list(shell().history_manager.input_hist_parsed)
+
+
+class NotebookDisplay:
+    """Shows a job as one output of the cell that launched it: what was told, and the picture."""
+
+    def __init__(self) -> None:
+        self._follower: Follower | None = None
+        self._told: deque[str] = deque(maxlen=MOST_TOLD)
+        self._id = f"allranks-{os.getpid()}-{next(_displays)}"
+        self._is_shown = False
+        self._next = 0.0
+
+    def started(self, plan: Plan) -> None:
+        self._follower = Follower(plan, RATE_OVER_S)
+        self._told.extend(opening_words(plan))
+
+    def tick(self) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + EVERY_S
+            self._show()
+
+    def close(self) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        if self._follower is None:
+            return
+        self._told.extend(self._follower.look())
+        show = "update_display" if self._is_shown else "display"
+        page = as_output(self._told, Picture(self._follower.state))
+        load(f"IPython.display:{show}")(page, raw=True, display_id=self._id)
+        self._is_shown = True
+
+
+def as_output(told: Iterable[str], picture: Picture) -> dict[str, str]:
+    """What was told and the picture below it, as an output of a notebook: as text, and in colours."""
+    console = Console(
+        file=io.StringIO(), record=True, width=WIDEST, force_terminal=True, force_jupyter=False
+    )
+    for line in told:
+        console.print(Text(printable(line[:MOST_OF_A_LINE])), soft_wrap=True)
+    console.print(picture)
+    html = console.export_html(code_format=PAGE, inline_styles=True, clear=False)
+    return {"text/plain": console.export_text().rstrip("\n"), "text/html": html}

@@ -1,0 +1,274 @@
+"""The attempts of one job: its ranks are started, and started again after a fault that may pass.
+
+Every attempt meets through a file of its own, so that nothing of the last one is found there, and
+every rank starts from the newest good checkpoint, or from the beginning if there is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.checkpoint.folder import candidates, committed, step_of
+from allranks.errors import (
+    NOT_AT_THE_SAME_STEP,
+    Interrupted,
+    PlaceError,
+    ProgramError,
+    RequestError,
+    Stopped,
+)
+from allranks.job.resume import CHECKPOINTS, sources_of
+from allranks.job.run_folder import RunFolder, rank_log_path
+from allranks.launcher.fault_report import (
+    Fault,
+    cause_of,
+    ended_well,
+    error_of,
+    events_of,
+    first_fault,
+    hang_report,
+    left_out,
+)
+from allranks.launcher.heartbeat import Beat, Pulses
+from allranks.launcher.log_tail import last_words
+from allranks.launcher.plan import STORE, Plan, RankPlan
+from allranks.launcher.processes.fork_server import LISTENER_FD, PULSE_FD
+from allranks.launcher.processes.oom import Kills
+from allranks.launcher.processes.process import Exit, Process
+from allranks.launcher.resources import Ground
+from allranks.launcher.same_program import SamePrograms
+from allranks.launcher.signals import Signals
+from allranks.launcher.straggler import Stragglers
+from allranks.launcher.supervisor import COMMIT_S, NEVER, Care, Ended, supervise
+from allranks.strategies.roles import LEADER
+
+AGAIN = "not started again: the same fault came twice, with no step between"
+
+
+@dataclass
+class Attempts:
+    """One job in its run folder; `started_at` (monotonic) is where its time limit counts from."""
+
+    ground: Ground
+    plan: Plan
+    folder: RunFolder
+    signals: Signals
+    on_tick: Callable[[], None]
+    started_at: float
+
+    def __post_init__(self) -> None:
+        self._programs = SamePrograms(self.folder.path, self.folder.events)
+
+    @property
+    def first(self) -> int:
+        """The number of the first attempt of this start; the run folder counts on."""
+        return self.folder.attempts
+
+    def run(self, target: str) -> dict[str, Any]:
+        """Try until it is done; returns the leader's summary, or raises how the job ended."""
+        restarts, first = self.plan.job.max_restarts, self.first
+        before: Fault | None = None
+        for attempt in range(first, first + restarts + 1):
+            self._plan_again(attempt)
+            self._programs.begin()
+            with closing(Pulses(len(self.plan.ranks))) as pulses:
+                kills = Kills.now()
+                ended = self._try(target, attempt, pulses)
+                self._look_at_programs(attempt, at_once=True)
+                beats = pulses.read()
+            memory = Kills.now().since(kills)
+            fault = first_fault(ended, self.folder.path, attempt, memory, beats, must_say_so=True)
+            exits = {rank: exit_.code for rank, exit_ in sorted(ended.exits.items())}
+            summary = self._summary(attempt)
+            if summary is not None and (fault is None or ended.hang is not None):  # hung at the end
+                self.folder.events.event("done", exits=exits, attempt=attempt)
+                return {**summary, "restarts": attempt - first}
+            if ended.reason:
+                told = ""
+                if ended.hang is not None or (fault is not None and not fault.is_victim):
+                    told = f"\n{self._error(ended, fault, attempt, beats)[0]}"
+                raise self._stopped(ended, attempt, exits, told)
+            error, first_rank = self._error(ended, fault, attempt, beats)
+            last = attempt == first + restarts or not error.passing
+            again = fault is not None and fault.repeats(before)
+            if again and not last:
+                error = ProgramError(f"{error}\n{AGAIN}")
+            values = {"first_rank": first_rank, "report": str(error), "exits": exits}
+            if last or again or (fault is not None and not fault.is_passing):
+                self.folder.events.event("failed", **values, attempt=attempt)
+                raise error
+            before = fault
+            self._record_restart(values, attempt, max(beat.step for beat in beats))
+        raise AssertionError("the last attempt returns or raises")
+
+    def _plan_again(self, attempt: int) -> None:
+        """On what is there now: nodes may have been lost since the last attempt."""
+        before = self.plan.job.ranks
+        try:
+            self.plan = self.ground.again(self.plan)
+        except PlaceError as error:
+            self.folder.events.event("failed", report=str(error), attempt=attempt)
+            raise
+        now = self.plan.job
+        if now.ranks != before:
+            self.folder.events.event("fewer_ranks", was=before, ranks=now.ranks, nodes=now.nodes)
+
+    def _try(self, target: str, attempt: int, pulses: Pulses) -> Ended:
+        """Start all ranks, and watch them until all are gone."""
+        job, crew = self.plan.job, self.plan.crew
+        care = Care(
+            pulses,
+            job.hang_timeout,
+            self._stop_at(),
+            self.ground.evidence_s,
+            lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
+            lambda rank, left: pulses.read()[LEADER].step >= 0 and crew.goes_on_without(rank, left),
+            self._record_lost,
+            crew.servants,
+        )
+        hosts = [rank.host for rank in self.plan.ranks]
+        stragglers = Stragglers(pulses, self.folder.events, hosts)
+
+        def tick() -> None:
+            stragglers.look()
+            self.ground.look(pulses.read())
+            self._look_at_programs(attempt)
+            with suppress(OSError, ValueError):  # who only looks on ends no training
+                self.on_tick()
+
+        self.folder.events.event("attempt", attempt=attempt)
+        processes = [self._process(rank, target, attempt) for rank in self.plan.ranks]
+        try:
+            return supervise(self.ground.server, processes, tick, care, self.signals)
+        except PlaceError as error:
+            if self._summary(attempt) is None:
+                self.folder.events.event("failed", report=str(error), attempt=attempt)
+                raise
+            return Ended({}, frozenset())  # the fork server died after the job was done
+        finally:
+            (self.folder.path / f"{STORE}-{attempt}").unlink(missing_ok=True)
+
+    def _look_at_programs(self, attempt: int, at_once: bool = False) -> None:
+        try:
+            self._programs.look(attempt, [rank.host for rank in self.plan.ranks], at_once)
+        except PlaceError as error:
+            if at_once:  # else `_try` tells it
+                self.folder.events.event("failed", report=str(error), attempt=attempt)
+            raise
+
+    def _stop_at(self) -> float:
+        """When to stop after a checkpoint: at the time limit, and in time before the place ends."""
+        limit = self.plan.job.time_limit
+        own = NEVER if limit is None else self.started_at + limit
+        left = self.ground.ends_at - time.monotonic()
+        return min(own, self.ground.ends_at - min(COMMIT_S, left / 10))
+
+    def _process(self, rank: RankPlan, target: str, attempt: int) -> Process:
+        store = f"{rank.world.store}-{attempt}" if rank.world.store else ""
+        hosts_store = bool(rank.world.meeting) and rank.world.is_leader
+        world = dataclasses.replace(
+            rank.world,
+            store=store,
+            attempt=attempt,
+            restarts=attempt - self.first,
+            pulse=PULSE_FD,
+            listener=LISTENER_FD if hosts_store else -1,
+        )
+        log = rank_log_path(self.folder.path, world.rank)
+        environment = {**rank.environment, **world.variables()}
+        argument = self.plan.job.to_data()
+        name = self.plan.crew.name_of(world.rank)
+        return Process(world.rank, target, argument, environment, log, hosts_store, name)
+
+    def _summary(self, attempt: int) -> dict[str, Any] | None:
+        """What the leader wrote when it was done."""
+        for row in events_of(self.folder.path, 0, attempt):
+            if row["event"] == "done":
+                return dict(row["summary"])
+        return None
+
+    def _stopped(
+        self, ended: Ended, attempt: int, exits: dict[int, int], told: str
+    ) -> Stopped | Interrupted | ProgramError:
+        """How a job ended that was asked to stop: with a checkpoint, or without.
+
+        `told` is the report of a fault that came before the stop was done, on lines of its own.
+        """
+        path = self.folder.path
+        rows = events_of(path, 0, attempt)
+        stop = next((row for row in rows if row["event"] == "stopped"), {})
+        again = f"go on with: allranks train --run-dir {shlex.quote(str(path))}"
+        if not stop.get("checkpoint"):
+            report = told.strip() or None
+            self.folder.events.event("interrupted", exits=exits, reason=ended.reason, report=report)
+            kept = committed(path / CHECKPOINTS)
+            lost = (
+                f"its last checkpoint is that of step {step_of(kept[0])}; {again}"
+                if kept
+                else "there is no checkpoint"
+            )
+            return Interrupted(
+                f"interrupted ({ended.reason}); every rank is stopped; {lost}\n{path}{told}"
+            )
+        text = f"stopped ({ended.reason}) after step {stop['step']}, which is committed; {again}"
+        self.folder.events.event("stopped", exits=exits, reason=ended.reason, step=stop["step"])
+        return Interrupted(text) if ended.reason == "SIGINT" else Stopped(text)
+
+    def _error(
+        self, ended: Ended, fault: Fault | None, attempt: int, beats: Sequence[Beat]
+    ) -> tuple[ProgramError | Any, int | None]:
+        """The error of an attempt that failed, and the rank to name."""
+        if ended.hang is not None:
+            hosts = [rank.host for rank in self.plan.ranks]
+            name_of = ended.name_of
+            report = hang_report(ended.hang, self.folder.path, attempt, hosts, name_of)
+            return ProgramError(report), next(iter(ended.hang.missing), None)
+        lost = self.ground.lost() if fault is None or fault.is_victim else ""
+        if lost:  # the peers were quicker to see it than the head
+            return PlaceError(lost), None
+        if fault is not None:
+            error = error_of(fault, ended, self.folder.path)
+            if fault.event is not None and NOT_AT_THE_SAME_STEP in fault.event["message"]:
+                error = ProgramError(f"{error}\n{left_out(beats)}".rstrip())
+            if isinstance(error, RequestError) and attempt > self.first:
+                error = ProgramError(str(error))  # ranks have trained: the run folder stays
+            return error, fault.rank
+        return PlaceError(
+            f"all ranks ended well, but {self.folder.path} holds no summary of the leader"
+        ), None
+
+    def _record_lost(self, rank: int, exit_: Exit) -> None:
+        """Say who is gone that the job does without, and what it said last."""
+        log = rank_log_path(self.folder.path, rank)
+        memory = exit_.memory or ""
+        fault = Fault(rank, exit_.code, exit_.monotonic, None, memory, exit_.peak_bytes)
+        self.folder.events.event(
+            "worker_lost",
+            rank=rank,
+            who=self.plan.crew.name_of(rank),
+            exit=exit_.code,
+            cause=exit_.lost or cause_of(fault),
+            last_words=last_words(log).text,
+        )
+
+    def _record_restart(self, values: dict[str, Any], attempt: int, reached: int) -> None:
+        """Say what is started again, from where, and what is lost."""
+        sources, resume = [self.folder.path / CHECKPOINTS], self.plan.job.resume
+        if resume:
+            sources += sources_of(Path(resume))
+        kept = [path for source in sources for path in candidates(source)]
+        step = max(0, step_of(kept[0])) if kept else 0
+        self.folder.events.event(
+            "restart",
+            **values,
+            attempt=attempt,
+            resumes_from=step,
+            lost_steps=max(0, reached - step),
+        )

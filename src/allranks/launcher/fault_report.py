@@ -1,0 +1,272 @@
+"""The first-fault report: which rank failed first, where, and why; the victims are folded away.
+
+Evidence is the exits in the order in which the kernel showed them, and the `failed` events that
+ranks write before they leave. A rank whose collective broke because a peer went away says so
+itself (`peer_lost`), and is named only when nobody else can be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.errors import PlaceError, ProgramError, RequestError
+from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
+from allranks.job.units import format_bytes
+from allranks.launcher.folding import folded
+from allranks.launcher.hang import Hang, missing_of
+from allranks.launcher.heartbeat import Beat
+from allranks.launcher.log_tail import LastWords, last_words
+from allranks.launcher.mismatch import told_of_mismatch
+from allranks.launcher.supervisor import Ended
+
+NO_TRACEBACK = "; it could leave no traceback"
+SPEAKS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+ENDED_WELL = ("done", "stopped", "described")
+OUT_OF_MEMORY = (
+    "MemoryError",
+    "OutOfMemoryError",
+    "can't allocate memory",
+    "annot allocate memory",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One rank that did not end well; `event` is what it wrote itself, if it could.
+
+    `memory` is what the kernel's counters say of its death, `beat` the last beat of its pulse;
+    `alike` are the other ranks that failed with the same words.
+    """
+
+    rank: int
+    code: int
+    monotonic: float
+    event: dict[str, Any] | None
+    memory: str = ""
+    peak_bytes: int = 0
+    beat: Beat | None = None
+    alike: tuple[int, ...] = ()
+    host: str = ""
+    lost: str = ""
+
+    @property
+    def words(self) -> tuple[Any, ...] | None:
+        """What it said itself: the kind of its error, the message, the step; `None` if nothing."""
+        event = self.event
+        return None if event is None else (event["kind"], event["message"], event.get("step"))
+
+    @property
+    def step(self) -> int | None:
+        """The step that it was in, if that is known."""
+        if self.event is not None:
+            return self.event.get("step")
+        return self.beat.step if self.beat is not None and self.beat.step >= 0 else None
+
+    @property
+    def is_victim(self) -> bool:
+        return self.event is not None and bool(self.event.get("peer_lost"))
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether another attempt may go better: not after a bad request, nor a step gone bad."""
+        return self.event is None or bool(self.event.get("passing", True))
+
+    def repeats(self, other: Fault | None) -> bool:
+        """Whether this is the very fault that ended the attempt before, with no step between."""
+        if other is None or self.words is None or self.words != other.words:
+            return False
+        return self.rank == other.rank or bool(self.alike)
+
+
+def first_fault(
+    ended: Ended,
+    run_dir: Path,
+    attempt: int = 0,
+    memory: str = "",
+    beats: Sequence[Beat] = (),
+    must_say_so: bool = False,
+) -> Fault | None:
+    """The fault that came first, causes before victims; `None` if every rank ended well.
+
+    A rank ended well if it said so in this attempt, whatever happened to its process afterwards.
+    Without `must_say_so` an exit code of 0 is enough.
+    """
+    faults = []
+    for rank, exit_ in ended.exits.items():
+        if rank in ended.spared:
+            continue
+        events = events_of(run_dir, rank, attempt)
+        event = next((row for row in events if row["event"] == "failed"), None)
+        if ended_well(events):
+            continue
+        told_to = rank in ended.stopped and event is None and not exit_.lost
+        if (exit_.code == 0 and not must_say_so) or told_to:
+            continue
+        said_at = event["monotonic"] - exit_.clock_ahead_s if event else exit_.monotonic
+        when = min(exit_.monotonic, said_at)
+        counted = memory if exit_.memory is None else exit_.memory
+        killed = counted if exit_.code == -signal.SIGKILL or _lost_a_child(event) else ""
+        beat = next((beat for beat in beats if beat.rank == rank), None)
+        faults.append(
+            Fault(
+                rank,
+                exit_.code,
+                when,
+                event,
+                killed,
+                exit_.peak_bytes,
+                beat,
+                host=exit_.host,
+                lost=exit_.lost,
+            )
+        )
+    first = min(faults, key=lambda fault: (fault.is_victim, fault.monotonic), default=None)
+    if first is None or first.words is None or first.is_victim:
+        return first
+    alike = tuple(f.rank for f in faults if f.rank != first.rank and f.words == first.words)
+    return dataclasses.replace(first, alike=alike)
+
+
+def _lost_a_child(event: dict[str, Any] | None) -> bool:
+    """Whether the rank says that a process of its own was killed, as a loader worker may be."""
+    return event is not None and "by signal: Killed" in str(event["message"])
+
+
+def ended_well(events: list[dict[str, Any]]) -> bool:
+    """Whether a rank said in these events that it had done its work, or was stopped in order."""
+    return any(row["event"] in ENDED_WELL for row in events)
+
+
+def events_of(run_dir: Path, rank: int, attempt: int) -> list[dict[str, Any]]:
+    """What a rank wrote in one attempt."""
+    rows = read_rows(rank_events_path(run_dir, rank))
+    return [row for row in rows if row.get("attempt", 0) == attempt]
+
+
+def error_of(fault: Fault, ended: Ended, run_dir: Path) -> RequestError | ProgramError | PlaceError:
+    """The error that tells of this fault: a bad request found before the first update, or a report."""
+    if fault.lost:
+        return PlaceError(_lost_node(fault, ended))
+    event = fault.event or {}
+    if event.get("request") and not event.get("updates"):
+        return RequestError.from_data(event["request"])
+    return ProgramError(_report(fault, ended, run_dir))
+
+
+def _lost_node(fault: Fault, ended: Ended) -> str:
+    """The node that is gone, the ranks that were on it, and those that were stopped because of it."""
+    on_it = [rank for rank, exit_ in ended.exits.items() if exit_.lost and exit_.host == fault.host]
+    others = [rank for rank in ended.exits if rank not in on_it]
+    step = f" at step {fault.step}" if fault.step is not None else ""
+    lines = [f"node {fault.host} is lost{step}, with rank {_listed(*on_it)}: {fault.lost}"]
+    if others:
+        lines.append(f"stopped because of it: rank {_listed(*others)}")
+    return "\n".join(lines)
+
+
+def hang_report(
+    hang: Hang,
+    run_dir: Path,
+    attempt: int,
+    hosts: Sequence[str] = (),
+    name_of: Callable[[int], str] = "rank {}".format,
+) -> str:
+    """Who is missing, where it stands, and who waits for it; all stacks go into a file."""
+    path = run_dir / "logs" / f"hang-{attempt}.txt"
+    with suppress(OSError):  # a full disk must not hide the report
+        path.write_text(f"{hang}\n")
+    lines = [f"no sign of life for {hang.timeout_s:g} s (--hang-timeout)"]
+    for rank in hang.missing:
+        host = hosts[rank] if hosts else ""
+        lines += [
+            f"{name_of(rank)} on {host or socket.gethostname()} is missing: {hang.describe(rank)}",
+            "",
+        ]
+        lines += [hang.stacks[rank] or "it wrote no stack", ""]
+    if not hang.missing:
+        lines.append("every rank waits for the others: is a task communicating on its own?")
+    for rank in sorted(set(hang.beats) - set(hang.missing)):
+        lines.append(f"{name_of(rank)} waits {hang.describe(rank)}")
+    return "\n".join([*lines, f"the stacks of all ranks: {path}"])
+
+
+def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
+    event = fault.event or {}
+    step = f" at step {fault.step}" if fault.step is not None else ""
+    who = f"{ended.name_of(fault.rank)} on {fault.host} failed first"
+    if fault.alike:  # they all saw the same: who did it stands in the words
+        who = f"ranks {_listed(fault.rank, *fault.alike)} ended the job together"
+    lines = [f"{who}{step}: {cause_of(fault)}"]
+    words = _last_words(fault, run_dir)
+    if words is not None and words.text:
+        lines[0] = lines[0].replace(NO_TRACEBACK, f": {words.error}")
+        lines += ["", words.text, ""]
+        lines += told_of_mismatch(words.error, words.text, _stacks(fault, ended, run_dir))
+    if event.get("traceback"):
+        lines += ["", folded(event["traceback"].rstrip()), ""]
+    known = {fault.rank, *fault.alike, *ended.spared}
+    others = sorted(rank for rank in ended.exits if rank not in known)
+    done = [rank for rank in others if ended.exits[rank].code == 0]
+    victims = [rank for rank in others if rank not in done]
+    if victims:
+        lines.append(f"stopped because of it: rank {_listed(*victims)}")
+    if ended.spared:
+        lines.append(f"lost before it: {', '.join(map(ended.name_of, sorted(ended.spared)))}")
+    lines.append(f"its output: {rank_log_path(run_dir, fault.rank)}")
+    return "\n".join(lines)
+
+
+def _stacks(fault: Fault, ended: Ended, run_dir: Path) -> dict[int, str]:
+    """Where the others stood when a rank died, or the traceback with which they left just then."""
+    stacks = {rank: stand.stacks for rank, stand in ended.stands.items()}
+    for rank in ended.exits:
+        for row in read_rows(rank_events_path(run_dir, rank)):
+            if row["event"] == "failed" and rank != fault.rank:
+                stacks[rank] = row["traceback"]
+    return {rank: stack for rank, stack in stacks.items() if stack}
+
+
+def _last_words(fault: Fault, run_dir: Path) -> LastWords | None:
+    """What stands in its log, of a rank that a fault in native code ended: its own, not a kill."""
+    if fault.event is not None or -fault.code not in SPEAKS:
+        return None
+    return last_words(rank_log_path(run_dir, fault.rank))
+
+
+def left_out(beats: Sequence[Beat]) -> str:
+    """Which rank made fewer collectives than its step needs, when ranks are not at the same step."""
+    counts = {beat.rank: beat for beat in beats}
+    short = missing_of(counts, set())
+    if not short:
+        return ""
+    told = ", ".join(f"rank {b.rank} {b.collectives} up to step {b.step}" for b in beats)
+    return f"rank {_listed(*short)} left one out: collectives made are {told}"
+
+
+def _listed(*ranks: int) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+def cause_of(fault: Fault) -> str:
+    """Why a rank ended, in its own words or in those of the kernel."""
+    if fault.event is not None:
+        cause = f"{fault.event['kind']}: {fault.event['message']}"
+        said = "out of memory" if any(sign in cause for sign in OUT_OF_MEMORY) else fault.memory
+        return f"{said}: {cause}" if said else cause
+    if fault.code < 0:
+        known = {number.value: number.name for number in signal.Signals}
+        name = known.get(-fault.code, f"signal {-fault.code}")
+        held = f"it held {format_bytes(fault.peak_bytes)} at most"
+        if fault.memory:
+            return f"{fault.memory} ({held})"
+        return f"killed by {name}{NO_TRACEBACK} ({held})"
+    if fault.code == 0:
+        return "it left with exit code 0 before the training was done: who calls os._exit?"
+    return f"it left with exit code {fault.code} without a word"

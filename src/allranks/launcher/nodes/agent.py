@@ -1,0 +1,381 @@
+"""The agent of a node: owns the node's processes, and does what the head of the job says.
+
+    python -P -m allranks.launcher.nodes.agent        (what it must know stands on its standard input)
+
+One runs on every node. It connects to the head, shows that it knows the key of the job, tells what
+there is on its node, and starts a fork server. It decides nothing: exits, beats and signals go to
+the head. When the head is gone, or silent for too long, it ends every process of the node, and
+itself: so does the fork server when the agent dies.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from allranks.errors import (
+    EXIT_BAD_REQUEST,
+    EXIT_INTERRUPTED,
+    EXIT_PLACE_FAILED,
+    AllranksError,
+    Interrupted,
+    PlaceError,
+    RequestError,
+)
+from allranks.launcher.heartbeat import Pulses
+from allranks.launcher.nodes.channel import Channel, Gone, Message, Refused, knock, wait_for
+from allranks.launcher.nodes.facts import digest_of, facts
+from allranks.launcher.nodes.interfaces import Doorbell, Ringing, candidates
+from allranks.launcher.nodes.ticket import ANY, Ticket
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.hash_seed import check_hash_seed
+from allranks.launcher.processes.linux import die_with_parent
+from allranks.launcher.processes.oom import Kills
+from allranks.launcher.processes.ports import Reservation
+from allranks.launcher.processes.process import Process
+from allranks.launcher.world import World
+
+TICK_S = 0.1
+BEATS_S = 0.2
+RETRY_S = 0.2
+CONNECT_S = 5.0
+PROBE_S = 3.0
+SUSPENDED_S = 2.0
+PATIENCE = 0.7  # of the head's: this node has ended its ranks when it is given up
+
+
+@dataclass
+class _Asked:
+    """What this node's scheduler or user wants of the job, by a signal to the agent."""
+
+    signals: list[str] = field(default_factory=list)
+
+    def note(self, number: int, frame: object) -> None:
+        self.signals.append(signal.Signals(number).name)
+
+
+class Agent:
+    """One node of a job, from its first word to its last."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.node = World.from_environment().rank if ticket.node is None else ticket.node
+        self.asked = _Asked()
+        self.server: ForkServer | None = None
+        self._pulses: dict[int, Pulses] = {}  # attempt -> the memory of its ranks
+        self._own: dict[int, int] = {}  # ticket of the head -> ticket of the fork server here
+        self._ranks: dict[int, World] = {}  # ticket -> who beats
+        self._beats: dict[int, list[float]] = {}
+        self._beats_at = 0.0
+        self._listener: socket.socket | None = None
+        self._reserved: list[Reservation] = []
+        self._doorbell: Doorbell | None = None
+        self._ringing: Ringing | None = None
+        self._kills = Kills.now()
+        self._answers = {
+            "ping": lambda message: self.channel.send({"answer": True}),
+            "digest": lambda message: self.channel.send({"answer": digest_of(message["program"])}),
+            "probe": self._probe,
+            "see": self._see,
+            "start": self._start,
+            "listen": self._listen,
+            "reserve": self._reserve,
+            "spawn": self._spawn,
+            "signal": self._signal,
+            "stands": self._stands,
+            "wanted": self._wanted,
+            "alive": self._alive,
+        }
+
+    @property
+    def name(self) -> str:
+        """How its user knows it."""
+        number = "a node" if self.node == ANY else f"node {self.node}"
+        return f"{number} ({socket.gethostname()})"
+
+    def run(self) -> int:
+        """Come to the job and serve it to its end; returns the exit code of the job."""
+        with ExitStack() as stack:
+            self.channel = self._connected()
+            stack.callback(self.channel.close)
+            self._doorbell = Doorbell(secrets.token_hex(16))
+            stack.callback(self._let_go)
+            self.channel.send(self._introduction(self._doorbell))
+            return self._serve()
+
+    def _connected(self) -> Channel:
+        """The head, once it answers; raises `PlaceError` if it does not, or refuses this node."""
+        ticket = self.ticket
+        deadline = time.monotonic() + ticket.join_timeout_s
+        while True:
+            if self.asked.signals:
+                raise Interrupted(f"{self.name} got {self.asked.signals[0]} before the job began")
+            for address in ticket.addresses:
+                try:
+                    return self._let_in(address, deadline - time.monotonic())
+                except Refused as error:
+                    raise PlaceError(
+                        f"{self.name} is refused at {address}:{ticket.port}: {error}"
+                    ) from error
+                except (OSError, UnicodeError) as error:
+                    problem = str(error)
+            if time.monotonic() > deadline:
+                tried = ", ".join(f"{address}:{ticket.port}" for address in ticket.addresses)
+                raise PlaceError(
+                    f"{self.name} found nobody at {tried} for "
+                    f"{ticket.join_timeout_s:g} s: {problem}. Is node 0 started, and can this "
+                    "address be reached from here?"
+                )
+            time.sleep(RETRY_S)
+
+    def _let_in(self, address: str, seconds: float) -> Channel:
+        """The head at this address, which has let this node in; raises `Refused` or `OSError`."""
+        where = (address, self.ticket.port)
+        channel = Channel(socket.create_connection(where, min(max(0.1, seconds), CONNECT_S)))
+        try:
+            knock(channel, self.ticket.key.encode())
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _introduction(self, doorbell: Doorbell) -> Message:
+        own = candidates(self.channel.own_address, self.ticket.interface)
+        return {
+            "joins": self.node,
+            "facts": facts(self.ticket.program).to_data(),
+            "interfaces": [[one.name, one.address] for one in own],
+            "doorbell": [doorbell.port, doorbell.token],
+            "words": list(self.ticket.words),
+            "clock": time.monotonic(),
+        }
+
+    def _serve(self) -> int:
+        looked_at = time.monotonic()
+        while True:
+            ready = [self.channel, self._doorbell, self.server]
+            behind = [self.channel] if self.channel.is_behind else []
+            wait_for([one for one in ready if one is not None], TICK_S, behind)
+            if self._doorbell is not None:
+                self._doorbell.answer()
+            for message in self.channel.receive():
+                if message["do"] == "leave":
+                    return self._leave(message)
+                self._obey(message)
+            self._answer_if_ringing_is_over()
+            self._report()
+            now = time.monotonic()
+            if now - looked_at > SUSPENDED_S:  # what this process slept through is no silence
+                self.channel.heard_at = now
+            looked_at = now
+            if self.channel.heard_nothing_for() > PATIENCE * self.ticket.node_timeout_s:
+                raise PlaceError(
+                    f"{self.name} heard nothing of the head of the job for "
+                    f"{PATIENCE * self.ticket.node_timeout_s:g} s: its processes are ended"
+                )
+
+    def _obey(self, message: Message) -> None:
+        """Do what the head says; what cannot be done here ends this node, and the head hears why."""
+        try:
+            self._answers[message["do"]](message)
+        except Gone:
+            raise
+        except (AllranksError, OSError) as error:
+            self.channel.send({"broken": f"{type(error).__name__}: {error}"})
+
+    def _leave(self, message: Message) -> int:
+        if message.get("text"):
+            print(message["text"], file=sys.stderr)
+        return int(message["code"])
+
+    def _report(self) -> None:
+        """Tell the head what is new: exits, beats, signals."""
+        self.channel.flush()
+        for name in self.asked.signals:
+            self.channel.send({"asked": name})
+        self.asked.signals.clear()
+        if self.server is None:
+            return
+        self._report_beats()
+        try:
+            ended = self.server.exits(0.0)
+        except PlaceError as error:
+            self.channel.send({"broken": str(error)})
+            self.server = None
+            return
+        for exit_ in ended:
+            self._report_beats(at_once=True)  # how far it came, before it is known to be gone
+            ticket = next(heads for heads, own in self._own.items() if own == exit_.ticket)
+            del self._own[ticket]
+            self._ranks.pop(ticket, None)
+            memory = Kills.now().since(self._kills)
+            self.channel.send({"exited": {**asdict(exit_), "ticket": ticket, "memory": memory}})
+
+    def _report_beats(self, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if now - self._beats_at < BEATS_S and not at_once:
+            return
+        self._beats_at, news = now, []
+        for world in self._ranks.values():
+            row = self._pulses[world.attempt].row(world.local_rank)
+            if row != self._beats.get(world.rank):
+                self._beats[world.rank] = row
+                news.append([world.rank, row])
+        assert self.server is not None
+        started = [heads for heads, own in self._own.items() if self.server.started(own)]
+        self.channel.send({"beats": news, "started": started, "clock": now})
+
+    def _probe(self, message: Message) -> None:
+        """Ring at all other nodes; the answer follows when all have answered, or too late."""
+        self._ringing = Ringing(message["nodes"], PROBE_S)
+
+    def _answer_if_ringing_is_over(self) -> None:
+        if self._ringing is not None and self._ringing.is_over():
+            self.channel.send({"answer": self._ringing.found})
+            self._ringing = None
+
+    def _see(self, message: Message) -> None:
+        """Whether this node sees what the head wrote, and stands in the same folder."""
+        try:
+            os.chdir(message["cwd"])
+            seen = Path(message["path"]).read_text() == message["content"]
+            problem = "" if seen else f"{message['path']} holds something else here"
+        except OSError as error:
+            problem = str(error)
+        self.channel.send({"answer": problem})
+
+    def _start(self, message: Message) -> None:
+        """All nodes have found each other: who rings now is none of them."""
+        self._close_doorbell()
+        check_hash_seed(message["hash_seed"])
+        self.server = ForkServer(tuple(message["modules"]), message["hash_seed"])
+
+    def _listen(self, message: Message) -> None:
+        """Open the port at which the ranks of all nodes meet, at one address only."""
+        self._close_listener()
+        self._listener = socket.create_server((message["address"], 0), backlog=1024)
+        self.channel.send({"answer": self._listener.getsockname()[1]})
+
+    def _reserve(self, message: Message) -> None:
+        for one in self._reserved:
+            one.close()
+        self._reserved = [Reservation(message["count"], message["address"])]
+        self.channel.send({"answer": list(self._reserved[0].ports)})
+
+    def _spawn(self, message: Message) -> None:
+        assert self.server is not None
+        given = message["process"]
+        process = Process(**{**given, "log": Path(given["log"])})
+        pulses = None
+        if message["beats"]:
+            world = self._ranks[message["ticket"]] = World.from_environment(process.environment)
+            if world.attempt not in self._pulses:
+                self._forget_pulses()
+                self._kills = Kills.now()
+                self._pulses[world.attempt] = Pulses(world.local_size)
+            pulses = self._pulses[world.attempt]
+        listener = -1
+        if process.hosts_store and self._listener is not None:
+            listener = self._listener.fileno()
+        own = self.server.spawn(process, pulses, listener)
+        self._own[message["ticket"]] = own
+        if listener >= 0:
+            self._close_listener()
+
+    def _signal(self, message: Message) -> None:
+        if self.server is not None and message["ticket"] in self._own:
+            self.server.signal(self._own[message["ticket"]], message["signal"])
+
+    def _stands(self, message: Message) -> None:
+        assert self.server is not None
+        own = {int(r): self._own[t] for r, t in message["tickets"].items() if t in self._own}
+        found = self.server.stands(own)
+        self.channel.send({"answer": {rank: asdict(stand) for rank, stand in found.items()}})
+
+    def _wanted(self, message: Message) -> None:
+        for pulses in self._pulses.values():
+            pulses.put_wanted(message["wanted"])
+
+    def _alive(self, message: Message) -> None:
+        if self.server is not None:
+            self.server.wake()
+        self.channel.send({"alive": message["at"], "clock": time.monotonic()})
+
+    def _forget_pulses(self) -> None:
+        for pulses in self._pulses.values():
+            pulses.close()
+        self._pulses.clear()
+
+    def _close_doorbell(self) -> None:
+        if self._doorbell is not None:
+            self._doorbell.close()
+        self._doorbell = None
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = None
+
+    def _let_go(self) -> None:
+        """End every process of this node."""
+        if self.server is not None:
+            self.server.close()
+        for one in self._reserved:
+            one.close()
+        if self._ringing is not None:
+            self._ringing.close()
+        self._close_doorbell()
+        self._close_listener()
+        self._forget_pulses()
+
+
+def serve(ticket: Ticket) -> int:
+    """Be the agent of this node, to the end of the job; returns the exit code of the job."""
+    agent = Agent(ticket)
+    stops = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup: it outlives its terminal
+    held = [number for number in stops if not (number == signal.SIGHUP and ignored)]
+    before = {number: signal.signal(number, agent.asked.note) for number in held}
+    try:
+        return agent.run()
+    except Refused as error:
+        raise PlaceError(str(error)) from error
+    except Gone as error:
+        raise PlaceError(f"{agent.name} lost the head of the job: {error}") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main() -> NoReturn:
+    """The agent that a head starts. It leaves with the exit code of the job."""
+    code = EXIT_PLACE_FAILED
+    try:
+        ticket = Ticket.from_line(sys.stdin.readline())
+        if ticket.follows:
+            die_with_parent()
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        code = serve(ticket)
+    except RequestError as error:
+        code = EXIT_BAD_REQUEST
+        print(f"allranks: {error}", file=sys.stderr)
+    except AllranksError as error:
+        print(f"allranks: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

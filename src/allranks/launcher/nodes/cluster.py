@@ -1,0 +1,245 @@
+"""The nodes of a job, from the first call to the last: found, checked, joined, and let go.
+
+`gathered` is the one way to several nodes, whatever the place: it starts an agent on each (or waits
+for those that a user starts), and hands out a `Cluster`. When the work in it is over, every node
+hears how, and ends all that it owns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
+from allranks.job import faults
+from allranks.job.job import Job
+from allranks.job.simulated_network import Link, rate_of
+from allranks.launcher.heartbeat import Beat
+from allranks.launcher.nodes.agent import serve
+from allranks.launcher.nodes.interfaces import candidates
+from allranks.launcher.nodes.join import Call, Gathering, preflight
+from allranks.launcher.nodes.nodes import Node, Nodes
+from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.nodes.ticket import ANY, Ticket
+from allranks.launcher.places.simulated_nodes import SimulatedNodes
+from allranks.launcher.places.start_agents import Wanted, start_agents
+from allranks.launcher.plan import Plan, Seat, Shape, plan_of
+from allranks.launcher.resources import for_all_processes, meeting_at, seats_of, shares
+from allranks.launcher.scripts.topology import Host
+from allranks.launcher.supervisor import EVIDENCE_S, NEVER
+from allranks.launcher.world import Visible
+
+
+@dataclass
+class Cluster:
+    """Several nodes that have come together. Implements `Ground`.
+
+    With `per_rank` each agent has one rank, and several agents may be on one host. The nodes are
+    taken away at `ends_at`, on the monotonic clock.
+    """
+
+    nodes: Nodes
+    counts: dict[int, int]  # number of a node -> its ranks
+    simulated: SimulatedNodes | None = None
+    per_rank: bool = False
+    ends_at: float = NEVER
+    _idle: frozenset[int] = frozenset()  # processes that are at no step of their own
+    _done: set[faults.Fault] = field(default_factory=set)
+    _to_do: list[tuple[Callable[[], None], faults.Fault]] = field(default_factory=list)
+
+    @property
+    def server(self) -> Nodes:
+        return self.nodes
+
+    def shared(self, run_dir: Path) -> Path | None:
+        return run_dir.parent
+
+    def plan(self, job: Job, shape: Shape) -> Plan:
+        return plan_of(job, shape, Visible.from_environment(), self._take_seats(job))
+
+    def again(self, plan: Plan) -> Plan:
+        """On the nodes that are left, fewer ranks if need be; raises `PlaceError` if none is."""
+        while True:
+            self.nodes.check_all()
+            if not self.nodes.living:
+                raise PlaceError(f"no node is left to go on with\n{self.lost()}".rstrip())
+            try:
+                return self._planned(plan)
+            except PlaceError:
+                if not self.nodes.seats[0].lost:
+                    raise
+
+    def _planned(self, plan: Plan) -> Plan:
+        """The plan for the nodes that are there, and a socket at which their ranks meet."""
+        self.nodes.newly_lost()  # what was lost before is not to blame for what comes
+        self._idle = (
+            frozenset(range(1, plan.crew.size)) if not plan.crew.are_all_trainers else frozenset()
+        )
+        seats = self._take_seats(plan.job)
+        nodes = len({seat.node for seat in seats})
+        ranks = sum(self.counts[node.number] for node in self.nodes.living)
+        job = dataclasses.replace(plan.job, ranks=ranks, nodes=nodes)
+        fewer = dataclasses.replace(plan, job=job)
+        if ranks < plan.job.ranks:
+            fewer = plan_of(job, plan.shape, Visible.from_environment(), seats)
+        if len(seats) == 1:
+            return fewer
+        return meeting_at(fewer, self.nodes.listen(self.nodes.seats[0]))
+
+    @property
+    def evidence_s(self) -> float:
+        """Exits come from other nodes when their agents, and the network, have had the time."""
+        trips = [node.round_trip_s for node in self.nodes.living if node.measured_at]
+        return EVIDENCE_S + 0.3 + 2 * max(trips, default=0.0)
+
+    def lost(self) -> str:
+        self.nodes.check_all()
+        return "\n".join(f"node {n.name} is lost: {n.lost}" for n in self.nodes.newly_lost())
+
+    @contextmanager
+    def hosts(self) -> Iterator[tuple[Host, ...]]:
+        """The table of the nodes that are there, each with ports that are its own meanwhile."""
+        self.nodes.check_all()
+        seats = self._take_seats()
+        found = []
+        for number in range(max(seat.node for seat in seats) + 1 if seats else 0):
+            own = [rank for rank, seat in enumerate(seats) if seat.node == number]
+            node, seat = self.nodes.seats[own[0]], seats[own[0]]
+            ports = self.nodes.reserve(node, len(own) + 1)
+            found.append(Host(node.name, node.address, seat.interface, len(own), ports))
+        if not found:
+            raise PlaceError("no node is left to go on with")
+        yield tuple(found)
+
+    def _take_seats(self, job: Job | None = None) -> list[Seat]:
+        """A seat for every process on the nodes that are there; without a job they are the ranks."""
+        living = self.nodes.living
+        counts = [self.counts[node.number] for node in living]
+        nodes = [node for count, node in zip(counts, living, strict=True) for _ in range(count)]
+        seats = seats_of(counts, [self._seat(node, living) for node in living])
+        if job is not None:
+            nodes, seats = for_all_processes(job, nodes), for_all_processes(job, seats)
+        self.nodes.seats = tuple(nodes)
+        return seats
+
+    def _seat(self, node: Node, living: list[Node]) -> Seat:
+        """Nodes count by their hosts: with an agent for every rank, several are on one."""
+        assert node.chosen is not None, "preflight comes first"
+        hosts = list(dict.fromkeys(one.name for one in living)) if self.per_rank else []
+        position = hosts.index(node.name) if self.per_rank else living.index(node)
+        shared = [(one.facts.machine, one.facts.processors) for one in self.nodes.nodes]
+        machine = shared.index((node.facts.machine, node.facts.processors))
+        return Seat(position, node.name, node.chosen.name, machine)
+
+    def look(self, beats: Sequence[Beat]) -> None:
+        """Break what is to be broken, once all ranks have come so far."""
+        step = min((beat.step for beat in beats if beat.rank not in self._idle), default=-1)
+        for act, fault in self._to_do:
+            if fault not in self._done and step >= fault.step >= 0:
+                self._done.add(fault)
+                act()
+
+    def plant(self, text: str) -> None:
+        """Take those of the faults of a job that happen to nodes."""
+        for fault in faults.parse(text):
+            if fault.action in faults.ON_NODES:
+                self._to_do.append((self._act_of(fault), fault))
+
+    def _act_of(self, fault: faults.Fault) -> Callable[[], None]:
+        network = self.simulated
+        assert network is not None, "only simulated nodes can be broken: config says so"
+        link = Link(rate_of(fault.link, f"--inject {fault.action}@link={fault.link}"))
+        return {
+            "kill-node": lambda: network.kill(fault.node),
+            "cut": lambda: network.cut(fault.node),
+            "slow-link": lambda: network.slow(fault.node, link),
+        }[fault.action]
+
+
+@contextmanager
+def gathered(wanted: Wanted, interrupted: Callable[[], None] = lambda: None) -> Iterator[Cluster]:
+    """The nodes that are wanted, all there and checked; they are let go at the end.
+
+    `interrupted` is called while nodes come together: it raises if somebody wants an end of it.
+    Raises `PlaceError` that names who is missing, or in what the nodes differ.
+    """
+    if wanted.meeting.by_hand and wanted.meeting.interface:
+        candidates("", wanted.meeting.interface)  # of node 0, which is here, before it is started
+    with ExitStack() as stack:
+        started = stack.enter_context(start_agents(wanted))
+        call = Call(started.names, started.key, wanted.words, wanted.meeting.join_timeout_s)
+
+        def check() -> None:
+            started.check()
+            interrupted()
+
+        found = Gathering(call, started.listener, check).wait_for_all()
+        watch, said = started.watch, started.said
+        nodes = Nodes(found, wanted.meeting.node_timeout_s, watch, said)
+        code, text = EXIT_PROGRAM_FAILED, ""
+        made = _missing(wanted.shared)
+        try:
+            preflight(nodes, wanted.shared, os.getcwd(), wanted.program)
+            interrupted()
+            nodes.start_servers(wanted.modules)
+            per_rank = wanted.meeting.per_rank
+            counts = shares(wanted.ranks, wanted.nodes, started.slots)
+            cluster = Cluster(
+                nodes,
+                dict(enumerate([1] * wanted.ranks if per_rank else counts)),
+                started.simulated,
+                per_rank,
+                started.ends_at,
+            )
+            yield cluster
+            code = EXIT_DONE
+        except BaseException as error:
+            code, text = getattr(error, "exit_code", EXIT_PROGRAM_FAILED), str(error)
+            raise
+        finally:
+            nodes.leave(code, f"allranks: {text}" if text else "")
+            for folder in made:
+                with suppress(OSError):  # something is in it, or it was not made
+                    folder.rmdir()
+
+
+def _missing(folder: Path | None) -> list[Path]:
+    """The folder and those above it that are not there yet, the deepest first."""
+    return [] if folder is None else [p for p in (folder, *folder.parents) if not p.exists()]
+
+
+def is_head(meeting: Meeting) -> bool:
+    """Whether this is node 0 of nodes that are started by hand: it was told so, or may listen."""
+    if not meeting.by_hand or meeting.node_rank is not None:
+        return not meeting.node_rank
+    try:
+        socket.create_server(meeting.address).close()
+    except OSError:
+        return False
+    return True
+
+
+def take_part(meeting: Meeting, words: tuple[str, ...], program: str = "") -> int:
+    """Be a node other than 0 of a job that is started by hand; returns the job's exit code.
+
+    Everything else is told by node 0, which was started with the same words.
+    """
+    host, port = meeting.address
+    ticket = Ticket(
+        addresses=(host,),
+        port=port,
+        key=meeting.key,
+        node=ANY if meeting.node_rank is None else meeting.node_rank,
+        words=words,
+        program=program,
+        interface=meeting.interface,
+        join_timeout_s=meeting.join_timeout_s,
+        node_timeout_s=meeting.node_timeout_s,
+        follows=False,
+    )
+    return serve(ticket)

@@ -1,0 +1,156 @@
+"""What there is on this node, as far as it can be told without a framework. Plain data.
+
+The head of a job compares it between the nodes; `allranks doctor` prints it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import resource
+import shutil
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import allranks
+from allranks.launcher.nodes.interfaces import interfaces
+
+PACKAGES = ("torch", "numpy", "safetensors", "tensorflow", "keras", "jax", "deepspeed", "lightning")
+MUST_BE_EQUAL = ("allranks", "source", "python", "program", "torch", "tensorflow", "jax")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One node: its host, its versions, its devices and its limits. Unknown is `None`.
+
+    `machine` is the same for simulated nodes, which share one; `processors` are the numbers of those
+    that this process may use.
+    """
+
+    host: str
+    machine: str
+    python: str
+    allranks: str
+    source: str
+    packages: dict[str, str]
+    system: str
+    processor: str | None
+    cores: int
+    processors: str
+    memory_bytes: int | None
+    shared_memory_bytes: int | None
+    open_files: int
+    gpus: list[str]
+    interfaces: dict[str, str]
+    clock_s: float
+    program: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Facts:
+        """Raises `TypeError` for facts of another version of this package."""
+        return cls(**data)
+
+    def compared(self) -> dict[str, str | None]:
+        """What must be the same on every node of a job, by name."""
+        values: dict[str, str | None] = {**self.packages, "allranks": self.allranks}
+        values |= {"source": self.source, "python": self.python, "program": self.program}
+        return {name: values.get(name) for name in MUST_BE_EQUAL}
+
+
+def facts(program: str = "") -> Facts:
+    """The facts of this node; `program` is a file whose content is to be the same everywhere."""
+    return Facts(
+        host=socket.gethostname(),
+        machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        python=platform.python_version(),
+        allranks=allranks.__version__,
+        source=_digest_of_source(),
+        packages={name: v for name in PACKAGES if (v := _version(name)) is not None},
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        processor=_named_in(Path("/proc/cpuinfo"), "model name"),
+        cores=len(os.sched_getaffinity(0)),
+        processors=",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        memory_bytes=_memory(),
+        shared_memory_bytes=_free(Path("/dev/shm")),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        gpus=_gpus(),
+        interfaces={one.name: one.address for one in interfaces()},
+        clock_s=time.time(),
+        program=digest_of(program),
+    )
+
+
+def differences(nodes: dict[str, Facts]) -> list[str]:
+    """What is not the same on all nodes and has to be: a line for each, with who has what."""
+    compared = {node: found.compared() for node, found in nodes.items()}
+    lines = []
+    for name in MUST_BE_EQUAL:
+        values = {node: found[name] for node, found in compared.items()}
+        if len(set(values.values())) > 1:
+            told = ", ".join(f"{node} has {value or 'none'}" for node, value in values.items())
+            lines.append(f"{_WORDS.get(name, name)}: {told}")
+    return lines
+
+
+_WORDS = {"source": "the source of allranks (digest)", "program": "the program (digest)"}
+
+
+def digest_of(program: str) -> str | None:
+    """The digest of the file that a program is in; `None` where it is no file."""
+    path = Path(program if program.endswith(".py") else program.rpartition(":")[0])
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else None
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+
+
+def _digest_of_source() -> str:
+    """One digest of all files of this package."""
+    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _named_in(file: Path, name: str) -> str | None:
+    """The value after `name` in one of the kernel's files."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
+    return next(found, None)
+
+
+def _memory() -> int | None:
+    found = _named_in(Path("/proc/meminfo"), "MemTotal")
+    return None if found is None else int(found.split()[0]) * 1024
+
+
+def _free(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _gpus() -> list[str]:
+    """The names of NVIDIA's devices, as their driver tells them."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return [_named_in(file, "Model") or "unknown" for file in files]

@@ -1,0 +1,312 @@
+"""The nodes of a job come together: who may come in, who is missing, and whether they fit.
+
+The head listens at one address. A node is let in when it knows the key, was started with the same
+words, and has a number that is free. Then, before anything is started: do all nodes have the same
+versions and the same program, do they see the run folder, and by which address do they reach each
+other? What is wrong is said by name, once, for all nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import shlex
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.errors import EXIT_BAD_REQUEST, Interrupted, PlaceError, RequestError
+from allranks.launcher.nodes.channel import (
+    Channel,
+    Gone,
+    Message,
+    Refused,
+    challenge,
+    judge,
+    wait_for,
+)
+from allranks.launcher.nodes.facts import Facts, differences
+from allranks.launcher.nodes.interfaces import Interface
+from allranks.launcher.nodes.nodes import Node, Nodes
+from allranks.launcher.nodes.ticket import ANY
+
+GUEST_S = 10.0
+ALIVE_EVERY_S = 1.0
+MOST_GUESTS = 256
+
+
+@dataclass(frozen=True)
+class Call:
+    """Who is expected. `names` say how each node is known to the user, in order of its number."""
+
+    names: tuple[str, ...]
+    key: str
+    words: tuple[str, ...] = ()
+    join_timeout_s: float = 300.0
+
+
+@dataclass
+class _Guest:
+    """A connection of which it is not known yet whose it is."""
+
+    channel: Channel
+    nonce: str
+    since: float
+    trusted: bool = False
+
+
+@dataclass
+class Gathering:
+    """The door of a job: opens until all nodes are there."""
+
+    call: Call
+    listener: socket.socket
+    check: Callable[[], None] = lambda: None
+    _guests: list[_Guest] = field(default_factory=list)
+    _there: dict[int, Node] = field(default_factory=dict)
+    _turned_away: list[str] = field(default_factory=list)
+    _alive_at: float = 0.0
+
+    def wait_for_all(self) -> list[Node]:
+        """All nodes, in order. Raises `PlaceError` that names who has not come in time.
+
+        `check` is called all the while: it raises if what starts the nodes has failed.
+        """
+        self.listener.setblocking(False)
+        deadline = time.monotonic() + self.call.join_timeout_s
+        try:
+            while len(self._there) < len(self.call.names):
+                wait_for([self.listener, *(guest.channel for guest in self._guests)], 0.1)
+                self._open()
+                for guest in list(self._guests):
+                    self._hear(guest)
+                self._look_after_those_that_wait()
+                self.check()
+                if time.monotonic() > deadline:
+                    raise self._somebody_is_missing()
+        except BaseException as error:
+            for node in self._there.values():
+                _send_away(node.channel, getattr(error, "exit_code", 1), str(error))
+            raise
+        finally:
+            for guest in self._guests:
+                guest.channel.close()
+        return [self._there[number] for number in sorted(self._there)]
+
+    def _open(self) -> None:
+        """Let in who knocks, as far as there is room; without it they wait outside."""
+        with suppress(OSError):
+            while len(self._guests) < MOST_GUESTS:
+                channel = Channel(self.listener.accept()[0])
+                try:
+                    self._guests.append(_Guest(channel, challenge(channel), time.monotonic()))
+                except Gone:
+                    channel.close()
+
+    def _hear(self, guest: _Guest) -> None:
+        """One word of a guest: first its proof, then who it is."""
+        try:
+            for message in guest.channel.receive():
+                if guest.trusted:
+                    self._guests.remove(guest)
+                    self._seat(guest.channel, message)
+                    return
+                judge(guest.channel, self.call.key.encode(), guest.nonce, message)
+                guest.trusted = True
+        except Refused:
+            self._turned_away.append("one that does not know the id of this job")
+            self._forget(guest)
+        except Gone:
+            self._forget(guest)
+        too_long = time.monotonic() - guest.since > GUEST_S
+        if guest in self._guests and too_long and not guest.trusted:
+            self._forget(guest)
+
+    def _forget(self, guest: _Guest) -> None:
+        self._guests.remove(guest)
+        guest.channel.close()
+
+    def _seat(self, channel: Channel, told: Message) -> None:
+        try:
+            node = _node_of(channel, told)
+        except (KeyError, TypeError, ValueError, IndexError):
+            why = "it runs another version of allranks"
+            self._turned_away.append(f"a node: {why}")
+            _send_away(channel, EXIT_BAD_REQUEST, f"this node is refused: {why}")
+            return
+        if node.number == ANY:
+            node.number = next(
+                n for n in range(1, len(self.call.names) + 1) if n not in self._there
+            )
+        if not 0 <= node.number < len(self.call.names):
+            self._turn_away(node, f"there are {len(self.call.names)} nodes, numbered from 0")
+        elif node.number in self._there:
+            before = self._there[node.number].name
+            self._turn_away(node, f"node {node.number} is here already, from {before}")
+        elif node.words != self.call.words:
+            error = _other_words(node, self.call.words)
+            _send_away(channel, EXIT_BAD_REQUEST, str(error))
+            raise error
+        else:
+            self._there[node.number] = node
+
+    def _turn_away(self, node: Node, why: str) -> None:
+        text = f"node {node.number} from {node.name} is refused: {why}"
+        self._turned_away.append(f"node {node.number} from {node.name}: {why}")
+        _send_away(node.channel, EXIT_BAD_REQUEST, text)
+
+    def _look_after_those_that_wait(self) -> None:
+        """A node may be gone again before the others are there; its place is free then.
+
+        Those that are there hear meanwhile that the head is.
+        """
+        now = time.monotonic()
+        due = now - self._alive_at > ALIVE_EVERY_S
+        self._alive_at = now if due else self._alive_at
+        for number, node in list(self._there.items()):
+            try:
+                node.channel.flush()
+                if due:
+                    node.channel.send({"do": "alive", "at": now})
+                for message in node.channel.receive():
+                    if message.get("asked", "SIGUSR2") != "SIGUSR2":
+                        raise Interrupted(f"node {number} ({node.name}) got {message['asked']}")
+            except Gone:
+                self._there.pop(number).channel.close()
+
+    def _somebody_is_missing(self) -> PlaceError:
+        missing = [n for i, n in enumerate(self.call.names) if i not in self._there]
+        here = [f"{self.call.names[n]} ({self._there[n].name})" for n in sorted(self._there)]
+        away = f"; turned away: {'; '.join(dict.fromkeys(self._turned_away))}"
+        return PlaceError(
+            f"{_listed(missing)} of {len(self.call.names)} nodes did not come within "
+            f"{self.call.join_timeout_s:g} s (--join-timeout); here: {', '.join(here) or 'none'}"
+            + (away if self._turned_away else "")
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = names if len(names) <= 8 else [*names[:8], f"{len(names) - 8} more"]
+    return ", ".join(shown)
+
+
+def _node_of(channel: Channel, told: Message) -> Node:
+    return Node(
+        number=int(told["joins"]),
+        channel=channel,
+        facts=Facts.from_data(told["facts"]),
+        interfaces=tuple(Interface(*one) for one in told["interfaces"]),
+        doorbell=(int(told["doorbell"][0]), str(told["doorbell"][1])),
+        words=tuple(told["words"]),
+        clock_ahead_s=float(told["clock"]) - time.monotonic(),
+    )
+
+
+def _send_away(channel: Channel, code: int, text: str) -> None:
+    with suppress(Gone):
+        channel.send({"do": "leave", "code": code, "text": f"allranks: {text}"})
+    channel.close()
+
+
+def _other_words(node: Node, words: tuple[str, ...]) -> RequestError:
+    return RequestError(
+        asked=f"node {node.number} from {node.name} to take part in this job",
+        found=f"there: {shlex.join(node.words)}; here: {shlex.join(words)}",
+        why="every node is started with the same words, all but its own number and interface",
+        do="start all nodes again, with one command line",
+    )
+
+
+def preflight(nodes: Nodes, shared: Path | None, cwd: str, program: str = "") -> None:
+    """What is wrong before anything is started; chooses the address of every node.
+
+    With `shared`, a folder of the job, every node has to see it; `program` is a file that has to be
+    the same on all. Raises `PlaceError`.
+    """
+    if shared is not None:
+        _check_shared(nodes, shared, cwd)
+    for node in nodes.living if program else ():
+        digest = nodes.ask(node, {"do": "digest", "program": program})
+        node.facts = dataclasses.replace(node.facts, program=digest)
+    names = {f"node {node.number} ({node.name})": node.facts for node in nodes.living}
+    if unequal := differences(names):
+        raise PlaceError(
+            "the nodes are not alike, and would not compute the same:\n"
+            + "\n".join(f"  {line}" for line in unequal)
+            + "\ninstall the same on every node, or share one environment"
+        )
+    choose_addresses(nodes)
+
+
+def _check_shared(nodes: Nodes, folder: Path, cwd: str) -> None:
+    """Every node reads what is written here now."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(
+            asked=f"--run-dir below {folder}",
+            found=str(error),
+            why="a job writes its record and its checkpoints there",
+            do="name a folder that can be written",
+        ) from None
+    content, probe = secrets.token_hex(8), folder / f".allranks-probe-{secrets.token_hex(8)}"
+    probe.write_text(content)
+    try:
+        blind = []
+        for node in nodes.living:
+            message = {"do": "see", "path": str(probe), "content": content, "cwd": cwd}
+            if problem := nodes.ask(node, message):
+                blind.append(f"  node {node.number} ({node.name}): {problem}")
+    finally:
+        probe.unlink()
+    if blind:
+        raise PlaceError(
+            f"not every node sees {folder}, where the job writes its record and checkpoints:\n"
+            + "\n".join(blind)
+            + "\nname a folder on storage that all nodes share: --run-dir"
+        )
+
+
+def choose_addresses(nodes: Nodes) -> None:
+    """The first address of each node at which all others reach it."""
+    living = nodes.living
+    if len(living) == 1:
+        living[0].chosen = living[0].interfaces[0] if living[0].interfaces else _ONLY_HERE
+        return
+    asked: dict[str, Any] = {
+        str(node.number): [[i.address for i in node.interfaces], *node.doorbell] for node in living
+    }
+    seen = nodes.ask_all({node.number: _to_all_but(node, asked) for node in living})
+    for node in living:
+        others = [other for other in living if other is not node]
+        by_all = [
+            one
+            for one in node.interfaces
+            if all(one.address in seen[other.number][str(node.number)] for other in others)
+        ]
+        if not by_all:
+            raise PlaceError(_unreachable(node, others, seen))
+        node.chosen = by_all[0]
+
+
+def _to_all_but(node: Node, asked: dict[str, Any]) -> Message:
+    others = {name: where for name, where in asked.items() if name != str(node.number)}
+    return {"do": "probe", "nodes": others}
+
+
+_ONLY_HERE = Interface("lo", "127.0.0.1")
+
+
+def _unreachable(node: Node, others: list[Node], seen: dict[int, dict[str, list[str]]]) -> str:
+    tried = ", ".join(f"{one.address} ({one.name})" for one in node.interfaces) or "none"
+    lines = [
+        f"node {node.number} ({node.name}) has no address that all others reach; tried {tried}"
+    ]
+    for other in others:
+        reached = ", ".join(seen[other.number][str(node.number)]) or "none"
+        lines.append(f"  from node {other.number} ({other.name}): {reached}")
+    return "\n".join([*lines, "name the network that joins them with --interface, or open it"])

@@ -1,0 +1,324 @@
+"""The head's end of all nodes of a job: one owner of processes, made of an agent on each node.
+
+For the supervisor it is what a fork server is on one machine. A node whose connection breaks, or
+that is silent for longer than the time-out, is lost: its ranks are reported as gone with it, and the
+next attempt can do with the nodes that are left. Clocks are never compared between hosts: what an
+agent tells of its monotonic clock is put on ours by the shortest round trip seen so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from allranks.errors import PlaceError
+from allranks.launcher.heartbeat import Pulses
+from allranks.launcher.nodes.channel import Channel, Gone, Message, wait_for
+from allranks.launcher.nodes.facts import Facts
+from allranks.launcher.nodes.interfaces import Interface
+from allranks.launcher.processes.fork_server_client import checked_size
+from allranks.launcher.processes.hash_seed import hash_seed
+from allranks.launcher.processes.process import Exit, Process, Stand
+
+ALIVE_EVERY_S = 1.0
+SILENT_S = 3.0
+ALL_SAY_IT_WITHIN_S = 5.0
+MESSAGES = ("SIGUSR1", "SIGUSR2")
+SUSPENDED_S = 2.0
+CLOCKS_LAST_S = 60.0
+ANSWER_S = 60.0
+LEAVE_S = 5.0
+
+
+@dataclass
+class Node:
+    """One node of the job, as the head knows it. `lost` says why it is not there any more."""
+
+    number: int
+    channel: Channel
+    facts: Facts
+    interfaces: tuple[Interface, ...]
+    doorbell: tuple[int, str]
+    words: tuple[str, ...]
+    clock_ahead_s: float
+    round_trip_s: float = float("inf")
+    measured_at: float = 0.0
+    chosen: Interface | None = None
+    lost: str = ""
+    tickets: dict[int, int] = field(default_factory=dict)  # ticket -> rank
+    started: set[int] = field(default_factory=set)
+    answers: list[Any] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.facts.host
+
+    @property
+    def address(self) -> str:
+        """Where the other nodes reach it."""
+        assert self.chosen is not None, "preflight comes first"
+        return self.chosen.address
+
+
+class Nodes:
+    """All nodes of a job, after they have come together. Implements `Processes`.
+
+    `seats` are the nodes of ranks 0, 1, 2 …; who wants other processes started sets it first.
+    `on_idle` is called about ten times a second: it may raise if what holds the nodes has failed.
+    `last_words(number)` is what the agent of a node has printed, where that is known here.
+    """
+
+    def __init__(
+        self,
+        nodes: list[Node],
+        node_timeout_s: float,
+        on_idle: Callable[[], None] = lambda: None,
+        last_words: Callable[[int], str] = lambda number: "",
+    ) -> None:
+        self.nodes = nodes
+        self.last_words = last_words
+        self.node_timeout_s = node_timeout_s
+        self.hash_seed = hash_seed()
+        self.on_idle = on_idle
+        self.seats: tuple[Node, ...] = ()
+        self._tickets = itertools.count()
+        self._exits: list[Exit] = []
+        self._pulses: Pulses | None = None
+        self._wanted: tuple[float, ...] = ()
+        self._asked = ""
+        self._alive_at = self._looked_at = self._awake_since = time.monotonic()
+        self._reported: set[int] = set()
+        self._messages: list[int] = []
+        self._said_at: dict[str, float] = {}
+
+    @property
+    def living(self) -> list[Node]:
+        return [node for node in self.nodes if not node.lost]
+
+    def seat_of(self, rank: int) -> Node:
+        """The node of a rank; before ranks have seats, the first that is there."""
+        return self.seats[rank] if self.seats else self.living[0]
+
+    def check_all(self) -> None:
+        """Have a word of every node: who is lost is known afterwards."""
+        for node in self.living:
+            with suppress(PlaceError):
+                self.ask(node, {"do": "ping"}, seconds=2 * self.node_timeout_s)
+
+    def newly_lost(self) -> list[Node]:
+        """The nodes that are lost, each told once."""
+        found = [n for n in self.nodes if n.lost and n.number not in self._reported]
+        self._reported |= {node.number for node in found}
+        return found
+
+    def start_servers(self, modules: tuple[str, ...]) -> None:
+        """A fork server on every node, with these modules imported, all of one hash seed."""
+        message = {"do": "start", "modules": modules, "hash_seed": self.hash_seed}
+        for node in self.living:
+            self._send(node, message)
+
+    def listen(self, node: Node) -> str:
+        """host:port of a socket that this node listens on, for the ranks of one attempt to meet."""
+        port = self.ask(node, {"do": "listen", "address": node.address})
+        return f"{node.address}:{port}"
+
+    def reserve(self, node: Node, count: int) -> tuple[int, ...]:
+        """Ports of this node that nobody else gets, until the next call."""
+        return tuple(self.ask(node, {"do": "reserve", "count": count, "address": node.address}))
+
+    def spawn(self, process: Process, pulses: Pulses | None = None) -> int:
+        ticket, node = next(self._tickets), self.seat_of(process.rank)
+        if pulses is not None and pulses is not self._pulses:
+            self._pulses, self._wanted = pulses, pulses.wanted
+        node.tickets[ticket] = process.rank
+        plain = {**asdict(process), "log": str(process.log)}
+        message = {"do": "spawn", "ticket": ticket, "process": plain}
+        checked_size(message)
+        self._send(node, {**message, "beats": pulses is not None})
+        if node.lost:  # as it was, or became just now
+            self._report_lost(node)
+        return ticket
+
+    def exits(self, timeout_s: float) -> list[Exit]:
+        self._pump(0.0 if self._exits else timeout_s)
+        ended, self._exits = self._exits, []
+        return ended
+
+    def signal(self, ticket: int, number: int) -> None:
+        for node in self.living:
+            if ticket in node.tickets:
+                self._send(node, {"do": "signal", "ticket": ticket, "signal": int(number)})
+
+    def started(self, ticket: int) -> bool:
+        return any(ticket in node.started for node in self.living)
+
+    def stands(self, tickets: Mapping[int, int]) -> dict[int, Stand]:
+        found: dict[int, Stand] = {}
+        for node in self.living:
+            own = {rank: ticket for rank, ticket in tickets.items() if ticket in node.tickets}
+            if not own:
+                continue
+            try:
+                answer = self.ask(node, {"do": "stands", "tickets": own})
+            except PlaceError:
+                continue  # the node is lost meanwhile
+            found |= {int(rank): Stand(**stand) for rank, stand in answer.items()}
+        return found
+
+    def wake(self) -> None:
+        """Nothing: every agent wakes its own fork server when it hears that the head is alive."""
+
+    def messages(self) -> list[int]:
+        heard, self._messages = self._messages, []
+        return heard
+
+    def is_silent(self) -> bool:
+        return any(self._silence(node) > SILENT_S for node in self.living)
+
+    def _silence(self, node: Node) -> float:
+        """Seconds without a word of it, in which somebody listened."""
+        return time.monotonic() - max(node.channel.heard_at, self._awake_since)
+
+    def asked(self) -> str:
+        return self._asked
+
+    def ask(self, node: Node, message: Message, seconds: float = ANSWER_S) -> Any:
+        """A node's answer; raises `PlaceError` if it is lost before it comes."""
+        self._send(node, message)
+        return self._answer_of(node, message["do"], seconds)
+
+    def ask_all(self, messages: Mapping[int, Message]) -> dict[int, Any]:
+        """The answers of nodes (by their numbers) that are asked at the same time."""
+        asked = [node for node in self.living if node.number in messages]
+        for node in asked:
+            self._send(node, messages[node.number])
+        return {node.number: self._answer_of(node, "all", ANSWER_S) for node in asked}
+
+    def _answer_of(self, node: Node, question: str, seconds: float) -> Any:
+        deadline = time.monotonic() + seconds
+        while not node.answers and not node.lost:
+            self._pump(0.1)
+            if time.monotonic() > deadline:
+                self._lose(node, f"it did not answer ({question}) for {seconds:g} s")
+        if node.lost:
+            raise PlaceError(f"node {node.number} ({node.name}) is lost: {node.lost}")
+        return node.answers.pop(0)
+
+    def _pump(self, timeout_s: float) -> None:
+        """Take in what the nodes say, tell them that the head is alive, and see who is lost."""
+        living = self.living
+        if not living:
+            time.sleep(timeout_s)
+        behind = [node.channel for node in living if node.channel.is_behind]
+        wait_for([node.channel for node in living], timeout_s, behind)
+        for node in living:
+            try:
+                node.channel.flush()
+                for message in node.channel.receive():
+                    self._take(node, message)
+            except Gone as error:
+                self._lose(node, str(error))
+        now = time.monotonic()
+        if now - self._looked_at > timeout_s + SUSPENDED_S:  # nobody listened: this was suspended
+            self._awake_since = now
+        self._looked_at = now
+        self._pass_on_what_is_wanted()
+        if now - self._alive_at > ALIVE_EVERY_S:
+            self._alive_at = now
+            for node in self.living:
+                self._send(node, {"do": "alive", "at": now})
+        for node in self.living:
+            silent = self._silence(node)
+            if silent > self.node_timeout_s:
+                self._lose(node, f"no word of it for {silent:.0f} s (--node-timeout)")
+        self.on_idle()
+
+    def _take(self, node: Node, message: Message) -> None:
+        if "answer" in message:
+            node.answers.append(message["answer"])
+        elif "exited" in message:
+            self._take_exit(node, message["exited"])
+        elif "beats" in message:
+            node.started = set(message["started"])
+            for rank, row in message["beats"]:
+                if self._pulses is not None and rank in node.tickets.values():
+                    self._pulses.put_row(rank, row, node.clock_ahead_s)
+        elif "alive" in message:
+            now = time.monotonic()
+            trip = now - message["alive"]
+            if trip < node.round_trip_s or now - node.measured_at > CLOCKS_LAST_S:  # clocks drift
+                node.round_trip_s, node.measured_at = trip, now
+                node.clock_ahead_s = message["clock"] - (message["alive"] + trip / 2)
+        elif "asked" in message:
+            self._note_asked(message["asked"])
+        elif "broken" in message:
+            self._lose(node, message["broken"])
+
+    def _take_exit(self, node: Node, told: dict[str, Any]) -> None:
+        if node.tickets.pop(told["ticket"], None) is not None:
+            when = told["monotonic"] - node.clock_ahead_s
+            ahead = node.clock_ahead_s
+            self._exits.append(Exit(**{**told, "monotonic": when, "clock_ahead_s": ahead}))
+
+    def _note_asked(self, name: str) -> None:
+        """A scheduler tells all nodes at once to stop, or to save; scripts get what it said."""
+        if self._pulses is None and name in MESSAGES:
+            now = time.monotonic()
+            if now - self._said_at.get(name, 0.0) > ALL_SAY_IT_WITHIN_S:
+                self._said_at[name] = now
+                self._messages.append(signal.Signals[name])
+        elif name == signal.SIGUSR2.name:
+            if self._pulses is not None and not self._pulses.is_closed:
+                self._pulses.ask_to_save()
+        else:
+            self._asked = self._asked or name
+
+    def _pass_on_what_is_wanted(self) -> None:
+        if self._pulses is None or self._pulses.is_closed:
+            return
+        wanted = self._pulses.wanted
+        if wanted != self._wanted:
+            self._wanted = wanted
+            for node in self.living:
+                self._send(node, {"do": "wanted", "wanted": list(wanted)})
+
+    def _send(self, node: Node, message: Message) -> None:
+        if not node.lost:
+            try:
+                node.channel.send(message)
+            except Gone as error:
+                self._lose(node, str(error))
+
+    def _lose(self, node: Node, why: str) -> None:
+        said = self.last_words(node.number).strip()
+        node.lost = node.lost or (f"{why}\nits agent said: {said}" if said else why)
+        node.channel.close()
+        self._report_lost(node)
+
+    def _report_lost(self, node: Node) -> None:
+        """Its processes are gone with it, as far as this job is concerned."""
+        now = time.monotonic()
+        for ticket in node.tickets:
+            self._exits.append(Exit(ticket, -signal.SIGKILL, now, host=node.name, lost=node.lost))
+        node.tickets.clear()
+        node.started.clear()
+
+    def leave(self, code: int, text: str = "") -> None:
+        """Tell every node that the job is over, and how; they end all that they own."""
+        for node in self.living:
+            self._send(node, {"do": "leave", "code": code, "text": text})
+        deadline = time.monotonic() + LEAVE_S
+        for node in self.living:
+            try:
+                while time.monotonic() < deadline:
+                    node.channel.flush()
+                    node.channel.receive()
+                    time.sleep(0.01)
+            except Gone:
+                pass
+            node.channel.close()

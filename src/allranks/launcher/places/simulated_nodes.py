@@ -1,0 +1,146 @@
+"""Simulated nodes, from the side of the head: made, joined, broken on purpose, and taken down.
+
+The namespaces are made by a process of their own (`switch`), so that this one stays where it is; it
+only holds a socket that listens inside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from types import TracebackType
+from typing import Any, Self
+
+from allranks.errors import PlaceError
+from allranks.job.simulated_network import Link, Network
+from allranks.launcher.nodes.ticket import Ticket
+from allranks.launcher.processes import leftovers
+
+CLOSE_TIMEOUT_S = 10.0
+MESSAGE_LIMIT = 1 << 17
+
+
+class SimulatedNodes:
+    """The nodes of a network, each with an agent once it is started. Closing it ends them all.
+
+    Raises `PlaceError` where this machine cannot have such nodes; it says what is missing.
+    """
+
+    def __init__(self, network: Network) -> None:
+        leftovers.sweep()
+        self.network = network
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "allranks.launcher.places.switch",
+            str(theirs.fileno()),
+        ]
+        self._process = subprocess.Popen(
+            [*command, json.dumps(network.to_data())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, leftovers.VARIABLE: f"{leftovers.owner()}/switch"},
+        )
+        theirs.close()
+        self._outputs: list[int] = []
+        try:
+            self.listener = self._built()
+        except BaseException:
+            self.close()
+            raise
+
+    def _built(self) -> socket.socket:
+        message, fds, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT, 1)
+        problem = json.loads(message).get("problem") if message else "its message stands above"
+        if problem:
+            raise PlaceError(f"this machine cannot simulate nodes: {problem}")
+        return socket.socket(fileno=fds[0])
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the nodes find the head of the job."""
+        host, port = self.listener.getsockname()
+        return str(host), int(port)
+
+    def start(self, number: int, ticket: Ticket) -> int:
+        """Make a node, and start the agent with this ticket on it; returns the agent's process."""
+        entry, exit_ = os.pipe()
+        output = os.memfd_create(f"allranks-node-{number}")
+        self._outputs.append(output)
+        with open(exit_, "w") as pipe:
+            answer = self._ask({"do": "start", "number": number}, [entry, output])
+            os.close(entry)
+            pipe.write(ticket.to_line())
+        return int(answer["pid"])
+
+    def cut(self, number: int) -> None:
+        """Nothing passes between this node and the others any more."""
+        self._ask({"do": "cut", "number": number})
+
+    def mend(self, number: int) -> None:
+        """The node is joined to the others again."""
+        self._ask({"do": "mend", "number": number})
+
+    def slow(self, number: int, link: Link) -> None:
+        """The link of this node carries that much from now on."""
+        self._ask({"do": "shape", "number": number, "link": [link.rate_bits, link.delay_s]})
+
+    def kill(self, number: int) -> None:
+        """The node is gone at once, with all its processes."""
+        self._ask({"do": "kill", "number": number})
+
+    def check(self) -> None:
+        """Raise `PlaceError` if the switch is gone."""
+        if self._process.poll() is not None:
+            raise PlaceError(
+                f"the switch of the simulated nodes ended with code {self._process.returncode}"
+            )
+
+    def said(self, number: int) -> str:
+        """What the agent of a node printed: its last words, if it ended by itself."""
+        return os.pread(self._outputs[number], 1 << 16, 0).decode(errors="replace")
+
+    def _ask(self, message: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
+        try:
+            socket.send_fds(self._control, [json.dumps(message).encode()], fds or [])
+            received = self._control.recv(MESSAGE_LIMIT)
+        except OSError:
+            received = b""
+        if not received:
+            raise PlaceError("the switch of the simulated nodes is gone")
+        answer: dict[str, Any] = json.loads(received)
+        if "problem" in answer:
+            raise PlaceError(f"simulated nodes: {answer['problem']}")
+        return answer
+
+    def close(self) -> None:
+        """End all nodes, wait until they are gone, and remove what lay on those that were killed."""
+        self._control.close()
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if hasattr(self, "listener"):
+            self.listener.close()
+        for output in self._outputs:
+            os.close(output)
+        self._outputs.clear()
+        leftovers.sweep()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,174 @@
+"""What every place makes of a job: a plan, which can be printed, and then started as it is.
+
+A plan is frozen data. `allranks train --dry-run` prints the very object that the launcher would
+have been given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.errors import RequestError, printable
+from allranks.job.config import threads_per_rank
+from allranks.job.job import Job
+from allranks.job.job_file import redacted
+from allranks.job.limits import devices_of
+from allranks.launcher.world import Visible, World
+from allranks.strategies.resolve import crew_of, devices_of_a_rank
+from allranks.strategies.roles import Crew
+from allranks.strategies.shards import busy_fraction
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a place must know of a task: its resolved fields, its global batch, its shards."""
+
+    fields: dict[str, Any]
+    batch_size: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank runs: on which node, counted from 0, and by which network it meets others.
+
+    Seats with the same `machine` share its processors.
+    """
+
+    node: int = 0
+    host: str = ""
+    interface: str = "lo"
+    machine: int = 0
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One process: who it is, the variables that are added to its environment, and where it runs."""
+
+    world: World
+    environment: dict[str, str]
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All processes of a job, the job they get, and what the user should know beforehand."""
+
+    job: Job
+    shape: Shape
+    ranks: tuple[RankPlan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def crew(self) -> Crew:
+        """What the processes are to each other."""
+        return crew_of(self.job.strategy, self.job.ranks)
+
+    def to_data(self) -> dict[str, Any]:
+        """The plan as plain data, for `--dry-run --json`; without secrets."""
+        data = dataclasses.asdict(self)
+        data["job"]["task"] = redacted(self.job.task)
+        data["shape"]["fields"] = redacted(self.shape.fields)
+        return data
+
+    def __str__(self) -> str:
+        lines = [f"{key} = {value}" for key, value in self.job.to_data().items() if key != "task"]
+        lines += ["", "task:"] + [f"  {k} = {v}" for k, v in redacted(self.shape.fields).items()]
+        for rank in self.ranks:
+            variables = " ".join(f"{k}={v}" for k, v in rank.environment.items())
+            where = f" on {rank.host}" if rank.host and self.job.nodes > 1 else ""
+            lines += ["", f"{self.crew.name_of(rank.world.rank)}{where}: {variables}"]
+        lines += ["", *(f"note: {note}" for note in self.notes)]
+        return "\n".join(printable(line) for line in lines)
+
+
+STORE = ".store"
+
+
+def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()) -> Plan:
+    """The processes of `job`; raises `RequestError` where there is no work for all.
+
+    Without `seats` they are all on this machine: the ranks meet through a file in the run folder,
+    and Gloo is bound to `lo`: no socket of a local job can be reached from another machine. With
+    them, where they meet is known only when an attempt begins. Of the devices that are `visible`, ranks see
+    those that the job names; local rank r uses the r-th of them.
+    """
+    crew = crew_of(job.strategy, job.ranks)
+    notes = _notes(job, shape) if crew.are_all_trainers else (f"processes: {crew}",)
+    store = str(Path(job.run_dir) / STORE) if crew.size > 1 and not seats else ""
+    seats = seats or [Seat()] * crew.size
+    devices = devices_seen(job, visible)
+    on_node, on_machine = Counter(s.node for s in seats), Counter(s.machine for s in seats)
+    before: Counter[int] = Counter()
+    ranks = []
+    for rank, (seat, member) in enumerate(zip(seats, crew.members, strict=True)):
+        world = World(
+            rank,
+            crew.size,
+            local_rank=before[seat.node],
+            local_size=on_node[seat.node],
+            node=seat.node,
+            store=store,
+            on_machine=on_machine[seat.machine],
+            role=member.role.name,
+            role_index=0 if crew.are_all_trainers else member.index,
+        )
+        before[seat.node] += 1
+        threads = str(threads_per_rank(job, world.on_machine))
+        environment = {
+            **world.variables(),
+            "GLOO_SOCKET_IFNAME": seat.interface,
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            **devices,
+            **backend_of_keras(job),
+        }
+        if seat.interface != "lo":
+            environment["NCCL_SOCKET_IFNAME"] = seat.interface
+        if job.bitwise and job.device == "cuda":
+            environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        ranks.append(RankPlan(world, environment, seat.host))
+    return Plan(job, shape, tuple(ranks), notes)
+
+
+def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
+    """What the user should know beforehand; raises where a rank or a replica would have no shard."""
+    replicas = devices_of_a_rank(job.strategy)
+    workers, what = (job.ranks, "rank") if replicas == 1 else (replicas, "replica")
+    if workers > shape.shards:
+        asked, fits = f"--ranks {job.ranks}", f"--ranks {shape.shards}"
+        if replicas > 1:
+            asked, fits = f"--strategy {job.strategy}", f"--strategy dp:replicas={shape.shards}"
+        raise RequestError(
+            asked=asked,
+            found=f"the task cuts its batch into shards = {shape.shards}",
+            why=f"a {what} owns whole shards, so the {what}s above that number would have none",
+            do=f"{fits}, or --set shards={workers} (another job: it changes "
+            "what BatchNorm and dropout see)",
+        )
+    busy = busy_fraction(shape.shards, workers)
+    if busy == 1:
+        return ()
+    return (
+        f"{workers} {what}s on {shape.shards} shards: {what}s are busy {busy:.0%} of the time; "
+        f"--set shards={workers * -(-shape.shards // workers)} would keep all busy, as another job",
+    )
+
+
+def backend_of_keras(job: Job) -> dict[str, str]:
+    """What makes Keras compute with the engine of a job; it reads this when it is imported."""
+    return {"KERAS_BACKEND": job.engine}
+
+
+def devices_seen(job: Job, visible: Visible) -> dict[str, str]:
+    """What makes the processes of a job see the devices of `--devices` only; nothing without it.
+
+    Raises `RequestError` for one that is not among those that are `visible`.
+    """
+    numbers = devices_of(job)
+    return visible.chosen(numbers).variables() if numbers else {}

@@ -1,0 +1,1 @@
+"""The processes of one machine: forked, signalled, and nothing left of them."""

@@ -1,0 +1,219 @@
+"""The supervisor's end of the fork server: ask for a process, hear of its end, send it a signal."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from allranks.errors import PlaceError, RequestError
+from allranks.launcher.heartbeat import Pulses
+from allranks.launcher.processes import leftovers
+from allranks.launcher.processes.fork_server import MESSAGE_LIMIT
+from allranks.launcher.processes.hash_seed import VARIABLE as HASH_SEED
+from allranks.launcher.processes.hash_seed import hash_seed
+from allranks.launcher.processes.linux import state_of
+from allranks.launcher.processes.process import Exit, Process, Stand
+from allranks.launcher.processes.stacks import stacks_of
+
+CLOSE_TIMEOUT_S = 10.0
+_servers = itertools.count(1)
+
+
+def checked_size(message: dict[str, Any]) -> bytes:
+    """A request as it is sent; raises `RequestError` for one that is too large."""
+    data = json.dumps(message).encode()
+    if len(data) > MESSAGE_LIMIT:
+        raise RequestError(
+            asked="to start a rank with this job",
+            found=f"{len(data)} bytes of values",
+            why=f"a job is handed to its ranks in one message of {MESSAGE_LIMIT} bytes",
+            do="put large values into a file, and set its name",
+        )
+    return data
+
+
+class ForkServer:
+    """A running fork server that has imported `modules`. Closing it ends all that it started.
+
+    What it started ends also when it is killed, or its owner: then whoever is left, or the next
+    one that starts, finds the processes by the mark that they carry. All that it starts have the
+    hash seed `seed`; without it that of `hash_seed`.
+    """
+
+    def __init__(self, modules: tuple[str, ...], seed: str = "") -> None:
+        leftovers.sweep()
+        self._modules = modules
+        self.hash_seed = seed or hash_seed()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._mark = f"{leftovers.owner()}/{next(_servers)}"
+        environment = {
+            "OPENBLAS_NUM_THREADS": "1",
+            HASH_SEED: self.hash_seed,
+            leftovers.VARIABLE: self._mark,
+        }
+        self._process = self._started(modules, theirs, environment)
+        theirs.close()
+        self._tickets = itertools.count()
+        self._pids: dict[int, int] = {}
+        self._stacks: dict[int, int] = {}  # ticket -> nameless file
+
+    def _started(
+        self, modules: tuple[str, ...], control: socket.socket, environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """The process of the server, in a session of its own: Ctrl-C is for the supervisor."""
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "allranks.launcher.processes.fork_server",
+            str(control.fileno()),
+        ]
+        return subprocess.Popen(
+            [*command, *modules],
+            pass_fds=[control.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
+
+    def spawn(self, process: Process, pulses: Pulses | None = None, listener: int = -1) -> int:
+        """Ask for a process; never waits. Returns the ticket by which its exit is told.
+
+        Its standard output and error are appended to its log, raw. With `pulses` it gets their
+        memory, and a file for its stacks. `listener` is the file descriptor of a socket for it.
+        """
+        ticket = next(self._tickets)
+        request = {
+            "do": "spawn",
+            "ticket": ticket,
+            "target": process.target,
+            "argument": process.argument,
+            "environment": process.environment,
+            "cwd": os.getcwd(),
+        }
+        with open(process.log, "ab") as file:
+            files = [file.fileno()] * 3
+            if pulses is not None:
+                self._stacks[ticket] = os.memfd_create(f"allranks-stacks-{process.rank}")
+                files[2:] = [self._stacks[ticket], pulses.fd]
+                files += [listener] if listener >= 0 else []
+            self._send(request, files)
+        return ticket
+
+    def pids(self) -> list[int]:
+        """The processes that it has told of, and that live."""
+        return list(self._pids.values())
+
+    def started(self, ticket: int) -> bool:
+        """Whether the server has told of its start, and not of its end."""
+        return ticket in self._pids
+
+    def stands(self, tickets: Mapping[int, int]) -> dict[int, Stand]:
+        """Where these processes stand, rank by rank; those that beat write their stacks."""
+        there = {rank: t for rank, t in tickets.items() if t in self._pids and t in self._stacks}
+        pids = {rank: self._pids[ticket] for rank, ticket in there.items()}
+        states = {rank: state_of(pid) for rank, pid in pids.items()}
+        written = stacks_of(pids, {rank: self._stacks[ticket] for rank, ticket in there.items()})
+        return {rank: Stand(states[rank], written[rank]) for rank in there}
+
+    def is_silent(self) -> bool:
+        return False
+
+    def messages(self) -> list[int]:
+        return []
+
+    def asked(self) -> str:
+        """Never: whoever asks for something on this machine asks the supervisor itself."""
+        return ""
+
+    def fileno(self) -> int:
+        """What becomes readable when there is an exit to tell."""
+        return self._control.fileno()
+
+    def exits(self, timeout_s: float) -> list[Exit]:
+        """The processes that ended, in order; waits up to `timeout_s` for the first."""
+        ended: list[Exit] = []
+        while self._readable(0.0 if ended else timeout_s):
+            message = self._receive()
+            if "exited" in message:
+                self._forget(message["exited"])
+                code, when = message["code"], message["monotonic"]
+                ended.append(Exit(message["exited"], code, when, message["peak_bytes"]))
+            else:
+                self._pids[message["started"]] = message["pid"]
+        return ended
+
+    def _forget(self, ticket: int) -> None:
+        self._pids.pop(ticket, None)
+        if ticket in self._stacks:
+            os.close(self._stacks.pop(ticket))
+
+    def signal(self, ticket: int, number: int) -> None:
+        """Send a signal to a process and all of its group; one that has ended is left alone."""
+        self._send({"do": "signal", "ticket": ticket, "signal": int(number)}, [])
+
+    def wake(self) -> None:
+        """Let the server go on if somebody has stopped it: it alone hears of exits and passes signals."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def _readable(self, timeout_s: float) -> bool:
+        return bool(select.select([self._control], [], [], timeout_s)[0])
+
+    def _send(self, message: dict[str, Any], fds: list[int]) -> None:
+        data = checked_size(message)
+        try:
+            socket.send_fds(self._control, [data], fds)
+        except OSError as error:
+            raise self._gone() from error
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            received = self._control.recv(MESSAGE_LIMIT)
+        except OSError as error:
+            raise self._gone() from error
+        if not received:
+            raise self._gone()
+        message: dict[str, Any] = json.loads(received)
+        return message
+
+    def _gone(self) -> PlaceError:
+        code = self._process.wait(CLOSE_TIMEOUT_S)
+        leftovers.end_processes_of(self._mark)
+        text = f"the fork server ended with code {code}: its own message stands above."
+        if code > 0 and self._modules:  # it was not killed: what ranks need could not be imported
+            text += f" `python -c 'import {', '.join(self._modules)}'` must work."
+        return PlaceError(text)
+
+    def close(self) -> None:
+        """End the server and every process that it started, and wait until they are gone."""
+        self._control.close()
+        self.wake()
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for ticket in list(self._stacks):
+            self._forget(ticket)
+        if self._process.returncode != 0:
+            leftovers.end_processes_of(self._mark)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,137 @@
+"""Where the ranks of a job stand: who owns them, and what a new attempt finds there.
+
+`OneMachine` is this machine; `cluster.Cluster` is several nodes. Whoever tries and tries again
+(`attempts`) does not know which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from allranks.job.job import Job
+from allranks.launcher.heartbeat import Beat
+from allranks.launcher.plan import Plan, Seat, Shape, plan_of
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Processes
+from allranks.launcher.supervisor import EVIDENCE_S
+from allranks.launcher.world import Visible
+from allranks.strategies.resolve import crew_of
+from allranks.strategies.roles import RANKS
+
+T = TypeVar("T")
+
+
+class Ground(Protocol):
+    """What the attempts of a job need of where they run."""
+
+    @property
+    def server(self) -> Processes:
+        """Who owns the ranks."""
+        ...
+
+    @property
+    def evidence_s(self) -> float:
+        """How much later than a victim the cause of a fault may be heard of."""
+        ...
+
+    def lost(self) -> str:
+        """What is lost of it and was not before, in words; "" if it is all there."""
+        ...
+
+    @property
+    def ends_at(self) -> float:
+        """When all of it is taken away (monotonic); infinite where nobody says so."""
+        ...
+
+    def shared(self, run_dir: Path) -> Path | None:
+        """A folder that is seen where ranks run; `None`: that of temporary files is."""
+        ...
+
+    def plan(self, job: Job, shape: Shape) -> Plan:
+        """What would run where."""
+        ...
+
+    def again(self, plan: Plan) -> Plan:
+        """The plan for the next attempt: on what is left, with a place to meet."""
+        ...
+
+    def look(self, beats: Sequence[Beat]) -> None:
+        """About ten times a second while ranks run."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneMachine:
+    """All ranks on this machine."""
+
+    server: ForkServer
+
+    @property
+    def evidence_s(self) -> float:
+        return EVIDENCE_S
+
+    def lost(self) -> str:
+        return ""
+
+    @property
+    def ends_at(self) -> float:
+        return float("inf")
+
+    def shared(self, run_dir: Path) -> Path | None:
+        return None
+
+    def plan(self, job: Job, shape: Shape) -> Plan:
+        assert job.place == "local", "what is to run on nodes is not planned for one machine"
+        return plan_of(job, shape, Visible.from_environment())
+
+    def again(self, plan: Plan) -> Plan:
+        return plan
+
+    def look(self, beats: Sequence[Beat]) -> None:
+        """Nothing happens to one machine on purpose."""
+
+
+@dataclass(frozen=True)
+class Foreseen(OneMachine):
+    """Nodes that are only spoken of: what would run on them is planned here, and never started."""
+
+    seats: tuple[Seat, ...] = ()
+
+    def plan(self, job: Job, shape: Shape) -> Plan:
+        seats = for_all_processes(job, self.seats)
+        return plan_of(job, shape, Visible.from_environment(), seats)
+
+
+def for_all_processes(job: Job, of_ranks: Sequence[T]) -> list[T]:
+    """What each process of a job has, where each of its ranks has something (a seat, a node).
+
+    Where there are roles the ranks are the workers, and all others are where the first of them is.
+    """
+    crew, ranks = crew_of(job.strategy, len(of_ranks)), iter(of_ranks)
+    return [next(ranks) if one.role.name in RANKS else of_ranks[0] for one in crew.members]
+
+
+def meeting_at(plan: Plan, address: str) -> Plan:
+    """The same plan, with the place where its ranks meet."""
+    ranks = tuple(
+        dataclasses.replace(rank, world=dataclasses.replace(rank.world, meeting=address))
+        for rank in plan.ranks
+    )
+    return dataclasses.replace(plan, ranks=ranks)
+
+
+def shares(ranks: int, nodes: int, slots: Sequence[int] = ()) -> tuple[int, ...]:
+    """How many ranks each node gets: its slots if they add up, else as even as it goes."""
+    if sum(slots) == ranks and len(slots) == nodes and all(slots):
+        return tuple(slots)
+    whole, over = divmod(ranks, nodes)
+    return tuple(whole + (number < over) for number in range(nodes))
+
+
+def seats_of(counts: Sequence[int], seats: Sequence[Seat]) -> list[Seat]:
+    """One seat for every rank, where node i has `counts[i]` of them."""
+    return [seat for count, seat in zip(counts, seats, strict=True) for _ in range(count)]

@@ -1,0 +1,225 @@
+"""A command to run on many ranks, as data: what was asked for, and what exactly would be started.
+
+`allranks run` makes a `CommandRequest`; `plan_command` makes of it and of the hosts a
+`CommandPlan`, which `--dry-run` prints and the launcher carries out. Pure: nothing is started here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from allranks.errors import RequestError, printable
+from allranks.job.job_file import HIDDEN, redacted
+from allranks.launcher.scripts.topology import DEFAULT_ROLE, Host, Topology, roles_as_text
+from allranks.launcher.scripts.variables import DEFAULT_FAMILIES, defaults_for, variables_for
+
+TAKE_A_VALUE = ("-X", "-W", "--check-hash-based-pycs")
+WARM = {"torch": ("torch", "torch.distributed"), "tensorflow": ("tensorflow",)}
+LEAVING = ("server", "scheduler", "evaluator")
+
+
+@dataclass(frozen=True)
+class CommandRequest:
+    """A command and how to run it.
+
+    `command` is what each process becomes, word by word. `processes` are those of one node;
+    `local_rank_argument` ("--local_rank") is put behind the script, with the local rank. `warm`
+    names the framework that the fork server imports beforehand. After a signal the processes have
+    `grace_s` to leave. No output of any of them for `hang_timeout_s` (0: for ever) is a hang.
+    `shown` are the local ranks whose output is shown: "0,2", "all" or "none".
+    """
+
+    command: tuple[str, ...]
+    processes: int = 1
+    roles: tuple[tuple[str, int], ...] = ()
+    role_name: str = DEFAULT_ROLE
+    families: tuple[str, ...] = DEFAULT_FAMILIES
+    local_rank_argument: str = ""
+    warm: str = ""
+    max_restarts: int = 0
+    hang_timeout_s: float = 0.0
+    time_limit_s: float | None = None
+    grace_s: float = 30.0
+    shown: str = "0"
+    run_dir: str = ""
+    run_id: str = ""
+    master_addr: str = ""
+    master_port: int = 0
+    notes: tuple[str, ...] = ()
+
+    def to_data(self) -> dict[str, Any]:
+        """As plain values for `job.toml`, without secrets; `program` is what a list would show."""
+        values = dataclasses.asdict(self)
+        values |= {
+            "command": shlex.join(redacted_words(self.command)),
+            "program": shlex.join(redacted_words(self.command))[:80],
+            "roles": roles_as_text(self.roles),
+            "families": ",".join(self.families),
+        }
+        for name in ("notes", "run_dir"):
+            values.pop(name)
+        return {"kind": "run", **values}
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """One process: its words, the variables that say who it is, and those it may say otherwise."""
+
+    rank: int
+    host: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    defaults: dict[str, str]
+
+
+@dataclass(frozen=True)
+class CommandPlan:
+    """All processes of one attempt."""
+
+    request: CommandRequest
+    topology: Topology
+    ranks: tuple[RankCommand, ...]
+
+    @property
+    def deciding(self) -> frozenset[int]:
+        """The ranks whose good end is the end of the job; the others serve them.
+
+        A chief with parameter servers drives its workers, which never end by themselves.
+        """
+        serving: tuple[str, ...] = (*LEAVING, "ps")
+        if self.topology.count("chief") and self.topology.count("ps"):
+            serving = (*serving, "worker")
+        members = self.topology.members
+        found = frozenset(member.rank for member in members if member.role not in serving)
+        return found or frozenset(member.rank for member in members)
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """The ranks that do not decide, and end by themselves when the job is done."""
+        members = self.topology.members
+        found = frozenset(member.rank for member in members if member.role in LEAVING)
+        return found - self.deciding
+
+    def to_data(self) -> dict[str, Any]:
+        """As plain data, for `--dry-run --json`; without secrets."""
+        return {
+            "request": self.request.to_data(),
+            "world_size": self.topology.world_size,
+            "ranks": [
+                {
+                    **dataclasses.asdict(rank),
+                    "command": redacted_words(rank.command),
+                    "environment": redacted({**rank.defaults, **rank.environment}),
+                }
+                for rank in self.ranks
+            ],
+            "notes": list(self.request.notes),
+        }
+
+    def __str__(self) -> str:
+        lines = []
+        for rank in self.ranks:
+            lines.append(f"rank {rank.rank} on {rank.host}:")
+            variables = redacted({**rank.defaults, **rank.environment})
+            lines += [f"  {name}={value}" for name, value in variables.items()]
+            lines += [f"  {shlex.join(redacted_words(rank.command))}", ""]
+        lines += [f"note: {note}" for note in self.request.notes]
+        return "\n".join(printable(line) for line in lines).rstrip()
+
+
+def plan_command(
+    request: CommandRequest,
+    hosts: tuple[Host, ...],
+    given: Mapping[str, str],
+    run_id: str = "",
+    restart_count: int = 0,
+) -> CommandPlan:
+    """What runs where; raises `RequestError` for roles and hosts that do not fit.
+
+    `given` are the variables that the processes inherit: those that are only defaults give way.
+    """
+    topology = Topology(hosts, request.roles, request.role_name)
+    ranks = []
+    for member in topology.members:
+        environment = variables_for(
+            topology,
+            member.rank,
+            run_id=request.run_id or run_id,
+            restart_count=restart_count,
+            max_restarts=request.max_restarts,
+            families=request.families,
+        )
+        command = with_local_rank(request.command, request.local_rank_argument, member.local_rank)
+        defaults = defaults_for(topology, member.rank, given)
+        ranks.append(RankCommand(member.rank, member.host.name, command, environment, defaults))
+    return CommandPlan(request, topology, tuple(ranks))
+
+
+def command_words(
+    words: Iterable[str],
+    python: str,
+    can_be_run: Callable[[str], bool],
+    *,
+    is_module: bool = False,
+    is_program: bool = False,
+) -> tuple[str, ...]:
+    """The command that `words` stand for: as given, or a script of Python as torchrun starts it.
+
+    `train.py --lr 1` is run by `python`, and so is a file that cannot be run by itself; everything
+    else is started as it is, which `is_program` says of a `.py` too.
+    """
+    command = tuple(words)
+    if not command:
+        raise RequestError(
+            asked="run",
+            found="no command",
+            why="there is nothing to start",
+            do="allranks run --ranks 2 -- python train.py",
+        )
+    if is_module:
+        return (python, "-u", "-m", *command)
+    if not is_program and (command[0].endswith(".py") or not can_be_run(command[0])):
+        return (python, "-u", *command)
+    return command
+
+
+def script_position(command: tuple[str, ...]) -> int:
+    """Where the script or module stands among the words: behind Python and its own options."""
+    name = command[0].rpartition("/")[2]
+    if not name.startswith("python"):
+        return 0
+    position = 1
+    while position < len(command) and command[position].startswith("-"):
+        if command[position] == "-m":
+            return min(position + 1, len(command) - 1)
+        position += 2 if command[position] in TAKE_A_VALUE else 1
+    return min(position, len(command) - 1)
+
+
+def with_local_rank(command: tuple[str, ...], argument: str, local_rank: int) -> tuple[str, ...]:
+    """The words with `--local_rank=0` behind the script, where `torch.distributed.launch` put it."""
+    if not argument:
+        return command
+    behind = script_position(command) + 1
+    return (*command[:behind], f"{argument}={local_rank}", *command[behind:])
+
+
+def redacted_words(words: Iterable[str]) -> list[str]:
+    """The words of a command without the keys, tokens and passwords among them."""
+    shown: list[str] = []
+    flag = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        of = "" if word.startswith("-") else flag  # what begins with a dash is no value of a flag
+        if equals and redacted({name: value})[name] != value:
+            shown.append(f"{name}={HIDDEN}")
+        elif redacted({of: word})[of] != word:
+            shown.append(HIDDEN)
+        else:
+            shown.append(word)
+        flag = word.lstrip("-") if word.startswith("-") and not equals else ""
+    return shown

@@ -1,0 +1,251 @@
+"""Processes that know nothing of us, from start to end: what the supervisor does for `run`.
+
+They have no pulse: a signal to the job is passed on to them as it is, and they get time to leave;
+a sign of life is that one of them prints something. One that fails stops the others. Where some
+only serve others (parameter servers), the job is done when those whom they serve are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from allranks.errors import PlaceError
+from allranks.launcher.processes.process import Exit, Process, Processes
+from allranks.launcher.signals import Signals
+from allranks.launcher.supervisor import EVIDENCE_S, GRACE_S, NEVER, SUSPENDED_S, TICK_S
+
+ASK_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
+LINGER_S = 2.0
+STACKS_S = 3.0
+LOOK_EVERY_S = 0.5
+
+
+class Relay(Signals):
+    """The signals that came for the job, to be passed on, each once.
+
+    SIGUSR1 and SIGUSR2 are messages to the scripts, which may go on. SIGINT a second time insists:
+    everything is killed.
+    """
+
+    def __init__(self) -> None:
+        self._heard: deque[int] = deque()
+
+    def _note(self, number: int, frame: object) -> None:
+        self._heard.append(number)
+        self.insists |= number == signal.SIGINT and self.reason != ""
+        if number in ASK_TO_STOP:
+            self.reason = self.reason or signal.Signals(number).name
+
+    def take(self) -> list[int]:
+        """The signals that came since the last call."""
+        taken = []
+        while self._heard:
+            taken.append(self._heard.popleft())
+        return taken
+
+
+@dataclass(frozen=True)
+class Manners:
+    """How long is waited for what. `deciding` are the ranks whose good end ends the job.
+
+    `leaving` are those that end by themselves after that, and get the grace for it. `stop_at` is on
+    the monotonic clock; `silence_s` 0 waits for ever.
+    """
+
+    deciding: frozenset[int]
+    leaving: frozenset[int]
+    grace_s: float
+    stop_at: float = NEVER
+    silence_s: float = 0.0
+    evidence_s: float = EVIDENCE_S
+
+
+@dataclass(frozen=True)
+class Attended:
+    """All processes are gone. `stopped` are those that we ended; `order` is that of their ends.
+
+    `reason` says who asked for the end ("SIGTERM", "time limit"; "" for nobody), `passed_on` which
+    signals the processes got of those, `silent` whether they had stopped to print.
+    """
+
+    exits: dict[int, Exit]
+    stopped: frozenset[int]
+    reason: str
+    passed_on: frozenset[int]
+    silent: bool
+    done: bool
+
+
+def attend(
+    server: Processes,
+    processes: list[Process],
+    manners: Manners,
+    relay: Relay,
+    on_tick: Callable[[], None],
+) -> Attended:
+    """Run all `processes` to their end. None is left when this returns or raises."""
+    with _Attendance(server, manners) as attendance:
+        for process in processes:
+            attendance.start(process)
+        while attendance.alive:
+            attendance.take_exits()
+            on_tick()
+            attendance.pass_on(relay)
+            attendance.look_at_the_clock()
+            attendance.look_for_silence()
+            attendance.end_what_is_due()
+    return attendance.ended()
+
+
+@dataclass
+class _Attendance:
+    server: Processes
+    manners: Manners
+    alive: dict[int, int] = field(default_factory=dict)  # ticket -> rank
+    exits: dict[int, Exit] = field(default_factory=dict)
+    stopped: frozenset[int] = frozenset()
+    reason: str = ""
+    passed_on: set[int] = field(default_factory=set)
+    silent: bool = False
+    done: bool = False
+    done_at: float = NEVER
+    term_at: float = NEVER
+    kill_at: float = NEVER
+
+    def __post_init__(self) -> None:
+        self._logs: list[Path] = []
+        self._sizes: list[int] = []
+        self._heard_at = self._looked_at = time.monotonic()
+
+    def start(self, process: Process) -> None:
+        self.alive[self.server.spawn(process)] = process.rank
+        self._logs.append(process.log)
+
+    def take_exits(self) -> None:
+        """Wait a moment for processes that end. A fault stops the others soon, unless all leave."""
+        exits = self.server.exits(TICK_S)
+        if not exits:
+            self.server.wake()
+        now = time.monotonic()
+        for ended in exits:
+            if ended.ticket not in self.alive:
+                continue
+            rank = self.alive.pop(ended.ticket)
+            self.exits[rank] = ended
+            if ended.code != 0 and not (self.reason or self.silent):
+                self.term_at = min(self.term_at, now + self.manners.evidence_s)
+        codes = {rank: ended.code for rank, ended in self.exits.items()}
+        if not self.done and all(codes.get(rank) == 0 for rank in self.manners.deciding):
+            self.done, self.done_at = True, now
+        if self.done and not self.stopped:
+            leave = self.manners.leaving & set(self.alive.values())
+            self.term_at = self.done_at + (self.manners.grace_s if leave else LINGER_S)
+
+    def pass_on(self, relay: Relay) -> None:
+        """Give the processes the signals that came; those that ask to stop start the grace."""
+        for number in relay.take():
+            self._tell(number)
+            self.passed_on.add(number)
+            if number in ASK_TO_STOP:
+                self._ask(signal.Signals(number).name)
+        for number in self.server.messages():
+            self._tell(number)
+            self.passed_on.add(number)
+        elsewhere = self.server.asked()
+        if elsewhere and not self.reason:
+            self._tell(signal.SIGTERM)
+            self._ask(elsewhere)
+        if relay.insists:
+            self.kill_at = 0.0
+
+    def look_at_the_clock(self) -> None:
+        if time.monotonic() >= self.manners.stop_at and not self.reason:
+            self._tell(signal.SIGTERM)
+            self._ask("time limit")
+
+    def _ask(self, reason: str) -> None:
+        """From now on the processes have their grace, and are not disturbed in it."""
+        if not self.reason:
+            self.reason = reason
+            self.stopped = frozenset(self.alive.values())
+            self.term_at, self.kill_at = NEVER, time.monotonic() + self.manners.grace_s
+
+    def look_for_silence(self) -> None:
+        """If nobody has printed anything for too long, let all write their stacks and die of it.
+
+        While nobody looked, because all was suspended, they had no time to print.
+        """
+        now = time.monotonic()
+        if not self.manners.silence_s or self.stopped or now < self._looked_at + LOOK_EVERY_S:
+            return
+        sizes = [_size(log) for log in self._logs]
+        if sizes != self._sizes or now - self._looked_at > LOOK_EVERY_S + SUSPENDED_S:
+            self._sizes, self._heard_at = sizes, now
+        self._looked_at = now
+        if now - self._heard_at > self.manners.silence_s:
+            self.silent = True
+            self.stopped = frozenset(self.alive.values())
+            self._tell(signal.SIGABRT)
+            self.term_at, self.kill_at = NEVER, now + STACKS_S
+
+    def end_what_is_due(self) -> None:
+        now = time.monotonic()
+        if now >= self.term_at:
+            self.stopped = self.stopped or frozenset(self.alive.values())
+            self._tell(signal.SIGTERM)
+            self.term_at, self.kill_at = NEVER, min(self.kill_at, now + GRACE_S)
+        if now >= self.kill_at:
+            self.stopped = self.stopped or frozenset(self.alive.values())
+            self._tell(signal.SIGKILL)
+            self.kill_at = now + GRACE_S
+
+    def _tell(self, number: int) -> None:
+        """Send a signal to all; one that is halted hears it too, if it is to end."""
+        for ticket in self.alive:
+            self.server.signal(ticket, number)
+            if number not in MESSAGES:
+                self.server.signal(ticket, signal.SIGCONT)
+
+    def ended(self) -> Attended:
+        return Attended(
+            self.exits,
+            self.stopped,
+            self.reason,
+            frozenset(self.passed_on),
+            self.silent,
+            self.done,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """If attending itself broke, the processes are killed before the error goes on."""
+        with suppress(PlaceError):
+            if error is not None:
+                self._tell(signal.SIGKILL)
+            while self.alive:
+                for ended in self.server.exits(TICK_S):
+                    self.alive.pop(ended.ticket, None)
+
+
+def _size(log: Path) -> int:
+    try:
+        return os.stat(log).st_size
+    except OSError:  # a shared folder that is not there for a moment
+        return -1

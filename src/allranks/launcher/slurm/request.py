@@ -1,0 +1,240 @@
+"""What a job asks of Slurm, and how it follows from few words and the facts of a site. Pure.
+
+The rule of the share. A node is paid for by its scarcest part, which is its GPUs: a job that asks
+for g of the G GPUs of a node asks for g/G of its CPUs and g/G of its memory. CPUs are counted for
+each GPU and rounded down (44 cores and 6 GPUs: 7 for each), memory is cut from what a full node
+gets (`memory_share_mb`). Where nothing else is said, all GPUs of ml of Taurus come out as
+`--mem=250000 --cpus-per-task=7`, those of gpu2 as `--mem=60000 --cpus-per-task=6`, and half of the
+GPUs as half of that. Without GPUs the CPUs that are asked for decide the share of the memory.
+
+`limits` checks the outcome, `script` writes it down.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from allranks.errors import RequestError
+from allranks.launcher.slurm.site import Partition, Site
+
+SIGNAL_S = 120  # before the end: long enough to commit a checkpoint, unless the job is very short
+SIGNAL_SHARE = 4  # ... of which the signal takes no more than a quarter
+MEMORY = re.compile(r"([0-9]+)\s*([KMGT]?)B?", re.IGNORECASE)
+MB_OF_A_UNIT = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}  # Slurm's: MB alone
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user said of the job; `None`, or nothing, where nothing was said. Memory is in MB."""
+
+    partition: str = ""
+    account: str = ""
+    nodes: int = 1
+    ranks_per_node: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    mem: int | None = None
+    mem_per_cpu: int | None = None
+    mem_per_gpu: int | None = None
+    time_s: int | None = None
+    signal_s: int | None = None
+    requeue: bool = False
+    survives_nodes: bool = False
+    modules: tuple[str, ...] = ()
+    venv: str = ""
+    container: str = ""
+    setup: tuple[str, ...] = ()
+    name: str = ""
+    options: tuple[str, ...] = ()
+    devices_per_rank: int = 1
+    any_devices: bool = False
+
+    def memory(self) -> dict[str, int]:
+        """The flags of memory that were given, with their values."""
+        given = {"mem": self.mem, "mem-per-cpu": self.mem_per_cpu, "mem-per-gpu": self.mem_per_gpu}
+        return {flag: value for flag, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """Everything that a batch script says. Every choice is made; nothing is looked up any more.
+
+    Of one node: `ranks_per_node` tasks with `cpus_per_task` CPUs each, and `gpus_per_node`, asked
+    for by `gpu_line`. `memory_flag` is mem, mem-per-cpu, mem-per-gpu, or none for what the site
+    gives. `signal_s` seconds before the end of `time_s` the steps get SIGUSR1 (0: never). With
+    `requeue` a job that stopped early goes back into the queue; with `survives_nodes` it goes on
+    when a node dies. `command` are the words of the job; `container` enters them.
+    """
+
+    name: str
+    site: str
+    partition: str
+    nodes: int
+    ranks_per_node: int
+    cpus_per_task: int
+    gpus_per_node: int
+    gpu_line: str
+    memory_flag: str
+    memory_mb: int
+    account: str
+    time_s: int | None
+    signal_s: int
+    requeue: bool
+    survives_nodes: bool
+    options: tuple[str, ...]
+    folder: str
+    output: str
+    setup: tuple[str, ...]
+    modules: tuple[str, ...]
+    environment: dict[str, str]
+    venv: str
+    container: tuple[str, ...]
+    command: tuple[str, ...]
+    run_dir: str
+
+    @property
+    def ranks(self) -> int:
+        """The world size."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def cpus_per_node(self) -> int:
+        return self.ranks_per_node * self.cpus_per_task
+
+    @property
+    def memory_per_node_mb(self) -> int | None:
+        """Memory of one node that is asked for; `None` where the site decides."""
+        times = {"mem": 1, "mem-per-cpu": self.cpus_per_node, "mem-per-gpu": self.gpus_per_node}
+        return self.memory_mb * times[self.memory_flag] if self.memory_flag in times else None
+
+
+def memory_mb_of(text: str) -> int | None:
+    """`64G`, `250000` (MB, as Slurm reads it) or `512M` in MB; `None` for anything else, and zero."""
+    match = MEMORY.fullmatch(text.strip())
+    size = int(match[1]) * MB_OF_A_UNIT[match[2].upper()] if match else 0
+    return int(size) if size >= 1 else None
+
+
+def make_request(
+    site: Site, asked: Asked, *, command: tuple[str, ...], folder: str, run_dir: str
+) -> SlurmRequest:
+    """The request that follows; raises `RequestError` where its parts cannot be counted at all.
+
+    `folder` is where the job starts, `run_dir` the run folder that its command names; the job's
+    output is written beside that.
+    """
+    partition = site.partition(asked.partition)
+    gpus = _gpus(asked, partition)
+    ranks = asked.ranks_per_node
+    if ranks is None:
+        ranks = max(1, gpus // asked.devices_per_rank)
+    cpus = asked.cpus_per_task
+    if cpus is None:
+        cpus = cpus_share(partition, gpus, ranks)
+    flag, memory = _memory(site, partition, asked, gpus, ranks * cpus)
+    return SlurmRequest(
+        name=asked.name,
+        site=site.title,
+        partition=partition.name,
+        nodes=asked.nodes,
+        ranks_per_node=ranks,
+        cpus_per_task=cpus,
+        gpus_per_node=gpus,
+        gpu_line=partition.gpu_request.format(count=gpus) if gpus else "",
+        memory_flag=flag,
+        memory_mb=memory,
+        account=asked.account,
+        time_s=asked.time_s,
+        signal_s=_signal_s(asked),
+        requeue=asked.requeue,
+        survives_nodes=asked.survives_nodes,
+        options=(*partition.options, *asked.options),
+        folder=folder,
+        output=f"{run_dir}.slurm-%j.out",
+        setup=(*site.setup, *asked.setup),
+        modules=asked.modules,
+        environment=site.environment,
+        venv=asked.venv,
+        container=_container(site, asked),
+        command=command,
+        run_dir=run_dir,
+    )
+
+
+def cpus_share(partition: Partition, gpus: int, ranks: int) -> int:
+    """CPUs of each rank of a job that has `gpus` GPUs of a node; at least one.
+
+    Without GPUs a rank gets one, or its part of a node that the job has for itself.
+    """
+    cores = partition.cores or partition.cpus
+    if gpus and partition.gpus and (partition.cpus_per_gpu or cores):
+        each = partition.cpus_per_gpu or (cores or 0) // partition.gpus
+        return max(1, each * gpus // ranks)
+    if not gpus and partition.whole_nodes and cores:
+        return max(1, cores // ranks)
+    return 1
+
+
+def memory_share_mb(partition: Partition, gpus: int, cpus: int) -> int | None:
+    """MB of a node for a job with so many of its GPUs or, without any, of its CPUs."""
+    whole = partition.memory_share_mb
+    if whole is None:
+        return None
+    if gpus and partition.gpus:
+        return whole * min(gpus, partition.gpus) // partition.gpus
+    if partition.whole_nodes or not partition.cpus:
+        return whole
+    return whole * min(cpus, partition.cpus) // partition.cpus
+
+
+def _gpus(asked: Asked, partition: Partition) -> int:
+    """GPUs of each node: as asked, one for each rank where there are some, all of them, or none."""
+    if asked.gpus_per_node is not None:
+        return asked.gpus_per_node
+    if not partition.gpus:
+        return 0
+    if asked.ranks_per_node is not None:
+        return asked.ranks_per_node * asked.devices_per_rank
+    return min(partition.gpus, partition.max_gpus or partition.gpus)
+
+
+def _memory(
+    site: Site, partition: Partition, asked: Asked, gpus: int, cpus: int
+) -> tuple[str, int]:
+    """Which flag of memory, and how many MB: as asked, or the share in the site's own way."""
+    given = asked.memory()
+    if len(given) > 1:
+        flags = " ".join(f"--{flag} {value}" for flag, value in given.items())
+        keep = site.memory_flag_of(partition)
+        keep = keep if keep in given else next(iter(given))
+        raise RequestError(
+            asked=flags,
+            found=f"{len(given)} ways to ask for one memory; {site.title} uses "
+            f"{_flag_in_words(site.memory_flag_of(partition))}",
+            why="Slurm takes one of --mem, --mem-per-cpu and --mem-per-gpu, and refuses the others",
+            do=f"keep one of them: --{keep} {given[keep]}",
+        )
+    if given:
+        return next(iter(given.items()))
+    flag, share = site.memory_flag_of(partition), memory_share_mb(partition, gpus, cpus)
+    parts = {"mem": 1, "mem-per-cpu": cpus, "mem-per-gpu": gpus}
+    if share is None or not parts.get(flag):
+        return "none", 0
+    return flag, max(1, share // parts[flag])
+
+
+def _flag_in_words(flag: str) -> str:
+    return "none of them" if flag == "none" else f"--{flag}"
+
+
+def _signal_s(asked: Asked) -> int:
+    if asked.signal_s is not None:
+        return asked.signal_s
+    return SIGNAL_S if asked.time_s is None else min(SIGNAL_S, asked.time_s // SIGNAL_SHARE)
+
+
+def _container(site: Site, asked: Asked) -> tuple[str, ...]:
+    if not asked.container:
+        return ()
+    return tuple(word.replace("{image}", asked.container) for word in site.container)

@@ -1,0 +1,235 @@
+"""A job from request to result: describe the task, plan, make the run folder, try, conclude.
+
+Used by every verb that trains: `train`, `check`, and the tests. Nothing else starts ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.catalog import ENGINES, preload_for
+from allranks.checkpoint.folder import committed
+from allranks.errors import Interrupted, PlaceError, RequestError
+from allranks.job.config import Resolved
+from allranks.job.engines import check_installed
+from allranks.job.job import Job
+from allranks.job.job_file import redacted
+from allranks.job.resume import CHECKPOINTS, changed, changed_fields
+from allranks.job.run_folder import RunFolder, rank_events_path, rank_log_path, read_rows
+from allranks.launcher.attempts import Attempts
+from allranks.launcher.fault_report import error_of, first_fault
+from allranks.launcher.nodes.cluster import gathered
+from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.places.start_agents import Wanted, foreseen
+from allranks.launcher.plan import Plan, Shape, backend_of_keras, devices_seen
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.hash_seed import VARIABLE as HASH_SEED
+from allranks.launcher.processes.leftovers import scratch_folder, sweep
+from allranks.launcher.processes.process import Process
+from allranks.launcher.resources import Foreseen, Ground, OneMachine
+from allranks.launcher.signals import Signals
+from allranks.launcher.supervisor import supervise
+from allranks.launcher.world import Visible
+
+RECORDED = (
+    *("ALLRANKS_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_"),
+    *("SLURM_", "PYTHON", "VIRTUAL_ENV", "CONDA_", "LD_LIBRARY_PATH", "PATH", "HOSTNAME"),
+)
+_runs = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A job that ended well: its run folder, and the summary that its leader wrote."""
+
+    run_dir: Path
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """What a caller wants to see while a job runs. Both may be left as they are."""
+
+    started: Callable[[Plan], None] = lambda plan: None
+    tick: Callable[[], None] = lambda: None
+
+
+def with_run_dir(job: Job) -> Job:
+    """The job with the whole path of its run folder; a new name if it has none."""
+    return dataclasses.replace(
+        job, run_dir=os.path.abspath(job.run_dir or new_run_dir(job.program))
+    )
+
+
+def plan_job(resolved: Resolved, ground: Ground, signals: Signals | None = None) -> Plan:
+    """The plan of a job: its task is loaded and read in a process of its own, nothing is left."""
+    job = with_run_dir(resolved.job)
+    return ground.plan(job, describe(ground, job, signals))
+
+
+def _wanted(
+    job: Job, meeting: Meeting, words: tuple[str, ...] = (), modules: tuple[str, ...] = ()
+) -> Wanted:
+    """The nodes of a job, all of which see the folder that its run folder is in."""
+    program = job.program if ".py" in job.program else ""
+    shared = Path(job.run_dir).parent
+    return Wanted(job.place, job.nodes, job.ranks, meeting, program, words, shared, modules)
+
+
+@contextmanager
+def plan_only(resolved: Resolved, meeting: Meeting) -> Iterator[tuple[Plan, ForkServer]]:
+    """What would run where; no node is called, and none of its devices are needed here."""
+    job = with_run_dir(resolved.job)
+    check_installed(job.engine, job.program)
+    with ForkServer(preload_for(job.program, job.engine)) as server:
+        ground = OneMachine(server)
+        if job.place != "local":
+            ground = Foreseen(server, tuple(foreseen(_wanted(job, meeting))))
+        shape = describe(ground, dataclasses.replace(job, device="cpu"))
+        yield ground.plan(job, shape), server
+
+
+@contextmanager
+def ground_of(
+    job: Job, meeting: Meeting, words: tuple[str, ...] = (), signals: Signals | None = None
+) -> Iterator[Ground]:
+    """Where this job runs: a fork server here, or its nodes, once all have come together."""
+    check_installed(job.engine, job.program)
+    modules = preload_for(job.program, job.engine)
+    if job.place == "local":
+        with ForkServer(modules) as server:
+            yield OneMachine(server)
+        return
+
+    def interrupted() -> None:
+        if signals is not None and signals.reason:
+            raise Interrupted(f"interrupted ({signals.reason}) before anything was started")
+
+    wanted = _wanted(job, meeting, words, modules)
+    sweep(wanted.shared)
+    with gathered(wanted, interrupted) as cluster:
+        cluster.plant(job.inject)
+        yield cluster
+
+
+def run_job(
+    resolved: Resolved,
+    server: ForkServer | None = None,
+    watcher: Watcher | None = None,
+    signals: Signals | None = None,
+    meeting: Meeting | None = None,
+    words: tuple[str, ...] = (),
+    ground: Ground | None = None,
+) -> Result:
+    """Run a job to its end and return its result.
+
+    Without `server` or `ground` it starts what it needs where the job says: here, or on nodes that
+    come together as `meeting` says, each started with the same `words`. `signals` are those that
+    the caller holds already; without it they are held meanwhile.
+
+    Raises `RequestError` (and leaves no run folder) if the request, the task or its data is wrong
+    and no update was made; `ProgramError` with the first-fault report if the program failed and
+    no restart is left; `Stopped` if it was asked to stop and has committed a checkpoint;
+    `Interrupted` if there is none. No process is left in any case.
+    """
+    watcher = watcher or Watcher()
+    started_at = time.monotonic()
+    with ExitStack() as stack:
+        signals = signals or stack.enter_context(Signals())
+        resolved = dataclasses.replace(resolved, job=with_run_dir(resolved.job))
+        if server is not None:
+            ground = OneMachine(server)
+        if ground is None:
+            ground = stack.enter_context(
+                ground_of(resolved.job, meeting or Meeting(), words, signals)
+            )
+        plan = plan_job(resolved, ground, signals)
+        changes = _changes(resolved, plan)
+        folder = RunFolder(Path(plan.job.run_dir), goes_on=_goes_on(resolved))
+        stack.callback(folder.close)
+        try:
+            fields = dataclasses.replace(plan.job, task=plan.shape.fields)
+            folder.write_job(Resolved(fields, resolved.sources))
+            folder.events.event(
+                "started",
+                ranks=plan.job.ranks,
+                notes=list(plan.notes),
+                changes=changes,
+                environment=recorded_environment(ground.server.hash_seed),
+            )
+            with suppress(OSError):  # who only looks on ends no training
+                watcher.started(plan)
+            attempts = Attempts(ground, plan, folder, signals, watcher.tick, started_at)
+            summary = attempts.run(f"{ENGINES[plan.job.engine]}:main")
+        except RequestError:
+            folder.remove()
+            raise
+        return Result(folder.path, {"run_dir": str(folder.path), **summary})
+
+
+def recorded_environment(hash_seed: str) -> dict[str, str]:
+    """The variables that tell how a job was run; others may hold anything, and are not recorded."""
+    given = {**os.environ, HASH_SEED: hash_seed}
+    return redacted({n: v for n, v in sorted(given.items()) if n.startswith(RECORDED)})
+
+
+def _changes(resolved: Resolved, plan: Plan) -> dict[str, list[Any]]:
+    """What is not as it was in the run that this one goes on from; raises for what must be."""
+    if resolved.base is None:
+        return {}
+    fields = changed_fields(resolved.base, plan.shape.fields)
+    return {**changed(resolved.base, plan.job), **fields}
+
+
+def _goes_on(resolved: Resolved) -> bool:
+    """Whether the run folder is there, and this job goes on in it.
+
+    One that is done and kept no checkpoint is refused like any other folder that is there.
+    """
+    base = resolved.base
+    if base is None or not base.goes_on:
+        return False
+    events = [row["event"] for row in read_rows(base.path / "events.jsonl")]
+    return "done" not in events[-1:] or bool(committed(base.path / CHECKPOINTS))
+
+
+def describe(ground: Ground, job: Job, signals: Signals | None = None) -> Shape:
+    """Load the task of `job` in a forked process and return what a place must know of it."""
+    environment = {
+        **devices_seen(job, Visible.from_environment()),
+        **backend_of_keras(job),
+    }
+    shared = ground.shared(Path(job.run_dir))
+    with scratch_folder(shared) as scratch:
+        run_dir = Path(scratch)
+        (run_dir / "logs").mkdir()
+        log = rank_log_path(run_dir, 0)
+        argument = {**job.to_data(), "run_dir": scratch}
+        process = Process(0, f"{ENGINES[job.engine]}:describe", argument, environment, log)
+        ended = supervise(ground.server, [process], signals=signals)
+        if ended.interrupted:
+            raise Interrupted("interrupted before anything was started")
+        fault = first_fault(ended, run_dir)
+        if fault is not None and fault.event:
+            raise error_of(fault, ended, run_dir)
+        for row in read_rows(rank_events_path(run_dir, 0)):
+            if row["event"] == "described":
+                return Shape(**row["shape"])
+        raise PlaceError(
+            f"loading {job.program!r} ended its process:\n{log.read_text(errors='replace')}"
+        )
+
+
+def new_run_dir(program: str) -> str:
+    """A new name under `runs/`: the program, the time, this process, and which run of it."""
+    name = Path(program.partition(":")[0]).stem or "run"
+    safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+    return f"runs/{safe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_runs)}"

@@ -1,1 +1,0 @@
-"""Computing sites with Slurm: what they have, and what a job asks of them. Nothing here acts."""

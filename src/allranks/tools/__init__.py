@@ -1,0 +1,1 @@
+"""Questions about a job that train nothing themselves: check, doctor, sweep."""

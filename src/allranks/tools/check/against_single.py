@@ -1,0 +1,312 @@
+"""`check`: the job as asked, beside the same job in one process, with the traces compared.
+
+The candidate starts every step from the weights and buffers that the reference had there, so that
+legitimate rounding cannot add up; its optimizer runs on by itself. Weights whose gradient is only
+rounding (a bias before BatchNorm) are named, not compared: AdamW makes steps of any size of it.
+
+A check takes several looks, and ends with the first difference:
+
+1. float64, on every number of ranks: samples, losses, gradients, weights, their average, buffers
+   and the evaluation must agree within 1e-10. Of a bitwise job here the whole batch in one pass is
+   compared with its shards one by one: else samples that depend on each other would stay unseen.
+2. the job's own precision: see `tolerances`. One process cuts its batches as the ranks do, so that
+   no rounding of 16 bits is between the two.
+3. --bitwise: both run freely, and every bit must be equal. Of a job that does not ask for it this
+   is looked at too, and only told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.errors import ProgramError, RequestError
+from allranks.job.config import Resolved
+from allranks.job.job import Job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import Result, run_job
+from allranks.strategies.card import Exact
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import card_for, resolved_strategy
+from allranks.tools.check import hints
+from allranks.tools.check.compare import Difference, Tolerance, Trace, compare, sizes_between
+from allranks.tools.check.plan import Plan
+from allranks.tools.check.sizes import number_difference
+from allranks.tools.check.tolerances import BITS, CLOSE, FP64, close, coarse
+from allranks.tools.check.verdict import Look, Verdict
+
+HERE: dict[str, Any] = {"nodes": 1, "place": "local"}
+UNDISTURBED: dict[str, Any] = {
+    # a job file may say otherwise: both start at step 0 and come to the end
+    **{"resume": "", "inject": "", "checkpoint_every": None, "best": "", "max_restarts": 0},
+    **{"time_limit": None, "early_stop": "", "witness": "off"},
+}
+MANY_NAMES = 4
+
+
+def check_against_one(resolved: Resolved, folder: Path, server: ForkServer, plan: Plan) -> Verdict:
+    """Run the job and its references under `folder`, which the caller owns, and compare them."""
+    job = dataclasses.replace(resolved.job, **UNDISTURBED)
+    _check_promise(job, max((*plan.many, plan.own)))
+    return _Check(resolved, job, folder, server, plan).verdict()
+
+
+def _check_promise(job: Job, ranks: int) -> None:
+    choice = parse_choice(job.strategy)
+    card = card_for(choice)
+    guarantee = card.guarantee_of(card.read_options(choice.options))
+    if ranks > 1 and not isinstance(guarantee, Exact):
+        raise RequestError(
+            asked=f"check --strategy {job.strategy} --ranks {ranks}",
+            found=f"its card says: {guarantee}",
+            why="it does not promise to equal one process, so a difference would mean nothing",
+            do="check it with --ranks 1, or another strategy",
+        )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run that is over: what it recorded."""
+
+    result: Result
+    trace: Trace
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return self.result.summary
+
+    def clear(self) -> None:
+        """Its tensors are not needed any more."""
+        shutil.rmtree(self.trace.path / "tensors", ignore_errors=True)
+
+
+class _Check:
+    """One check: its looks in order, and what it has to say of what it left out."""
+
+    def __init__(
+        self, resolved: Resolved, job: Job, folder: Path, server: ForkServer, plan: Plan
+    ) -> None:
+        self.resolved, self.job, self.plan = resolved, job, plan
+        self.folder, self.server = folder, server
+        self.looks: list[Look] = []
+        self.notes: list[str] = []
+        self.user_randomness: set[str] = set()
+
+    def verdict(self) -> Verdict:
+        for look in self._looks():
+            self.looks.append(look)
+            if look.first is not None:
+                break
+        return Verdict(self.job.program, self.job.strategy, tuple(self.looks), self._left_out())
+
+    def _looks(self) -> Iterator[Look]:
+        if self.job.bitwise:
+            yield from self._shards_alone()
+            yield from self._bits(self.plan.many)
+            return
+        yield from self._in_float64()
+        if self.job.precision != "fp64":
+            yield self._in_own_precision()
+        yield from self._bits_unasked()
+
+    # --- the looks ------------------------------------------------------------------------
+
+    def _in_float64(self) -> Iterator[Look]:
+        job = dataclasses.replace(self.job, precision="fp64")
+        reference = self._reference_in_float64(job)
+        if reference is None:
+            return
+        for ranks in self.plan.many:
+            asked = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
+            candidate = self._run(f"fp64-{ranks}-ranks", asked)
+            yield self._look(asked, reference, candidate, FP64)
+            self._clear(candidate)
+        self._clear(reference)
+
+    def _reference_in_float64(self, job: Job) -> _Run | None:
+        """One process in float64, if the task can be computed in it."""
+        try:
+            return self._run("fp64-reference", _in_one(job))
+        except ProgramError as error:
+            if self.job.precision == "fp64":
+                raise
+            lines = [line for line in str(error).splitlines() if "Error" in line]
+            self.notes.append(
+                f"float64: one process fails in it ({(lines or [''])[-1].strip()}); a tensor that "
+                "forward or loss makes must have the type of its input"
+            )
+            return None
+
+    def _shards_alone(self) -> Iterator[Look]:
+        """One process in float64: its whole batch in one pass, beside its shards one by one."""
+        whole = dataclasses.replace(_in_one(self.job), precision="fp64", bitwise=False, threads=1)
+        reference = self._reference_in_float64(whole)
+        if reference is None:
+            return
+        alone = dataclasses.replace(whole, bitwise=True, replay=_path(reference))
+        candidate = self._run("fp64-shards", alone)
+        look = self._look(alone, reference, candidate, FP64)
+        look = dataclasses.replace(look, one_process=True, bitwise=False)
+        self._clear(reference, candidate)
+        drawn = reference.trace.draws or candidate.summary["user_randomness"]
+        if look.first is not None and drawn:
+            self.notes.append(
+                "whether samples depend on each other: functions or layers draw random numbers in "
+                "forward, which the shards do not share with the whole batch"
+            )
+            return
+        yield look
+
+    def _in_own_precision(self) -> Look:
+        job, ranks = self.job, self.plan.own
+        if job.threads is None:  # the same kernels with the same threads everywhere
+            job = dataclasses.replace(job, threads=max(1, len(os.sched_getaffinity(0)) // ranks))
+        reference = self._run(f"{job.precision}-reference", _in_one(job))
+        asked = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
+        candidate = self._run(f"{job.precision}-{ranks}-ranks", asked)
+        look = self._look(asked, reference, candidate, coarse(job.precision))
+        parts = _parts(job.strategy, ranks, self.plan.shards)
+        if parts > 1 and not candidate.summary["user_buffers"]:
+            alike = dataclasses.replace(_in_one(asked), replay=asked.replay, cut_for=parts)
+            alike = dataclasses.replace(alike, micro_batch=job.micro_batch)
+            look = self._closer(alike, look, reference, candidate)
+        elif look.first is None and ranks > 1:
+            self.notes.append(
+                f"{job.precision} closer than {look.tolerance.tensors:g}: what the model writes in "
+                "its forward passes follows their number"
+            )
+        self._clear(reference, candidate)
+        return look
+
+    def _closer(self, job: Job, look: Look, reference: _Run, candidate: _Run) -> Look:
+        """The same look beside one process whose batches are cut as those of the ranks."""
+        cut = self._run(f"{job.precision}-cut", job)
+        itself = compare(reference.trace, cut.trace, coarse(job.precision))
+        closer = look
+        if look.first is not None:
+            closer = dataclasses.replace(look, one_process=itself.first is not None)
+        elif itself.first is not None:
+            self.notes.append(
+                f"{job.precision} closer than {look.tolerance.tensors:g}: one process is no "
+                "measure, as what it keeps follows the number of its forward passes"
+            )
+        else:
+            noise = sizes_between(reference.trace, cut.trace, CLOSE)
+            closer = self._look(job, cut, candidate, close(job.precision, noise))
+            closer = dataclasses.replace(closer, ranks=look.ranks)
+        self._clear(cut)
+        return closer
+
+    def _bits(self, many: tuple[int, ...], *, asked: bool = True) -> Iterator[Look]:
+        job = dataclasses.replace(self.job, bitwise=True)
+        reference = self._run("bits-reference", _in_one(job))
+        for ranks in many:
+            on_ranks = dataclasses.replace(job, ranks=ranks)
+            candidate = self._run(f"bits-{ranks}-ranks", on_ranks)
+            look = self._look(on_ranks, reference, candidate, BITS)
+            self._clear(candidate)
+            yield dataclasses.replace(look, asked=asked)
+        self._clear(reference)
+
+    def _bits_unasked(self) -> Iterator[Look]:
+        job, ranks = self.job, self.plan.own
+        try:
+            resolved_strategy(job.strategy, ranks=ranks, bitwise=True)
+            if ranks == 1 or job.compile or job.threads not in (None, 1) or job.device != "cpu":
+                self.notes.append("equal bits (--bitwise)")
+                return
+            yield from self._bits((ranks,), asked=False)
+        except RequestError as error:
+            self.notes.append(f"equal bits (--bitwise): refused, {error.found}")
+        except ProgramError as error:
+            lines = [line for line in str(error).splitlines() if "Error" in line]
+            failed = (lines or [""])[-1].strip()
+            self.notes.append(f"equal bits (--bitwise): a shard by itself fails, {failed}")
+
+    # --- what they share ------------------------------------------------------------------
+
+    def _look(self, job: Job, reference: _Run, candidate: _Run, tolerance: Tolerance) -> Look:
+        comparison = compare(reference.trace, candidate.trace, tolerance)
+        at_end = None
+        if comparison.first is None:
+            at_end = _end_differs(reference.summary, candidate.summary, comparison.steps, tolerance)
+        if comparison.passed_over:
+            names = ", ".join(comparison.passed_over[:MANY_NAMES])
+            more = len(comparison.passed_over) - MANY_NAMES
+            names += f" and {more} others" if more > 0 else ""
+            self.notes.append(f"weights of {names}: their gradient is only rounding")
+        return Look(job.ranks, job.precision, job.bitwise, comparison, tolerance, at_end)
+
+    def _run(self, name: str, job: Job) -> _Run:
+        job = dataclasses.replace(
+            job, trace=True, trace_bytes=self.plan.trace_bytes, run_dir=str(self.folder / name)
+        )
+        server = self.server if job.place == "local" else None  # nodes bring their own
+        result = run_job(Resolved(job, self.resolved.sources), server)
+        self.user_randomness |= set(result.summary["user_randomness"])
+        return _Run(result, Trace(result.run_dir / "trace"))
+
+    def _clear(self, *runs: _Run) -> None:
+        if not self.plan.keep:
+            for run in runs:
+                run.clear()
+
+    def _left_out(self) -> tuple[str, ...]:
+        """What a person should know this check did not look at."""
+        left_out = ["what a task prints or writes by itself", "time and memory"]
+        if self.user_randomness and not self.job.bitwise:
+            names = ", ".join(sorted(self.user_randomness))
+            left_out.append(f"randomness of {names}: it follows the micro-batch, not the shard")
+        if self.job.precision != "fp64" and not self.job.bitwise:
+            left_out.append(f"the optimizer in {self.job.precision}: each step starts afresh")
+        steps = self.looks[0].comparison.steps
+        if self.looks[0].first is None and steps < (self.job.steps or 0):
+            left_out.append(
+                f"steps after {steps}: the tensors of more take over "
+                f"{self.plan.trace_bytes // 2**20} MiB; --steps asks for more"
+            )
+        return tuple(dict.fromkeys([*self.notes, *left_out]))
+
+
+def _in_one(job: Job) -> Job:
+    """The same job in one process on this machine, its whole batch at once."""
+    return dataclasses.replace(job, strategy="single", ranks=1, micro_batch=None, replay="", **HERE)
+
+
+def _parts(strategy: str, ranks: int, shards: int) -> int:
+    """In how many parts a strategy lets a global batch go through the model; 0 where none can tell.
+
+    `dp` cuts every micro-batch once more, in a way of its own.
+    """
+    choice = parse_choice(strategy)
+    if choice.name == "dp":
+        return 0
+    tree = card_for(choice).read_options(choice.options).get("reduce") == "tree"
+    return shards if tree else ranks
+
+
+def _path(run: _Run) -> str:
+    return str(run.trace.path)
+
+
+def _end_differs(
+    wanted: dict[str, Any], found: dict[str, Any], steps: int, tolerance: Tolerance
+) -> Difference | None:
+    """What differs once the training is over: the evaluation, and of equal bits the digest."""
+    for name in sorted(wanted["eval"].keys() | found["eval"].keys()):
+        ours, theirs = found["eval"].get(name), wanted["eval"].get(name)
+        size = number_difference(ours, theirs, tolerance.floor)
+        if size > tolerance.numbers:
+            hint = hints.of_number("evaluation", {})
+            text = f"{name} is {ours!r}, not {theirs!r}, after {steps} equal steps"
+            return Difference(steps - 1, "evaluation", None, size, text, hint)
+    if tolerance.exact and wanted["weights_sha256"] != found["weights_sha256"]:
+        text = f"weights sha256 {found['weights_sha256']}, not {wanted['weights_sha256']}"
+        hint = "weights that were changed after the last step"
+        return Difference(steps - 1, "digest", None, None, text, hint)
+    return None

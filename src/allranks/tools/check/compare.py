@@ -1,0 +1,331 @@
+"""Two traces side by side: the first difference, its step, its tensor, its size. Reads files only.
+
+The order of comparison within a step is the order in which a step makes things, so that the first
+difference is the nearest to its cause: samples, weight, loss, gradient and its norm, clipped
+gradient, rate, weights, their average, buffers; with each tensor whether the ranks of the candidate
+agree with each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from allranks.job.run_folder import read_rows
+from allranks.tools.check import hints
+from allranks.tools.check.sizes import (
+    Array,
+    Rounding,
+    number_difference,
+    tensor_difference,
+    usual_sizes,
+)
+
+START = -1
+STAGES = ("gradient", "clipped gradient", "weight", "average", "buffer")
+MOVED = ("weight", "average")  # by the optimizer, from gradients that may be rounding only
+SMALL = 1e-3  # a tensor counts as at least this part of what is usual in its stage
+NORM = 1e-6  # the length of a gradient is summed in another order where it lies in other pieces
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What still counts as equal: norm-relative for tensors, relative for numbers.
+
+    `stages` are compared; `exact` asks for equal bits. `small` and `floor` say what the difference
+    of a tensor is relative to (`sizes.usual_sizes`); `noise` allows more, tensor by tensor.
+    """
+
+    tensors: float
+    numbers: float
+    stages: tuple[str, ...] = STAGES
+    exact: bool = False
+    small: float = SMALL
+    floor: float = 0.0
+    lengths: float = 0.0
+    """How far the length of a gradient may be off: in 32 bits it adds up millions of squares."""
+    skips_alike: bool = True
+    """Whether both must skip the same steps for their loss scale."""
+    noise: Mapping[str, float] = field(default_factory=dict)
+
+    def limit(self, difference: Difference) -> float:
+        """How large this difference may be."""
+        if self.exact:
+            return NORM if difference.stage == "gradient norm" else 0.0
+        if difference.tensor is None:
+            is_length = difference.stage == "gradient norm"
+            return max(self.numbers, self.lengths) if is_length else self.numbers
+        return max(self.tensors, self.noise.get(difference.name, 0.0))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference: where, and how large. `hint` says what usually looks like this."""
+
+    step: int
+    stage: str
+    tensor: str | None
+    size: float | None
+    found: str
+    hint: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}/{self.tensor}"
+
+    def __str__(self) -> str:
+        where = "before the first step" if self.step == START else f"at step {self.step}"
+        tensor = f", tensor {self.tensor!r}" if self.tensor else ""
+        return f"{self.stage} differs {where}{tensor}: {self.found}\nlooks like: {self.hint}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came out: the first difference, if any, and the largest size that counted as equal."""
+
+    first: Difference | None
+    steps: int
+    largest: float
+    largest_at: str
+    passed_over: tuple[str, ...] = ()
+    """Weights that were not compared: their gradient is nothing but rounding."""
+
+
+class Trace:
+    """The trace of one run: rows and tensors by step, of all of its ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        files = sorted(path.glob("rank-*.jsonl"))
+        self.ranks = [{int(row["step"]): row for row in read_rows(file)} for file in files]
+        self.tensors = lru_cache(2)(self._tensors)
+        self._start: dict[str, Array] | None = None
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(self.ranks[0])
+
+    @property
+    def start(self) -> dict[str, Array]:
+        """The leader's tensors before the first step."""
+        if self._start is None:
+            self._start = self._tensors(START)
+        return self._start
+
+    @property
+    def draws(self) -> bool:
+        """Whether forward or loss drew from torch's own generator in any step."""
+        return any(row.get("draws") for rank in self.ranks for row in rank.values())
+
+    def _tensors(self, step: int) -> dict[str, Array]:
+        """The leader's tensors of one step, by stage/name."""
+        name = "start" if step == START else f"step-{step:08d}"
+        return dict(load_file(self.path / "tensors" / f"{name}.safetensors"))
+
+
+def compare(reference: Trace, candidate: Trace, tolerance: Tolerance) -> Comparison:
+    """The first difference between a run of one process and one of any number of ranks."""
+    walk = _Walk(reference, candidate, tolerance)
+    largest, largest_at, compared = 0.0, "nothing", 0
+
+    def found(first: Difference | None) -> Comparison:
+        return Comparison(first, compared, largest, largest_at, walk.rounding.in_words())
+
+    for step in reference.steps:
+        if step not in candidate.ranks[0]:
+            return found(_ended(step, "the candidate ended before", "lost samples"))
+        for difference in walk.differences(step):
+            size = math.inf if difference.size is None else difference.size
+            if not size <= tolerance.limit(difference):
+                return found(difference)
+            if size > largest:
+                largest = size
+                where = " ".join(filter(None, (difference.stage, difference.tensor)))
+                largest_at = f"{where} at step {step}"
+        compared += step != START
+    extra = sorted(set(candidate.ranks[0]) - set(reference.steps))
+    if extra:
+        return found(_ended(extra[0], "the reference ended before", "repeated samples"))
+    return found(None)
+
+
+def sizes_between(reference: Trace, candidate: Trace, tolerance: Tolerance) -> dict[str, float]:
+    """The largest size of each tensor's difference, by stage/name, over all steps of both."""
+    walk, sizes = _Walk(reference, candidate, tolerance), dict[str, float]()
+    for step in set(reference.steps) & set(candidate.ranks[0]):
+        for difference in walk.differences(step):
+            if difference.tensor is not None and difference.size is not None:
+                size = difference.size if math.isfinite(difference.size) else 0.0
+                sizes[difference.name] = max(size, sizes.get(difference.name, 0.0))
+    return sizes
+
+
+def _ended(step: int, found: str, hint: str) -> Difference:
+    return Difference(step, "number of steps", None, None, found, hint)
+
+
+class _Walk:
+    """Goes through the steps of two traces in order."""
+
+    def __init__(self, reference: Trace, candidate: Trace, tolerance: Tolerance) -> None:
+        self.reference, self.candidate, self.tolerance = reference, candidate, tolerance
+        self.rounding = Rounding()
+        self.typical_loss = max(map(_magnitude, reference.ranks[0].values()))
+
+    def differences(self, step: int) -> Iterator[Difference]:
+        """Everything that differs in one step, however little, in the order of the step."""
+        rows = [rank[step] for rank in self.candidate.ranks if step in rank]
+        wanted = self.reference.ranks[0][step]
+        skipped = False
+        if step != START:
+            yield from self._numbers(step, rows, wanted)
+            skipped = bool(wanted["overflow"] or rows[0]["overflow"]) and not self.tolerance.exact
+        if skipped:  # nothing of such a step is left to compare
+            return
+        if all(row["digests"] == wanted["digests"] for row in rows):
+            yield from self._rate(step, rows, wanted)
+        else:
+            yield from self._stages(step, rows, wanted)
+
+    def _numbers(
+        self, step: int, rows: list[dict[str, Any]], wanted: dict[str, Any]
+    ) -> Iterator[Difference]:
+        ids = [number for row in rows for number in row["ids"]]
+        if ids != wanted["ids"]:
+            yield Difference(step, "samples", None, None, *hints.of_samples(ids, wanted["ids"]))
+        for stage in ("samples", "weight"):
+            yield from _number(step, stage, rows[0][stage], wanted[stage], 0.0, rows[0])
+        eps = 1e-6 * self.typical_loss  # beside a loss of 1 at the start, 1e-16 is no loss
+        scale = max(_magnitude(wanted), eps, self.tolerance.floor**2)
+        yield from _number(step, "loss", rows[0]["loss"], wanted["loss"], scale, rows[0])
+        if self.tolerance.skips_alike:
+            flags = float(rows[0]["overflow"]), float(wanted["overflow"])
+            yield from _number(step, "overflow", *flags, 0.0, rows[0])
+
+    def _stages(
+        self, step: int, rows: list[dict[str, Any]], wanted: dict[str, Any]
+    ) -> Iterator[Difference]:
+        ours, theirs = self.candidate.tensors(step), self.reference.tensors(step)
+        if "weight" in self.tolerance.stages and not self.tolerance.exact:
+            limit, floor = self.tolerance.tensors, self.tolerance.floor
+            self.rounding.see(_of(ours, "gradient"), _of(theirs, "gradient"), limit, floor)
+        for stage in STAGES:
+            if stage in self.tolerance.stages or step == START:
+                yield from self._tensors(step, stage, _of(ours, stage), _of(theirs, stage), rows)
+            if stage == "gradient" and step != START:
+                norms = rows[0]["grad_norm"], wanted["grad_norm"]
+                yield from _number(step, "gradient norm", *norms, self.tolerance.floor, rows[0])
+            if stage == "clipped gradient":
+                yield from self._rate(step, rows, wanted)
+
+    def _rate(
+        self, step: int, rows: list[dict[str, Any]], wanted: dict[str, Any]
+    ) -> Iterator[Difference]:
+        if step != START and self.tolerance.skips_alike:  # a schedule counts updates
+            rates = rows[0]["learning_rate"], wanted["learning_rate"]
+            yield from _number(step, "learning rate", *rates, 0.0, rows[0])
+
+    def _tensors(
+        self,
+        step: int,
+        stage: str,
+        ours: dict[str, Array],
+        theirs: dict[str, Array],
+        rows: list[dict[str, Any]],
+    ) -> Iterator[Difference]:
+        drifting = _drifting(stage, rows)
+        sizes = self._sizes(step, stage, ours, theirs)
+        beyond = sum(size > self.tolerance.tensors for size in sizes.values())
+        for name in sorted({*ours, *theirs, *drifting}):
+            if name not in ours or name not in theirs:
+                which = "candidate" if name not in ours else "reference"
+                hint = "a parameter that some ranks do not use, or one that is trained in one run"
+                yield Difference(step, stage, name, math.inf, f"the {which} has none", hint)
+                continue
+            drifts = ""
+            if name in drifting:
+                drifts = f"rank {drifting[name]} does not hold what rank 0 holds"
+            if name in sizes:
+                size, everywhere = sizes[name], beyond == len(theirs)
+                found = f"relative difference {size:.2e} ({beyond} of {len(theirs)} tensors differ)"
+                hint = self._hint(step, stage, name, ours[name], theirs[name], everywhere)
+                if drifts and stage != "buffer":
+                    found, hint = f"{found}, and {drifts}", hints.DRIFTS[_base(stage)]
+                yield Difference(step, stage, name, size, found, hint)
+            if drifts:
+                hint = hints.of_buffer(name) if stage == "buffer" else hints.DRIFTS[_base(stage)]
+                yield Difference(step, stage, name, math.inf, drifts, hint)
+
+    def _sizes(
+        self, step: int, stage: str, ours: dict[str, Array], theirs: dict[str, Array]
+    ) -> dict[str, float]:
+        """The relative difference of each tensor whose bits are not equal."""
+        start = {} if step == START else _of(self.reference.start, stage)
+        scales = usual_sizes(stage, theirs, start, self.tolerance.small, self.tolerance.floor)
+        sizes = {}
+        for name in sorted(ours.keys() & theirs.keys()):
+            a, b = ours[name], theirs[name]
+            if a.tobytes() == b.tobytes():
+                continue
+            kept = self.rounding.kept(name) if stage in MOVED else None
+            size = tensor_difference(a, b, kept if a.shape == b.shape else None) / scales[name]
+            if size or (self.tolerance.exact and kept is None):
+                sizes[name] = size or math.ulp(0.0)  # other bits, as of a zero with a sign
+        return sizes
+
+    def _hint(self, step: int, stage: str, name: str, a: Array, b: Array, everywhere: bool) -> str:
+        if stage == "buffer":
+            return hints.of_buffer(name)
+        if stage in MOVED:
+            before = None
+            if step != START:
+                before = self.reference.tensors(step - 1).get(f"{stage}/{name}")
+            return hints.of_update(stage, a, b, before)
+        return hints.of_gradient(a, b, len(self.candidate.ranks), everywhere)
+
+
+def _magnitude(row: Mapping[str, Any]) -> float:
+    """How large the losses of a step are, whatever they add up to."""
+    sizes = [0.0]
+    with_weight = float(row.get("weight") or 0.0)
+    if row.get("magnitude") is not None and with_weight > 0:
+        sizes.append(float(row["magnitude"]) / with_weight)
+    if "loss" in row:
+        sizes.append(abs(float(row["loss"])))
+    return max(size for size in sizes if math.isfinite(size))
+
+
+def _of(tensors: Mapping[str, Array], stage: str) -> dict[str, Array]:
+    prefix = stage + "/"
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _base(stage: str) -> str:
+    return "gradient" if "gradient" in stage else stage
+
+
+def _drifting(stage: str, rows: list[dict[str, Any]]) -> dict[str, int]:
+    """The tensors that not all ranks of the candidate hold alike, each with the first such rank."""
+    found: dict[str, int] = {}
+    prefix = stage + "/"
+    for rank, row in enumerate(rows[1:], start=1):
+        for name in rows[0]["digests"].keys() | row["digests"].keys():
+            other = row["digests"].get(name) != rows[0]["digests"].get(name)
+            if other and name.startswith(prefix):
+                found.setdefault(name.removeprefix(prefix), rank)
+    return found
+
+
+def _number(
+    step: int, stage: str, found: Any, wanted: Any, scale: float, row: Mapping[str, Any]
+) -> Iterator[Difference]:
+    size = number_difference(found, wanted, scale)
+    if size:
+        hint = hints.of_number(stage, row)
+        yield Difference(step, stage, None, size, f"{found!r}, not {wanted!r}", hint)

@@ -1,0 +1,66 @@
+"""A check from its job to its verdict: the plan, a fork server, a folder that goes away.
+
+Called by the command line and from Python; both make the job in their own words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+from allranks.catalog import preload_for
+from allranks.errors import Interrupted, ProgramError, RequestError, Stopped
+from allranks.job.config import Resolved
+from allranks.job.job import Job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.resources import OneMachine
+from allranks.launcher.start import describe
+from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.plan import TRACE_BYTES, Plan, ranks_to_check
+from allranks.tools.check.verdict import Verdict
+
+
+def checked_in_scratch(
+    resolved: Resolved, keep_runs: str | None, *, given: bool, bounded: bool
+) -> Verdict:
+    """The verdict on a job; nothing is left but what is kept below `keep_runs`.
+
+    `given` says whether the number of ranks was asked for; `bounded` that the steps may be fewer,
+    so that what is recorded of a large model does not fill the disk.
+    """
+    if resolved.job.engine != "torch":
+        raise _no_trace(resolved.job.engine)
+    with (
+        tempfile.TemporaryDirectory(prefix="allranks-check-") as scratch,
+        ForkServer(preload_for(resolved.job.program, resolved.job.engine)) as server,
+    ):
+        try:
+            shards = describe(OneMachine(server), _here(resolved)).shards
+            many, own = ranks_to_check(resolved.job.ranks, shards, given=given)
+            if resolved.job.nodes > 1:
+                many = (resolved.job.ranks,)  # another number may not fit on the nodes
+            limit = TRACE_BYTES if bounded else 0
+            plan = Plan(many, own, shards, limit, keep=keep_runs is not None)
+            return check_against_one(resolved, Path(keep_runs or scratch), server, plan)
+        except (Stopped, Interrupted) as error:  # what it ran goes on nowhere
+            raise Interrupted("the check was stopped before it had an answer") from error
+        except ProgramError as error:
+            if keep_runs:
+                raise
+            again = "that folder was temporary: repeat with --keep-runs FOLDER to keep it"
+            raise ProgramError(f"{error}\n{again}") from error
+
+
+def _here(resolved: Resolved) -> Job:
+    return dataclasses.replace(resolved.job, nodes=1, place="local", ranks=1, strategy="single")
+
+
+def _no_trace(engine: str) -> RequestError:
+    return RequestError(
+        asked=f"check with the {engine} engine",
+        found="no record of the insides of its steps",
+        why="a check compares samples, gradients and weights of every step with one process",
+        do="--engine torch for a Keras task; or compare `weights_sha256` and `train_loss` of "
+        "`train --strategy single` with those of the other strategy",
+    )

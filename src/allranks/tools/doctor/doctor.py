@@ -1,0 +1,302 @@
+"""`allranks doctor`: would a run work here, and how fast are its ranks joined? Collects, prints nothing.
+
+The nodes come together as for a run, but what would stop one is noted here, not raised: a doctor
+who leaves at the first complaint hides the others. One probe per rank looks at its node, tells the
+time, and measures the way to each other rank, pair after pair so that they do not disturb each
+other. Where the nodes do not come, this machine at least is looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from allranks.errors import EXIT_DONE, EXIT_PLACE_FAILED, PlaceError, RequestError
+from allranks.launcher.nodes.facts import facts
+from allranks.launcher.nodes.interfaces import Interface, interfaces
+from allranks.launcher.nodes.join import Call, Gathering, choose_addresses
+from allranks.launcher.nodes.nodes import Node, Nodes
+from allranks.launcher.places.start_agents import Wanted, start_agents
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Processes
+from allranks.launcher.resources import shares
+from allranks.launcher.slurm.allocation import Allocation
+from allranks.tools.doctor.diagnosis import (
+    MOST_IN_FULL,
+    STOP,
+    Diagnosis,
+    End,
+    Finding,
+    NodeReport,
+)
+from allranks.tools.doctor.examination import Examination, Mark
+from allranks.tools.doctor.findings import Collected, findings, may_differ, must_be_equal
+from allranks.tools.doctor.link_matrix import measured
+from allranks.tools.doctor.probes import MODULE, Door, Lost, Probes
+
+CLOCK_TRIPS = 10
+TORCH = re.compile(r"torch(?![\w.-])")
+LOOPBACK = Interface("lo", "127.0.0.1")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be looked at: the nodes of a run like this, and the folder of its run folder."""
+
+    wanted: Wanted
+    folder: Path
+
+
+@dataclass
+class _Place:
+    """Nodes that have come together, their ranks, and who owns processes there."""
+
+    processes: Processes
+    listener: socket.socket
+    key: str
+    reports: dict[int, NodeReport]
+    node_of: list[int]  # rank -> the number of its node
+    doors: dict[int, Door]  # number of a node -> where its probes find this process
+    problems: list[Finding] = field(default_factory=list)
+    code: int = EXIT_PLACE_FAILED  # what the nodes leave with
+
+
+def diagnose(question: Question, tell: Callable[[str], None] = lambda text: None) -> Diagnosis:
+    """Look at the place, and at all that its ranks would find; `tell` hears what takes time.
+
+    Raises `RequestError` for what cannot be asked. No process is left.
+    """
+    wanted = question.wanted
+    left_s = _time_left_s()
+    try:
+        if wanted.place == "slurm" and Allocation.from_environment(os.environ) is None:
+            raise PlaceError(_NO_JOB)
+        with _together(wanted) as place:
+            diagnosis = _looked_at(question, place, left_s, tell)
+            place.code = EXIT_PLACE_FAILED if diagnosis.stops else EXIT_DONE
+            return diagnosis
+    except PlaceError as error:
+        if wanted.place == "local":
+            raise
+        return _this_machine_only(question, error, tell)
+
+
+def _looked_at(
+    question: Question, place: _Place, left_s: float | None, tell: Callable[[str], None]
+) -> Diagnosis:
+    ranks = _probed(place)
+    broken: list[str] = []
+    with Probes(place.processes, place.listener, place.key) as probes:
+        probes.start({rank: place.doors[place.node_of[rank]] for rank in ranks})
+        _look(place, probes, question.folder)
+        matrix = measured(probes, _ends_of(place, ranks), broken, tell)
+        lost = {place.reports[place.node_of[rank]].name: why for rank, why in probes.lost.items()}
+    reports = tuple(place.reports.values())
+    collected = Collected(
+        nodes=reports,
+        needs_torch=needed_torch(),
+        matrix=matrix,
+        time_left_s=left_s,
+        lost=lost,
+        broken=tuple(broken),
+    )
+    return Diagnosis(
+        place=question.wanted.place,
+        ranks=question.wanted.ranks,
+        asked_nodes=question.wanted.nodes,
+        nodes=reports,
+        matrix=matrix,
+        must_be_equal=must_be_equal(reports),
+        may_differ=may_differ(reports),
+        findings=(*place.problems, *findings(collected)),
+    )
+
+
+def _this_machine_only(
+    question: Question, error: PlaceError, tell: Callable[[str], None]
+) -> Diagnosis:
+    """The nodes did not come together: why, and what there is here."""
+    wanted = question.wanted
+    here = Wanted("local", 1, 1, wanted.meeting, wanted.program)
+    with _together(here) as place:
+        do = _DO_ABOUT[wanted.place.partition(":")[0]]
+        place.problems.append(Finding(STOP, _NOT_TOGETHER, "", str(error), do))
+        seen = _looked_at(Question(here, question.folder), place, None, tell)
+    return dataclasses.replace(
+        seen, place=wanted.place, ranks=wanted.ranks, asked_nodes=wanted.nodes
+    )
+
+
+_NOT_TOGETHER = "the nodes did not come together"
+_NO_JOB = "there is no Slurm job around this process (SLURM_JOB_ID is not set)"
+_DO_ABOUT = {
+    "simulated": "mend what stands here; --place local needs nothing of it",
+    "slurm": "allranks submit -- …, or start it in a batch script or under salloc",
+    "hosts": "start every node with the same words; `ssh HOST true` must work without a password, "
+    "and the port of --rendezvous be open",
+}
+
+
+@contextmanager
+def _together(wanted: Wanted) -> Iterator[_Place]:
+    """The nodes that are wanted, or this machine, as the place of a diagnosis."""
+    with ExitStack() as stack:
+        if wanted.place == "local":
+            server = stack.enter_context(ForkServer((MODULE,)))
+            listener = stack.enter_context(socket.create_server((LOOPBACK.address, 0)))
+            found = {one.name: one.address for one in interfaces()}
+            own = facts(wanted.program)
+            here = NodeReport(0, own.host, LOOPBACK.address, LOOPBACK.name, found, own)
+            door = Door(*listener.getsockname())
+            key = secrets.token_hex(32)
+            yield _Place(server, listener, key, {0: here}, [0] * wanted.ranks, {0: door})
+            return
+        started = stack.enter_context(start_agents(wanted))
+        call = Call(started.names, started.key, wanted.words, wanted.meeting.join_timeout_s)
+        come = Gathering(call, started.listener, started.check).wait_for_all()
+        nodes = Nodes(come, wanted.meeting.node_timeout_s, started.watch)
+        place: _Place | None = None
+        try:
+            place = _place_of(nodes, wanted, started.listener, started.key, started.slots)
+            yield place
+        finally:
+            nodes.leave(EXIT_PLACE_FAILED if place is None else place.code)
+
+
+def _place_of(
+    nodes: Nodes, wanted: Wanted, listener: socket.socket, key: str, slots: Sequence[int]
+) -> _Place:
+    """What is known of nodes that have just come; finds the addresses by which they are joined."""
+    problems = []
+    try:
+        choose_addresses(nodes)
+    except PlaceError as error:
+        do = "open the way between the nodes, or name the network that joins them: --interface"
+        problems.append(Finding(STOP, "the nodes do not reach each other", "", str(error), do))
+    counts = shares(wanted.ranks, len(nodes.nodes), slots)
+    nodes.seats = tuple(
+        node for node, count in zip(nodes.nodes, counts, strict=True) for _ in range(count)
+    )
+    nodes.start_servers((MODULE,))
+    port = int(listener.getsockname()[1])
+    return _Place(
+        processes=nodes,
+        listener=listener,
+        key=key,
+        reports={node.number: _report_of(node, nodes.nodes) for node in nodes.nodes},
+        node_of=[node.number for node in nodes.seats],
+        doors={node.number: Door(node.channel.own_address, port) for node in nodes.nodes},
+        problems=problems,
+    )
+
+
+def _report_of(node: Node, nodes: Sequence[Node]) -> NodeReport:
+    """A node by its host name; with its number where several nodes are on one host."""
+    many = sum(other.name == node.name for other in nodes) > 1
+    return NodeReport(
+        number=node.number,
+        name=f"{node.name} (node {node.number})" if many else node.name,
+        address=None if node.chosen is None else node.chosen.address,
+        interface=None if node.chosen is None else node.chosen.name,
+        interfaces={one.name: one.address for one in node.interfaces},
+        facts=node.facts,
+    )
+
+
+def _probed(place: _Place) -> list[int]:
+    """The ranks that get a probe: all of them if they are few, else one of each node.
+
+    On one machine two are enough to measure the way between its ranks.
+    """
+    ranks = list(range(len(place.node_of)))
+    if len(ranks) > MOST_IN_FULL:
+        ranks = [place.node_of.index(number) for number in dict.fromkeys(place.node_of)]
+    return ranks if len(ranks) > 1 else list(range(min(2, len(place.node_of))))
+
+
+def _ends_of(place: _Place, ranks: Sequence[int]) -> list[End]:
+    """The ends of the ways between these ranks; none where a node has no address for the others."""
+    reports = [place.reports[place.node_of[rank]] for rank in ranks]
+    if any(report.address is None for report in reports):
+        return []
+    return [
+        End(rank, report.name, report.address or "")
+        for rank, report in zip(ranks, reports, strict=True)
+    ]
+
+
+def _look(place: _Place, probes: Probes, folder: Path) -> None:
+    """What each node allows, how its clock goes, and how it sees the folder of runs."""
+    with _marked(folder) as mark:
+        for number, report in place.reports.items():
+            rank = next((r for r in probes.there if place.node_of[r] == number), None)
+            if rank is None:
+                continue
+            with suppress(Lost):
+                message = {"do": "look", "mark": {**vars(mark)}}
+                seen = Examination.from_data(probes.ask(rank, message))
+                offset_s, error_s = _clock(probes, rank)
+                place.reports[number] = dataclasses.replace(
+                    report, examination=seen, clock_offset_s=offset_s, clock_error_s=error_s
+                )
+
+
+@contextmanager
+def _marked(folder: Path) -> Iterator[Mark]:
+    """A file in the folder that other nodes are to find, and a lock that they are to see.
+
+    Where it cannot be written its name is empty; the nodes say what is wrong there.
+    """
+    content, path = secrets.token_hex(8), folder / f".allranks-probe-{secrets.token_hex(8)}"
+    try:
+        path.write_text(content)
+    except OSError:
+        yield Mark(str(folder), "", "")
+        return
+    try:
+        with path.open("r+") as held:
+            with suppress(OSError):  # the nodes say so too
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield Mark(str(folder), path.name, content)
+    finally:
+        path.unlink()
+
+
+def _clock(probes: Probes, rank: int) -> tuple[float, float]:
+    """How far the clock there is ahead of ours, and the error: by the shortest of some trips."""
+    found = []
+    for _ in range(CLOCK_TRIPS):
+        before, begun = time.time(), time.monotonic()
+        there = float(probes.ask(rank, {"do": "clock"}))
+        trip_s = time.monotonic() - begun
+        found.append((trip_s / 2, there - (before + trip_s / 2)))
+    error_s, offset_s = min(found)
+    return offset_s, error_s
+
+
+def needed_torch() -> str | None:
+    """The range of torch that the installed allranks asks for; `None` where that is not told."""
+    try:
+        needs = metadata.requires("allranks") or []
+    except metadata.PackageNotFoundError:
+        return None
+    return next((need for need in needs if TORCH.match(need) and ";" not in need), None)
+
+
+def _time_left_s() -> float | None:
+    """How long Slurm leaves the job around this process, where it says so."""
+    try:
+        job = Allocation.from_environment(os.environ)
+    except RequestError:  # a run that needs them says what is wrong with these variables
+        return None
+    return None if job is None or job.end_time_s is None else job.end_time_s - time.time()

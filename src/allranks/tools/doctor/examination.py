@@ -1,0 +1,275 @@
+"""What a node allows and has left, beyond `facts`: limits, memory, the folder of runs. Plain data.
+
+It is looked at by a process that stands where a rank would, so that limits are those of ranks. A
+folder is tried by doing what a job does there: write, make durable, rename, lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import resource
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.launcher.nodes.interfaces import interfaces
+from allranks.launcher.processes.oom import GROUPS, MOUNT
+
+WORKS = "works"
+SHARED_MEMORY = Path("/dev/shm")
+MEMORY = Path("/proc/meminfo")
+MOUNTS = Path("/proc/self/mountinfo")
+SPEEDS = "/sys/class/net/{}/speed"
+NO_LIMIT = 1 << 60  # version 1 of control groups writes a number near 2**63 for no limit
+OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes a space in the name of a folder
+SEEN, SEEN_LOCK = "seen", "lock_across"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A file that whoever asks has put into a folder, and holds a lock on; a node is to find it.
+
+    Without a `name` nothing could be put there.
+    """
+
+    folder: str
+    name: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where run folders are made, as one node sees it. Unknown is `None`.
+
+    `tried` is what was tried there: "works", or what went wrong.
+    """
+
+    path: str
+    kind: str | None
+    free_bytes: int | None
+    free_files: int | None
+    tried: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The limits and the folder of one node, as a rank would find them. Unknown is `None`.
+
+    `cpu_quota` is the time of processors that its control group may use, in cores. Of an interface
+    `speed_mbit` is what its driver says of the link, where it says anything.
+    """
+
+    cores: int | None
+    cores_allowed: int
+    cpu_quota: float | None
+    memory_available_bytes: int | None
+    memory_limit_bytes: int | None
+    shared_memory_bytes: int | None
+    shared_memory_free_bytes: int | None
+    open_files: int
+    open_files_hard: int
+    speed_mbit: dict[str, int | None]
+    folder: Folder
+
+    def to_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Examination:
+        return cls(**{**data, "folder": Folder(**data["folder"])})
+
+
+def examine(mark: Mark) -> Examination:
+    """Look at this node, and try the folder that holds the mark; leaves nothing there."""
+    files, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shared = _usage(SHARED_MEMORY)
+    return Examination(
+        cores=os.cpu_count(),
+        cores_allowed=len(os.sched_getaffinity(0)),
+        cpu_quota=_cpu_quota(),
+        memory_available_bytes=_available(),
+        memory_limit_bytes=_memory_limit(),
+        shared_memory_bytes=None if shared is None else shared[0],
+        shared_memory_free_bytes=None if shared is None else shared[1],
+        open_files=files,
+        open_files_hard=files_hard,
+        speed_mbit={one.name: _speed(one.name) for one in interfaces()},
+        folder=examine_folder(mark),
+    )
+
+
+def examine_folder(mark: Mark) -> Folder:
+    """Do there what a job does: find what others wrote, write, make durable, rename, lock."""
+    path = Path(mark.folder)
+    usage = _usage(path)
+    own = path / f".allranks-probe-{secrets.token_hex(8)}"
+    trials: dict[str, Callable[[], str]] = {}
+    if mark.name:
+        trials[SEEN] = lambda: _sees(path / mark.name, mark.content)
+        trials[SEEN_LOCK] = lambda: _is_kept_out(path / mark.name)
+    trials |= {
+        "write": lambda: _writes(own),
+        "fsync": lambda: _syncs(own),
+        "rename": lambda: _renames(own),
+        "lock": lambda: _locks(own),
+    }
+    tried = {}
+    try:
+        for name, trial in trials.items():
+            try:
+                tried[name] = trial() or WORKS
+            except OSError as error:
+                tried[name] = error.strerror or str(error)
+            if name == "write" and tried[name] != WORKS:
+                break  # the others follow from it
+    finally:
+        with suppress(OSError):
+            own.unlink()
+    return Folder(
+        path=str(path),
+        kind=_kind(path),
+        free_bytes=None if usage is None else usage[1],
+        free_files=None if usage is None else os.statvfs(path).f_favail,
+        tried=tried,
+    )
+
+
+def _sees(file: Path, content: str) -> str:
+    return "" if file.read_text() == content else "it holds something else here"
+
+
+def _is_kept_out(file: Path) -> str:
+    """Whoever asks holds a lock on the file: nobody else may get it."""
+    with file.open("r+") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return ""
+    return "a lock that another node holds is not seen here"
+
+
+def _writes(file: Path) -> str:
+    file.write_text("allranks")
+    return "" if file.read_text() == "allranks" else "what was written is not read again"
+
+
+def _syncs(file: Path) -> str:
+    for path in (file, file.parent):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    return ""
+
+
+def _renames(file: Path) -> str:
+    """Over a file that is there, as a manifest is put in its place."""
+    beside = file.with_name(f"{file.name}.new")
+    beside.write_text("new")
+    try:
+        beside.rename(file)
+    finally:
+        beside.unlink(missing_ok=True)
+    return "" if file.read_text() == "new" else "the old file is still there"
+
+
+def _locks(file: Path) -> str:
+    """A second one who opens the file is kept out."""
+    with file.open("r+") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return "" if not _is_kept_out(file) else "a lock keeps nobody out"
+
+
+def _usage(path: Path) -> tuple[int, int] | None:
+    """(all bytes, free bytes) of a file system."""
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return usage.total, usage.free
+
+
+def _kind(path: Path) -> str | None:
+    """The kind of the file system that a folder is on: ext4, nfs4, lustre, tmpfs."""
+    try:
+        lines, real = MOUNTS.read_text().splitlines(), path.resolve()
+    except OSError:
+        return None
+    found: tuple[int, str | None] = (-1, None)
+    for line in lines:  # a later mount at the same place hides the earlier
+        before, _, after = line.partition(" - ")
+        place = Path(OCTAL.sub(lambda found: chr(int(found[1], 8)), before.split()[4]))
+        if real.is_relative_to(place) and len(place.parts) >= found[0]:
+            found = len(place.parts), after.split()[0]
+    return found[1]
+
+
+def _available() -> int | None:
+    try:
+        rows = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
+        return int(rows["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _speed(interface: str) -> int | None:
+    """What the driver says of a link in Mbit/s; many say nothing, or -1."""
+    try:
+        speed = int(Path(SPEEDS.format(interface)).read_text())
+    except (OSError, ValueError):
+        return None
+    return speed if speed > 0 else None
+
+
+def _memory_limit() -> int | None:
+    """The least of the limits of this process's control group and of those around it."""
+    names = {"memory": "memory.limit_in_bytes", "": "memory.max"}
+    found = [int(text) for text in _in_groups(names) if text.strip().isdecimal()]
+    return min((limit for limit in found if limit < NO_LIMIT), default=None)
+
+
+def _cpu_quota() -> float | None:
+    """Cores whose time the control group may use, as version 1 or 2 of control groups says it."""
+    quotas = []
+    for text in _in_groups({"": "cpu.max"}):
+        quota, _, period = text.strip().partition(" ")
+        quotas += [int(quota) / int(period)] if quota.isdecimal() and period.isdecimal() else []
+    pairs = zip(
+        _in_groups({"cpu": "cpu.cfs_quota_us"}),
+        _in_groups({"cpu": "cpu.cfs_period_us"}),
+        strict=False,
+    )
+    quotas += [int(quota) / int(period) for quota, period in pairs if int(quota) > 0]
+    return min(quotas, default=None)
+
+
+def _in_groups(names: dict[str, str]) -> Iterator[str]:
+    """The content of a file of the control group, and of every group around it.
+
+    `names` are those of the file by controller; that of version 2, which has them all, is "".
+    Inside a container the mount may begin at the very group of this process.
+    """
+    try:
+        lines = GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, group = line.split(":", 2)
+        for kind in set(kinds.split(",")) & set(names):
+            mount = MOUNT / kind
+            if not kind and not (MOUNT / "cgroup.controllers").exists():
+                continue
+            inside = mount / group.lstrip("/")
+            for folder in (inside, *inside.parents):
+                if folder.is_relative_to(mount):
+                    try:
+                        yield (folder / names[kind]).read_text()
+                    except OSError:
+                        continue

@@ -1,0 +1,166 @@
+"""The probes of `allranks doctor`, from the side of the command: called together, asked, sent away.
+
+What they find comes back over a connection of their own and not through files, because whether the
+nodes share a folder is one of the questions.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from allranks.errors import PlaceError
+from allranks.launcher.nodes.channel import Channel, Gone, Message, challenge, judge
+from allranks.launcher.processes.process import Process, Processes
+
+MODULE = "allranks.tools.doctor.probe"
+START_S = 60.0
+ANSWER_S = 60.0
+LEAVE_S = 10.0
+TICK_S = 0.05
+
+
+class Lost(Exception):
+    """A probe does not answer, or did not come; the message says what is known of it."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a probe finds the one who asks."""
+
+    address: str
+    port: int
+
+
+@dataclass
+class _Guest:
+    channel: Channel
+    nonce: str
+    trusted: bool = False
+
+
+@dataclass
+class Probes:
+    """A probe for each of some ranks. Leaving the context sends them all away."""
+
+    processes: Processes
+    listener: socket.socket
+    key: str
+    lost: dict[int, str] = field(default_factory=dict)
+    _channels: dict[int, Channel] = field(default_factory=dict)
+    _tickets: dict[int, int] = field(default_factory=dict)  # ticket -> rank, while it runs
+    _guests: list[_Guest] = field(default_factory=list)
+
+    def start(self, doors: dict[int, Door]) -> None:
+        """Start a probe for each rank, and wait until they have come or are lost."""
+        self.listener.setblocking(False)
+        for rank, door in doors.items():
+            where = {"address": door.address, "port": door.port, "key": self.key, "rank": rank}
+            process = Process(rank, f"{MODULE}:main", where, {}, Path(os.devnull))
+            self._tickets[self.processes.spawn(process)] = rank
+        deadline = time.monotonic() + START_S
+        while missing := set(doors) - set(self._channels) - set(self.lost):
+            self._admit()
+            self._note_exits()
+            if time.monotonic() > deadline:
+                late = f"its process did not call back for {START_S:g} s"
+                self.lost |= dict.fromkeys(missing, late)
+
+    @property
+    def there(self) -> list[int]:
+        """The ranks whose probes answer."""
+        return sorted(set(self._channels) - set(self.lost))
+
+    def ask(self, rank: int, message: Message, seconds: float = ANSWER_S) -> Any:
+        """What the probe of a rank answers; raises `Lost`."""
+        self.tell(rank, message)
+        return self.hear(rank, seconds)
+
+    def tell(self, rank: int, message: Message) -> None:
+        """Say something to the probe of a rank; raises `Lost`."""
+        if rank in self.lost or rank not in self._channels:
+            raise Lost(self.lost.get(rank, "it was not started"))
+        try:
+            self._channels[rank].send(message)
+        except Gone as error:
+            raise self._lose(rank, str(error)) from error
+
+    def hear(self, rank: int, seconds: float = ANSWER_S) -> Any:
+        """The next answer of the probe of a rank; raises `Lost` if none comes."""
+        channel, deadline = self._channels[rank], time.monotonic() + seconds
+        while rank not in self.lost:
+            select.select([channel], [], [], TICK_S)
+            try:
+                if found := channel.receive():
+                    return found[0]["answer"]
+            except Gone as error:
+                raise self._lose(rank, str(error)) from error
+            self._note_exits()
+            if time.monotonic() > deadline:
+                raise self._lose(rank, f"it did not answer for {seconds:g} s")
+        raise Lost(self.lost[rank])
+
+    def _lose(self, rank: int, why: str) -> Lost:
+        self._note_exits()
+        self.lost.setdefault(rank, why)
+        return Lost(self.lost[rank])
+
+    def _note_exits(self, timeout_s: float = 0.0) -> None:
+        """Let the owner of the processes do its work, and hear from it who has ended."""
+        for ended in self.processes.exits(timeout_s):
+            rank = self._tickets.pop(ended.ticket, None)
+            if rank is not None:
+                why = ended.lost or f"its process ended with code {ended.code}"
+                self.lost.setdefault(rank, why)
+
+    def _admit(self) -> None:
+        """Take in who comes, if it knows the key."""
+        waiting: Sequence[Any] = [self.listener, *(guest.channel for guest in self._guests)]
+        select.select(waiting, [], [], TICK_S)
+        with suppress(BlockingIOError):
+            while True:
+                channel = Channel(self.listener.accept()[0])
+                self._guests.append(_Guest(channel, challenge(channel)))
+        for guest in list(self._guests):
+            try:
+                for message in guest.channel.receive():
+                    if guest.trusted:
+                        self._guests.remove(guest)
+                        self._channels[int(message["rank"])] = guest.channel
+                        break
+                    judge(guest.channel, self.key.encode(), guest.nonce, message)
+                    guest.trusted = True
+            except Gone:
+                self._guests.remove(guest)
+                guest.channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """All leave, and are waited for; one that stays is killed."""
+        for rank in self.there:
+            with suppress(Lost):
+                self.tell(rank, {"do": "leave"})
+        for channel in (*self._channels.values(), *(guest.channel for guest in self._guests)):
+            channel.close()
+        deadline, kill_at = (time.monotonic() + seconds for seconds in (LEAVE_S, LEAVE_S / 2))
+        with suppress(PlaceError):  # the owner itself is gone, and its processes with it
+            while self._tickets and (now := time.monotonic()) < deadline:
+                self._note_exits(TICK_S)
+                for ticket in self._tickets if now > kill_at else ():
+                    self.processes.signal(ticket, signal.SIGKILL)

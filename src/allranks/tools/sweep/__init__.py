@@ -1,0 +1,1 @@
+"""Many jobs on one machine, each in a slot of its own."""

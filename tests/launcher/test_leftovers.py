@@ -1,0 +1,196 @@
+"""Leftovers: what a dead owner left is removed by its name, and nothing else is ever touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from allranks.launcher.processes import leftovers
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.leftovers import VARIABLE, is_dead, owner, scratch_folder, sweep
+from allranks.launcher.processes.linux import started_at
+from allranks.launcher.processes.process import Process
+
+Start = Callable[[str | None], subprocess.Popen[bytes]]
+OWNER_OF_ITS_OWN = "from allranks.launcher.processes.leftovers import owner; print(owner())"
+
+
+@pytest.fixture
+def dead() -> str:
+    """The name of an owner that has ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", OWNER_OF_ITS_OWN], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a process that carries this mark in its environment (or none)."""
+    started = []
+
+    def run(mark: str | None) -> subprocess.Popen[bytes]:
+        environment = {"PATH": os.environ["PATH"], **({} if mark is None else {VARIABLE: mark})}
+        process = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
+        started.append(process)
+        deadline = time.monotonic() + 60  # until it is `sleep`, with its own environment
+        while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
+            assert time.monotonic() < deadline
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ended(*processes: subprocess.Popen[bytes]) -> list[bool]:
+    """Which of them have ended, a moment after they were to."""
+    time.sleep(0.3)
+    return [process.poll() is not None for process in processes]
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def test_the_name_of_a_process_is_its_own_and_no_other_ever_has_it(dead: str) -> None:
+    assert not is_dead(owner())
+    assert is_dead(dead)
+    pid, start, here = owner().split(".")
+    assert (pid, start) == (str(os.getpid()), started_at(os.getpid()))
+    assert is_dead(f"{pid}.{int(start) + 1}.{here}"), "the id was used again"
+
+
+def test_a_zombie_is_dead() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER_OF_ITS_OWN], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    name = process.stdout.read().strip()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert is_dead(name)
+    process.communicate()
+
+
+def test_of_another_machine_or_container_nothing_is_known(dead: str) -> None:
+    pid, start, here = dead.split(".")
+    assert not is_dead(f"{pid}.{start}.{int(here, 16) ^ 1:08x}")
+
+
+@pytest.mark.parametrize("name", ["", "foo", "1", "1.", ".1", "1.2", "².5.00000000", "9" * 5000])
+def test_what_is_no_name_of_ours_is_not_dead(name: str) -> None:
+    assert not is_dead(name)
+
+
+@given(st.text())
+def test_any_text_is_answered(text: str) -> None:
+    assert not is_dead(text)
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+def test_processes_of_a_dead_owner_are_ended_and_no_others(dead: str, start: Start) -> None:
+    left = [start(f"{dead}/1"), start(f"{dead}/2")]
+    spared = [start(mark) for mark in (None, f"{owner()}/1", "", "mine", "1.2.3/1", "x" * 80)]
+    sweep()
+    assert ended(*left, *spared) == [True] * len(left) + [False] * len(spared)
+
+
+def test_of_one_server_only_what_it_started_is_ended(start: Start) -> None:
+    own, others = start(f"{owner()}/7"), start(f"{owner()}/77")
+    leftovers.end_processes_of(f"{owner()}/7")
+    assert ended(own, others) == [True, False]
+
+
+# --- folders ------------------------------------------------------------------------------------
+
+
+def test_a_scratch_folder_is_removed_when_its_owner_is_dead(
+    dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pid, start, here = dead.split(".")
+    elsewhere = f"{int(here, 16) ^ 1:08x}"
+    (tmp_path / f"allranks-scratch-{dead}-abc" / "logs").mkdir(parents=True)
+    spared = {
+        *(f"allranks-scratch-{name}" for name in ("", "-", "mine", "².5-x", "1.2-x", "9" * 200)),
+        f"allranks-scratch-{pid}.{start}.{elsewhere}-abc",
+        f"allranks-other-{dead}-abc",
+    }
+    for name in spared:
+        (tmp_path / name).mkdir()
+    (tmp_path / f"allranks-scratch-{dead}-file").touch()
+    (tmp_path / f"allranks-scratch-{dead}-link").symlink_to(tmp_path / "allranks-scratch-mine")
+    with scratch_folder() as own:
+        sweep()
+        assert Path(own).is_dir(), "of the living"
+    there = {path.name for path in tmp_path.iterdir()}
+    files = {f"allranks-scratch-{dead}-file", f"allranks-scratch-{dead}-link"}
+    assert there == spared | files, "only folders, and only those of dead owners of this place"
+
+
+def test_a_scratch_folder_that_another_start_removes_meanwhile_is_no_error(
+    dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = tmp_path / f"allranks-scratch-{dead}-gone"
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([gone]))
+    monkeypatch.setattr(leftovers, "_marked", list)
+    sweep()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, 0])
+def test_what_multiprocessing_keeps_for_a_rank_goes_with_it(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder of sockets has a random name, and nobody knew whose it was when it was killed."""
+    short = Path(tempfile.mkdtemp(prefix="t"))  # the name of a socket has 107 characters at most
+    monkeypatch.setenv("TMPDIR", str(short))  # the server's, and so that of what it starts
+    log = tmp_path / "log"
+    with ForkServer(()) as server:
+        environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+        target = "launch_workers:keeps_sockets"
+        server.spawn(Process(0, target, {"number": int(number)}, environment, log))
+        deadline = time.monotonic() + 60
+        while not (ended := server.exits(0.1)):
+            assert time.monotonic() < deadline
+        made = Path(log.read_text().strip())
+        assert ended[0].code == -number and made.is_relative_to(short)
+    short.rmdir()  # it is empty
+
+
+def test_shared_memory_of_an_ended_process_is_removed_by_its_number() -> None:
+    names = [f"/dev/shm/torch_{os.getpid()}{rest}" for rest in ("_1_0", "0_1_0", "")]
+    for name in names:
+        Path(name).touch()
+    try:
+        leftovers.remove_shared_memory(os.getpid())
+        assert [Path(name).exists() for name in names] == [False, True, True]
+    finally:
+        for name in names:
+            Path(name).unlink(missing_ok=True)
+
+
+def test_what_a_killed_leftover_kept_in_shared_memory_goes_with_it(start: Start) -> None:
+    mark = f"{owner()}/3"
+    killed, spared = start(mark), start(f"{owner()}/4")
+    names = [f"/dev/shm/torch_{process.pid}_1_0" for process in (killed, spared)]
+    for name in names:
+        Path(name).touch()
+    try:
+        leftovers.end_processes_of(mark)
+        assert [Path(name).exists() for name in names] == [False, True]
+    finally:
+        for name in names:
+            Path(name).unlink(missing_ok=True)

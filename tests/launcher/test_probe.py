@@ -1,0 +1,355 @@
+"""Probes: what they measure is what came, they serve only who brings the token, and they try a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from allranks.launcher.nodes.channel import Channel, Gone, Refused, knock
+from allranks.launcher.processes import oom
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.tools.doctor import examination, probe
+from allranks.tools.doctor.diagnosis import MOST_IN_FULL, End
+from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Mark, examine, examine_folder
+from allranks.tools.doctor.link_matrix import measured, pairs_of
+from allranks.tools.doctor.probe import UNCOUNTED, Arrival, Way, measure, serve
+from allranks.tools.doctor.probes import Door, Lost, Probes
+
+HERE = "127.0.0.1"
+KEY = "the key of this test"
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a TCP connection over the loopback interface."""
+    with socket.create_server((HERE, 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    with one, other:
+        yield one, other
+
+
+@pytest.fixture
+def probes(server: ForkServer) -> Iterator[Probes]:
+    """Two probes that run, ranks 0 and 1."""
+    with (
+        socket.create_server((HERE, 0)) as listener,
+        Probes(server, listener, KEY) as running,
+    ):
+        door = Door(*listener.getsockname())
+        running.start({0: door, 1: door})
+        assert running.there == [0, 1], running.lost
+        yield running
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+def test_both_ends_of_a_connection_measure_it(pair: tuple[socket.socket, socket.socket]) -> None:
+    one, other = pair
+    serving = threading.Thread(target=serve, args=(other,))
+    serving.start()
+    way = measure(one)
+    serving.join()
+    assert way.pings >= probe.FEWEST_PINGS
+    assert way.round_trip_us > 0 and way.there_mb_s > 0 and way.back_mb_s > 0
+
+
+def test_what_is_counted_is_what_came_after_the_first_eighth(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    count = 3_000_001
+    sending = threading.Thread(target=probe._send, args=(pair[0], count))
+    sending.start()
+    arrival = probe._arrival(pair[1], count)
+    sending.join()
+    assert 0 < arrival.counted_bytes <= count - count // UNCOUNTED
+    assert 0 < arrival.counted_ns <= arrival.whole_ns
+    pair[1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        pair[1].recv(1)
+
+
+def test_a_connection_that_breaks_is_no_number(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[0].close()
+    with pytest.raises(ConnectionError):
+        probe._arrival(pair[1], 100)
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e5, 1e7, 1e9, 1e11])
+def test_a_stream_is_long_enough_and_not_too_long_behind_a_burst(rate: float) -> None:
+    """A link that lets 128 KiB through at once, and `rate` bytes per second after them."""
+    counts: list[int] = []
+
+    def stream(count: int) -> Arrival:
+        counts.append(count)
+        slow = max(0, count - (1 << 17)) / rate
+        seconds = 1e-5 + (slow if count > 1 << 17 else 0)
+        return Arrival(int(seconds * 1e9), count - count // 8, int(seconds * 7 / 8 * 1e9))
+
+    found = probe._rate(stream)
+    assert counts[0] == probe.FIRST_BYTES
+    assert all(after <= 4 * before for before, after in itertools.pairwise(counts))
+    took_s = max(0, counts[-1] - (1 << 17)) / rate
+    assert counts[-1] == probe.MOST_BYTES or took_s >= probe.STREAM_S / 2
+    if rate >= 1e6:  # of a slower one the burst is a part that counts
+        assert found == pytest.approx(rate, rel=0.2)
+        assert took_s <= 4 * probe.STREAM_S
+
+
+# --- probes that run ----------------------------------------------------------------------------
+
+
+def test_probes_measure_the_way_between_them(probes: Probes) -> None:
+    ends = [End(rank, "here", HERE) for rank in (0, 1)]
+    broken: list[str] = []
+    matrix = measured(probes, ends, broken, lambda text: None)
+    assert matrix is not None and not broken
+    assert matrix.round_trip_us[0][1] == matrix.round_trip_us[1][0]
+    rates = matrix.mb_per_s[0][1], matrix.mb_per_s[1][0]
+    assert all(rate is not None and rate > 1 for rate in rates)
+    assert matrix.mb_per_s[0][0] is None and matrix.round_trip_us[1][1] is None
+
+
+def test_a_way_that_is_closed_is_named_and_the_probes_go_on(probes: Probes) -> None:
+    broken: list[str] = []
+    elsewhere = [End(0, "here", HERE), End(1, "there", "192.0.2.77")]
+    matrix = measured(probes, elsewhere, broken, lambda text: None)
+    assert matrix is not None and matrix.mb_per_s == ((None, None), (None, None))
+    (line,) = broken
+    assert line.startswith(f"rank 0 on here ({HERE}) to rank 1 on there (192.0.2.77): ")
+    assert measured(probes, [End(0, "", HERE), End(1, "", HERE)], [], lambda text: None)
+
+
+def test_nobody_who_listens_is_a_problem_and_no_number(probes: Probes) -> None:
+    with socket.create_server((HERE, 0)) as closed:
+        port = closed.getsockname()[1]
+    order = {"do": "measure", "address": HERE, "port": port, "token": "x" * probe.TOKEN_BYTES}
+    assert "refused" in probes.ask(0, order)["problem"]
+    assert probes.there == [0, 1]
+
+
+def test_a_probe_serves_only_who_brings_its_token(probes: Probes) -> None:
+    door = probes.ask(0, {"do": "listen", "address": HERE})
+    for said in (b"x" * probe.TOKEN_BYTES, b""):
+        with socket.create_connection((HERE, door["port"])) as stranger:
+            stranger.settimeout(60)
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(1) == b""
+    found = probes.ask(1, {"do": "measure", "address": HERE, **door})
+    assert Way(**found).there_mb_s > 0
+    assert probes.ask(0, {"do": "stop"}) is None
+
+
+def test_nobody_connects_who_waits_for_one_that_is_told_to_stop(probes: Probes) -> None:
+    probes.ask(0, {"do": "listen", "address": HERE})
+    assert probes.ask(0, {"do": "stop"}, 5.0) is None
+
+
+def test_a_clock_is_told(probes: Probes) -> None:
+    assert isinstance(probes.ask(0, {"do": "clock"}), float)
+
+
+def test_a_stranger_is_no_probe(server: ForkServer) -> None:
+    with socket.create_server((HERE, 0)) as listener, Probes(server, listener, KEY) as probes:
+        door = Door(*listener.getsockname())
+        with socket.create_connection(listener.getsockname()) as connection:
+            stranger = Channel(connection)
+            refused: list[BaseException] = []
+
+            def come() -> None:
+                try:
+                    knock(stranger, b"another key")
+                except Gone as error:
+                    refused.append(error)
+
+            coming = threading.Thread(target=come)
+            coming.start()
+            probes.start({0: door})
+            while coming.is_alive():
+                probes._admit()
+            coming.join()
+        assert isinstance(refused[0], Refused)
+        assert probes.there == [0]
+
+
+def test_a_probe_that_dies_is_lost_and_named(server: ForkServer) -> None:
+    with socket.create_server((HERE, 0)) as listener, Probes(server, listener, KEY) as probes:
+        probes.start({0: Door(*listener.getsockname()), 1: Door(*listener.getsockname())})
+        (ticket,) = (ticket for ticket, rank in probes._tickets.items() if rank == 1)
+        server.signal(ticket, signal.SIGKILL)
+        while 1 in probes.there:
+            probes._note_exits()
+        with pytest.raises(Lost):
+            probes.tell(1, {"do": "clock"})
+        assert probes.there == [0] and 1 in probes.lost
+        ends = [End(rank, "here", HERE) for rank in (0, 1)]
+        matrix = measured(probes, ends, [], lambda text: None)
+        assert matrix is not None and matrix.mb_per_s[0][1] is None
+
+
+def test_a_probe_that_finds_nobody_is_lost_with_its_exit_code(server: ForkServer) -> None:
+    with socket.create_server((HERE, 0)) as closed:
+        port = closed.getsockname()[1]
+    with socket.create_server((HERE, 0)) as listener, Probes(server, listener, KEY) as probes:
+        probes.start({0: Door(HERE, port)})
+        assert probes.there == [] and "ended with code 1" in probes.lost[0]
+
+
+@pytest.mark.parametrize("count", [2, 3, MOST_IN_FULL, MOST_IN_FULL + 1, 40])
+def test_of_a_few_ends_all_pairs_are_measured_of_many_each_with_two(count: int) -> None:
+    ends = [End(rank, str(rank), HERE) for rank in range(count)]
+    pairs = [(one.rank, other.rank) for one, other in pairs_of(ends)]
+    assert len(set(pairs)) == len(pairs) and all(one < other for one, other in pairs)
+    if count <= MOST_IN_FULL:
+        assert len(pairs) == count * (count - 1) // 2
+    else:
+        assert len(pairs) <= 2 * count
+        assert {rank for pair in pairs for rank in pair} == set(range(count))
+
+
+# --- looking ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def marked(tmp_path: Path) -> Iterator[Mark]:
+    """A folder as the command prepares it: a file, and a lock that somebody else holds."""
+    mark = Mark(str(tmp_path), "mark", secrets.token_hex(8))
+    (tmp_path / mark.name).write_text(mark.content)
+    with (tmp_path / mark.name).open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield mark
+
+
+def test_a_folder_where_all_works(marked: Mark) -> None:
+    folder = examine_folder(marked)
+    assert folder.tried == dict.fromkeys(
+        (SEEN, SEEN_LOCK, "write", "fsync", "rename", "lock"), WORKS
+    )
+    assert folder.kind and folder.free_bytes and folder.free_files is not None
+    assert os.listdir(marked.folder) == [marked.name], "nothing of it is left"
+
+
+def test_a_node_that_has_another_folder_there_is_found_out(marked: Mark, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    missing = examine_folder(Mark(str(other), marked.name, marked.content))
+    assert missing.tried == dict.fromkeys((SEEN, SEEN_LOCK, "write"), "No such file or directory")
+    assert missing.free_bytes is None
+    other.mkdir()
+    assert "No such file" in examine_folder(Mark(str(other), "mark", "x")).tried[SEEN]
+    (other / "mark").write_text("something else")
+    folder = examine_folder(Mark(str(other), "mark", "x"))
+    assert folder.tried[SEEN] == "it holds something else here"
+    assert "not seen here" in folder.tried[SEEN_LOCK], "nobody holds a lock on it"
+    assert folder.tried["write"] == WORKS
+
+
+@pytest.mark.parametrize("call", ["fsync", "flock"])
+def test_what_the_file_system_refuses_is_told(
+    call: str, marked: Mark, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os if call == "fsync" else fcntl, call, refuse)
+    tried = examine_folder(marked).tried
+    assert tried["fsync" if call == "fsync" else "lock"] == "Function not implemented"
+    assert tried["write"] == tried["rename"] == WORKS
+    assert os.listdir(marked.folder) == [marked.name]
+
+
+def test_what_cannot_be_marked_is_only_tried(tmp_path: Path) -> None:
+    tried = examine_folder(Mark(str(tmp_path), "", "")).tried
+    assert SEEN not in tried and set(tried.values()) == {WORKS}
+
+
+def test_the_kind_of_a_file_system_is_that_of_the_nearest_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = tmp_path / "a b"
+    space.mkdir()
+    escaped = str(space).replace(" ", r"\040")
+    lines = ["1 0 0:1 / / rw - ext4 /dev/x rw", f"2 1 0:2 / {escaped} rw shared:1 - lustre x rw"]
+    (tmp_path / "mounts").write_text("\n".join(lines))
+    monkeypatch.setattr(examination, "MOUNTS", tmp_path / "mounts")
+    assert examination._kind(space) == "lustre"
+    assert examination._kind(tmp_path) == "ext4"
+    monkeypatch.setattr(examination, "MOUNTS", tmp_path / "none")
+    assert examination._kind(space) is None
+
+
+Tree = Callable[[dict[str, str]], None]
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    """`groups({path: content})`: the control groups of this process, as the kernel would show them."""
+    monkeypatch.setattr(examination, "GROUPS", tmp_path / "self")
+    monkeypatch.setattr(examination, "MOUNT", tmp_path / "mount")
+
+    def make(files: dict[str, str]) -> None:
+        for name, content in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+
+    return make
+
+
+def test_the_limits_of_version_2_are_the_least_of_all_groups_around(groups: Tree) -> None:
+    groups(
+        {
+            "self": "0::/slice/job/step\n",
+            "mount/cgroup.controllers": "cpu memory",
+            "mount/slice/memory.max": "max\n",
+            "mount/slice/job/memory.max": f"{3 << 30}\n",
+            "mount/slice/job/step/memory.max": f"{4 << 30}\n",
+            "mount/slice/job/cpu.max": "150000 100000\n",
+            "mount/slice/job/step/cpu.max": "max 100000\n",
+        }
+    )
+    assert examination._memory_limit() == 3 << 30
+    assert examination._cpu_quota() == 1.5
+
+
+def test_the_limits_of_version_1(groups: Tree) -> None:
+    groups(
+        {
+            "self": "5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n",
+            "mount/memory/a/memory.limit_in_bytes": f"{2 << 30}\n",
+            "mount/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "mount/cpu/a/cpu.cfs_quota_us": "-1\n",
+            "mount/cpu/a/cpu.cfs_period_us": "100000\n",
+            "mount/cpu/cpu.cfs_quota_us": "50000\n",
+            "mount/cpu/cpu.cfs_period_us": "100000\n",
+        }
+    )
+    assert examination._memory_limit() == 2 << 30
+    assert examination._cpu_quota() == 0.5
+
+
+def test_no_limit_is_unknown(groups: Tree) -> None:
+    groups({})
+    assert examination._memory_limit() is None and examination._cpu_quota() is None
+    groups({"self": "4:memory:/a\n1:cpu:/\n0::/\n"})
+    assert examination._memory_limit() is None and examination._cpu_quota() is None
+
+
+def test_an_examination_survives_the_way(marked: Mark) -> None:
+    found = examine(marked)
+    assert examination.Examination.from_data(found.to_data()) == found
+    assert found.cores_allowed == len(os.sched_getaffinity(0))
+    assert oom.GROUPS == examination.GROUPS
+    with closing(os.scandir(marked.folder)) as entries:
+        assert [entry.name for entry in entries] == [marked.name]
