@@ -18,7 +18,7 @@ from unittest import mock
 
 from harness import say
 
-ON_TORCH = "allranks.on_torch"
+ON_TORCH = "allranks.torch"
 CHECKPOINT = f"{ON_TORCH}.checkpoint"
 PROBES = (
     ("call of save", f"{ON_TORCH}.saving:Saving.save"),

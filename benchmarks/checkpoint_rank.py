@@ -20,7 +20,7 @@ from workloads import WORKLOADS, task_of
 
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 
 STEPS_LIMIT = 10**9
 LIMIT_S = 600  # a rank that has not ended by then shows where it stands, and leaves

@@ -38,7 +38,7 @@ from workloads import Workload, batches, task_of
 
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 
 DEFAULT_SHARDS = 8
 STEPS_LIMIT = 10**9

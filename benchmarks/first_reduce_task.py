@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from allranks.on_torch import Task
+from allranks.torch import Task
 
 
 @dataclass(kw_only=True)

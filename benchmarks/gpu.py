@@ -33,10 +33,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 from allranks.job.job import Job
-from allranks.models.gpt import GPTShape, gpt, gpt2_124m
-from allranks.models.resnet import resnet20, resnet50
-from allranks.on_torch import Task, Trainer
-from allranks.on_torch.flops import TERA, peak_flops
+from allranks.programs.models.gpt import GPTShape, gpt, gpt2_124m
+from allranks.programs.models.resnet import resnet20, resnet50
+from allranks.torch import Task, Trainer
+from allranks.torch.model.flops import TERA, peak_flops
 
 BAR = 1 / 0.99  # time of ours over the time by hand
 STEPS_LIMIT = 10**9

@@ -17,11 +17,11 @@ from harness import order_of
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from allranks.on_torch.arithmetic import Arithmetic
-from allranks.on_torch.data import GlobalBatches
-from allranks.on_torch.open_data import open_data
-from allranks.on_torch.task import Task
-from allranks.readers.image_folder import ImageFolder
+from allranks.programs.readers.image_folder import ImageFolder
+from allranks.torch.data.batches import GlobalBatches
+from allranks.torch.data.open_data import open_data
+from allranks.torch.model.precision import Arithmetic
+from allranks.torch.task import Task
 from allranks.training.order import random_key
 from allranks.training.progress import Progress
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from workloads import WORKLOADS
 
-from allranks.on_torch import Task
+from allranks.torch import Task
 
 
 @dataclass(kw_only=True)

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from allranks.checkpoint.files import fsync_folder
 from allranks.checkpoint.folder import FOLDER, committed, verify_files
 from allranks.checkpoint.manifest import read_manifest
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 
 
 class Saver(ABC):

@@ -120,7 +120,7 @@ def loops_of(plan: Plan) -> Iterator[dict[str, Connection]]:
     ours, theirs = zip(*(Pipe() for _ in plan.loops), strict=True)
     settings = (plan.workload, plan.batch, plan.replicas, plan.per_call, CHECKED_STEPS)
     arguments = (str(LOOPS), plan.loops, theirs, settings)
-    processes = start_ranks(len(plan.loops), be_loop, arguments, ["allranks.on_tf.warm"])
+    processes = start_ranks(len(plan.loops), be_loop, arguments, ["allranks.tensorflow.preload"])
     for end in theirs:
         end.close()
     try:

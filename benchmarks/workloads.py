@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from allranks.on_torch import Task
+from allranks.torch import Task
 from allranks.training.order import Order
 
 SEED = 0

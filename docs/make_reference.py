@@ -13,11 +13,11 @@ from typing import Any
 
 from allranks.cli.notebook.launch import Trained, launch
 from allranks.job.job import Job
-from allranks.on_tf.task import Task as KerasTask
-from allranks.on_torch import Task, Trainer
-from allranks.on_torch.data import Batch
+from allranks.torch import Task, Trainer
+from allranks.torch.data.batches import Batch
 from allranks.training import schedules
 from allranks.training.callback import Callback
+from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import Progress, StepResult
 from allranks.training.task_fields import TaskFields
 
@@ -33,12 +33,12 @@ SCHEDULES = [
     *(schedules.product, schedules.then, schedules.Plateau),
 ]
 PARTS: dict[str, list[Any]] = {
-    "allranks.on_torch": [Task, Trainer],
-    "allranks.on_tf.task": [KerasTask],
+    "allranks.torch": [Task, Trainer],
+    "allranks.training.keras_task": [KerasTask],
     "allranks.training.task_fields": [TaskFields],
     "allranks.training.callback": [Callback],
     "allranks.training.progress": [StepResult, Progress],
-    "allranks.on_torch.data": [Batch],
+    "allranks.torch.data.batches": [Batch],
     "allranks": [launch, Trained],
     "allranks.job.job": [Job],
     "allranks.training.schedules": SCHEDULES,

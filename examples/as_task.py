@@ -8,7 +8,7 @@ from own_loop import waves
 from torch import nn
 from torch.nn import functional as F
 
-from allranks.on_torch import Task
+from allranks.torch import Task
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from allranks.on_torch import Task
+from allranks.torch import Task
 
 NOISE = 4
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 
 
 def waves(points: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from allranks.on_torch import Task
+from allranks.torch import Task
 from allranks.training.callback import Callback
 
 SAMPLES = 61  # with batches of 22: 22 22 17

@@ -23,9 +23,9 @@ from allranks.checkpoint.newest import Loaded
 from allranks.errors import PeerLost, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.on_torch.checkpoint.checkpointer import Checkpointer
-from allranks.on_torch.comm import CPU, Comm, join
-from allranks.on_torch.saving import Saving
+from allranks.torch.checkpoint.checkpointer import Checkpointer
+from allranks.torch.comm import CPU, Comm, join
+from allranks.torch.saving import Saving
 from kinds_tasks import Rows
 from small_disk import small_disk
 

@@ -32,7 +32,7 @@ import pytest
 import pytest_randomly
 import torch
 
-import allranks.on_torch.warm  # noqa: F401  it changes variables, once
+import allranks.torch.preload  # noqa: F401  it changes variables, once
 from allranks.catalog import preload_for
 from allranks.job.config import resolve
 from allranks.job.job import Job
@@ -57,8 +57,8 @@ sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.
 pytest_randomly.entrypoint_reseeds = []  # DeepSpeed has one, and would be imported for it
 torch.set_num_threads(1)  # here, where that was read already
 MODULES = (
-    "allranks.on_torch.worker",
-    "allranks.on_torch.warm",
+    "allranks.torch.worker",
+    "allranks.torch.preload",
     "allranks.programs.digits",
     "allranks.programs.synthetic",
 )

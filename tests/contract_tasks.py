@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from allranks.on_torch import Task
+from allranks.torch import Task
 
 # No bias before a BatchNorm: its true gradient is zero, and AdamW makes steps of what rounding
 # leaves of it. Two right programs then differ by 1e-9, free-running.

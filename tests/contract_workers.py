@@ -15,8 +15,8 @@ import contract_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.on_torch import Trainer
-from allranks.on_torch.digest import weights_sha256
+from allranks.torch import Trainer
+from allranks.torch.model.digest import weights_sha256
 
 
 def _trainer(argument: dict[str, Any], attempt: str = "") -> Trainer:

@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 import contract_tasks
-from allranks.on_torch import Task
+from allranks.torch import Task
 from allranks.training.callback import Callback
 from contract_tasks import SAMPLES, made
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import contract_tasks
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 
 SAMPLES = 10
 

@@ -19,8 +19,8 @@ import contract_tasks
 from allranks.errors import BadStep
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.on_torch import Trainer
 from allranks.strategies.shards import even_sizes, owned_shards
+from allranks.torch import Trainer
 from allranks.training.order import Order
 from contract_tasks import SAMPLES
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from allranks.catalog import REDUCERS, load
 from allranks.launcher.world import World
-from allranks.on_torch.buckets import Buckets
-from allranks.on_torch.comm import CPU, join
+from allranks.torch.comm import CPU, join
+from allranks.torch.reducers.buckets import Buckets
 
 KINDS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # no bucket is a multiple of the ranks

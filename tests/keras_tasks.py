@@ -25,7 +25,7 @@ from torch.optim import SGD, Optimizer
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.on_torch import Task, Trainer
+from allranks.torch import Task, Trainer
 from contract_tasks import made
 
 SHAPES = {

@@ -23,14 +23,14 @@ from torch.nn import functional as F
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.on_tf.task import Task
-from allranks.on_torch import Trainer
-from allranks.on_torch.digest import weights_sha256
 from allranks.programs.digits import Digits
 from allranks.programs.digits_keras import DigitsKeras
 from allranks.programs.mnist import Mnist
 from allranks.programs.mnist_keras import MnistKeras
 from allranks.strategies.shards import even_sizes
+from allranks.torch import Trainer
+from allranks.torch.model.digest import weights_sha256
+from allranks.training.keras_task import Task
 from allranks.training.order import Order
 from contract_tasks import made
 

@@ -8,7 +8,7 @@ import torch
 
 import trainer_tasks
 from allranks.job.job import Job
-from allranks.on_torch.trainer import Trainer
+from allranks.torch.trainer import Trainer
 
 
 def newer_switch(argument: dict[str, str]) -> int:

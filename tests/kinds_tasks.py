@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from allranks.on_torch import Task
-from allranks.on_torch.strategies.base import Strategy
-from allranks.on_torch.strategies.ddp import DDP
+from allranks.torch import Task
+from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.ddp import DDP
 
 SAMPLES = 101  # with batches of 22: the last of an epoch is of 13, on 8 shards
 

@@ -11,7 +11,7 @@ from typing import Any
 import trainer_tasks
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.on_torch.trainer import Trainer
+from allranks.torch.trainer import Trainer
 
 
 def one_after_the_other(argument: dict[str, Any]) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 import contract_tasks
 from allranks.errors import RequestError
-from allranks.on_torch import Trainer, comm
+from allranks.torch import Trainer, comm
 
 
 def _leader_evaluates_alone() -> None:

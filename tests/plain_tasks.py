@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from allranks.launcher.world import World
-from allranks.on_torch import Task
+from allranks.torch import Task
 from allranks.training.callback import Callback
 from allranks.training.order import Order
 

@@ -13,9 +13,9 @@ import plain_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.on_torch import Trainer
-from allranks.on_torch.fit import fit
-from allranks.on_torch.reals import write_tensors
+from allranks.torch import Trainer
+from allranks.torch.fit import fit
+from allranks.torch.model.reals import write_tensors
 
 
 def trained(task: Any, job: Job, world: World) -> dict[str, torch.Tensor]:

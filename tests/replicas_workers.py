@@ -9,8 +9,8 @@ import torch
 
 from allranks.errors import ReplicasDiffer
 from allranks.launcher.world import World
-from allranks.on_torch.comm import join
-from allranks.on_torch.replicas import compare_replicas
+from allranks.torch.comm import join
+from allranks.torch.witness.replicas import compare_replicas
 
 
 def compare(argument: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ from torch.optim import SGD, AdamW, Optimizer
 import contract_tasks
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.on_torch import Trainer
-from allranks.on_torch.digest import weights_sha256
+from allranks.torch import Trainer
+from allranks.torch.model.digest import weights_sha256
 from allranks.training.schedules import Plateau
 from contract_tasks import Images, Plain
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from allranks.on_torch import Task
+from allranks.torch import Task
 from contract_tasks import made
 
 NAMES = [f"class {number}" for number in range(12)]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from torch.utils.data import DataLoader, IterableDataset
 
-from allranks.on_torch import Task
+from allranks.torch import Task
 from allranks.training.callback import Callback
 
 SAMPLES, FEATURES, CLASSES, WORDS, LONGEST = 101, 6, 3, 19, 7

@@ -53,7 +53,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 
 def part_of(module: str) -> str:
-    """`allranks.on_torch.step` -> `on_torch`."""
+    """`allranks.torch.step.step` -> `on_torch`."""
     return ([*module.split("."), ""])[1]
 
 
@@ -97,7 +97,9 @@ def test_imports_point_down_and_stand_at_the_top(path: Path) -> None:
         if part_of(name) == "on_tf":
             assert part_of(module) != "on_torch", f"{name} imports {module}: engines are apart"
         if part_of(name) == "on_torch" and part_of(module) == "on_tf":
-            assert module == "allranks.on_tf.task", f"{name} imports {module}: engines are apart"
+            assert module == "allranks.training.keras_task", (
+                f"{name} imports {module}: engines are apart"
+            )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -38,7 +38,7 @@ def counted(server, strategy, ranks, folder):
     return {"rank_0": wanted[1] - wanted[0], "interface": found[1] - found[0]}
 
 settings = json.loads(sys.argv[2])
-with ForkServer(("allranks.on_torch.worker", "allranks.on_torch.warm")) as server:
+with ForkServer(("allranks.torch.worker", "allranks.torch.preload")) as server:
     results = [
         counted(server, strategy, ranks, f"{sys.argv[1]}/{number}")
         for number, (strategy, ranks) in enumerate(settings)

@@ -12,8 +12,8 @@ from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.engines import check_installed, engine_of
 
-KERAS = "from allranks.on_tf.task import Task\n"
-TORCH = "from allranks.on_torch import Task\n"
+KERAS = "from allranks.training.keras_task import Task\n"
+TORCH = "from allranks.torch import Task\n"
 WITHOUT = """
 import importlib.abc, sys
 class Nothing(importlib.abc.MetaPathFinder):
@@ -42,10 +42,10 @@ main()
         ("", "ddp", KERAS, "torch"),
         ("", "mirrored", KERAS, "tensorflow"),
         ("torch", "", KERAS, "torch"),
-        ("torch", "single", "import allranks.on_tf.task\n", "torch"),
+        ("torch", "single", "import allranks.training.keras_task\n", "torch"),
         ("", "", "from allranks import on_tf\n", "tensorflow"),
         ("", "", "def broken(:\n", "torch"),
-        ("", "", "# from allranks.on_tf.task import Task\n", "torch"),
+        ("", "", "# from allranks.training.keras_task import Task\n", "torch"),
     ],
 )
 def test_who_decides(asked: str, strategy: str, text: str, wanted: str, tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from allranks.cli.main import cli
 from allranks.job.program import find_program
-from allranks.on_torch import Task
-from allranks.on_torch.data import Batch
-from allranks.on_torch.trainer import Trainer
 from allranks.programs.digits import Digits
+from allranks.torch import Task
+from allranks.torch.data.batches import Batch
+from allranks.torch.trainer import Trainer
 from conftest import ROOT, Train
 from launch_host import Host
 

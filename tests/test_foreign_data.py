@@ -25,10 +25,10 @@ import data_tasks
 import foreign_tasks
 from allranks.errors import RequestError
 from allranks.job.run_folder import read_events
-from allranks.on_torch.arithmetic import Arithmetic
-from allranks.on_torch.data import Batch, GlobalBatches
-from allranks.on_torch.open_data import open_data
-from allranks.on_torch.sources import TensorSource
+from allranks.torch.data.batches import Batch, GlobalBatches
+from allranks.torch.data.open_data import open_data
+from allranks.torch.data.sources import TensorSource
+from allranks.torch.model.precision import Arithmetic
 from allranks.training.progress import Progress
 from conftest import Train
 from contract_tasks import SAMPLES

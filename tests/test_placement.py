@@ -25,9 +25,9 @@ from allranks.job.placement import Placed, RankPlacement, read_placements, write
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.resources import OneMachine
 from allranks.launcher.start import plan_job
-from allranks.on_torch import Trainer
-from allranks.on_torch.placement import update_by_nothing
 from allranks.tools.placement_preview import place_ranks
+from allranks.torch import Trainer
+from allranks.torch.model.placement import update_by_nothing
 from conftest import Train
 
 DP = "dp:replicas=3"

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from allranks.job.program import find_program
 from allranks.job.run_folder import read_rows
-from allranks.on_torch import Task
+from allranks.torch import Task
 from allranks.training.order import Order
 from conftest import ROOT, Train
 from test_docs import blocks_of

@@ -37,7 +37,7 @@ class Fault:
 RANKS = "(torch.distributed.is_initialized() and torch.distributed.get_world_size() or 1)"
 FAULTS = {
     "mean of means": Fault(
-        "on_torch/step.py",
+        "torch/step/step.py",
         "total.backward(scale)",
         f"(losses.mean() / {RANKS}).backward()",
         step=5,  # the first batch whose samples the ranks cannot share evenly
@@ -46,7 +46,7 @@ FAULTS = {
         hint="mean of means",
     ),
     "sum for mean": Fault(
-        "on_torch/step.py",
+        "torch/step/step.py",
         "total.backward(scale)",
         f"total.backward(scale * {RANKS})",
         step=0,
@@ -55,7 +55,7 @@ FAULTS = {
         hint="a sum where the mean is wanted",
     ),
     "stale bucket": Fault(
-        "on_torch/buckets.py",
+        "torch/reducers/buckets.py",
         "for flat in self.flats:\n            flat.zero_()",
         "for flat in self.flats[1:]:\n            flat.zero_()",
         step=1,
@@ -65,7 +65,7 @@ FAULTS = {
         options=("--strategy", "ddp:bucket_mb=0.001"),
     ),
     "one stream for all ranks": Fault(
-        "on_torch/layers.py",
+        "torch/model/layers.py",
         "random_key(scope.seed, scope.step, piece.shard, index, call)",
         "random_key(scope.seed, scope.step, piece.shard - scope.pieces[0].shard, index, call)",
         step=0,
@@ -74,7 +74,7 @@ FAULTS = {
         hint="other random numbers",
     ),
     "statistics per rank": Fault(
-        "on_torch/reducers/mean.py",
+        "torch/reducers/mean.py",
         "self.comm.all_reduce(flat)",
         "self.comm.all_reduce(flat[:-98])",  # the moments of two layers of 16 and 32 channels
         step=0,
@@ -83,7 +83,7 @@ FAULTS = {
         hint="BatchNorm statistics of one rank",
     ),
     "clip before reduce": Fault(
-        "on_torch/step.py",
+        "torch/step/step.py",
         "        self.scope.leave()\n",
         "        self.scope.leave()\n"
         "        clip_grads_with_norm_(\n"
@@ -98,7 +98,7 @@ FAULTS = {
         options=("--set", "clip_norm=0.1"),
     ),
     "average of the weights before": Fault(
-        "on_torch/averaging.py",
+        "torch/step/ema.py",
         "list(self._parameters), 1 - self.decay)",
         f"list(self._parameters), (1 - self.decay) / {RANKS})",
         step=0,
@@ -108,7 +108,7 @@ FAULTS = {
         options=("--set", "ema=0.9"),
     ),
     "only where ranks have unlike parts": Fault(
-        "on_torch/step.py",
+        "torch/step/step.py",
         "total.backward(scale)",
         f"total.backward(scale * (1.01 if {RANKS} == 3 else 1))",
         step=0,
@@ -121,7 +121,7 @@ FAULTS = {
 IN_32_BITS_ONLY = {
     # float64 does not see them; sums over ranks are made in float32 in every other precision
     "rounded to 16 bits": Fault(
-        "on_torch/reducers/mean.py",
+        "torch/reducers/mean.py",
         "self.comm.all_reduce(flat)",
         "self.comm.all_reduce(flat.copy_(flat.bfloat16()) if flat.itemsize == 4 else flat)",
         step=0,
@@ -130,7 +130,7 @@ IN_32_BITS_ONLY = {
         hint="other random numbers",
     ),
     "a thousandth too much": Fault(
-        "on_torch/step.py",
+        "torch/step/step.py",
         "total.backward(scale)",
         f"total.backward(scale * (1.001 if total.itemsize == 4 and {RANKS} > 1 else 1))",
         step=0,
@@ -139,7 +139,7 @@ IN_32_BITS_ONLY = {
         hint="",  # in bf16 the factor itself is rounded
     ),
     "statistics per rank": Fault(
-        "on_torch/reducers/mean.py",
+        "torch/reducers/mean.py",
         "self.comm.all_reduce(flat)",
         "self.comm.all_reduce(flat[:-98] if flat.itemsize == 4 else flat)",
         step=0,

@@ -17,7 +17,7 @@ import resume_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import read_rows
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 from allranks.training.schedules import Plateau, PlateauState
 from conftest import Train
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 import silent_tasks
 from allranks.errors import AllranksError
-from allranks.on_torch import Task
+from allranks.torch import Task
 from conftest import Train
 
 RANKS = (1, 2, 3)

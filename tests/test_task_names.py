@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from allranks.errors import RequestError
-from allranks.on_tf.task import Task as KerasTask
+from allranks.training.keras_task import Task as KerasTask
 from allranks.training.task_fields import TaskFields, check_task
 from bad_tasks import Good
 from conftest import Train

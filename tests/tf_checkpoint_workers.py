@@ -16,9 +16,9 @@ import numpy as np
 
 from allranks.checkpoint.about import About
 from allranks.checkpoint.commit import ALONE
+from allranks.checkpoint.leader_checkpointer import Checkpointer
 from allranks.job.faults import POINTS as ALL_POINTS
 from allranks.job.faults import Faults
-from allranks.on_tf.checkpointer import Checkpointer
 from small_disk import small_disk
 
 POINTS = [point for point in ALL_POINTS if point.startswith("save:")]

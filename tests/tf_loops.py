@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from allranks.job.job import Job
-from allranks.on_tf.trainer import Trainer
+from allranks.tensorflow.trainer import Trainer
 from tf_tasks import Convolutions, Dense
 
 

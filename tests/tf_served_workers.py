@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from allranks.on_tf.handing_out import Handed, HandedOut
-from allranks.on_tf.step import HEAD
+from allranks.tensorflow.parameter_server.dispatch import Handed, HandedOut
+from allranks.tensorflow.step.step import HEAD
 
 
 class Row:

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import contract_tasks
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 from allranks.training.callback import Callback
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from allranks.on_torch import Task
+from allranks.torch import Task
 from allranks.training.same_data import samples_to_compare
 
 SAMPLES, WIDTH, CLASSES = 90, 5, 3

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from allranks.on_tf.task import Task
+from allranks.training.keras_task import Task
 
 
 @dataclass(kw_only=True)

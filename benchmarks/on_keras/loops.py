@@ -27,7 +27,7 @@ import tensorflow as tf
 from workloads import Workload, losses_of
 
 from allranks.job.job import Job
-from allranks.on_tf.trainer import Trainer
+from allranks.tensorflow.trainer import Trainer
 
 EPOCHS = 20  # whose order is laid out; then it begins again
 STEPS_LIMIT = 10**9

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from allranks.on_tf.task import Task
 from allranks.programs.digits_keras import DigitsKeras
+from allranks.training.keras_task import Task
 from allranks.training.order import Order
 
 SEED = 0

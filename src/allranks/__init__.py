@@ -1,7 +1,7 @@
 """allranks: one training program on any number of ranks, and proof that the result is the same.
 
 Importing this package does nothing: it reads no environment, sets up no logging and loads no
-framework. Tasks for torch start from `allranks.on_torch`; `allranks.launch(task, ranks=4)` trains
+framework. Tasks for torch start from `allranks.torch`; `allranks.launch(task, ranks=4)` trains
 one from a script or a notebook, `allranks.check(task)` compares it with one process; both are loaded when
 they are first asked for.
 """

@@ -29,43 +29,43 @@ FUNCTIONS = {
 }
 """What `allranks.NAME` is, loaded when it is first asked for."""
 
-ENGINES = {"torch": "allranks.on_torch.worker", "tensorflow": "allranks.on_tf.worker"}
+ENGINES = {"torch": "allranks.torch.worker", "tensorflow": "allranks.tensorflow.worker"}
 
-TASKS = {"torch": "allranks.on_torch.task", "tensorflow": "allranks.on_tf.task"}
+TASKS = {"torch": "allranks.torch.task", "tensorflow": "allranks.training.keras_task"}
 """Where the base class of the tasks of each engine stands."""
 
-WARM = {"torch": "allranks.on_torch.warm", "tensorflow": "allranks.on_tf.warm"}
+WARM = {"torch": "allranks.torch.preload", "tensorflow": "allranks.tensorflow.preload"}
 """What a fork server of each engine imports besides."""
 
-WARM_FOR_KERAS = "allranks.on_torch.warm_keras"
+WARM_FOR_KERAS = "allranks.torch.keras.preload"
 KERAS_PROGRAMS = ("digits-keras", "mnist-keras")
 """Programs that either engine trains; before the torch engine imports one, Keras is told of it."""
 
 STRATEGIES = {
-    "single": "allranks.on_torch.strategies.single:Single",
-    "dp": "allranks.on_torch.strategies.dp:DP",
-    "ddp-plain": "allranks.on_torch.strategies.ddp_plain:DDPPlain",
-    "ddp": "allranks.on_torch.strategies.ddp:DDP",
-    "independent": "allranks.on_torch.strategies.independent:Independent",
+    "single": "allranks.torch.strategies.single:Single",
+    "dp": "allranks.torch.strategies.dp:DP",
+    "ddp-plain": "allranks.torch.strategies.ddp_plain:DDPPlain",
+    "ddp": "allranks.torch.strategies.ddp:DDP",
+    "independent": "allranks.torch.strategies.independent:Independent",
 }
 
 TENSORFLOW_STRATEGIES = {
-    "single": "allranks.on_tf.strategies.one_process:Single",
-    "mirrored": "allranks.on_tf.strategies.one_process:Mirrored",
-    "central-storage": "allranks.on_tf.strategies.one_process:CentralStorage",
-    "multi-worker-mirrored": "allranks.on_tf.strategies.multi_worker:MultiWorkerMirrored",
-    "parameter-server": "allranks.on_tf.strategies.parameter_server:ParameterServer",
-    "tpu": "allranks.on_tf.strategies.one_process:TPU",
+    "single": "allranks.tensorflow.strategies.one_process:Single",
+    "mirrored": "allranks.tensorflow.strategies.one_process:Mirrored",
+    "central-storage": "allranks.tensorflow.strategies.one_process:CentralStorage",
+    "multi-worker-mirrored": "allranks.tensorflow.strategies.multi_worker:MultiWorkerMirrored",
+    "parameter-server": "allranks.tensorflow.strategies.parameter_server:ParameterServer",
+    "tpu": "allranks.tensorflow.strategies.one_process:TPU",
 }
 
 REDUCERS = {
-    "mean": "allranks.on_torch.reducers.mean:Mean",
-    "tree": "allranks.on_torch.reducers.tree:Tree",
-    "fp16": "allranks.on_torch.reducers.half:FP16",
-    "bf16": "allranks.on_torch.reducers.half:BF16",
+    "mean": "allranks.torch.reducers.mean:Mean",
+    "tree": "allranks.torch.reducers.tree:Tree",
+    "fp16": "allranks.torch.reducers.half:FP16",
+    "bf16": "allranks.torch.reducers.half:BF16",
 }
 
-PLANNER = "allranks.on_torch.checkpoint.dcp"
+PLANNER = "allranks.torch.checkpoint.dcp"
 
 PROGRAMS = {
     "cifar10": "allranks.programs.cifar10:Cifar10",

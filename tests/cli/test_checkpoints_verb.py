@@ -18,8 +18,8 @@ from allranks.checkpoint.manifest import NAME, read_manifest, step_folder
 from allranks.cli.main import main
 from allranks.job.job import Job
 from allranks.launcher.supervisor import Ended
-from allranks.on_torch.checkpoint.checkpointer import Checkpointer
-from allranks.on_torch.comm import Comm
+from allranks.torch.checkpoint.checkpointer import Checkpointer
+from allranks.torch.comm import Comm
 
 Door = Callable[..., tuple[int, str, str]]
 FILE = "rank-000-of-001.a0.safetensors"

@@ -342,7 +342,7 @@ def test_what_a_node_shows_is_no_word_of_the_job() -> None:
 
 
 def test_a_task_names_the_verb_that_trains_it(tmp_path: Path) -> None:
-    head = '"""A task."""\nfrom allranks.on_torch.task import Task\n\n\n'
+    head = '"""A task."""\nfrom allranks.torch.task import Task\n\n\n'
     text = f"{head}class Mine(Task):\n    pass\n"
     (tmp_path / "mine.py").write_text(text)
     assert is_only_a_task(tmp_path / "mine.py")

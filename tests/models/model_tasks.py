@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from allranks.models.efficientnet import EfficientNet
-from allranks.on_torch.task import Task
+from allranks.programs.models.efficientnet import EfficientNet
+from allranks.torch.task import Task
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from allranks.models import (
+from allranks.programs.models import (
     GPTShape,
     efficientnet_b2,
     gpt,
@@ -24,9 +24,9 @@ from allranks.models import (
     resnet152,
     vgg16,
 )
-from allranks.models.efficientnet import EfficientNet, MBConv, StochasticDepth
-from allranks.on_torch.layers import Scope, swap_layers
+from allranks.programs.models.efficientnet import EfficientNet, MBConv, StochasticDepth
 from allranks.strategies.shards import micro_batches
+from allranks.torch.model.layers import Scope, swap_layers
 from conftest import Train
 
 SMALL = GPTShape(vocabulary=40, context=24, width=32, layers=2, heads=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.on_tf.ahead import Ahead
+from allranks.tensorflow.parameter_server.in_flight import Ahead
 
 
 @given(

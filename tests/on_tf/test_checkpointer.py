@@ -15,17 +15,17 @@ import pytest
 from safetensors.numpy import load_file
 
 from allranks.checkpoint.about import About
+from allranks.checkpoint.array_snapshot import KINDS
 from allranks.checkpoint.commit import ALONE
 from allranks.checkpoint.export import export_weights
 from allranks.checkpoint.folder import committed, uncommitted, verify_files
+from allranks.checkpoint.leader_checkpointer import Checkpointer
 from allranks.checkpoint.manifest import NAME, read_manifest, step_folder
 from allranks.errors import PeerLost, RequestError
 from allranks.job.faults import flip_bit
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
-from allranks.on_tf.checkpointer import Checkpointer
-from allranks.on_tf.snapshot import KINDS
 from tf_checkpoint_workers import POINTS, STANDS, Seat, assert_same, on_ranks, state
 
 FILE = "rank-000-of-001.a0.safetensors"

@@ -24,7 +24,7 @@ Fork = Callable[[str, Any], None]
 @pytest.fixture(scope="module")
 def forks() -> Iterator[ForkServer]:
     """A fork server that has imported TensorFlow."""
-    with ForkServer(("tf_export_workers", "allranks.on_tf.export")) as running:
+    with ForkServer(("tf_export_workers", "allranks.tensorflow.export")) as running:
         yield running
 
 

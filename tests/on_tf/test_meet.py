@@ -15,7 +15,7 @@ import pytest
 from allranks.errors import RequestError
 from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.world import World
-from allranks.on_tf.meet import Held, meet
+from allranks.tensorflow.rendezvous import Held, meet
 
 RANKS = 3
 Worlds = Callable[[int], World]

@@ -16,7 +16,7 @@ from torch import Tensor
 import plain_tasks
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.on_torch.reals import read_tensors
+from allranks.torch.model.reals import read_tensors
 from plain_workers import trained
 
 TASKS = [

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import kinds_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 from conftest import Train
 
 STEPS = 8
@@ -85,7 +85,7 @@ def test_rows_that_are_shortened_are_the_engines_own(ranks: int, train: Train) -
 
 
 def test_a_look_of_the_witness_shortens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allranks.on_torch.witness.WITNESS_EVERY", 2)
+    monkeypatch.setattr("allranks.torch.witness.witness.WITNESS_EVERY", 2)
     weights = []
     for witness in ("warn", "off"):
         with Trainer(kinds_tasks.Tables(), Job(steps=STEPS, witness=witness)) as trainer:

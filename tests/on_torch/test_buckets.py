@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.on_torch.buckets import ALIGNED_BYTES, Buckets
-from allranks.on_torch.comm import Comm
-from allranks.on_torch.reals import reals
-from allranks.on_torch.reducers.base import Reducer
 from allranks.strategies.reduction_tree import Span
+from allranks.torch.comm import Comm
+from allranks.torch.model.reals import reals
+from allranks.torch.reducers.base import Reducer
+from allranks.torch.reducers.buckets import ALIGNED_BYTES, Buckets
 
 TALLY = 3
 SIZE = 10  # numbers of a parameter

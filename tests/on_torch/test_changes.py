@@ -15,10 +15,10 @@ from allranks.checkpoint.export import export_weights
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.on_torch import Trainer
-from allranks.on_torch.averaging import MovingAverage
-from allranks.on_torch.fit import fit
-from allranks.on_torch.reals import read_tensors
+from allranks.torch import Trainer
+from allranks.torch.fit import fit
+from allranks.torch.model.reals import read_tensors
+from allranks.torch.step.ema import MovingAverage
 from conftest import Train
 from plain_workers import trained
 

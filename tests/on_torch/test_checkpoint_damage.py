@@ -16,8 +16,8 @@ from allranks.checkpoint.manifest import NAME, digest, read_manifest, step_folde
 from allranks.checkpoint.newest import Loaded
 from allranks.checkpoint.tensor_file import read_layout
 from allranks.errors import RequestError
-from allranks.on_torch.checkpoint.checkpointer import Checkpointer
-from allranks.on_torch.comm import Comm
+from allranks.torch.checkpoint.checkpointer import Checkpointer
+from allranks.torch.comm import Comm
 from checkpoint_workers import check, own, state
 
 FILE = "rank-000-of-001.a0.safetensors"

@@ -19,8 +19,8 @@ from allranks.checkpoint.folder import committed, uncommitted
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
-from allranks.on_torch.checkpoint.checkpointer import Checkpointer
-from allranks.on_torch.comm import Comm
+from allranks.torch.checkpoint.checkpointer import Checkpointer
+from allranks.torch.comm import Comm
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state
 
 WATCHED_S = 0.03
@@ -30,7 +30,7 @@ PATIENCE_S = 200
 @pytest.fixture(scope="module")
 def savers() -> Iterator[ForkServer]:
     """A fork server that has imported the workers too: a kill costs tens of milliseconds."""
-    with ForkServer(("checkpoint_workers", "allranks.on_torch.warm")) as running:
+    with ForkServer(("checkpoint_workers", "allranks.torch.preload")) as running:
         yield running
 
 

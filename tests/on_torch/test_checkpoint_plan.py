@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.on_torch.checkpoint import dcp
-from allranks.on_torch.checkpoint.parts import Part
-from allranks.on_torch.checkpoint.plan import _global
+from allranks.torch.checkpoint import dcp
+from allranks.torch.checkpoint.parts import Part
+from allranks.torch.checkpoint.plan import _global
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 

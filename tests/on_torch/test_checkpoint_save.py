@@ -16,9 +16,9 @@ from allranks.checkpoint.about import About
 from allranks.checkpoint.folder import committed
 from allranks.checkpoint.manifest import read_manifest, step_folder
 from allranks.errors import PeerLost, RequestError
-from allranks.on_torch.checkpoint.checkpointer import Checkpointer
-from allranks.on_torch.checkpoint.tree import DTYPES
-from allranks.on_torch.comm import Comm
+from allranks.torch.checkpoint.checkpointer import Checkpointer
+from allranks.torch.checkpoint.tree import DTYPES
+from allranks.torch.comm import Comm
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state
 
 

@@ -18,7 +18,7 @@ from allranks.checkpoint.export import model_name
 from allranks.checkpoint.manifest import BadCheckpoint
 from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
-from allranks.on_torch.checkpoint.tree import DTYPES, flatten
+from allranks.torch.checkpoint.tree import DTYPES, flatten
 
 KEYS = st.one_of(
     st.integers(), st.text(max_size=4), st.sampled_from(["", "0", "-1", "$tensor", "a/b", "a~1b@"])

@@ -15,12 +15,12 @@ from torch.utils.data import TensorDataset
 import contract_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
-from allranks.on_torch.arithmetic import Arithmetic
-from allranks.on_torch.data import GlobalBatches
-from allranks.on_torch.digest import weights_sha256
-from allranks.on_torch.evaluate import evaluate
-from allranks.on_torch.open_data import open_data
+from allranks.torch import Trainer
+from allranks.torch.data.batches import GlobalBatches
+from allranks.torch.data.evaluate import evaluate
+from allranks.torch.data.open_data import open_data
+from allranks.torch.model.digest import weights_sha256
+from allranks.torch.model.precision import Arithmetic
 from allranks.training.progress import Progress
 
 FP64 = Arithmetic(torch.device("cpu"), torch.float64)

@@ -25,10 +25,10 @@ import contract_tasks
 import trainer_tasks
 from allranks.errors import BadStep, RequestError
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
-from allranks.on_torch.machine import check_devices
-from allranks.on_torch.strategies.dp import shares_of
 from allranks.strategies.shards import even_sizes, micro_batches
+from allranks.torch import Trainer
+from allranks.torch.machine import check_devices
+from allranks.torch.strategies.dp import shares_of
 from conftest import Train
 
 DP = "dp:replicas=3"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 from evaluation_workers import SAMPLES, Words
 
 

@@ -6,9 +6,9 @@ import pytest
 
 import trainer_tasks
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
-from allranks.on_torch.digest import weights_sha256
-from allranks.on_torch.flops import TERA, Meter, peak_flops
+from allranks.torch import Trainer
+from allranks.torch.model.digest import weights_sha256
+from allranks.torch.model.flops import TERA, Meter, peak_flops
 
 
 def test_the_peak_of_a_device() -> None:

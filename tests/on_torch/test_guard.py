@@ -19,9 +19,9 @@ import guard_tasks
 from allranks.errors import BadStep, ProgramError
 from allranks.job.job import Job
 from allranks.job.run_folder import read_events, read_rows
-from allranks.on_torch import Trainer
-from allranks.on_torch.data import Batch
-from allranks.on_torch.gradient_length import length
+from allranks.torch import Trainer
+from allranks.torch.data.batches import Batch
+from allranks.torch.step.grad_norm import length
 from allranks.training.guard import ENOUGH, SKIPPED_IN_A_ROW, WINDOW, Bad, Guard
 from allranks.training.order import Order
 from conftest import Train

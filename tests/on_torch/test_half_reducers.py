@@ -15,10 +15,10 @@ import contract_tasks
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.on_torch.reducers.half import _matching
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import Plan
+from allranks.torch.reducers.half import _matching
 from allranks.training.order import Order
 from conftest import Train
 from half_workers import KINDS, plain_sum

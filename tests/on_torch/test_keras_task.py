@@ -18,7 +18,7 @@ from allranks.job.run_folder import read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result
 from allranks.programs.digits_data import TRAINING, digits
-from allranks.readers.idx import write_idx
+from allranks.programs.readers.idx import write_idx
 from conftest import MODULES, Train
 
 BITWISE = {"engine": "torch", "bitwise": True, "steps": 8}
@@ -137,9 +137,9 @@ def test_what_could_not_be_right_is_refused(on_ranks: Callable[..., Any]) -> Non
 def test_a_file_without_a_task_says_what_one_is(train: Train, tmp_path: Path) -> None:
     path = tmp_path / "none.py"
     path.write_text(
-        "from allranks.on_tf.task import Task\nfrom allranks.on_torch import Task as T\n"
+        "from allranks.training.keras_task import Task\nfrom allranks.torch import Task as T\n"
     )
     with pytest.raises(RequestError) as raised:
         train(str(path), engine="torch")
     assert "0 tasks" in raised.value.found
-    assert "allranks.on_torch.task.Task or allranks.on_tf.task.Task" in raised.value.why
+    assert "allranks.torch.task.Task or allranks.training.keras_task.Task" in raised.value.why

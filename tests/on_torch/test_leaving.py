@@ -15,15 +15,15 @@ from torch import nn
 
 import contract_tasks
 from allranks.launcher.processes.ports import Reservation
-from allranks.on_torch import Trainer, comm
-from allranks.on_torch.comm import Comm
-from allranks.on_torch.layers import Swapped
+from allranks.torch import Trainer, comm
+from allranks.torch.comm import Comm
+from allranks.torch.model.layers import Swapped
 
 OnRanks = Callable[..., Any]
 
 THREADS_AFTER_LEAVING = """
 import os
-import allranks.on_torch.comm
+import allranks.torch.comm
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
@@ -98,8 +98,8 @@ def test_a_trainer_that_cannot_be_made_leaves_all_groups(monkeypatch: pytest.Mon
         raise ZeroDivisionError
 
     group = SimpleNamespace(leave=lambda *, failed: left.append(failed))
-    monkeypatch.setattr("allranks.on_torch.trainer.whole_norm", lambda *_: group)
-    monkeypatch.setattr("allranks.on_torch.trainer.notes_on", notes_on)
+    monkeypatch.setattr("allranks.torch.trainer.whole_norm", lambda *_: group)
+    monkeypatch.setattr("allranks.torch.trainer.notes_on", notes_on)
     with pytest.raises(ZeroDivisionError):
         Trainer(contract_tasks.Images())
     assert left == [True] and not is_swapped(*models)

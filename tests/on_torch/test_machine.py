@@ -13,8 +13,8 @@ from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_rows
 from allranks.launcher.nodes.rendezvous import Meeting
 from allranks.launcher.start import plan_only
-from allranks.on_torch import worker
-from allranks.on_torch.machine import flip_one_bit
+from allranks.torch import worker
+from allranks.torch.machine import flip_one_bit
 
 
 @pytest.mark.parametrize(

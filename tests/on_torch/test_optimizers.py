@@ -13,10 +13,10 @@ from torch.optim import SGD, Optimizer
 
 from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
-from allranks.on_torch.checkpoint.tree import flatten
-from allranks.on_torch.optimizers.lamb import LAMB
-from allranks.on_torch.optimizers.lars import LARS
-from allranks.on_torch.state import hyper_parameters, load_optimizer_state, optimizer_state
+from allranks.torch.checkpoint.tree import flatten
+from allranks.torch.optimizers.lamb import LAMB
+from allranks.torch.optimizers.lars import LARS
+from allranks.torch.state import hyper_parameters, load_optimizer_state, optimizer_state
 from conftest import Train
 
 Make = Callable[[list[nn.Parameter]], Optimizer]

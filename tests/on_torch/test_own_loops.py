@@ -14,7 +14,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import read_events
 from allranks.launcher.processes.ports import Reservation
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 from conftest import Train
 from contract_tasks import made
 

@@ -17,7 +17,7 @@ import trainer_tasks
 from allranks.errors import ProgramError
 from allranks.job.job import Job
 from allranks.job.run_folder import read_rows
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 from conftest import Train
 
 OnRanks = Callable[..., Any]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from allranks.errors import ProgramError, ReplicasDiffer
-from allranks.on_torch.comm import Comm
-from allranks.on_torch.replicas import compare_replicas
+from allranks.torch.comm import Comm
+from allranks.torch.witness.replicas import compare_replicas
 from conftest import Train
 
 OnRanks = Callable[..., Any]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import contract_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 from allranks.training.order import Order
 from contract_tasks import made
 

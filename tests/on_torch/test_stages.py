@@ -19,11 +19,11 @@ from torch.utils.data import Subset
 import input_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
-from allranks.on_torch.arithmetic import Arithmetic
-from allranks.on_torch.copying import Copying
-from allranks.on_torch.data import Batch, GlobalBatches
-from allranks.on_torch.open_data import open_data
+from allranks.torch import Trainer
+from allranks.torch.data.batches import Batch, GlobalBatches
+from allranks.torch.data.copying import Copying
+from allranks.torch.data.open_data import open_data
+from allranks.torch.model.precision import Arithmetic
 from allranks.training.prefetch import one_ahead, staged
 from allranks.training.progress import Progress
 from conftest import Train

@@ -15,8 +15,8 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
-from allranks.on_torch.checkpoint.tree import flatten
-from allranks.on_torch.state import (
+from allranks.torch.checkpoint.tree import flatten
+from allranks.torch.state import (
     hyper_parameters,
     kept_random_streams,
     load_model_state,

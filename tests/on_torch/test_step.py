@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 import contract_tasks
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 from guard_tasks import Counting
 
 

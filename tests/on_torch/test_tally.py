@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from allranks.errors import ProgramError
-from allranks.on_torch.layers import Scope
-from allranks.on_torch.tally import POSITIONS, Tally, TallyLayout
+from allranks.torch.model.layers import Scope
+from allranks.torch.step.tally import POSITIONS, Tally, TallyLayout
 from allranks.training.progress import NOTHING, Asked
 
 SCOPE = Scope(0, torch.device("cpu"))

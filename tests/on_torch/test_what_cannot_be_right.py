@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import contract_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 from conftest import Train
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import kinds_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 from conftest import Train
 
 STEPS = 9  # an epoch has 7: its last batch is of 5 samples, on 8 shards

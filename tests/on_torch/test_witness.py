@@ -13,7 +13,7 @@ from allranks.cli.display.progress import follows_ranks
 from allranks.errors import AllranksError, ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.launcher.start import Result
-from allranks.on_torch import Trainer
+from allranks.torch import Trainer
 from conftest import Train
 
 STEPS = 3
@@ -207,7 +207,7 @@ def test_a_loop_of_ones_own_hears_it(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_every_so_many_steps_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook that comes later is found by the next look, in the third of these."""
-    monkeypatch.setattr("allranks.on_torch.witness.WITNESS_EVERY", 4)
+    monkeypatch.setattr("allranks.torch.witness.witness.WITNESS_EVERY", 4)
     with Trainer(witness_tasks.Right(), Job()) as trainer:
         found = []
         for batch in trainer.batches(steps=9):

@@ -17,9 +17,9 @@ from allranks.programs.cifar10 import Cifar10
 from allranks.programs.imagenet import ImageNet
 from allranks.programs.mnist import Fashion, Mnist
 from allranks.programs.mnist_data import MNIST
-from allranks.readers.cifar import RECORD_BYTES
-from allranks.readers.download import Remote
-from allranks.readers.idx import write_idx
+from allranks.programs.readers.cifar import RECORD_BYTES
+from allranks.programs.readers.download import Remote
+from allranks.programs.readers.idx import write_idx
 from conftest import Train
 
 

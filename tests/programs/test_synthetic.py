@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from allranks.job.job import Job
-from allranks.on_torch import Trainer
 from allranks.programs.synthetic import BLOCK, Synthetic
+from allranks.torch import Trainer
 from conftest import Train
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from allranks.errors import RequestError
 from allranks.job.fields import with_settings
 from allranks.job.program import find_program
-from allranks.on_torch.task import Task
 from allranks.programs.text import Text
+from allranks.torch.task import Task
 from conftest import Train
 
 MEGABYTE = 1_000_000

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from allranks.errors import RequestError
-from allranks.readers.bad_record import BadRecord
-from allranks.readers.image_folder import ImageFolder
-from allranks.readers.images import (
+from allranks.programs.readers.bad_record import BadRecord
+from allranks.programs.readers.image_folder import ImageFolder
+from allranks.programs.readers.images import (
     CENTRE,
     DEVIATION,
     MEAN,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.readers.bad_record import BadRecord
-from allranks.readers.tfrecord import TFRecords, write_tfrecords
+from allranks.programs.readers.bad_record import BadRecord
+from allranks.programs.readers.tfrecord import TFRecords, write_tfrecords
 from conftest import Train
 
 PER_FILE = 7

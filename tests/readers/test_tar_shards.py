@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allranks.readers.bad_record import BadRecord
-from allranks.readers.tar_shards import TarShards
+from allranks.programs.readers.bad_record import BadRecord
+from allranks.programs.readers.tar_shards import TarShards
 
 MEMBERS = [
     ("a/0001.jpg", b"picture"),

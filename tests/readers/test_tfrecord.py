@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from allranks.readers import crc32c as module
-from allranks.readers.bad_record import BadRecord
-from allranks.readers.crc32c import crc32c
-from allranks.readers.example import make_example, parse_example
-from allranks.readers.tfrecord import TFRecords, write_tfrecords
+from allranks.programs.readers import crc32c as module
+from allranks.programs.readers.bad_record import BadRecord
+from allranks.programs.readers.crc32c import crc32c
+from allranks.programs.readers.example import make_example, parse_example
+from allranks.programs.readers.tfrecord import TFRecords, write_tfrecords
 
 RECORDS = [b"", b"allranks", bytes(range(200)), b"last"]
 WRITTEN = bytes.fromhex(  # the first three of them, as TensorBoard's writer frames them

@@ -16,8 +16,8 @@ from allranks.checkpoint.folder import committed, step_of
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import read_events
-from allranks.on_torch import Trainer
-from allranks.on_torch.digest import weights_sha256
+from allranks.torch import Trainer
+from allranks.torch.model.digest import weights_sha256
 from conftest import Train
 from trainer_tasks import Block, Blocks, Residual
 

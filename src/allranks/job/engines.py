@@ -2,9 +2,9 @@
 
     --engine NAME         said by the user
     the strategy          `ddp` is torch's, `mirrored` is TensorFlow's; `single` is in both
-    the program           what its file imports: `allranks.on_tf`, or else torch
+    the program           what its file imports: `allranks.tensorflow`, or else torch
 
-A Keras task (`allranks.on_tf.Task`) can be trained by either engine; one of torch by torch alone.
+A Keras task (`allranks.tensorflow.Task`) can be trained by either engine; one of torch by torch alone.
 Nothing is imported to find out: a file is only read.
 """
 
@@ -22,7 +22,7 @@ from allranks.strategies.choice import parse_choice
 from allranks.strategies.torch_cards import CARDS
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
-KERAS_TASKS = "allranks.on_tf"
+KERAS_TASKS = "allranks.tensorflow"
 NEEDS = {"tensorflow": ("tensorflow", "keras")}
 DEFAULTS = {TORCH: ("single", "ddp"), TENSORFLOW: ("single", "multi-worker-mirrored")}
 
@@ -71,7 +71,7 @@ def is_only_a_task(file: Path) -> bool:
         return False
     names = {name for node in ast.walk(tree) for name in _imported(node)}
     of_a_task = any(
-        name in (f"{place}.Task", "allranks.on_torch.Task", "allranks.on_tf.Task")
+        name in (f"{place}.Task", "allranks.torch.Task", "allranks.tensorflow.Task")
         for place in TASKS.values()
         for name in names
     )

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
-from allranks.on_torch.task import Task
 from allranks.programs.digits_data import TRAINING, digits
+from allranks.torch.task import Task
 
 
 @dataclass(kw_only=True)

@@ -13,9 +13,9 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from allranks.on_tf.task import Task
 from allranks.programs.digits_data import TRAINING, digits
 from allranks.programs.keras_starts import adamw, batch_norm, convolution, linear
+from allranks.training.keras_task import Task
 
 Labelled = tuple[NDArray[np.float32], NDArray[np.int64]]
 

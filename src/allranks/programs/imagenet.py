@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from allranks.errors import RequestError
-from allranks.models import resnet50
-from allranks.on_torch.task import Task
-from allranks.readers.bad_record import OnBadRecord
-from allranks.readers.image_folder import ImageFolder
+from allranks.programs.models import resnet50
+from allranks.programs.readers.bad_record import OnBadRecord
+from allranks.programs.readers.image_folder import ImageFolder
+from allranks.torch.task import Task
 from allranks.training.order import Order
 from allranks.training.schedules import linear_scaling, product, steps
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
-from allranks.models import mnist_cnn
-from allranks.on_torch.task import Task
 from allranks.programs.mnist_data import (
     CLASSES,
     FASHION,
@@ -26,7 +24,9 @@ from allranks.programs.mnist_data import (
     Collection,
     Files,
 )
-from allranks.readers.bad_record import OnBadRecord
+from allranks.programs.models import mnist_cnn
+from allranks.programs.readers.bad_record import OnBadRecord
+from allranks.torch.task import Task
 
 
 @dataclass(kw_only=True)

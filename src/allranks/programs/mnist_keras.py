@@ -1,6 +1,6 @@
 """MNIST with Keras: the twin of `mnist`, for either engine; images have their channels last.
 
-The network of the first Keras example and of torch's, as `allranks.models.mnist` has it for torch.
+The network of the first Keras example and of torch's, as `allranks.programs.models.mnist` has it for torch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from allranks.on_tf.task import Task
 from allranks.programs.keras_starts import adamw, convolution, linear
 from allranks.programs.mnist_data import CLASSES, MNIST, TEST, TRAINING, Files
-from allranks.readers.bad_record import OnBadRecord
+from allranks.programs.readers.bad_record import OnBadRecord
+from allranks.training.keras_task import Task
 
 Labelled = tuple[NDArray[np.float32], NDArray[np.int64]]
 

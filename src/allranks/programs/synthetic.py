@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from allranks.on_torch.task import Task
+from allranks.torch.task import Task
 from allranks.training.order import random_key
 
 BLOCK = 256

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from allranks.errors import RequestError
-from allranks.models.gpt import GPTShape, gpt
-from allranks.on_torch.task import Task
+from allranks.programs.models.gpt import GPTShape, gpt
+from allranks.torch.task import Task
 from allranks.training.schedules import cosine, linear_warmup
 
 LEAST_FACTOR = 0.1  # what is left of the rate at `total_steps`

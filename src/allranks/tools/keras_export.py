@@ -27,7 +27,7 @@ from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
 
 FORMATS = ("keras", "saved-model")
-TARGET = "allranks.on_tf.export:main"
+TARGET = "allranks.tensorflow.export:main"
 ENDING = ".keras"
 
 

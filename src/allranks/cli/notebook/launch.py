@@ -45,7 +45,7 @@ class Trained(Result):
             raise PlaceError(lost_in(self.summary))
         elsewhere = self.summary.get("kept_elsewhere", {}).get(name)
         path = self.run_dir / name if elsewhere is None else Path(elsewhere["path"])
-        weights: dict[str, Any] = load("allranks.on_torch.reals:read_tensors")(path)
+        weights: dict[str, Any] = load("allranks.torch.model.reals:read_tensors")(path)
         return weights
 
     def __repr__(self) -> str:

@@ -37,7 +37,7 @@ def program_of(task: Any, beside: Path) -> tuple[str, dict[str, Any]]:
         raise RequestError(
             asked=f"to launch {task!r}",
             found=f"a {task_class.__name__}" if task is not task_class else "a class of its own",
-            why="a task is a class derived from allranks.on_torch.Task, an instance of one, or a "
+            why="a task is a class derived from allranks.torch.Task, an instance of one, or a "
             "PROGRAM as on the command line",
             do='give one of these: launch(MyTask), launch(MyTask(lr=1e-3)), launch("digits")',
         )

@@ -1,9 +1,0 @@
-"""The torch engine: tasks, the trainer, and one file per strategy and reducer.
-
-What a user imports: `Task` to describe a training, `Trainer` for a loop of one's own.
-"""
-
-from allranks.on_torch.task import Task
-from allranks.on_torch.trainer import Trainer
-
-__all__ = ["Task", "Trainer"]

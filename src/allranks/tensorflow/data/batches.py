@@ -1,0 +1,277 @@
+"""The global batch of each step, as one process sees it: a part for each of its replicas.
+
+Which samples a step uses, how they are cut into shards, and which replica owns which shard are
+arithmetic (`order`, `shards`), so nobody communicates. A `tf.data.Dataset` has an order of its own:
+every process reads all of it and takes its own rows.
+
+    arrays               rows are taken by number, where they are needed: a thread would take
+                         Python's lock in the midst of the step, which costs more than the rows
+    samples by number    read and augmented in threads, `prefetch` batches ahead (`stages`)
+    tf.data.Dataset      made anew for each epoch with its random numbers keyed; read ahead by itself
+
+What has to be read is: `prefetch` batches, so a process holds that many and the one in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import tee
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allranks.errors import RequestError
+from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
+from allranks.tensorflow.data.nested import arrays_in, joined, mapped
+from allranks.tensorflow.data.tf_dataset import WholeDataset
+from allranks.tensorflow.step.step import Cut
+from allranks.training.order import Order, random_key
+from allranks.training.prefetch import staged
+from allranks.training.progress import Progress
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This process's part of the global batch of one step.
+
+    `sizes` are the samples of every shard of the job; `cut` says which pieces each own replica has
+    in which micro-batch; `ids` are the own samples in the data set, in order (none of a
+    `tf.data.Dataset`); `parts` the data of each own replica, one structure for each micro-batch.
+    """
+
+    index: int
+    epoch: int
+    step_in_epoch: int
+    sizes: tuple[int, ...]
+    cut: Cut
+    ids: Ids
+    parts: list[list[Any]] = field(default_factory=list)
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of one sample of a `tf.data.Dataset`, which may pad each batch to another length."""
+
+    @property
+    def nominal(self) -> int:
+        """The samples of the whole global batch."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Arrays in memory, alike in length."""
+
+    arrays: Any
+
+    def __len__(self) -> int:
+        return len(next(arrays_in(self.arrays)))
+
+    def rows(self, ids: Ids) -> Any:
+        return mapped(lambda array: array[ids], self.arrays)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples by number; `change(epoch, number, sample)` is what augmentation makes of one."""
+
+    samples: Any
+    change: Callable[[int, int, Any], Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def rows(self, ids: Ids) -> Any:
+        return collated([self.samples[int(number)] for number in ids])
+
+
+def collated(samples: Sequence[Any]) -> Any:
+    """A batch of samples that are alike: their arrays stacked along a new first axis."""
+    return joined(np.stack, [mapped(np.asarray, sample) for sample in samples])
+
+
+@dataclass
+class Batches:
+    """The batches of a job for the replicas `own` of `replicas`.
+
+    `place` makes of an array what the step takes; `threads` read samples by number.
+    """
+
+    source: Arrays | Samples | WholeDataset
+    batch_size: int
+    shards: int
+    last_batch: str
+    seed: int
+    own: range
+    replicas: int
+    micro_batch: int | None = None
+    prefetch: int = 2
+    threads: int = 1
+    place: Callable[[Any], Any] = lambda array: array
+
+    def __post_init__(self) -> None:
+        self._open: list[Generator[Batch]] = []
+        self._cuts: dict[tuple[int, ...], Cut] = {}
+        runs = [owned_shards(self.shards, self.replicas, replica) for replica in self.own]
+        self._mine = range(runs[0].start, runs[-1].stop)
+        if self.steps_per_epoch == 0:
+            raise RequestError(
+                asked="last_batch = drop",
+                found=f"fewer than batch_size = {self.batch_size} samples",
+                why="the only batch of an epoch would be dropped",
+                do="a smaller --set batch_size, or --set last_batch=keep",
+            )
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of an epoch; `None` while nobody can know."""
+        if isinstance(self.source, WholeDataset):
+            return self.source.steps_per_epoch
+        return self._order(self.source).steps_per_epoch
+
+    def _order(self, source: Arrays | Samples) -> Order:
+        return Order(len(source), self.batch_size, self.seed, self.last_batch)
+
+    def after(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
+        """The batches that follow `done`, to the end of `epochs` epochs or of `steps` steps."""
+        if isinstance(self.source, WholeDataset):
+            batches = self._whole(self.source, done, epochs, steps)
+        else:
+            batches = self._by_number(self.source, done, epochs, steps)
+        self._open.append(batches)
+        return batches
+
+    def close(self) -> None:
+        """End what is being read, with the threads that read it."""
+        for batches in self._open:
+            batches.close()
+        self._open.clear()
+
+    # --- by number ------------------------------------------------------------------------
+
+    def _by_number(
+        self, source: Arrays | Samples, done: Progress, epochs: int, steps: int | None
+    ) -> Generator[Batch]:
+        plans, for_data = tee(self._plans(self._order(source), done, epochs, steps))
+        with closing(self._data(source, for_data)) as data:
+            for plan, parts in zip(plans, data, strict=True):
+                plan.parts[:] = parts
+                yield plan
+
+    def _plans(
+        self, order: Order, done: Progress, epochs: int, steps: int | None
+    ) -> Iterator[Batch]:
+        """The batches without their data: arithmetic only."""
+        epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
+        while epoch < epochs and (steps is None or index < steps):
+            if step >= order.steps_per_epoch:
+                epoch, step = epoch + 1, 0
+                continue
+            samples = order.batch(epoch, step)
+            sizes = even_sizes(len(samples), self.shards)
+            start, stop = self._span(sizes)
+            yield Batch(index, epoch, step, sizes, self.cut(sizes), samples[start:stop])
+            step, index = step + 1, index + 1
+
+    def _span(self, sizes: tuple[int, ...]) -> tuple[int, int]:
+        """Where the samples of this process begin and end in a batch: its shards lie together."""
+        start = sum(sizes[: self._mine.start])
+        return start, start + sum(sizes[self._mine.start : self._mine.stop])
+
+    def cut(self, sizes: tuple[int, ...]) -> Cut:
+        """Who has which pieces of a batch whose shards are of these sizes."""
+        if sizes not in self._cuts:
+            everywhere = [self._micros(sizes, replica) for replica in range(self.replicas)]
+            most = max(map(len, everywhere))
+            padded = [micros + ((),) * (most - len(micros)) for micros in everywhere]
+            spare = not all(any(micros) for micros in everywhere)
+            pieces = tuple(padded[replica] for replica in self.own)
+            self._cuts[sizes] = Cut(pieces, spare)
+        return self._cuts[sizes]
+
+    def _micros(self, sizes: tuple[int, ...], replica: int) -> tuple[Micro, ...]:
+        owned = owned_shards(self.shards, self.replicas, replica)
+        return micro_batches({shard: sizes[shard] for shard in owned}, self.micro_batch)
+
+    def _data(self, source: Arrays | Samples, plans: Iterator[Batch]) -> Generator[list[list[Any]]]:
+        if isinstance(source, Arrays):
+            yield from (split(source.rows(p.ids), p.cut, self.place) for p in plans)
+        else:
+            yield from self._sampled(source, plans)
+
+    def _sampled(self, source: Samples, plans: Iterator[Batch]) -> Generator[list[list[Any]]]:
+        """Each sample read and changed by a thread; the plan of a batch goes along as its last key."""
+
+        def read(key: Any) -> Any:
+            return key if isinstance(key, Batch) else source.samples[key[1]]
+
+        def decode(key: Any, raw: Any) -> Any:
+            if isinstance(key, Batch) or source.change is None:
+                return raw
+            epoch, number = key
+            return source.change(epoch, number, raw)
+
+        def collate(samples: list[Any]) -> list[list[Any]]:
+            *rows, plan = samples
+            # a process without samples still hands its replicas an array of the right kind
+            whole = (
+                collated(rows)
+                if rows
+                else mapped(lambda a: a[:0], source.rows(np.zeros(1, np.int64)))
+            )
+            return split(whole, plan.cut, self.place)
+
+        yield from staged(
+            ([*((plan.epoch, int(n)) for n in plan.ids), plan] for plan in plans),
+            read,
+            decode,
+            collate,
+            threads=self.threads,
+            ahead=self.prefetch,
+        )
+
+    # --- a tf.data.Dataset ----------------------------------------------------------------
+
+    def _whole(
+        self, source: WholeDataset, done: Progress, epochs: int, steps: int | None
+    ) -> Generator[Batch]:
+        epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
+        while epoch < epochs and (steps is None or index < steps):
+            for whole, rows in source.open(epoch, skip=step):
+                sizes = even_sizes(rows, self.shards)
+                cut = self.cut(sizes)
+                parts = split(_rows_of(whole, *self._span(sizes)), cut, self.place)
+                shapes = tuple(tuple(array.shape[1:]) for array in arrays_in(whole))
+                yield Batch(index, epoch, step, sizes, cut, np.empty(0, np.int64), parts, shapes)
+                step, index = step + 1, index + 1
+                if steps is not None and index >= steps:
+                    return
+            epoch, step = epoch + 1, 0
+
+
+def split(own: Any, cut: Cut, place: Callable[[Any], Any]) -> list[list[Any]]:
+    """The rows of a process, cut for each replica and micro-batch, and brought to their place."""
+    at, parts = 0, list[list[Any]]()
+    for micros in cut.pieces:
+        parts.append([])
+        for micro in micros:
+            size = sum(piece.samples for piece in micro)
+            parts[-1].append(mapped(place, _rows_of(own, at, at + size)))
+            at += size
+    return parts
+
+
+def _rows_of(batch: Any, start: int, stop: int) -> Any:
+    return mapped(lambda array: array[start:stop], batch)
+
+
+def augmenting(augment: Callable[[Any, Any], Any], seed: int) -> Callable[[int, int, Any], Any]:
+    """What a task's `augment` makes of a sample, its randomness keyed by (seed, epoch, sample)."""
+
+    def change(epoch: int, number: int, sample: Any) -> Any:
+        key = random_key(seed, epoch, number)
+        return augment(sample, np.random.Generator(np.random.Philox(key=key)))
+
+    return change

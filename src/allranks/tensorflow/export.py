@@ -1,0 +1,116 @@
+"""The model of a checkpoint as Keras saves it: a `.keras` file, or a SavedModel.
+
+Runs in a process of its own (`launch.exporting` starts it): the task of the run builds its model
+anew, the weights of the checkpoint go into it, and Keras writes it. Nothing of the training is in
+it: layers are the user's own, with no strategy around them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from allranks.checkpoint.array_snapshot import read_arrays
+from allranks.checkpoint.export import MODEL, check_free, refused
+from allranks.checkpoint.files import fsync_folder
+from allranks.checkpoint.manifest import read_manifest
+from allranks.checkpoint.newest import values_of
+from allranks.checkpoint.tensors import TensorFiles
+from allranks.checkpoint.tree import unflatten
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.job.run_folder import JsonLines, rank_events_path
+from allranks.tensorflow.machine import set_arithmetic
+from allranks.tensorflow.names import set_weights
+from allranks.training.failure import exit_code_of, failure_of
+from allranks.training.keras_task import Task
+from allranks.training.task_fields import task_of
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Export, and write the event `exported` or `failed`; returns the exit code of the process.
+
+    `argument` has the `job`, the `folder` of a checkpoint that was verified, the `target` and its
+    `form`, "keras" or "saved-model"; what is `beside` the target is removed by whoever asked.
+    """
+    job = Job.from_data(argument["job"])
+    with JsonLines(rank_events_path(Path(job.run_dir), 0)) as events:
+        try:
+            model = model_of(job, Path(argument["folder"]))
+            write(model, Path(argument["target"]), Path(argument["beside"]), argument["form"])
+        except BaseException as error:
+            events.event("failed", **failure_of(error, 0, None))
+            return exit_code_of(error)
+        events.event("exported", tensors=len(model.weights))
+    return 0
+
+
+def model_of(job: Job, folder: Path) -> Any:
+    """The model of a job with the weights of a checkpoint; raises `RequestError`."""
+    set_arithmetic(job)
+    keras.utils.set_random_seed(job.seed % 2**32)
+    model = task_of(job, Task).model()
+    manifest = read_manifest(folder)
+    common, _ = values_of(manifest)
+    with TensorFiles(folder) as files:
+        arrays = read_arrays(files, manifest, MODEL.rstrip("/"))
+    set_weights(model, unflatten(common["model"], arrays))
+    return model
+
+
+def write(model: Any, target: Path, beside: Path, form: str) -> None:
+    """Write a model `beside` its target, make it last, and rename it. Raises `RequestError`."""
+    try:
+        _saved(lambda: FORMS[form](model, str(beside)), target)
+        _make_last(beside)
+        check_free(target)
+        beside.rename(target)
+        fsync_folder(target.parent)
+    except OSError as error:
+        raise refused(target, str(error), "it cannot be written there") from None
+
+
+def _saved(save: Callable[[], None], target: Path) -> None:
+    """Keras saves; what it says against a model is an answer to the user."""
+    try:
+        save()
+    except OSError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            asked=f"to export the model to {target}",
+            found=f"{type(error).__name__}: {error}",
+            why="Keras cannot write this model so",
+            do="mend what it says (get_config of a layer, a model called once), "
+            "or --format safetensors",
+        ) from error
+
+
+def _save_keras(model: Any, path: str) -> None:
+    model.save(path)
+
+
+def _save_model(model: Any, path: str) -> None:
+    model.export(path, format="tf_saved_model", verbose=False)
+
+
+FORMS: dict[str, Callable[[Any, str], None]] = {"keras": _save_keras, "saved-model": _save_model}
+
+
+def _make_last(path: Path) -> None:
+    """Make a file, or all that is in a folder, last on the disk."""
+    for folder, _, files in os.walk(path):
+        for name in files:
+            _fsync(Path(folder) / name)
+        fsync_folder(Path(folder))
+    if path.is_file():
+        _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,1 @@
+"""One strategy of many processes: a chief hands steps to workers, servers hold the variables."""

@@ -1,0 +1,93 @@
+"""What a worker or a server of a job with servers runs: TensorFlow's own server, until it is ended.
+
+The chief sends it graphs and asks for variables; nothing of the training is decided here. Beside it
+this process beats, so that one which stands still is seen, and makes the faults that were asked for
+when the chief has come to their step, if the chief is on this node.
+
+TensorFlow's server listens on all addresses of the machine, which it lets nobody change, and knows
+no secret: whoever can reach the port can use it. So this strategy is for machines and networks
+that only trusted people can reach.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import NoReturn
+
+import tensorflow as tf
+
+from allranks.job.config import threads_per_rank
+from allranks.job.faults import Faults
+from allranks.job.job import Job
+from allranks.job.run_folder import JsonLines
+from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.world import World
+from allranks.strategies.resolve import crew_of
+from allranks.strategies.roles import LEADER, WORKER, Crew
+from allranks.tensorflow.machine import take_devices
+from allranks.tensorflow.rendezvous import meet
+
+CHIEF, SERVER = "chief", "server"
+IN_TENSORFLOW = {CHIEF: "chief", WORKER: "worker", SERVER: "ps"}
+FAIL_FAST = {"GRPC_FAIL_FAST": "use_caller"}
+"""Makes a call to a process that is gone fail, instead of waiting until it is there again."""
+
+BEAT_S = 0.02
+
+
+def cluster_of(crew: Crew, addresses: list[str]) -> dict[str, list[str]]:
+    """The addresses by TensorFlow's names of the roles; an evaluator is in no cluster."""
+    cluster: dict[str, list[str]] = {}
+    for member, address in zip(crew.members, addresses, strict=True):
+        if member.role.name in IN_TENSORFLOW:
+            cluster.setdefault(IN_TENSORFLOW[member.role.name], []).append(address)
+    return cluster
+
+
+def serve(job: Job, world: World, events: JsonLines) -> NoReturn:
+    """Be a worker or a server of `job` until the supervisor ends this process."""
+    pulse = Pulse(world.pulse, world.local_rank, world.local_size)
+    os.environ.update(FAIL_FAST)
+    if job.device == "cuda" and world.role == WORKER:
+        take_devices(job, 1, world.role_index, job.ranks)
+    else:
+        tf.config.set_visible_devices([], "GPU")
+    held = meet(world)
+    cluster = cluster_of(crew_of(job.strategy, job.ranks), held.addresses)
+    name = IN_TENSORFLOW[world.role]
+    _ = tf.distribute.Server(
+        tf.train.ClusterSpec(cluster),
+        job_name=name,
+        task_index=world.role_index,
+        protocol="grpc",
+        config=_threads(job, world),
+    )
+    held.close()
+    events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
+    _beat(pulse, Faults.of(job.inject, world.rank, world.restarts))
+
+
+def _threads(job: Job, world: World) -> tf.compat.v1.ConfigProto:
+    """Threads in one operation, and for as many calls at once as there are processes."""
+    threads = threads_per_rank(job, world.on_machine or world.local_size)
+    return tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=threads,
+        inter_op_parallelism_threads=max(threads, world.size),
+    )
+
+
+def _beat(pulse: Pulse, faults: Faults) -> NoReturn:
+    """Show life, and keep up with the step of the chief."""
+    reached = None
+    while True:
+        pulse.enter("compute")
+        now = pulse.step_of(LEADER)
+        if now >= 0:
+            reached = now - 1 if reached is None else reached
+            pulse.at_step(now)
+        while reached is not None and reached < now:
+            reached += 1
+            faults.reach("step", reached)
+        time.sleep(BEAT_S)

@@ -1,0 +1,193 @@
+"""The trainer of a job with servers: the same loop, over steps that workers make in their own time.
+
+`batches` hands out ahead: when it yields a batch, that one and up to `most_under_way` - 1 after it
+are with the workers already; `step` waits for its result. So results, rows of the metrics and the
+progress come in the order of the job, while the updates were made in the order in which workers
+came to them. How stale a gradient can be is bounded: batch b is handed out only when batch
+b - `most_under_way` is done, so while a worker has it, at most the N - 1 batches that others had
+already and the `most_under_way` - 1 after it can be applied.
+
+Nothing is under way where the job evaluates or saves: no batch behind such a point is handed out
+before all up to it are done. With one worker each step sees the update of the one before it, and
+all is equal to `single`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.tensorflow.built import Built
+from allranks.tensorflow.data.batches import Arrays, Batch
+from allranks.tensorflow.parameter_server.dispatch import Handed, HandedOut
+from allranks.tensorflow.parameter_server.in_flight import Ahead
+from allranks.tensorflow.state import State
+from allranks.tensorflow.step.step import Found
+from allranks.tensorflow.strategies.parameter_server import ParameterServer, pieces_of
+from allranks.tensorflow.trainer import Trainer
+from allranks.training.keras_task import Task
+from allranks.training.progress import NOTHING, Asked, StepResult
+
+POLL_S = 0.5
+PART = re.compile(r"_part_([0-9]+)_of_([0-9]+)")
+OF_WHOLE_VARIABLES = ("Adafactor", "Lamb", "Muon")
+
+
+class ServedTrainer(Trainer):
+    """The chief's trainer of a job with servers. Workers and servers have none."""
+
+    strategy: ParameterServer
+    graphs: HandedOut
+
+    def __init__(self, task: Task, job: Job | None = None, **more: Any) -> None:
+        self._asked = NOTHING
+        super().__init__(task, job, **more)
+        most = self.strategy.most_under_way
+        self._ahead = Ahead[Batch, Handed](most, self._hand_out, self._holds_back)
+        self.state_of = ServedState(self.built)
+        if any(len(pieces_of(v.value)) > 1 for v in self.built.model.trainable_variables):
+            _check_optimizer(self.built.optimizer)
+
+    def _made_graphs(self) -> HandedOut:
+        graphs = HandedOut(
+            self.task,
+            self.built.model,
+            self.built.optimizer,
+            self.strategy.distribution,
+            replicas=1,
+            updates_bad=self.job.on_bad_step == "warn",
+        )
+        graphs.serve(self.strategy.coordinator, self.strategy.trained(self.built.model))
+        return graphs
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
+        """The global batches that come next; workers have them already. Give each one to `step`."""
+        self._let_workers_hold_the_data()
+        upcoming = super().batches(epochs, steps)
+        return self._ahead.through(upcoming, lambda: self.course.is_over)
+
+    def steps(self, batches: list[Batch]) -> list[StepResult]:
+        """The results of steps that were handed out, in their order; waits for them."""
+        return [self._step(batch) for batch in batches]
+
+    def _step(self, batch: Batch) -> StepResult:
+        oldest, handed = self._ahead.take()
+        assert oldest is batch, "batches are given to `step` in their order"
+        found = self._waited(handed)
+        if not self._ahead:  # what was asked for is done where nothing is under way
+            found = dataclasses.replace(found, stop=self._asked.stop, save=self._asked.save)
+            self._asked = NOTHING
+        result = self._taken(batch, found)
+        self.faults.reach("stepped", batch.index)
+        return result
+
+    def _waited(self, handed: Handed) -> Found:
+        """What a step said. One that nobody says anything of for too long is a hang of the chief's."""
+        self.pulse.enter("exchange")
+        self.pulse.collective()
+        begun, told = time.monotonic(), False
+        while (found := self.graphs.row(handed, POLL_S)) is None:
+            waited_s, limit_s = time.monotonic() - begun, self.job.hang_timeout
+            if limit_s and waited_s > limit_s and not told:
+                told = bool(self.pulse.enter("compute"))
+        self.pulse.enter("data")
+        return found
+
+    def _hand_out(self, batch: Batch) -> Handed:
+        self.pulse.at_step(batch.index)
+        self.pulse.enter("compute")
+        self.faults.reach("step", batch.index)
+        says = self._says(batch, len(self._ahead), NOTHING)
+        self._poison = 1.0
+        (parts,) = batch.parts
+        return self.graphs.hand_out(parts, batch.cut, says)
+
+    def _holds_back(self, last: Batch, batch: Batch) -> bool:
+        """Whether something may be done between these two, for which nothing may be under way."""
+        pulse, asked = self.pulse, self._asked
+        self._asked = Asked(asked.stop or pulse.wants_stop, asked.save or pulse.wants_save())
+        new_epoch = self.job.eval_every == "epoch" and batch.epoch != last.epoch
+        return new_epoch or self._asked != NOTHING or self._is_due_after(last)
+
+    def _let_workers_hold_the_data(self) -> None:
+        """Arrays go to every worker once; from then on a batch is made of numbers of samples."""
+        batches = self.task_data.batches
+        source = batches.source
+        if isinstance(source, Arrays) and not self.graphs.holds:
+            self.graphs.hold(source.arrays)
+            batches.source = Arrays(np.arange(len(source)))
+
+    # --- between the steps ----------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics over the evaluation data, exact, at weights that no step changes meanwhile."""
+        self.graphs.settle()
+        return super().evaluate()
+
+    def save(self, *, wait: bool = True, in_a_hurry: bool = False) -> bool:
+        """Save a checkpoint, once nothing is under way.
+
+        In a loop of one's own, batches that were under way are made again by who goes on from it.
+        """
+        self.graphs.settle()
+        return super().save(wait=wait, in_a_hurry=in_a_hurry)
+
+    def close(self) -> None:
+        self.graphs.close()
+        super().close()
+
+
+class ServedState(State):
+    """A state in which variables that are cut over servers are whole: any number goes on from it."""
+
+    def __init__(self, built: Built) -> None:
+        super().__init__(built)
+        self._parts = _by_whole(self._kept)
+
+    def arrays(self) -> dict[str, Any]:
+        state = super().arrays()
+        found = state["optimizer"]
+        whole = {
+            name: found[parts[0]] if len(parts) == 1 else np.concatenate([found[p] for p in parts])
+            for name, parts in self._parts.items()
+        }
+        return {**state, "optimizer": whole}
+
+    def load(self, state: dict[str, Any]) -> None:
+        found: dict[str, Any] = {}
+        for name, array in state["optimizer"].items():
+            parts = self._parts.get(name, [name])
+            sizes = [self._kept[part].shape[0] for part in parts] if len(parts) > 1 else []
+            cut = np.split(array, np.cumsum(sizes)[:-1]) if sizes else [array]
+            found |= dict(zip(parts, cut, strict=True))
+        super().load({**state, "optimizer": found})
+
+
+def _by_whole(names: dict[str, Any]) -> dict[str, list[str]]:
+    """The names of variables without those of their parts, each with its parts in order."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        part = PART.search(name)
+        number = int(part[1]) if part else 0
+        found.setdefault(PART.sub("", name), []).append((number, name))
+    return {whole: [name for _, name in sorted(parts)] for whole, parts in found.items()}
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    if name in OF_WHOLE_VARIABLES:
+        raise RequestError(
+            asked=f"the optimizer {name} on variables that are cut over servers",
+            found=f"{name}, whose update follows from a whole variable",
+            why="each server updates its part by itself",
+            do="--strategy parameter-server:partition=none, or another optimizer",
+        )

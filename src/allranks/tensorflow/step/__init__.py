@@ -1,0 +1,1 @@
+"""What one optimizer step is in a graph of TensorFlow."""

@@ -1,0 +1,370 @@
+"""One optimizer step on one global batch, as a graph of TensorFlow; the same for every strategy.
+
+    forward and backward of every micro-batch              `gradients_of`, on every replica
+    one sum of gradients and tally over all replicas       `_reduced`
+    division by the weight, regularizer, norm, clipping    `_finished`, alike on every replica
+    update, BatchNormalization                             `_update`, if the step is fine
+
+The engine owns the division: losses are per sample, and what is differentiated is their weighted
+sum over the samples of the global batch, so that the sum over micro-batches and replicas is the
+mean wherever all weights are 1; other weights are put right after the sum, by samples / weight.
+
+The tally rides on the gradients, so that no step sends a message for bookkeeping:
+
+    [ loss, weight, samples, stop, save, whether its own part is bad for each replica
+      | BatchNormalization: samples, means, variances per layer ]
+
+Shapes are fixed in the graph: it is made anew for each way in which a batch is cut, which is one
+for the full batches and one for the last of an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from allranks.strategies.shards import Micro
+from allranks.tensorflow.comm import translated
+from allranks.tensorflow.data.nested import mapped
+from allranks.tensorflow.step.autograph import InGraph
+from allranks.tensorflow.step.layers import Passing, passing, shard_norms
+from allranks.tensorflow.step.losses import check_layer_losses, weighted_losses
+from allranks.training.keras_task import Task
+
+SUM = tf.distribute.ReduceOp.SUM
+HEAD = 5
+LOSS, WEIGHT, SAMPLES, STOP, SAVE = range(HEAD)
+FINE = HEAD + 1  # in the row for the host
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a global batch is cut, as far as this process sees it.
+
+    `pieces` are those of shards, for each local replica and each of its micro-batches; `spare` says
+    that some replica, here or elsewhere, has no sample of this batch.
+    """
+
+    pieces: tuple[tuple[Micro, ...], ...]
+    spare: bool = False
+
+
+@dataclass(frozen=True)
+class Says:
+    """What the host says to a step: numbers that change from step to step without a new graph.
+
+    `key` belongs to (seed, step); `limit` is the longest gradient that is not a spike; `poison` is
+    1, or NaN where a fault is made on purpose.
+    """
+
+    key: int
+    nominal: float
+    rate: float
+    stop: bool = False
+    save: bool = False
+    scale: float = 1.0
+    limit: float = math.inf
+    poison: float = 1.0
+
+    def numbers(self) -> list[float]:
+        return [
+            *(self.nominal, self.rate, self.stop, self.save, self.scale, self.limit),
+            self.poison,
+        ]
+
+
+def told_of(says: list[Says]) -> Any:
+    """One tensor of what is said to each step, (steps, 8): the key, and the bits of the numbers."""
+    numbers = np.array([said.numbers() for said in says], np.float64).view(np.int64)
+    return tf.constant(np.column_stack([[said.key for said in says], numbers]), tf.int64)
+
+
+NOMINAL, RATE, ASKED_STOP, ASKED_SAVE, SCALE, LIMIT, POISON = range(7)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a step says to the host. `bad` are the replicas whose own part is not finite."""
+
+    loss: float
+    weight: float
+    samples: int
+    stop: bool
+    save: bool
+    norm: float
+    fine: bool
+    rate: float
+    bad: tuple[int, ...]
+
+
+class Graphs:
+    """The graphs of the steps of one training: of `model`, updated by `optimizer`.
+
+    `first` is the number of the first local replica among all `replicas`; `options` are those of
+    the collectives. With `updates_bad` the update is made whatever the gradient is.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: Any,
+        optimizer: Any,
+        distribution: Any,
+        *,
+        replicas: int,
+        first: int = 0,
+        options: Any = None,
+        updates_bad: bool = False,
+    ) -> None:
+        self.task: Any = InGraph(task)
+        self.model, self.optimizer = model, optimizer
+        self.distribution, self.replicas, self.first = distribution, replicas, first
+        self.options = options
+        self.updates_bad = updates_bad
+        self.variables = list(model.trainable_variables)
+        self.norms = shard_norms(model)
+        self.kind = tf.as_dtype(keras.config.floatx())
+        self.has_schedule = task.overrides("schedule")
+        self._reached = [True] * len(self.variables)
+        self._made: dict[Any, Callable[..., Any]] = {}
+        self.tally_size = HEAD + replicas + sum(norm.moment_size for norm in self.norms)
+
+    @property
+    def message_bytes(self) -> int:
+        """What is summed over the replicas in a step."""
+        sizes = [int(math.prod(v.shape) * tf.as_dtype(v.dtype).size) for v in self.variables]
+        return sum(sizes) + self.tally_size * int(self.kind.size)
+
+    def run(self, data: Any, cut: Cut, says: list[Says]) -> list[Found]:
+        """As many steps as there are in `says`; `data` is what `tf.distribute` gives its replicas.
+
+        For several steps every array of it has them along a first axis more. All ranks call this.
+        """
+        told = told_of(says)
+        arrays = tf.nest.flatten(data, expand_composites=True)
+        known = cut, len(says), *((tuple(array.shape), array.dtype) for array in arrays)
+        with translated():
+            if known not in self._made:  # a concrete one does not look at its arguments anew
+                make = self._several if len(says) > 1 else self._one
+                graph = tf.function(partial(make, cut), autograph=False)
+                self._made[known] = graph.get_concrete_function(data, told)
+            rows = self._made[known](data, told).numpy()
+        return [self._read(row) for row in rows]
+
+    def _read(self, row: NDArray[np.float64]) -> Found:
+        head, bad = row[: HEAD + 3], row[HEAD + 3 :]
+        loss, weight, samples, stop, save, norm, fine, rate = head.tolist()
+        which = tuple(np.flatnonzero(bad).tolist())
+        return Found(loss, weight, round(samples), stop > 0, save > 0, norm, fine > 0, rate, which)
+
+    # --- the graph: what is called from here on makes it, and runs once for each --------------
+
+    def _one(self, cut: Cut, data: Any, told: Any) -> Any:
+        return self._step(cut, data, told[0])[tf.newaxis]
+
+    def _several(self, cut: Cut, data: Any, told: Any) -> Any:
+        steps = int(told.shape[0])
+        width = HEAD + 3 + self.replicas
+        rows = tf.TensorArray(tf.float64, steps, element_shape=(width,))
+
+        def body(number: Any, goes_on: Any, rows: Any) -> tuple[Any, Any, Any]:
+            def own(part: Any) -> Any:
+                return mapped(lambda array: array[number], part)
+
+            row = self._step(cut, data, told[number], own, goes_on)
+            goes_on &= row[FINE] > 0  # nothing is updated after the step that ends the job
+            return number + 1, goes_on, rows.write(number, row)
+
+        *_, rows = tf.while_loop(
+            lambda number, goes_on, rows: number < steps,
+            body,
+            (tf.constant(0), tf.constant(True), rows),
+            parallel_iterations=1,
+            maximum_iterations=steps,
+        )
+        return rows.stack()
+
+    def _step(
+        self,
+        cut: Cut,
+        data: Any,
+        told: Any,
+        own: Callable[[Any], Any] = lambda part: part,
+        goes_on: Any = True,
+    ) -> Any:
+        """The result of a step, (HEAD + 3 + replicas,), float64."""
+        used: list[Any] = []
+        key, numbers = told[0], tf.bitcast(told[1:], tf.float64)
+
+        def replica(part: Any) -> tuple[list[Any], Any, Any]:
+            gradients, tally = self.gradients_of(cut, own(part), key, numbers)
+            gradients, tally = self._reduced(gradients, tally)
+            gradients, row, moments = self._finished(gradients, tally, numbers)
+            used[:] = [v for v, g in zip(self.variables, gradients, strict=True) if g is not None]
+            return [g for g in gradients if g is not None], row, moments
+
+        gradients, row, moments = self.distribution.run(replica, args=(data,))
+        row, moments = self._first(row), self._first(moments)
+        with self.distribution.scope():
+            if self.has_schedule:
+                self.optimizer.learning_rate.assign(tf.cast(numbers[RATE], self.kind))
+            if self.updates_bad:
+                self._update(gradients, used, moments)
+            else:
+                tf.cond(
+                    tf.logical_and(row[FINE] > 0, goes_on),
+                    lambda: self._update(gradients, used, moments),
+                    lambda: tf.constant(0),
+                )
+        return row
+
+    def _first(self, value: Any) -> Any:
+        return self.distribution.experimental_local_results(value)[0]
+
+    def gradients_of(self, cut: Cut, micros: Any, key: Any, numbers: Any) -> tuple[list[Any], Any]:
+        """The gradients of this replica's part (`None` for what the loss does not reach), its tally.
+
+        `micros` is one structure for each micro-batch. No communication.
+        """
+        replica = _replica_number()
+        own = cut.pieces[replica - self.first]
+        gradients: list[Any] = [None] * len(self.variables)
+        tally = tf.zeros(self.tally_size, self.kind)
+        poison = tf.cast(numbers[POISON], self.kind)
+        for pieces, batch in zip(own, micros, strict=True):
+            if not pieces:
+                continue
+            found, part = self._micro(pieces, batch, key, numbers, poison)
+            gradients = [_added(g, f) for g, f in zip(gradients, found, strict=True)]
+            tally = tally + part
+            poison = tf.ones((), self.kind)
+        if not cut.spare:
+            self._reached = [g is not None for g in gradients]
+        else:  # one that has nothing to pass through knows what the loss reaches from before
+            three = zip(gradients, self.variables, self._reached, strict=True)
+            gradients = [_or_zeros(g, v) if is_reached else g for g, v, is_reached in three]
+        marks = tf.zeros(self.replicas, self.kind)
+        if self.replicas > 1:  # who it was is asked where there are several
+            bad = self._is_bad(gradients, tally)
+            marks = tf.one_hot(replica, self.replicas, dtype=self.kind) * bad
+        zeros = self.tally_size - HEAD - self.replicas
+        asked = tf.cast(numbers[ASKED_STOP : ASKED_SAVE + 1], self.kind)
+        more = tf.concat([tf.zeros(3, self.kind), asked, marks, tf.zeros(zeros, self.kind)], 0)
+        return gradients, tally + more
+
+    def _micro(
+        self, pieces: Micro, batch: Any, key: Any, numbers: Any, poison: Any
+    ) -> tuple[list[Any], Any]:
+        """Forward and backward of one micro-batch: its gradients, and its part of the tally."""
+        samples = sum(piece.samples for piece in pieces)
+        task = self.task
+        with passing(Passing(pieces, samples, key)) as now:
+            with tf.GradientTape() as tape:
+                output = self.model(task.inputs(batch), training=True)
+                losses, weights = weighted_losses(task, output, batch, samples, self.kind)
+                total = tf.reduce_sum(losses) * poison
+                factor = numbers[SCALE] / numbers[NOMINAL]
+                scaled = total * tf.cast(factor, self.kind)
+            found = tape.gradient(scaled, [v.value for v in self.variables])
+        check_layer_losses(self.model)
+        found = [None if g is None else tf.convert_to_tensor(g) for g in found]
+        moments = [
+            tf.cast(now.moments[norm.shard_index], self.kind)
+            if norm.shard_index in now.moments
+            else tf.zeros(norm.moment_size, self.kind)
+            for norm in self.norms
+        ]
+        counts = [total, tf.cast(weights, self.kind), tf.cast(samples, self.kind)]
+        rest = tf.zeros(HEAD - len(counts) + self.replicas, self.kind)
+        return found, tf.concat([tf.stack(counts), rest, *moments], 0)
+
+    def _is_bad(self, gradients: list[Any], tally: Any) -> Any:
+        fine = tf.math.is_finite(tally[LOSS]) & tf.math.is_finite(_length(gradients))
+        return tf.cast(~fine, self.kind)
+
+    def _reduced(self, gradients: list[Any], tally: Any) -> tuple[list[Any], Any]:
+        """Sums over all replicas; what no replica uses stays out."""
+        there = [g for g in gradients if g is not None]
+        context = tf.distribute.get_replica_context()
+        *sums, tally = context.all_reduce(SUM, [*there, tally], self.options)
+        found = iter(sums)
+        return [None if g is None else next(found) for g in gradients], tally
+
+    def _finished(self, gradients: list[Any], tally: Any, numbers: Any) -> tuple[Any, Any, Any]:
+        """The gradients to apply, the row for the host, the moments. No communication."""
+        kind, task = self.kind, self.task
+        loss, weight = tally[LOSS], tally[WEIGHT]
+        nominal = tf.cast(numbers[NOMINAL], kind)
+        factor = nominal / weight / tf.cast(numbers[SCALE], kind)
+        gradients = _times(gradients, factor)
+        loss, gradients = self._regularized(loss / weight, gradients)
+        norm = _length(gradients)
+        if task.clip_norm is not None:
+            limit = tf.cast(task.clip_norm, norm.dtype)
+            ratio = tf.minimum(limit / (norm + 1e-6), 1.0)
+            gradients = _times(gradients, ratio)
+        fine = tf.math.is_finite(loss) & tf.math.is_finite(norm)
+        fine &= norm <= tf.cast(numbers[LIMIT], norm.dtype)
+        rate = numbers[RATE] if self.has_schedule else self._rate()
+        said = [tf.cast(x, tf.float64) for x in (norm, fine, rate)]
+        row = [
+            tf.cast(tf.concat([[loss], tally[1:HEAD]], 0), tf.float64),
+            tf.stack(said),
+            tf.cast(tally[HEAD : HEAD + self.replicas], tf.float64),
+        ]
+        return gradients, tf.concat(row, 0), tally[HEAD + self.replicas :]
+
+    def _rate(self) -> Any:
+        return tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float64)
+
+    def _regularized(self, loss: Any, gradients: list[Any]) -> tuple[Any, list[Any]]:
+        """With the regularizer of the task, which is the same on every replica."""
+        with tf.GradientTape() as tape:
+            value = self.task.regularizer(self.model)
+        if value is None:
+            return loss, gradients
+        found = tape.gradient(value, [v.value for v in self.variables])
+        gradients = [_added(g, f) for g, f in zip(gradients, found, strict=True)]
+        return loss + tf.cast(value, loss.dtype), gradients
+
+    def _update(self, gradients: list[Any], used: list[Any], moments: Any) -> Any:
+        """Across replicas: each copy of each variable takes the gradient of its own device."""
+        self.distribution.run(lambda own: self.optimizer.apply(own, used), args=(gradients,))
+        start = 0
+        for norm in self.norms:
+            norm.update_moving(moments[start : start + norm.moment_size])
+            start += norm.moment_size
+        return tf.constant(0)
+
+
+def _or_zeros(gradient: Any, variable: Any) -> Any:
+    return tf.zeros(variable.shape, variable.dtype) if gradient is None else gradient
+
+
+def _times(gradients: list[Any], factor: Any) -> list[Any]:
+    return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
+
+
+def _added(one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def _length(gradients: list[Any]) -> Any:
+    there = [g for g in gradients if g is not None]
+    return tf.linalg.global_norm(there) if there else tf.zeros(())
+
+
+def _replica_number() -> int:
+    """Which of all replicas the graph is being made for."""
+    number = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return number if isinstance(number, int) else int(tf.get_static_value(number))

@@ -1,0 +1,94 @@
+"""What is made of a step that was taken: was it good, did it count, and who brought in a bad one.
+
+Every rank holds the same sums after a step, so all judge alike, and nobody sends a message for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.job.loss_scale import loss_scale_of
+from allranks.tensorflow.data.batches import Batch
+from allranks.tensorflow.step.step import Found
+from allranks.training.guard import Guard
+from allranks.training.progress import Asked, StepResult
+
+
+class Judge:
+    """Judges the steps of one job. `whose` is what a part of the batch belongs to: rank, replica."""
+
+    def __init__(self, job: Job, whose: str) -> None:
+        self.whose = whose
+        self.guard = Guard(job.on_bad_step, job.spike, self._who)
+        self.loss_scale = loss_scale_of(job.loss_scale) if job.precision == "fp16" else None
+        self.updates_bad = job.on_bad_step == "warn" and self.loss_scale is None
+        self._bad: tuple[int, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        """By what the loss of the next step is multiplied."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def judged(self, batch: Batch, found: Found) -> StepResult:
+        """The result of a step. Raises `BadStep` where the job ends with it."""
+        if found.weight <= 0:
+            raise _weightless(batch, found.weight)
+        scale, updated, text = self.loss_scale, found.fine, ""
+        overflow = scale is not None and scale.explains(found.loss, found.norm)
+        used = None if scale is None else scale.value
+        if not overflow:
+            self._bad = found.bad
+            bad = self.guard.judge(found.loss, found.norm)
+            if bad is not None:
+                text = self.guard.decide(batch, bad).text
+            updated = found.fine or self.updates_bad
+        if scale is not None and overflow:
+            scale.overflowed()
+        elif scale is not None and updated:
+            scale.went_well()
+        return StepResult(
+            batch.index,
+            batch.epoch,
+            found.loss,
+            found.samples,
+            found.weight,
+            found.rate,
+            updated,
+            found.norm,
+            Asked(found.stop, found.save),
+            text,
+            used,
+            overflow,
+        )
+
+    def _who(self, batch: Any, spiked: bool) -> str:
+        """Which replicas brought a bad step in, as they said themselves with the sum."""
+        if spiked or not self._bad:
+            return ""
+        names = ", ".join(f"{self.whose} {number}" for number in self._bad)
+        return f"it came in with {names}"
+
+    def state(self) -> dict[str, Any]:
+        """What later judgements depend on, as plain values."""
+        scale = self.loss_scale
+        return {
+            "guard": self.guard.state(),
+            "loss_scale": None if scale is None else scale.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned."""
+        self.guard.load_state(state["guard"])
+        if self.loss_scale is not None:
+            self.loss_scale.load_state(state["loss_scale"])
+
+
+def _weightless(batch: Batch, weight: float) -> RequestError:
+    return RequestError(
+        asked=f"step {batch.index} of the job",
+        found=f"the weights of its global batch add up to {weight}",
+        why="a mean over no weight does not exist",
+        do="let weight(batch) be positive somewhere in every batch",
+    )

@@ -1,0 +1,89 @@
+"""What every strategy of the TensorFlow engine is: devices, a scope, and who has which replicas.
+
+The arithmetic of a step is the same for all and stands in `step`; a strategy only says where its
+variables lie, who computes, and by which of TensorFlow's strategies the replicas are joined.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from allranks.job.job import Job
+from allranks.launcher.world import World
+from allranks.strategies.card import Card, Workload
+from allranks.strategies.torch_cards import CARDS
+from allranks.tensorflow.built import Built
+from allranks.tensorflow.comm import Comm
+from allranks.training.keras_task import Task
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a strategy is given: the task, the job, who this process is, the options of its card."""
+
+    task: Task
+    job: Job
+    world: World
+    options: dict[str, Any]
+
+
+class Strategy(ABC):
+    """How the replicas of a model are joined. Making one takes devices, and joins the ranks.
+
+    `distribution` is TensorFlow's strategy; `replicas` how many there are in all, `own` which of
+    them are in this process; `comm` the ranks.
+    """
+
+    name: ClassVar[str]
+    replicas_agree: ClassVar[bool] = True
+
+    distribution: Any
+    replicas: int = 1
+    own: range = range(1)
+    comm: Comm
+    collective_options: Any = None
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.task, self.job, self.world = setting.task, setting.job, setting.world
+        self.comm = Comm()
+        self.join()
+
+    @abstractmethod
+    def join(self) -> None:
+        """Take the devices of this process, and meet the other ranks. Every rank calls this."""
+
+    @classmethod
+    def card_of(cls) -> Card:
+        """The card of this strategy."""
+        return CARDS[cls.name]
+
+    def promised_bytes(self, message_bytes: int) -> int:
+        """What the card says the busiest rank sends in a step."""
+        work = Workload((message_bytes,), self.comm.size, self.task.shards)
+        return self.card_of().bytes_sent(work, self.setting.options)
+
+    def scope(self) -> Any:
+        """Within, variables are made where they belong."""
+        return self.distribution.scope()
+
+    def trained(self, model: Any) -> list[Any]:
+        """The variables that the optimizer of `model` updates."""
+        return list(model.trainable_variables)
+
+    def check(self, built: Built) -> None:
+        """Raise `RequestError` for a model or optimizer that this strategy cannot train."""
+
+    def feed(self, parts: list[Any]) -> Any:
+        """The parts of the own replicas, in order, as TensorFlow hands them to its replicas."""
+        if len(parts) == 1 and self.replicas == 1:
+            return parts[0]
+        first = self.own.start
+        return self.distribution.experimental_distribute_values_from_function(
+            lambda context: parts[context.replica_id_in_sync_group - first]
+        )
+
+    def leave(self) -> None:
+        """Give back what was taken."""

@@ -1,0 +1,91 @@
+"""Strategies of one process: `single`, `mirrored`, `central-storage`, and `tpu`.
+
+`mirrored` keeps a copy of every variable on each device and adds gradients between them;
+`central-storage` keeps one of each in the memory of the host. Where there are no GPUs the devices
+are logical ones of the CPU, which share its cores: nothing gets quicker, and everything is the same.
+"""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from allranks.errors import RequestError
+from allranks.tensorflow.built import Built
+from allranks.tensorflow.machine import devices_for, has_tpu
+from allranks.tensorflow.strategies.base import Strategy
+
+HOST = "/cpu:0"
+
+
+class Single(Strategy):
+    """One device does all the work. What every other strategy is compared with."""
+
+    name = "single"
+
+    def join(self) -> None:
+        (device,) = devices_for(self.job, 1)
+        is_cpu = self.job.device == "cpu"
+        one = tf.distribute.get_strategy() if is_cpu else tf.distribute.OneDeviceStrategy(device)
+        self.distribution = one
+
+
+class Mirrored(Strategy):
+    """A copy of every variable on each device."""
+
+    name = "mirrored"
+
+    def join(self) -> None:
+        devices = self._devices()
+        # On the CPU two of these in one process would share the keys of their collectives.
+        ops = tf.distribute.ReductionToOneDevice() if self.job.device == "cpu" else None
+        self.distribution = tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
+
+    def _devices(self) -> list[str]:
+        self.replicas = int(self.setting.options["replicas"])
+        self.own = range(self.replicas)
+        return devices_for(self.job, self.replicas)
+
+
+class CentralStorage(Mirrored):
+    """Every variable once, in the memory of the host."""
+
+    name = "central-storage"
+
+    def join(self) -> None:
+        devices = self._devices()
+        self.distribution = tf.distribute.experimental.CentralStorageStrategy(devices, HOST)
+
+    def check(self, built: Built) -> None:
+        """Raise `RequestError` for what writes a variable from within a replica: it cannot here."""
+        found = [f"{name}, which draws random numbers" for name in built.swapped["user_randomness"]]
+        variables = built.model.trainable_variables
+        found += [f"a constraint on {v.path}" for v in variables if v.constraint is not None]
+        layers = built.model._flatten_layers()
+        found += [x.name for x in layers if isinstance(x, keras.layers.SpectralNormalization)]
+        if isinstance(built.optimizer, keras.optimizers.Nadam):
+            found.append("the optimizer Nadam")
+        if found:
+            raise RequestError(
+                asked=f"--strategy {self.job.strategy}",
+                found=found[0],
+                why="it writes a variable in its own pass, and tf.distribute lets no replica of "
+                "this strategy write one",
+                do=f"--strategy mirrored:replicas={self.replicas}",
+            )
+
+
+class TPU(Strategy):
+    """A replica on every core of a TPU."""
+
+    name = "tpu"
+
+    def join(self) -> None:
+        found = "a TPU, which this version was never tried on" if has_tpu() else "no TPU"
+        raise RequestError(
+            asked="--strategy tpu",
+            found=found,
+            why="tf.distribute.TPUStrategy runs on the cores of a TPU and on nothing else; what "
+            "nobody has run is not offered",
+            do="--strategy mirrored on this machine, or multi-worker-mirrored on several",
+        )

@@ -1,0 +1,388 @@
+"""The trainer of the TensorFlow engine: one training of a Keras task, step by step.
+
+`allranks train` is the short loop `fit` over it; a loop of one's own uses the same object:
+
+    with Trainer(task) as trainer:
+        for batch in trainer.batches():
+            result = trainer.step(batch)
+        print(trainer.evaluate())
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from allranks.catalog import TENSORFLOW_STRATEGIES, load
+from allranks.errors import RequestError
+from allranks.job.engines import TENSORFLOW, default_strategy
+from allranks.job.faults import Faults
+from allranks.job.job import Job
+from allranks.job.limits import check_engine
+from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.world import World
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import resolved_strategy
+from allranks.strategies.roles import TRAINER
+from allranks.tensorflow.build import build, let_sum_again
+from allranks.tensorflow.built import Built
+from allranks.tensorflow.data.batches import Batch
+from allranks.tensorflow.data.task_data import TaskData
+from allranks.tensorflow.limits import check_task_limits
+from allranks.tensorflow.machine import check_backend, flip_one_bit, set_arithmetic
+from allranks.tensorflow.names import names_of, value_of
+from allranks.tensorflow.saving import Saving
+from allranks.tensorflow.state import State
+from allranks.tensorflow.step.layers import restore_layers
+from allranks.tensorflow.step.step import Found, Graphs, Says
+from allranks.tensorflow.step.step_result import Judge
+from allranks.tensorflow.step.user_variables import OwnWrites
+from allranks.tensorflow.strategies.base import Setting, Strategy
+from allranks.training.callback import Callback
+from allranks.training.evaluation_plan import Course
+from allranks.training.keras_task import Task
+from allranks.training.order import random_key
+from allranks.training.progress import Asked, Progress, StepResult
+from allranks.training.task_fields import check_task
+
+
+class Trainer:
+    """Trains `task` as `job` says, on the ranks that the environment describes (or `world`).
+
+    Every rank makes one and calls the same methods in the same order. Making it takes devices,
+    joins the ranks and builds the model. Raises `RequestError` for what cannot be trained.
+    `report(event, **values)` hears of checkpoints, from another thread too; `fit` calls `callbacks`
+    before those of the task.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        job: Job | None = None,
+        *,
+        world: World | None = None,
+        report: Callable[..., None] = lambda event, **values: None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        check_backend()
+        self.world = World.from_environment() if world is None else world
+        self.task, self.job = task, _for_world(job or Job(), self.world)
+        check_task(task, type(task).__name__)
+        check_engine(self.job)
+        check_task_limits(task)
+        self.progress, self.course = Progress(), Course(self.job)
+        self.callbacks = [*callbacks, *task.callbacks()]
+        self.pulse = Pulse(self.world.pulse, self.world.local_rank, self.world.local_size)
+        self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
+        self._poison = 1.0
+        self._undo = set_arithmetic(self.job)
+        try:
+            self.strategy = _made_strategy(task, self.job, self.world)
+            self.comm = self.strategy.comm
+            self.built: Built = build(task, self.job, self.strategy)
+            self.strategy.check(self.built)
+            self.judge = Judge(self.job, "rank" if self.comm.size > 1 else "replica")
+            self.graphs = self._made_graphs()
+            self.own_writes = OwnWrites(self.built.model)
+            self.state_of = State(self.built)
+            self.task_data = TaskData(task, self.job, self.strategy, self.built.model)
+            self.faults.corrupt = lambda: flip_one_bit(self.built.model.trainable_variables[0])
+            self.faults.poison = self._poison_next
+            self._saving = self._made_saving(report) if self.job.run_dir else None
+        except BaseException:
+            self._undo()
+            raise
+
+    def _made_graphs(self) -> Graphs:
+        strategy = self.strategy
+        return Graphs(
+            self.task,
+            self.built.model,
+            self.built.optimizer,
+            strategy.distribution,
+            replicas=strategy.replicas,
+            first=strategy.own.start,
+            options=strategy.collective_options,
+            updates_bad=self.judge.updates_bad,
+        )
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
+        """This rank's part of the global batches that come next, up to the end of the training.
+
+        `epochs` and `steps` count from the start of the job; the defaults are the task's epochs
+        and the job's steps. Give each batch to `step` before asking for the next.
+        """
+        limit = self.job.steps if steps is None else steps
+        last_epoch = self.task.epochs if epochs is None else epochs
+        if limit is not None and epochs is None:
+            last_epoch = 2**31  # steps were asked for: epochs do not end them
+        upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
+        self.task_data.compare()
+        while not self.course.is_over:
+            self.pulse.enter("data")
+            batch = next(upcoming, None)
+            if batch is None:
+                return
+            yield batch
+
+    def calls(self) -> Iterator[list[Batch]]:
+        """The batches that come next, in groups for one call of TensorFlow (`--steps-per-call`).
+
+        A group is cut alike throughout, ends with its epoch, and where the job evaluates or saves.
+        """
+        group: list[Batch] = []
+        for batch in self.batches():
+            if group and not _alike(batch, group[0]):
+                yield group
+                group = []
+                if self.course.is_over:  # decided while the group was trained
+                    return
+            group.append(batch)
+            if len(group) == self.job.steps_per_call or self._is_due_after(batch):
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _is_due_after(self, batch: Batch) -> bool:
+        every = [self.job.checkpoint_every]
+        if self.job.eval_every.isdecimal():
+            every.append(int(self.job.eval_every))
+        return any(n is not None and (batch.index + 1) % n == 0 for n in every)
+
+    def step(self, batch: Batch) -> StepResult:
+        """One optimizer step on one global batch; every rank calls this. Sends what the card says."""
+        (result,) = self.steps([batch])
+        return result
+
+    def steps(self, batches: list[Batch]) -> list[StepResult]:
+        """Several steps in one call of TensorFlow, on batches that are cut alike."""
+        first = batches[0]
+        assert all(_alike(batch, first) for batch in batches), "the batches of a call are cut alike"
+        self.pulse.at_step(first.index)
+        self.pulse.enter("compute")
+        for batch in batches:
+            self.faults.reach("step", batch.index)
+        asked = Asked(self.pulse.wants_stop, self.pulse.wants_save())
+        says = [self._says(batch, number, asked) for number, batch in enumerate(batches)]
+        data = self._fed(batches)
+        self.own_writes.before_step()
+        self._poison = 1.0
+        before = self.pulse.enter("exchange") if self.comm.size > 1 else ""
+        self.pulse.collective()
+        found = self.graphs.run(data, first.cut, says)
+        if before:
+            self.pulse.enter(before)
+        self.own_writes.after_step()
+        results = [self._taken(b, f) for b, f in zip(batches, found, strict=True)]
+        for batch in batches:
+            self.faults.reach("stepped", batch.index)
+        return results
+
+    def _says(self, batch: Batch, number: int, asked: Asked) -> Says:
+        rate, update = 0.0, self.progress.updates + number
+        if self.graphs.has_schedule:
+            assert self.built.made_rate is not None
+            rate = self.built.made_rate * float(self.task.schedule(update))
+        return Says(
+            key=random_key(self.job.seed, batch.index),
+            nominal=batch.nominal,
+            rate=rate,
+            stop=asked.stop,
+            save=asked.save,
+            scale=self.judge.scale,
+            limit=self.judge.guard.limit,
+            poison=self._poison,
+        )
+
+    def _fed(self, batches: list[Batch]) -> Any:
+        parts: list[Any] = [batch.parts for batch in batches]
+        if len(parts) == 1:
+            return self.strategy.feed(parts[0])
+        return self.strategy.feed(
+            [
+                tf.nest.map_structure(lambda *rows: tf.stack(rows), *own)
+                for own in zip(*parts, strict=True)
+            ]
+        )
+
+    def _taken(self, batch: Batch, found: Found) -> StepResult:
+        """What a step has given, judged; the progress moves."""
+        result = self.judge.judged(batch, found)
+        self.progress = self.progress.after(result, batch.epoch, batch.step_in_epoch)
+        return result
+
+    def _poison_next(self) -> None:
+        self._poison = math.nan
+
+    # --- between the steps ----------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics over the evaluation data, exact; every rank calls this."""
+        before = self.pulse.enter("evaluate")
+        self.faults.reach("evaluate")
+        metrics = self.task_data.evaluate(lambda: self.pulse.enter("evaluate"))
+        self.pulse.enter(before)
+        return metrics
+
+    def evaluate_if_due(self) -> dict[str, float] | None:
+        """After a step: evaluate where the job asks for it; `None` where it does not."""
+        if not self.course.is_due(self.progress, self.task_data.batches.steps_per_epoch):
+            return None
+        metrics = self.evaluate()
+        self.course.take(metrics, self.progress)
+        return metrics
+
+    @property
+    def total_steps(self) -> int | None:
+        """The optimizer steps of the whole job; `None` where the data does not say its length."""
+        per_epoch = self.task_data.batches.steps_per_epoch
+        if self.job.steps is not None:
+            return self.job.steps
+        return None if per_epoch is None else per_epoch * self.task.epochs
+
+    def rehearse(self) -> None:
+        """Open the data and evaluate a few samples, so that errors show before the first update."""
+        self.task_data.rehearse()
+
+    def weights(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Every variable of the model as an array, by name in sorted order."""
+        variables = names_of(self.built.model)
+        for name in sorted(variables):
+            yield name, value_of(variables[name])
+
+    # --- checkpoints ----------------------------------------------------------------------
+
+    def save(self, *, wait: bool = True, in_a_hurry: bool = False) -> bool:
+        """Save a checkpoint into the run folder of the job; every rank calls this.
+
+        Training waits for a copy in memory; a thread of the leader writes, and with `wait` its end
+        is waited for. Returns whether what was waited for is committed. Where the job keeps the
+        best checkpoint it evaluates first, unless `in_a_hurry`.
+        """
+        saving = self._saves()
+        metrics = self.course.metrics_of(self.progress)
+        if metrics is None:
+            metrics = self.evaluate() if self.job.best and not in_a_hurry else {}
+        before = self.pulse.enter("save")
+        for callback in self.callbacks:
+            callback.on_save(self)
+        saving.save(self.progress.batch_index, self.state_of.arrays(), self._rest(), metrics)
+        committed = saving.checkpointer.wait() if wait else True
+        self.pulse.enter(before)
+        return committed
+
+    def resume(self) -> int | None:
+        """Go on from the newest good checkpoint; every rank calls this, before the first step.
+
+        Returns the global batches that are done, or `None` where there is no checkpoint. Raises
+        `RequestError` if it belongs to another job.
+        """
+        before = self.pulse.enter("save")
+        state = self._saves().load()
+        self.pulse.enter(before)
+        if state is None:
+            return None
+        self.state_of.load(state)
+        self.progress = Progress(**state["progress"])
+        self.judge.load_state(state)
+        self.course.load_state(state["course"])
+        return int(state["step"])
+
+    def _rest(self) -> dict[str, Any]:
+        """What of the state is no array."""
+        return {
+            "progress": dataclasses.asdict(self.progress),
+            "course": self.course.state(),
+            **self.judge.state(),
+        }
+
+    def save_if_due(self, result: StepResult) -> bool:
+        """After a step: save where the job or a signal asks for it. Returns whether to stop now."""
+        step, every = self.progress.batch_index, self.job.checkpoint_every
+        if result.asked.save:
+            self.pulse.wants_save()  # heard from another rank first: not again with the next step
+        due = every is not None and step % every == 0
+        stop = result.asked.stop
+        if stop or result.asked.save or due or self.course.wants_save(self.progress):
+            self.save(wait=stop, in_a_hurry=stop)
+        return stop
+
+    def come_to_the_end(self) -> None:
+        """After the last step: save, where checkpoints are made."""
+        if self.job.checkpoint_every is not None:
+            self.save()
+
+    def _saves(self) -> Saving:
+        if self._saving is None:
+            raise RequestError(
+                asked="to save or resume a training",
+                found="no run folder in its job",
+                why="checkpoints live in the run folder",
+                do='Trainer(task, Job(run_dir="runs/mine"))',
+            )
+        return self._saving
+
+    def _made_saving(self, report: Callable[..., None]) -> Saving:
+        return Saving(self.task, self.job, self.comm, self.world.attempt, self.faults.reach, report)
+
+    def close(self) -> None:
+        """Leave the other ranks, and give model and process back as they were."""
+        if self._saving is not None:
+            self._saving.checkpointer.close()
+        self.strategy.leave()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self.task_data.close()
+        restore_layers(self.built.model)
+        let_sum_again(self.built.optimizer)
+        self._undo()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the others need not wait for one that comes no further
+            self._give_back()
+
+
+def _alike(one: Batch, other: Batch) -> bool:
+    """Whether two batches can go in one call, by what all ranks know of them: sizes, not own parts.
+
+    Of a `tf.data.Dataset` all ranks see the same, so there the lengths of what it pads count too.
+    """
+    if one.epoch != other.epoch or one.sizes != other.sizes:
+        return False
+    return one.shapes == other.shapes
+
+
+def _for_world(job: Job, world: World) -> Job:
+    """The job as these ranks run it, its strategy resolved."""
+    name = job.strategy or default_strategy(TENSORFLOW, world.size)
+    choice = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise)
+    ranks = world.size if world.role == TRAINER else job.ranks
+    return dataclasses.replace(job, engine=TENSORFLOW, ranks=ranks, strategy=str(choice))
+
+
+def _made_strategy(task: Task, job: Job, world: World) -> Strategy:
+    choice = parse_choice(job.strategy)
+    strategy_class = load(TENSORFLOW_STRATEGIES[choice.name])
+    options = strategy_class.card_of().read_options(choice.options)
+    made: Strategy = strategy_class(Setting(task, job, world, options))
+    return made

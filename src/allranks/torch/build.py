@@ -1,0 +1,172 @@
+"""The model of a task, made ready to be trained: built, filled, placed, its layers swapped.
+
+Every rank builds it from the seed of the job; the strategy makes all weights equal afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from allranks.catalog import STRATEGIES, load
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.job.loss_scale import loss_scale_of
+from allranks.launcher.world import World
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import resolved_strategy
+from allranks.strategies.torch_cards import CARDS
+from allranks.torch.comm import Comm
+from allranks.torch.data.sources import seed_generators
+from allranks.torch.keras.layers import check_keras
+from allranks.torch.keras.setting import check_types, of_keras_type
+from allranks.torch.keras.shards import is_keras, swap_keras_layers
+from allranks.torch.model.activation_checkpointing import recompute_blocks
+from allranks.torch.model.bounded_tables import swap_tables
+from allranks.torch.model.layers import OfShard, Scope, swap_layers
+from allranks.torch.model.precision import Arithmetic, arithmetic_of
+from allranks.torch.model.reals import read_tensors
+from allranks.torch.state import model_state
+from allranks.torch.strategies.base import Setting, Strategy
+from allranks.torch.task import Task
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model; the names of its layers that were swapped, those of weights that `pretrained` does
+    not name (`None` if there is no such thing), and what takes changes of its methods back."""
+
+    model: nn.Module
+    swapped: dict[str, list[str]]
+    not_pretrained: list[str] | None
+    undo: Callable[[], None] = lambda: None
+
+
+def build_model(task: Task, job: Job, scope: Scope, arithmetic: Arithmetic) -> Built:
+    """The model of `task` on the device of this rank; raises `RequestError`. No communication."""
+    seed_generators(job.seed)
+    torch.manual_seed(job.seed)
+    floatx = "float64" if arithmetic.parameters == torch.float64 else "float32"
+    with of_keras_type(floatx):
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise RequestError(
+            asked="model() of the task",
+            found=f"a {type(model).__name__}",
+            why="the engine trains torch modules",
+            do="return an nn.Module",
+        )
+    check_keras(task, model)
+    for module in filter(is_keras, model.modules()):
+        check_types(module, floatx)
+    model = arithmetic.model(model)
+    given = task.pretrained()  # into the types of the job: numbers of 64 bits stay what they are
+    missing = None if given is None else _fill(model, given)
+    swapped = swap_layers(model, scope)
+    swap_keras_layers(model, scope, swapped)
+    swap_tables(model, scope, swapped)
+    if job.activation_checkpointing:
+        return Built(model, swapped, missing, recompute_blocks(task, model, scope))
+    return Built(model, swapped, missing)
+
+
+def _fill(model: nn.Module, given: Any) -> list[str]:
+    """Put pretrained weights into the model; returns the names that were not given."""
+    weights = given if isinstance(given, Mapping) else _read(Path(given))
+    own = model_state(model)
+    wrong = [
+        f"{name}: {_shape(value)}, in the model {_shape(own.get(name))}"
+        for name, value in weights.items()
+        if name not in own or _shape(value) != _shape(own[name])
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise RequestError(
+            asked="pretrained() of the task",
+            found="; ".join(wrong[:3]) + more,
+            why="each weight goes to the one of its name, in its shape",
+            do="leave those out that the model has not, as the head of another task",
+        )
+    with torch.no_grad():
+        for name, value in weights.items():
+            own[name].copy_(value)
+    return sorted(own.keys() - weights.keys())
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return str(tuple(value.shape))
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return read_tensors(path)
+    except (OSError, SafetensorError) as error:
+        raise RequestError(
+            asked=f"pretrained weights of {path}",
+            found=f"{type(error).__name__}: {error}",
+            why="weights are read from safetensors files: a pickle could run anything",
+            do="make one: safetensors.torch.save_file(model.state_dict(), PATH)",
+        ) from error
+
+
+def job_for(job: Job, world: World) -> Job:
+    """The job as the ranks of `world` run it, its strategy resolved."""
+    name = job.strategy or ("ddp" if world.size > 1 else "single")
+    choice = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise)
+    return dataclasses.replace(job, ranks=world.size, strategy=str(choice))
+
+
+def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:
+    """The strategy that the job names, with the options of its card; it has no model yet."""
+    choice = parse_choice(job.strategy)
+    setting = Setting(
+        task,
+        comm,
+        scope,
+        CARDS[choice.name].read_options(choice.options),
+        arithmetic_of(job, comm.device),
+        job.bitwise,
+        loss_scale_of(job.loss_scale) if job.precision == "fp16" else None,
+    )
+    strategy: Strategy = load(STRATEGIES[choice.name])(setting)
+    return strategy
+
+
+def compiled(model: nn.Module, backend: str) -> tuple[Callable[..., Any], Callable[[], None]]:
+    """What a compiler makes of the model's forward, and what undoes the changes that it needs.
+
+    Layers that belong to a shard stay as they are: what they do follows the step.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise RequestError(
+            asked=f"--compile {backend}",
+            found="no backend of that name",
+            why=f"torch knows {', '.join(sorted(known))}",
+            do="--compile inductor",
+        )
+    if any(is_keras(module) for module in model.modules()):
+        raise RequestError(
+            asked=f"--compile {backend}",
+            found="a model with Keras layers",
+            why="the compiler gives up on most of what Keras does around a layer, without a word",
+            do="leave it out",
+        )
+    layers = [m for m in model.modules() if isinstance(m, OfShard)]
+    for layer in layers:
+        layer.forward = torch.compiler.disable(layer.forward)
+
+    def undo() -> None:
+        for layer in layers:
+            del layer.forward
+
+    return torch.compile(model, backend=backend), undo

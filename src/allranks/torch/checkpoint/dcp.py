@@ -1,0 +1,94 @@
+"""Plans of states with DTensors, by the planner of torch.distributed.checkpoint.
+
+Loaded only for such a state (`plan`): importing it takes a second, which no launch should pay that
+holds its weights whole. Only plans are made here; nothing of it reads, writes or pickles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from allranks.checkpoint.manifest import SavedTensor
+from allranks.torch.checkpoint.parts import SHARD, WHOLE, Part, Read, holds
+from allranks.torch.checkpoint.tree import DTYPES, NAMES
+
+KINDS = {WHOLE: WriteItemType.TENSOR, SHARD: WriteItemType.SHARD}
+
+
+def local_parts(tensors: dict[str, Tensor]) -> dict[Part, Tensor]:
+    """What this rank holds, part by part."""
+    planner = _save_planner(tensors)
+    found: dict[Part, Any] = {
+        _part(item): planner.resolve_data(item) for item in planner.create_local_plan().items
+    }
+    return {part: tensor.detach() for part, tensor in found.items()}
+
+
+def global_parts(ranks: list[list[Part]]) -> list[list[Part]]:
+    """Of what all ranks hold, what each of them writes. The same on every rank."""
+    plans = [SavePlan([_item(part) for part in parts]) for parts in ranks]
+    finished, _ = _save_planner({}).create_global_plan(plans)
+    return [[_part(item) for item in plan.items] for plan in finished]
+
+
+def reads(saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> list[Read]:
+    """The reads that fill `targets`, each from one chunk."""
+    metadata = Metadata({path: _metadata(tensor) for path, tensor in saved.items()})
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(targets), metadata)
+    found = []
+    for item in planner.create_local_plan().items:
+        path, at = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+        chunk = next(c for c in saved[path].chunks if c.offsets == at and holds(c))
+        lengths = zip(item.storage_offsets, item.lengths, strict=True)
+        part = tuple(slice(start, start + length) for start, length in lengths)
+        found.append(Read(path, chunk, part, planner.resolve_tensor(item)))
+    return found
+
+
+def _save_planner(tensors: dict[str, Tensor]) -> DefaultSavePlanner:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=True)
+    return planner
+
+
+def _part(item: WriteItem) -> Part:
+    data = item.tensor_data
+    assert data is not None, "tree.flatten lets tensors through, and nothing else"
+    kind = next(name for name, value in KINDS.items() if value == item.type)
+    dtype = NAMES[data.properties.dtype]
+    offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    return Part(item.index.fqn, dtype, tuple(data.size), offsets, sizes, kind)
+
+
+def _item(part: Part) -> WriteItem:
+    data = TensorWriteData(
+        ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)),
+        TensorProperties(dtype=DTYPES[part.dtype]),
+        torch.Size(part.shape),
+    )
+    index = MetadataIndex(part.path, list(part.offsets))
+    return WriteItem(index, KINDS[part.kind], tensor_data=data)
+
+
+def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:
+    boxes: list[Any] = [
+        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        for chunk in tensor.chunks
+        if holds(chunk)
+    ]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=DTYPES[tensor.dtype]), torch.Size(tensor.shape), boxes
+    )

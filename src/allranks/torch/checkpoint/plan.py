@@ -1,0 +1,166 @@
+"""Who writes what, and who reads it from where.
+
+Every rank plans what it holds, the plans are exchanged as text, and every rank computes the same
+global plan from them: what several ranks hold is written by one of them, balanced by bytes. A state
+with DTensors is planned by torch.distributed.checkpoint (`dcp`), each rank its part; the plain plan
+here is what that planner makes of whole tensors, without a second of imports.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple, dataclass
+from hashlib import blake2b
+from typing import Any
+
+from torch import Tensor
+
+from allranks.catalog import PLANNER, load
+from allranks.checkpoint.manifest import Chunk, SavedTensor
+from allranks.checkpoint.tensor_file import Piece
+from allranks.errors import RequestError
+from allranks.torch.checkpoint.parts import WHOLE, Part, Read, holds
+from allranks.torch.checkpoint.tree import NAMES, is_dtensor
+from allranks.torch.comm import Comm
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank writes, in rank order. Equal on all ranks."""
+
+    parts: tuple[tuple[Part, ...], ...]
+
+    def tensors(self, files: list[str]) -> dict[str, SavedTensor]:
+        """Every tensor with its chunks, for the manifest; `files` by rank."""
+        found: dict[str, list[tuple[Part, Chunk]]] = {}
+        for file, parts in zip(files, self.parts, strict=True):
+            for part in parts:
+                chunk = Chunk(file, part.offsets, part.sizes)
+                found.setdefault(part.path, []).append((part, chunk))
+        return {
+            path: SavedTensor(pairs[0][0].dtype, pairs[0][0].shape, tuple(c for _, c in pairs))
+            for path, pairs in sorted(found.items())
+        }
+
+
+class Planner:
+    """Plans the saves of one rank; planned and exchanged again only when some rank's state changed.
+
+    Every rank calls `plan` for the same step. Each call sends a digest; a new plan is sent whole.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self._looks: list[Any] = []
+        self._text = ""
+        self._digest = ""
+        self._known: list[str] = []
+        self._plan = Plan(())
+
+    def plan(self, step: int, tensors: dict[str, Tensor]) -> tuple[Plan, dict[Part, Tensor]]:
+        """The plan of all ranks, and what this rank writes: its own tensors, not copies."""
+        parts = _local_parts(tensors)
+        looks = list(parts)
+        if looks != self._looks:
+            self._text = json.dumps([astuple(part) for part in looks])
+            self._digest = blake2b(self._text.encode(), digest_size=16).hexdigest()
+            self._looks = looks
+        self._agree(step)
+        return self._plan, {part: parts[part] for part in self._plan.parts[self.comm.rank]}
+
+    def _agree(self, step: int) -> None:
+        said = [word.split() for word in self.comm.gather_texts(f"{step} {self._digest}")]
+        steps = [word[0] for word in said]
+        if len(set(steps)) > 1:
+            raise _unlike(f"steps {', '.join(steps)}, in rank order", "the same step on every rank")
+        digests = [word[-1] for word in said]
+        if digests != self._known:
+            self._plan = _global(self.comm.gather_texts(self._text))
+            self._known = digests
+
+
+def _local_parts(tensors: dict[str, Tensor]) -> dict[Part, Tensor]:
+    """What this rank holds, part by part."""
+    if any(is_dtensor(tensor) for tensor in tensors.values()):
+        parts: dict[Part, Tensor] = load(PLANNER).local_parts(tensors)
+        return parts
+    return {_whole(path, tensor): tensor for path, tensor in tensors.items()}
+
+
+def _whole(path: str, tensor: Tensor) -> Part:
+    shape = tuple(tensor.shape)
+    return Part(path, NAMES[tensor.dtype], shape, (0,) * len(shape), shape)
+
+
+def _global(texts: list[str]) -> Plan:
+    """The same on every rank: a pure function of what all ranks hold."""
+    ranks = [[_read_part(words) for words in json.loads(text)] for text in texts]
+    _check(ranks)
+    if all(part.kind == WHOLE for parts in ranks for part in parts):
+        shared_out = _shared_out(ranks)
+    else:
+        shared_out = load(PLANNER).global_parts(ranks)
+    return Plan(tuple(tuple(parts) for parts in shared_out))
+
+
+def _read_part(words: list[Any]) -> Part:
+    path, dtype, shape, offsets, sizes, kind = words
+    return Part(path, dtype, tuple(shape), tuple(offsets), tuple(sizes), kind)
+
+
+def _shared_out(ranks: list[list[Part]]) -> list[list[Part]]:
+    """Each part to that of its holders with the fewest bytes to write, the largest part first."""
+    holders: dict[Part, list[int]] = {}
+    for rank, parts in enumerate(ranks):
+        for part in parts:
+            holders.setdefault(part, []).append(rank)
+    loads = [0] * len(ranks)
+    chosen: list[list[Part]] = [[] for _ in ranks]
+    for part in sorted(holders, key=lambda p: (-Piece(p.dtype, p.shape).size, p.path)):
+        rank = min(holders[part], key=lambda r: (loads[r], r))
+        loads[rank] += Piece(part.dtype, part.shape).size
+        chosen[rank].append(part)
+    return chosen
+
+
+def _check(ranks: list[list[Part]]) -> None:
+    """What all hold must be there on all, and look the same; a planner would take any one."""
+    seen: dict[str, Any] = {}
+    for parts in ranks:
+        for part in parts:
+            looks = (part.kind, part.dtype, part.shape)
+            if seen.setdefault(part.path, looks) != looks:
+                found = f"{part.path} as {seen[part.path]} and as {looks}"
+                raise _unlike(found, "the same on every rank")
+    shared = [{p.path for p in parts if p.kind == WHOLE} for parts in ranks]
+    shared = [{path for path in paths if not path.startswith("own/")} for paths in shared]
+    for rank, paths in enumerate(shared):
+        for path in sorted(paths ^ shared[0])[:1]:
+            raise _unlike(f"{path} on one of the ranks 0 and {rank}, and not on the other", "both")
+
+
+def _unlike(found: str, wanted: str) -> RequestError:
+    return RequestError(
+        asked=f"a checkpoint of a state that all ranks hold: {wanted}",
+        found=found,
+        why="it would be written by one rank, and what the others hold would be lost",
+        do="give what differs between ranks as `own`",
+    )
+
+
+def load_plan(saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> list[Read]:
+    """The reads that fill `targets`, each from one chunk."""
+    if any(is_dtensor(target) for target in targets.values()):
+        reads: list[Read] = load(PLANNER).reads(saved, targets)
+        return reads
+    return [
+        Read(path, chunk, tuple(slice(0, n) for n in chunk.sizes), _box(targets[path], chunk))
+        for path, tensor in saved.items()
+        for chunk in tensor.chunks
+        if holds(chunk)
+    ]
+
+
+def _box(target: Tensor, chunk: Chunk) -> Tensor:
+    box = zip(chunk.offsets, chunk.sizes, strict=True)
+    return target[tuple(slice(start, start + size) for start, size in box)]

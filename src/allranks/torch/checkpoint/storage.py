@@ -1,0 +1,95 @@
+"""The tensors of a checkpoint as bytes: a snapshot in memory, and reading its files back.
+
+The snapshot lies in one buffer of the host as the file will have it, so that training waits for one
+copy in memory and no more; the buffer is kept from save to save.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from allranks.checkpoint.manifest import BadCheckpoint, SavedTensor, piece_name
+from allranks.checkpoint.tensor_file import PAIR, as_written, lay_out
+from allranks.torch.checkpoint.parts import Part
+from allranks.torch.checkpoint.plan import load_plan
+from allranks.torch.checkpoint.tree import DTYPES
+from allranks.torch.model.reals import reals
+
+
+class Snapshot:
+    """Copies of tensors, laid out as their file. Taking another one writes over the last."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[Part, Tensor] = {}
+        self.layout = lay_out({})
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes after the header."""
+        return self._buffer.numpy().data[: self.layout.data_bytes]
+
+    def take(self, tensors: dict[Part, Tensor]) -> None:
+        """Copy the tensors; returns when they may change again."""
+        on_gpu = self.make_room(tensors)
+        for part, tensor in tensors.items():
+            written = reals(tensor) if part.dtype in PAIR else tensor
+            self._places[part].copy_(written, non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def make_room(self, tensors: dict[Part, Tensor]) -> bool:
+        """Take the memory for copies of these tensors; returns whether any is on a GPU."""
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        if tensors.keys() != self._places.keys():
+            self._lay_out(list(tensors), on_gpu)
+        return on_gpu
+
+    def _lay_out(self, parts: list[Part], on_gpu: bool) -> None:
+        named = {piece_name(p.path, p.shape, p.offsets, p.sizes): p for p in parts}
+        self.layout = lay_out({name: as_written(p.dtype, p.sizes) for name, p in named.items()})
+        self._places = {}
+        if self._buffer.numel() < self.layout.data_bytes:
+            size = self.layout.data_bytes
+            try:
+                self._buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+            except RuntimeError as error:  # torch's way to say so
+                raise MemoryError(f"no memory for a copy of {size} bytes") from error
+            self._buffer[:: mmap.PAGESIZE] = 0  # a page that was never touched costs the first copy
+        for name, part in named.items():
+            piece = self.layout.pieces[name]
+            flat = self._buffer[piece.begin : piece.end].view(DTYPES[piece.dtype])
+            self._places[part] = flat.view(piece.shape)
+
+
+def read_files(folder: Path, saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> None:
+    """Fill `targets` from the files of a checkpoint, each with what it needs of any chunk.
+
+    Raises `BadCheckpoint` if a file is not what the manifest says; the digests are not read.
+    """
+    reads = load_plan(saved, targets)
+    for file in sorted({read.chunk.file for read in reads}):
+        try:
+            with safe_open(str(folder / file), framework="pt") as there:
+                for read in reads:
+                    if read.chunk.file == file:
+                        tensor, sizes = saved[read.path], read.chunk.sizes
+                        name = piece_name(read.path, tensor.shape, read.chunk.offsets, sizes)
+                        whole = there.get_tensor(name)
+                        if tensor.dtype in PAIR and whole.shape == (*sizes, 2):
+                            whole = torch.view_as_complex(whole.clone())  # aligned to 16 bytes
+                        _check(file, name, whole, tensor.dtype, sizes)
+                        read.target.copy_(whole[read.part])
+        except (SafetensorError, OSError) as error:
+            raise BadCheckpoint(f"{file}: {error}") from None
+
+
+def _check(file: str, name: str, found: Tensor, dtype: str, sizes: tuple[int, ...]) -> None:
+    if found.dtype != DTYPES[dtype] or tuple(found.shape) != sizes:
+        what = f"{found.dtype} of shape {tuple(found.shape)}"
+        raise BadCheckpoint(f"{file}: {name} is {what}, not {dtype} of shape {sizes}")

@@ -1,0 +1,333 @@
+"""Communication between the ranks of a job: the process group, and what was sent through it.
+
+The only file that calls collectives. Bytes are counted here, for every message, as what this rank
+sends under the field's algorithm for that collective. A collective that breaks because a peer went
+away raises `PeerLost`: this rank is a victim, and its message never hides the first fault.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # before any group: its defaults would keep that one for ever
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    PrefixStore,
+    TCPStore,
+    rendezvous,
+)
+from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
+
+from allranks.errors import PeerLost, RequestError
+from allranks.launcher.heartbeat import Aside, Pulse
+from allranks.launcher.world import World, where_to_meet
+from allranks.torch.meetings import LASTS, Meetings
+from allranks.torch.model.reals import reals
+
+CPU = torch.device("cpu")
+KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")
+_joins, _trainings = itertools.count(), itertools.count()
+TIMEOUT = timedelta(minutes=40)  # longer than --hang-timeout usually is: it names who is missing
+PEER_LOST = ("onnection closed", "onnection reset", "roken pipe", "onnection refused")
+TIMED_OUT = "imed out"
+
+all_gather_single: Callable[..., Any] = (
+    getattr(
+        dist,
+        "all_gather_single",
+        None,  # named so since torch 2.13, which warns at the old name
+    )
+    or dist.all_gather_into_tensor
+)
+
+
+def _translated(error: RuntimeError) -> RuntimeError | PeerLost:
+    """The error that says what a broken collective means; Gloo names neither rank nor reason."""
+    message = str(error)
+    if TIMED_OUT in message:
+        waited = f"{TIMEOUT.total_seconds():.0f} s"
+        return PeerLost(
+            f"another rank did not take part in a collective within {waited}: {message}"
+        )
+    return PeerLost(message) if any(sign in message for sign in PEER_LOST) else error
+
+
+@dataclass
+class Pending:
+    """A collective under way; `wait` returns when its result is there.
+
+    With `meetings` a wait that lasts asks there whether all ranks will come.
+    """
+
+    work: Any = None
+    pulse: Pulse | Aside | None = None
+    meetings: Meetings | None = None
+
+    def wait(self) -> None:
+        if self.work is None:
+            return
+        before = self.pulse.enter("exchange") if self.pulse is not None else ""
+        try:
+            if self.meetings is None:
+                self.work.wait()
+            else:
+                self._wait_and_look(self.meetings, before)
+        except RuntimeError as error:
+            raise _translated(error) from error
+        if self.pulse is not None:
+            self.pulse.enter(before)
+
+    def _wait_and_look(self, meetings: Meetings, phase: str) -> None:
+        while not self.work.is_completed():
+            try:
+                self.work.wait(LASTS)
+                return
+            except RuntimeError:  # it lasts, unless the collective itself has failed
+                if self.work.is_completed():
+                    break
+            step = self.pulse.step if isinstance(self.pulse, Pulse) else -1
+            meetings.look(f"in `{phase or 'exchange'}` of step {step}")
+        self.work.wait()
+
+
+@dataclass
+class Comm:
+    """The ranks that work together, seen from one of them. With `size` 1 nothing is ever sent.
+
+    `sent` is in bytes, by kind: `gradients` (the data of a step, with what rides on it),
+    `outputs` (of a loss over the batch), `batchnorm` (statistics over the whole batch), `rows` (of
+    tables with a `max_norm`), `control` (everything else).
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU
+    sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    owns_group: bool = False
+    group: Any = None
+    pulse: Pulse | Aside | None = None
+    meetings: Meetings | None = None
+    leave_out_next: bool = False
+
+    def leave_out_one(self) -> None:
+        """A fault on purpose: the next collective is not made."""
+        self.leave_out_next = True
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Leave the process group, if it was made here. Always called.
+
+        NCCL leaves once all collectives are over. After a failure of this rank they never are,
+        because the others wait in one for it, so NCCL's are aborted then. Gloo closes its
+        connections at once, and the others hear of it, and those that meet from the store.
+        """
+        if failed:
+            self.come_no_more(failed=True)
+        if self.owns_group and dist.is_initialized():
+            if failed and dist.get_backend(self.group) == "nccl":
+                with suppress(RuntimeError, ValueError):  # the failure itself is what counts
+                    _abort_process_group()
+            else:
+                dist.destroy_process_group(self.group)
+        self.owns_group = False
+
+    def _count(self, kind: str, sent: float) -> None:
+        self.sent[kind] += sent
+
+    def _begin(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
+        if self.meetings is not None and "group" not in kwargs:  # all ranks make this one
+            self.meetings.begun += 1
+        if self.leave_out_next:
+            self.leave_out_next = False
+            return Pending()
+        if self.pulse is not None:
+            self.pulse.collective()
+        try:
+            kwargs.setdefault("group", self.group)
+            work = collective(*args, async_op=True, **kwargs)
+            looks = self.device.type == "cpu"  # elsewhere a wait is the device's
+            return Pending(work, self.pulse, self.meetings if looks else None)
+        except RuntimeError as error:
+            raise _translated(error) from error
+
+    def all_reduce(self, tensor: Tensor, kind: str = "gradients") -> Pending:
+        """Sum `tensor` over all ranks, in place. Sends 2(N-1)/N of its bytes."""
+        if self.size == 1:
+            return Pending()
+        self._count(kind, 2 * (self.size - 1) / self.size * tensor.nbytes)
+        return self._begin(dist.all_reduce, reals(tensor))
+
+    def pair(self, partner: int) -> Any:
+        """The group of this rank and `partner`; both call this, before they `add_in_pair`."""
+        if self.size == 2:
+            return dist.group.WORLD
+        members = sorted((self.rank, partner))
+        return dist.new_group(members, timeout=TIMEOUT, use_local_synchronization=True)
+
+    def add_in_pair(self, tensor: Tensor, pair: Any) -> Pending:
+        """Sum `tensor` over the two ranks of `pair`, in place. Sends all of its bytes."""
+        self._count("gradients", tensor.nbytes)
+        return self._begin(dist.all_reduce, tensor, group=pair)
+
+    def all_gather(self, whole: Tensor, part: Tensor, kind: str = "gradients") -> Pending:
+        """Every rank's `part`, in rank order, into `whole`. Sends (N-1) times the part."""
+        self._count(kind, (self.size - 1) * part.nbytes)
+        return self._begin(all_gather_single, whole, part)
+
+    def all_to_all(
+        self, received: Tensor, given: Tensor, receive_sizes: list[int], give_sizes: list[int]
+    ) -> Pending:
+        """Send `given`, cut into `give_sizes`, to the ranks; `received` is what they sent.
+
+        Sends all parts but the rank's own.
+        """
+        own = give_sizes[self.rank] / max(sum(give_sizes), 1)
+        self._count("gradients", given.nbytes * (1 - own))
+        return self._begin(dist.all_to_all_single, received, given, receive_sizes, give_sizes)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """The leader's `tensor` on every rank. Counted as one copy sent on by each rank but one."""
+        if self.size > 1:
+            self._count("control", tensor.nbytes * (self.size - 1) / self.size)
+            self._begin(dist.broadcast, reals(tensor.detach()), src=0).wait()
+
+    def barrier(self) -> None:
+        """Return when every rank has called this."""
+        if self.size > 1:
+            self.all_reduce(torch.zeros(1, device=self.device), "control").wait()
+
+    def meet(self, place: str) -> None:
+        """Return when all ranks came to `place`; every rank calls this.
+
+        Raises `RequestError` where some are elsewhere, as soon as that is certain.
+        """
+        if self.meetings is None:
+            return
+        before = self.pulse.enter("exchange") if self.pulse is not None else ""
+        step = self.pulse.step if isinstance(self.pulse, Pulse) else -1
+        self.meetings.come(f"{place} after step {step}" if step >= 0 else place)
+        if self.pulse is not None:
+            self.pulse.enter(before)
+        self.barrier()  # none leaves with the store before all have heard
+
+    def come_no_more(self, *, failed: bool = False) -> None:
+        """This rank leaves without a meeting: those that wait at one need not."""
+        if self.meetings is not None:
+            self.meetings.leave(failed=failed)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text, in rank order, on every rank. Sends N-1 times the longest, and a size."""
+        if self.size == 1:
+            return [text]
+        data = text.encode()
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        own = torch.tensor([len(data)], device=self.device)
+        self.all_gather(sizes, own, "control").wait()
+        part = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8, device=self.device)
+        part[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
+            : len(data)
+        ]
+        whole = part.new_empty(self.size * part.numel())
+        self.all_gather(whole, part, "control").wait()
+        rows = whole.cpu().numpy().reshape(self.size, -1)
+        return [bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+    def beside(self) -> Comm:
+        """The same ranks on a group of their own, for what is sent while gradients are under way.
+
+        Every rank calls this, from the thread that trains, and `leave` at the end. What is sent
+        there is counted here.
+        """
+        if self.size == 1:
+            return Comm(device=self.device, sent=self.sent, pulse=self.pulse)
+        group = dist.new_group(list(range(self.size)), timeout=TIMEOUT)
+        return replace(self, owns_group=True, group=group)
+
+    def aside(self) -> Comm:
+        """The same ranks on a group of their own, over the host, for a thread beside the training.
+
+        Every rank calls this, from the thread that trains, and `leave` at the end. What is sent
+        there is counted there.
+        """
+        if self.size == 1:
+            return Comm()
+        group = dist.new_group(list(range(self.size)), timeout=TIMEOUT, backend="gloo")
+        pulse = self.pulse.aside() if isinstance(self.pulse, Pulse) else None
+        return Comm(self.rank, self.size, CPU, owns_group=True, group=group, pulse=pulse)
+
+
+def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm:
+    """Meet the other ranks of `world`; every rank calls this, and `leave` at the end.
+
+    A process group that is there already is used as it is, and left to whoever made it. A process
+    keeps the store of its first join, and each join has keys of its own in it: a second one finds
+    neither stale keys nor the store that another rank is about to close.
+    """
+    if dist.is_initialized():
+        there = dist.get_rank(), dist.get_world_size()
+        if there != (world.rank, world.size):
+            raise RequestError(
+                asked=f"to be rank {world.rank} of {world.size}, as RANK and WORLD_SIZE say",
+                found=f"a process group in which this process is rank {there[0]} of {there[1]}",
+                why="the ranks would share out the data in one way, and the sums in another",
+                do="set RANK and WORLD_SIZE as the group has them, or let the trainer make it",
+            )
+        meetings = _meetings_in(_get_default_store(), world) if world.size > 1 else None
+        return Comm(*there, device, pulse=pulse, meetings=meetings)
+    if world.size == 1:
+        return Comm(device=device, pulse=pulse)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        keys = f"attempt-{world.attempt}/join-{next(_joins)}"
+        store = PrefixStore(keys, _store_of(world))
+        dist.init_process_group(
+            backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT, store=store
+        )
+    except RuntimeError as error:
+        raise _translated(error) from error
+    meetings = _meetings_in(store, world)
+    return Comm(world.rank, world.size, device, owns_group=True, pulse=pulse, meetings=meetings)
+
+
+def _meetings_in(store: Any, world: World) -> Meetings:
+    own = PrefixStore(f"meetings-{next(_trainings)}", store)
+    return Meetings(own, world.rank, world.size, TIMEOUT)
+
+
+def _store_of(world: World) -> Any:
+    """Where the ranks find each other: a file on one machine, else a port that rank 0 was given.
+
+    Only that address listens, and whoever started the ranks has bound it: nobody can be first.
+    Another launcher says where in the environment.
+    """
+    if world.store:
+        return FileStore(world.store, world.size)
+    if not world.meeting:
+        return _store_of_environment(world)
+    if world.meeting not in _met:
+        host, _, port = world.meeting.rpartition(":")
+        serves: dict[str, Any] = {"is_master": False}
+        if world.rank == 0:
+            serves = {"is_master": True, "master_listen_fd": world.listener}
+        _met[world.meeting] = TCPStore(
+            host, int(port), world.size, timeout=TIMEOUT, wait_for_workers=False, **serves
+        )
+    return _met[world.meeting]
+
+
+def _store_of_environment(world: World) -> Any:
+    """The store at MASTER_ADDR and MASTER_PORT, or torchrun's own, as torch itself would find it."""
+    where = where_to_meet()
+    if where not in _met:
+        _met[where], _, _ = next(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT))
+    return _met[where]
+
+
+_met: dict[str, Any] = {}  # a second join of a process meets where the first did

@@ -1,0 +1,389 @@
+"""The global batch of each step, as one rank sees it: its shards, cut into micro-batches.
+
+Nobody communicates: which samples a step uses, how they are cut into shards, and which rank owns
+which shard are arithmetic (`order`, `shards`). A stream is the exception: only reading it tells
+how much is left, so the step itself finds out, and no step waits for a rank that has run dry.
+
+`prefetch` batches are made ahead of the step, where something beside it can make them (`sources`):
+so a rank holds that many and the one that it trains with. With two or more, what is made ahead is
+brought to the device while the device computes.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice, tee
+from typing import Any
+
+import numpy as np
+
+from allranks.errors import RequestError
+from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
+from allranks.torch.data.copying import Copying, OnItsWay
+from allranks.torch.data.loaders import SamplerOrder, WholeLoader, rows_between
+from allranks.torch.data.sources import (
+    COLLATE,
+    Ids,
+    MapSource,
+    Source,
+    StreamSource,
+    TensorSource,
+    drawn_from,
+    seed_generators,
+)
+from allranks.torch.model.precision import Arithmetic
+from allranks.training.order import Order, random_key
+from allranks.training.prefetch import one_ahead
+from allranks.training.progress import Progress
+
+NO_IDS: Ids = np.empty(0, np.int64)
+COLLATES_ALONE = (
+    "collate draws random numbers, so each shard is collated, and goes through the model, alone: "
+    "what is drawn belongs to the shard, whichever rank has it"
+)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What goes through the model at once: pieces of shards, and their collated samples."""
+
+    pieces: Micro
+    samples: int
+    data: Any = None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Shards whose gradients add up before anything is exchanged, with their micro-batches."""
+
+    shards: range
+    micros: tuple[MicroBatch, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of the global batch of one step.
+
+    `nominal` is what gradients are divided by before they are exchanged, in samples; `sizes` the
+    samples of every shard of the job, or `None` where only a stream knows; `ids` the numbers of
+    this rank's samples in the data set, in order (none for a stream).
+    """
+
+    index: int
+    epoch: int
+    step_in_epoch: int
+    nominal: int
+    sizes: tuple[int, ...] | None
+    leaves: tuple[Leaf, ...]
+    ids: Ids
+
+    @property
+    def micros(self) -> list[MicroBatch]:
+        """What goes through the model of this rank, in order; `data` of each is as collated."""
+        return [micro for leaf in self.leaves for micro in leaf.micros]
+
+    @property
+    def own_samples(self) -> int:
+        """The samples of this rank; those of all ranks are in the `StepResult`."""
+        return sum(micro.samples for micro in self.micros)
+
+
+@dataclass
+class GlobalBatches:
+    """The batches of a job for the reader `rank` of `ranks`.
+
+    `shard_alone` makes every shard a leaf, `collates_alone` a micro-batch; `cut_for` cuts
+    micro-batches as so many ranks would; `arithmetic` places the data; `order` is that of a sampler
+    which came with the data. `dry` is set by the trainer once a step of a stream has found no
+    sample on any rank.
+    """
+
+    source: Source | StreamSource | WholeLoader
+    batch_size: int
+    shards: int
+    last_batch: str
+    seed: int
+    rank: int
+    ranks: int
+    micro_batch: int | None
+    shard_alone: bool
+    arithmetic: Arithmetic
+    prefetch: int = 2
+    order: SamplerOrder | None = None
+    cut_for: int = 0
+    dry: bool = False
+    collates_alone: bool = False
+
+    def __post_init__(self) -> None:
+        self._leaves_of: dict[tuple[int, ...], tuple[Leaf, ...]] = {}
+        self._epoch, self._tried_collate = 0, False
+        self._open: weakref.WeakSet[Generator[Batch]] = weakref.WeakSet()
+        self.owned = owned_shards(self.shards, self.ranks, self.rank)
+        if self.steps_per_epoch == 0:
+            assert not isinstance(self.source, (StreamSource, WholeLoader))
+            raise RequestError(
+                asked="last_batch = drop",
+                found=f"{len(self.source)} samples, batch_size = {self.batch_size}",
+                why="the only batch of an epoch would be dropped",
+                do=f"--set batch_size={len(self.source)}, or --set last_batch=keep",
+            )
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of an epoch, of this one where they differ; `None` if nobody can know."""
+        if isinstance(self.source, StreamSource):
+            return None
+        if isinstance(self.source, WholeLoader):
+            return self.source.steps_per_epoch
+        if self.order is not None:
+            return self.order.steps.get(self._epoch, self.order.first_guess)
+        return self._own_order().steps_per_epoch
+
+    def _own_order(self) -> Order:
+        assert not isinstance(self.source, (StreamSource, WholeLoader))
+        return Order(len(self.source), self.batch_size, self.seed, self.last_batch)
+
+    def after(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
+        """The batches that follow `done`, to the end of `epochs` epochs or of `steps` steps."""
+        if isinstance(self.source, StreamSource):
+            batches = self._from_streams(self.source, done, epochs, steps)
+        elif isinstance(self.source, WholeLoader):
+            batches = self._from_loader(self.source, done, epochs, steps)
+        else:
+            batches = self._by_number(self.source, done, epochs, steps)
+        self._open.add(batches)
+        return batches
+
+    def close(self) -> None:
+        """End what is being read, with the threads and processes that read it."""
+        for batches in list(self._open):
+            batches.close()
+
+    def _by_number(
+        self, source: Source, done: Progress, epochs: int, steps: int | None
+    ) -> Generator[Batch]:
+        for_data, plans = tee(self._plans(done, epochs, steps))  # data is read ahead
+        wanted = ((plan.epoch, ids) for plan in for_data for ids in self._ids(plan))
+        copying = Copying(self.arithmetic)
+        with (
+            closing(source.batches(wanted, self._micros_ahead, copying.begin)) as data,
+            closing(_with_data(plans, data)) as begun,
+            closing(one_ahead(begun) if self._copies_ahead else begun) as ready,
+        ):
+            for plan, parts in ready:
+                self._epoch = plan.epoch
+                yield self._filled(plan, iter([copying.finish(part) for part in parts]))
+
+    @property
+    def _copies_ahead(self) -> bool:
+        """Whether a thread of its own brings the next batch to a device, where nothing else does.
+
+        Not where this thread reads, as what is drawn there is keyed, nor where a sampler is drawn.
+        """
+        source = self.source
+        if self.arithmetic.device.type != "cuda" or self.prefetch < 2 or self.order is not None:
+            return False
+        if isinstance(source, MapSource):
+            return source.workers > 0 and not source.is_staged
+        return isinstance(source, TensorSource)
+
+    @property
+    def _micros_ahead(self) -> int:
+        """How many micro-batches the source makes ahead: with what follows, `prefetch` batches.
+
+        While the last micro-batch of a batch is waited for, the others of it are held here.
+        """
+        return (self.prefetch - 1) * self._micros_per_batch + (not self._copies_ahead)
+
+    @property
+    def _micros_per_batch(self) -> int:
+        full = self._leaves(even_sizes(self.batch_size, self.shards))
+        return max(1, sum(len(leaf.micros) for leaf in full))
+
+    @property
+    def note(self) -> str:
+        """Says so where more is read ahead than asked for."""
+        per_batch, source = self._micros_per_batch, self.source
+        if not isinstance(source, MapSource):
+            return ""
+        made = source.made_ahead(self._micros_ahead) + per_batch * self._copies_ahead
+        if made <= self.prefetch * per_batch:
+            return ""
+        what = "batches" if per_batch == 1 else "micro-batches"
+        return (
+            f"{source.workers} loader processes make a batch each: {made} {what} are read ahead, "
+            f"not --prefetch {self.prefetch}"
+        )
+
+    def _plans(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
+        """The batches without their data: arithmetic only, but for a sampler that is drawn from."""
+        own = self._own_order()
+        epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
+        while epoch < epochs and (steps is None or index < steps):
+            in_epoch = own.steps_per_epoch if self.order is None else self.order.steps_in(epoch)
+            if step >= in_epoch:
+                epoch, step = epoch + 1, 0
+                continue
+            chosen = (self.order or own).batch(epoch, step)
+            sizes, first, rows = self._cut(len(chosen))
+            own_ids = chosen[first : first + rows]
+            yield Batch(index, epoch, step, len(chosen), sizes, self._leaves(sizes), own_ids)
+            step, index = step + 1, index + 1
+
+    def _cut(self, samples: int) -> tuple[tuple[int, ...], int, int]:
+        """The sizes of all shards of a batch; its first sample on this rank, and how many."""
+        sizes = even_sizes(samples, self.shards)
+        return sizes, sum(sizes[: self.owned.start]), sum(sizes[k] for k in self.owned)
+
+    def _ids(self, plan: Batch) -> Iterator[Ids]:
+        """The sample numbers of each micro-batch, in order."""
+        start = 0
+        for micro in plan.micros:
+            yield plan.ids[start : start + micro.samples]
+            start += micro.samples
+
+    def _leaves(self, sizes: tuple[int, ...]) -> tuple[Leaf, ...]:
+        """The leaves of this rank for shards of these sizes, data still missing."""
+        if sizes not in self._leaves_of:
+            owned = {shard: sizes[shard] for shard in self.owned}
+            groups = [{k: size} for k, size in owned.items()] if self.shard_alone else [owned]
+            self._leaves_of[sizes] = tuple(
+                Leaf(
+                    range(min(group), max(group) + 1),
+                    tuple(
+                        MicroBatch(m, sum(piece.samples for piece in m))
+                        for part in self._parts(group)
+                        for m in self._micros_of(part)
+                    ),
+                )
+                for group in groups
+            )
+        return self._leaves_of[sizes]
+
+    def _micros_of(self, group: dict[int, int]) -> tuple[Micro, ...]:
+        """What of these shards goes through the model at once.
+
+        Shards that are collated alone are: what is drawn there belongs to the shard.
+        """
+        if not self.collates_alone:
+            return micro_batches(group, self.micro_batch)
+        alone = (micro_batches({k: size}, self.micro_batch) for k, size in group.items())
+        return tuple(micro for micros in alone for micro in micros)
+
+    def _parts(self, group: dict[int, int]) -> list[dict[int, int]]:
+        """What never goes through the model together: the shards that other ranks would own."""
+        if not self.cut_for:
+            return [group]
+        spans = [owned_shards(self.shards, self.cut_for, rank) for rank in range(self.cut_for)]
+        return [{k: group[k] for k in span if k in group} for span in spans]
+
+    def _filled(self, plan: Batch, data: Iterator[Any]) -> Batch:
+        """The batch with the data of its micro-batches, in order."""
+        leaves = tuple(
+            Leaf(leaf.shards, tuple(replace(micro, data=next(data)) for micro in leaf.micros))
+            for leaf in plan.leaves
+        )
+        return replace(plan, leaves=leaves)
+
+    def _from_loader(
+        self, source: WholeLoader, done: Progress, epochs: int, steps: int | None
+    ) -> Generator[Batch]:
+        epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
+        while epoch < epochs:
+            for whole, samples in source.open(epoch, step):
+                if steps is not None and index >= steps:
+                    return
+                sizes, row, _ = self._cut(samples)
+                plan = Batch(index, epoch, step, samples, sizes, self._leaves(sizes), NO_IDS)
+                parts = []
+                for micro in plan.micros:
+                    parts.append(rows_between(whole, row, row + micro.samples, samples))
+                    row += micro.samples
+                yield self._filled(plan, map(self.arithmetic.placed, parts))
+                step, index = step + 1, index + 1
+            if step == 0:
+                raise _endless(epoch, "a DataLoader", "let it give batches")
+            epoch, step = epoch + 1, 0
+
+    def _from_streams(
+        self, source: StreamSource, done: Progress, epochs: int, steps: int | None
+    ) -> Generator[Batch]:
+        quota = even_sizes(self.batch_size, self.shards)
+        epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
+        while epoch < epochs:
+            streams = {k: source.open(k, epoch, step * quota[k]) for k in self.owned}
+            self.dry = False
+            while not self.dry:
+                if steps is not None and index >= steps:
+                    return
+                read = {}
+                for k, stream in streams.items():  # its randomness belongs to the shard and step
+                    seed_generators(random_key(self.seed, epoch, k, step))
+                    read[k] = list(islice(stream, quota[k]))
+                sizes = tuple(len(read.get(k, ())) for k in range(self.shards))
+                plan = Batch(index, epoch, step, self.batch_size, None, self._leaves(sizes), NO_IDS)
+                if self._collating_draws(source, plan, read):
+                    plan = replace(plan, leaves=self._leaves(sizes))
+                collated = (self._collated(source, plan, micro, read) for micro in plan.micros)
+                yield self._filled(plan, map(self.arithmetic.placed, collated))
+                step, index = step + 1, index + 1
+            if step == 1:
+                do = "let open(shard, epoch, seed, skip) yield samples"
+                raise _endless(epoch, "a stream", do)
+            epoch, step, index = epoch + 1, 0, index - 1
+
+    def _key_collate(self, plan: Batch, micro: MicroBatch) -> None:
+        """What collate draws belongs to the first piece of its micro-batch."""
+        first = micro.pieces[0]
+        step = plan.step_in_epoch
+        seed_generators(random_key(self.seed, plan.epoch, first.shard, step, first.start, COLLATE))
+
+    def _collated(
+        self, source: StreamSource, plan: Batch, micro: MicroBatch, read: dict[int, list[Any]]
+    ) -> Any:
+        self._key_collate(plan, micro)
+        return source.collate(_samples(micro.pieces, read))
+
+    def _collating_draws(
+        self, source: StreamSource, plan: Batch, read: dict[int, list[Any]]
+    ) -> bool:
+        """Whether collate is seen to draw from now on: shards are collated alone then.
+
+        Only reading a stream gives samples, so it is tried in the first step that has any.
+        """
+        if self._tried_collate or self.collates_alone or not plan.micros:
+            return False
+        self._tried_collate, micro = True, plan.micros[0]
+        self._key_collate(plan, micro)
+        before = drawn_from()
+        source.collate(_samples(micro.pieces, read))
+        self.collates_alone = drawn_from() != before
+        if self.collates_alone:
+            self._leaves_of.clear()
+            if not self.shard_alone and self.micro_batch != 1:
+                warnings.warn(COLLATES_ALONE, stacklevel=1)
+        return self.collates_alone
+
+
+def _with_data(
+    plans: Iterator[Batch], data: Iterator[OnItsWay]
+) -> Generator[tuple[Batch, list[OnItsWay]]]:
+    for plan in plans:
+        yield plan, [next(data) for _ in plan.micros]
+
+
+def _samples(pieces: Micro, read: dict[int, list[Any]]) -> list[Any]:
+    return [s for piece in pieces for s in read[piece.shard][piece.start : piece.stop]]
+
+
+def _endless(epoch: int, what: str, do: str) -> RequestError:
+    return RequestError(
+        asked=f"epoch {epoch} of {what}",
+        found="no sample in it",
+        why="an epoch without a step would never end",
+        do=do,
+    )

@@ -1,0 +1,57 @@
+"""A batch on its way to the device, while the device computes with the one before.
+
+On CUDA it goes from pinned memory on a stream of its own, so neither the processor nor the stream
+that computes waits for it. On other devices, and for data that lies on the
+device already, there is nothing to copy, only to cast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.torch.data.nested import map_tensors, tensors_in
+from allranks.torch.model.precision import Arithmetic
+
+
+@dataclass(frozen=True)
+class OnItsWay:
+    """Collated data that is being placed; `there` says when all of it is (`None`: it is)."""
+
+    data: Any
+    there: torch.cuda.Event | None
+
+
+class Copying:
+    """Places collated data as the job says: `begin` in any thread, `finish` in that which trains."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
+        self._stream: torch.cuda.Stream | None = None
+        if arithmetic.device.type == "cuda":
+            self._stream = torch.cuda.Stream(arithmetic.device)
+
+    def begin(self, data: Any) -> OnItsWay:
+        """Start to place `data`; returns before it has arrived."""
+        if self._stream is None or any(tensor.is_cuda for tensor in tensors_in(data)):
+            return OnItsWay(self._arithmetic.placed(data), None)  # in the order of what made it
+        torch.cuda.set_device(self._stream.device)  # each thread has its own, at first device 0
+        with torch.cuda.stream(self._stream):
+            moved = map_tensors(self._moved, data)  # uncast: a cast on the way would be waited for
+            return OnItsWay(self._arithmetic.placed(moved), self._stream.record_event())
+
+    def finish(self, begun: OnItsWay) -> Any:
+        """The placed data: what is computed with it from here on waits until it is there."""
+        if begun.there is None:
+            return begun.data
+        computing = torch.cuda.current_stream(self._arithmetic.device)
+        computing.wait_event(begun.there)
+        for tensor in tensors_in(begun.data):
+            tensor.record_stream(computing)  # its memory is not given away while that computes
+        return begun.data
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self._arithmetic.device, non_blocking=True)

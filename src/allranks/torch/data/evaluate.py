@@ -1,0 +1,150 @@
+"""Exact evaluation: every sample once, nothing padded, the same numbers on any number of ranks.
+
+The data is cut into chunks of a fixed size; rank r takes chunks r, r + N, …. Sums and counts of
+each chunk go into their own row of one table, which is summed over the ranks once, every other
+rank having zeros there; then the rows are added in order. So not even the rounding depends on N.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.torch.comm import Comm
+from allranks.torch.data.sources import Source, seed_generators
+from allranks.torch.step.losses import forward, weighted_losses
+from allranks.torch.strategies.base import Strategy
+from allranks.torch.task import Task
+from allranks.training.order import random_key
+
+EVALUATION = -1  # what the generators are keyed for, beside chunks
+
+
+@torch.no_grad()
+def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict[str, float]:
+    """The metrics of the task, and its mean `loss`, over all of `source`; every rank calls this.
+
+    Sends one table of 16 bytes per chunk and metric. `chunk` is in samples.
+    """
+    comm = strategy.comm
+    if not strategy.replicas_agree:
+        comm = Comm(device=comm.device, pulse=comm.pulse)
+    samples = len(source)
+    chunks = [range(start, min(start + chunk, samples)) for start in range(0, samples, chunk)]
+    own = range(comm.rank, len(chunks), comm.size)
+    visited = list(own) or [0]  # a rank without a chunk still has to know the metrics' names
+    wanted = ((0, np.arange(chunks[n].start, chunks[n].stop)) for n in visited)
+    table, names = torch.empty(0), list[str]()
+    with _evaluating(strategy.model), closing(source.batches(wanted)) as batches:
+        for number, data in zip(visited, batches, strict=True):
+            if comm.pulse is not None:
+                comm.pulse.enter("evaluate")  # a sign of life for every chunk
+            seed_generators(random_key(strategy.setting.scope.seed, EVALUATION, number))
+            pairs = _pairs(task, strategy, data, len(chunks[number]))
+            if not names:
+                names = list(pairs)
+                table = torch.zeros(len(chunks), len(names), 2, dtype=torch.float64)
+            if list(pairs) != names:
+                found = f"{list(pairs)} for one part of the data, {names} for another"
+                raise _other_metrics(found)
+            if number in own and names:
+                table[number] = torch.tensor([pairs[name] for name in names], dtype=torch.float64)
+    _same_names_everywhere(comm, names)
+    if comm.device.type == "cuda":
+        table = table.to(comm.device)
+    comm.all_reduce(table, "control").wait()
+    sums = table.cpu().cumsum(0)[-1].tolist() if names else []
+    means = {n: total / count for n, (total, count) in zip(names, sums, strict=True) if count}
+    return task.finalize(means)
+
+
+@torch.no_grad()
+def try_evaluation(
+    task: Task, strategy: Strategy, source: Source, chunk: int, notes: list[str]
+) -> dict[str, float]:
+    """Evaluate the first samples: what is wrong is found before the first update, and every name.
+
+    `notes` gets a line for metrics that look like means already.
+    """
+    samples = min(chunk, len(source))
+    (data,) = source.batches([(0, np.arange(samples))])
+    with _evaluating(strategy.model):
+        pairs = _pairs(task, strategy, data, samples)
+    means = [name for name, (_, count) in pairs.items() if count == 1 and name != "loss"]
+    if means and samples > 1:
+        notes.append(
+            f"metrics() counts 1 for {samples} samples in {', '.join(means)}: that is the mean of "
+            f"the means of {samples} samples each, in which the last few count as much; return "
+            "(sum, number of samples) where it is a mean over samples"
+        )
+    found = {name: total / count for name, (total, count) in pairs.items() if count}
+    return {**dict.fromkeys(pairs, math.nan), **task.finalize(found)}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards every layer in the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+
+
+def _same_names_everywhere(comm: Comm, names: list[str]) -> None:
+    """Raise on every rank if one has other metrics than the rest: they would be mixed."""
+    if comm.size == 1:
+        return
+    checks = torch.zeros(comm.size, dtype=torch.float64, device=comm.device)
+    checks[comm.rank] = zlib.crc32("\0".join(names).encode())
+    comm.all_reduce(checks, "control").wait()
+    if len(set(checks.tolist())) > 1:
+        raise _other_metrics(f"{names} on rank {comm.rank}, others on another rank")
+
+
+def _other_metrics(found: str) -> RequestError:
+    return RequestError(
+        asked="metrics(output, batch) of the task",
+        found=found[:300],
+        why="sums are kept by name, so every batch must give the same metrics in one order",
+        do="return every metric for every batch, with (0, 0) where there is nothing",
+    )
+
+
+def _pairs(
+    task: Task, strategy: Strategy, data: Any, samples: int
+) -> dict[str, tuple[float, float]]:
+    """(sum, count) of every metric over one chunk."""
+    arithmetic = strategy.setting.arithmetic
+    data = arithmetic.placed(data)
+    pairs: dict[str, tuple[Any, Any]] = {}
+    with arithmetic.context():
+        output = strategy.eval_step(data, lambda model, batch: forward(task, model, batch))
+        if task.loss_over == "sample":
+            losses, weights = weighted_losses(task, output, data, samples)
+            pairs["loss"] = (losses.sum(), losses.numel() if weights is None else weights.sum())
+        found = task.metrics(output, data)
+    for name, pair in found.items():
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise RequestError(
+                asked="metrics(output, batch) of the task",
+                found=f"{name} = {pair!r}"[:200],
+                why="a metric is a pair (sum, count) over the samples of the batch",
+                do="return for example {'accuracy': (hits.sum(), len(hits))}",
+            )
+        pairs[name] = pair
+    return {name: (_number(total), _number(count)) for name, (total, count) in pairs.items()}
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if isinstance(value, Tensor) else value)

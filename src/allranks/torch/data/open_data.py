@@ -1,0 +1,181 @@
+"""From what a task returns as its data to the source that reads it; what cannot be read is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from allranks.errors import RequestError
+from allranks.torch.data.loaders import (
+    ONLY_KEYED,
+    SamplerOrder,
+    WholeLoader,
+    has_samples_by_number,
+    notes_on,
+    order_of,
+)
+from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.sources import MapSource, Rows, Source, StreamSource, TensorSource
+from allranks.torch.task import Task
+
+ONE_READER = "each rank reads it itself, in the step"
+IN_ORDER = "each sample is evaluated once, so how many there are must be known"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source, the order of a sampler that came with it, and what its owner should hear.
+
+    `drops_last`: the rest of an epoch is left out, as the loader says that came with it.
+    """
+
+    source: Source | StreamSource | WholeLoader
+    order: SamplerOrder | None = None
+    note: str = ""
+    drops_last: bool = False
+
+
+def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Opened:
+    """What reads `data`, which `task.<name>()` returned; raises `RequestError`.
+
+    Only training data is augmented, and decoded at random.
+    """
+    training = name == "train_data"
+    if isinstance(data, DataLoader):
+        opened = _open_loader(data, task, seed, workers, name)
+    elif hasattr(data, "open") and not hasattr(data, "__getitem__"):
+        if not training:
+            raise _unusable(name, "a stream", IN_ORDER)
+        if workers:
+            raise _unusable(name, f"a stream, with --loader-workers {workers}", ONE_READER)
+        cut = getattr(data, "shards", task.shards)
+        if cut != task.shards:
+            found = f"a stream in {cut} parts, for shards = {task.shards}"
+            raise _unusable(name, found, "a part that no shard reads would be left out in silence")
+        opened = Opened(StreamSource(data, task, seed))
+    elif isinstance(data, (Tensor, np.ndarray, TensorDataset, tuple, dict)):
+        tensors = _as_tensors(data, name)
+        source: Source = TensorSource(tensors)
+        if (training and task.overrides("augment")) or task.overrides("collate"):
+            source = MapSource(Rows(tensors), task, seed, workers, training)
+        opened = Opened(source)
+    elif (
+        not isinstance(data, IterableDataset)  # which inherits a __getitem__, and may have a length
+        and hasattr(data, "__getitem__")
+        and hasattr(data, "__len__")
+    ):
+        opened = Opened(MapSource(data, task, seed, workers, training))
+    else:
+        opened = _open_iterable(data, task, seed, workers, name)
+    if not isinstance(opened.source, (StreamSource, WholeLoader)) and len(opened.source) == 0:
+        raise _unusable(name, "0 samples", "there is nothing to learn from")
+    return opened
+
+
+class _Iterated(IterableDataset[Any]):
+    """Whatever can be iterated anew for each epoch, as a data set of torch."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell a stream of Hugging Face, which is shuffled by its epoch."""
+        if callable(tell := getattr(self._samples, "set_epoch", None)):
+            tell(epoch)
+
+
+def _open_iterable(data: Any, task: Task, seed: int, workers: int, name: str) -> Opened:
+    """Samples without numbers: every rank reads all of them, as from a DataLoader."""
+    found = type(data).__name__
+    if not hasattr(data, "__iter__"):
+        raise _unusable(name, found, "it has neither samples by number nor `open`")
+    if name != "train_data":
+        do = "return list(…) of it: a list has samples by number"
+        raise _unusable(name, f"{found}, whose samples have no numbers", IN_ORDER, do)
+    if isinstance(data, Iterator):
+        why = "it can be read once, and every epoch reads all of it"
+        do = "return an object whose __iter__ begins anew, or list(…) of it"
+        raise _unusable(name, f"{found}, an iterator", why, do)
+    collate = task.collate if task.overrides("collate") else None
+    loader: DataLoader[Any] = DataLoader(
+        _Iterated(data), batch_size=task.batch_size, collate_fn=collate
+    )
+    if task.overrides("augment"):
+        do = "change the samples where they are read"
+        raise _unusable(name, f"{found}, and augment() of the task", "they have no numbers", do)
+    if workers:
+        raise _unusable(name, f"{found}, with --loader-workers {workers}", ONE_READER)
+    note = (
+        f"{name}() is a {found}, whose samples have no numbers: every rank reads all of it, in the "
+        "step and without workers, and takes its own rows; going on in mid-epoch reads the epoch "
+        f"from its start; {ONLY_KEYED}"
+    )
+    return Opened(WholeLoader(loader, task, seed), None, note)
+
+
+def _open_loader(loader: DataLoader[Any], task: Task, seed: int, workers: int, name: str) -> Opened:
+    by_number = has_samples_by_number(loader)
+    order = order_of(loader, task, seed) if by_number else None
+    note = notes_on(loader, task, name, order)
+    training = name == "train_data"
+    drops = training and loader.drop_last
+    if not training and (order is not None or not by_number):
+        what = "a DataLoader that reads an IterableDataset" if order is None else order.kind
+        raise _unusable(name, f"a DataLoader with its own {what}", IN_ORDER)
+    if by_number and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
+        opened = open_data(loader.dataset, task, seed, workers, name)
+        return replace(opened, order=order, note=note, drops_last=drops)
+    if by_number:
+        collate = loader.collate_fn or default_collate
+        source = MapSource(loader.dataset, task, seed, workers, training, collate)
+        return Opened(source, order, note, drops)
+    found = "a DataLoader that can only be read as a whole"
+    for method in ("augment", "collate"):
+        if task.overrides(method):
+            raise _unusable(name, f"{found}, and {method}() of the task", "it collates itself")
+    if workers:
+        raise _unusable(name, f"{found}, with --loader-workers {workers}", ONE_READER)
+    return Opened(WholeLoader(loader, task, seed), None, note)
+
+
+def _as_tensors(data: Any, name: str) -> Any:
+    """Arrays as tensors; all must agree on the number of samples."""
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    if isinstance(data, dict):
+        data = {k: torch.as_tensor(v) for k, v in data.items() if _is_array(v, name)}
+    elif isinstance(data, tuple):
+        data = tuple(torch.as_tensor(v) for v in data if _is_array(v, name))
+    else:
+        data = torch.as_tensor(data)
+    lengths = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_in(data)}
+    if len(lengths) != 1:
+        raise _unusable(name, f"lengths {sorted(lengths)}", "dimension 0 is the samples of each")
+    return data
+
+
+def _is_array(value: Any, name: str) -> bool:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return True
+    raise _unusable(
+        name, f"a {type(value).__name__} among tensors", "all must be tensors or arrays"
+    )
+
+
+def _unusable(name: str, found: str, why: str, remedy: str = "") -> RequestError:
+    do = "return tensors, or a data set with samples by number (torch.utils.data.Subset for a part)"
+    if name == "train_data":
+        do = (
+            "return tensors, a map-style data set or a DataLoader over one, or an object with "
+            "open(shard, epoch, seed, skip)"
+        )
+    return RequestError(asked=f"{name}() of the task", found=found, why=why, do=remedy or do)

@@ -1,0 +1,241 @@
+"""Rows of many parts made one: the tensors of a batch, and its lists of texts and numbers.
+
+What a model returns and what `collate` makes has one row for each sample: tensors along dimension
+0, lists of plain values by their items. Parts are micro-batches, and ranks. What is no row (a
+number, a text, `None`) must be the same in all parts. Called by the loss over a batch, and by the
+data-dependent initialisation; communicates for nobody else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.errors import RequestError
+from allranks.strategies.shards import owned_shards
+from allranks.torch.comm import Comm
+
+PLAIN = (str, int, float, bool, type(None))
+DIGEST_BYTES = 16
+Visit = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One part, taken apart: `value` is its structure, and what stands in it by place."""
+
+    value: Any
+    samples: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    lists: dict[str, list[Any]] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def looks(self) -> str:
+        """What all parts must have alike; a part without samples has nothing to compare."""
+        tensors = {n: [str(t.dtype), list(t.shape[1:])] for n, t in self.tensors.items()}
+        return json.dumps([tensors, list(self.lists), self.kept])
+
+    def put_together(self, tensors: dict[str, Tensor], lists: dict[str, list[Any]]) -> Any:
+        """The structure with other tensors and lists in it."""
+        found = {**self.kept, **lists, **tensors}
+        return _walked(self.value, self.samples, "", lambda place, item: found.get(place, item))
+
+    def none_of_them(self) -> Rows:
+        """The same without a sample."""
+        tensors = {place: tensor[:0] for place, tensor in self.tensors.items()}
+        return Rows(self.value, self.samples, tensors, {n: [] for n in self.lists}, self.kept)
+
+
+def taken_apart(value: Any, samples: int) -> Rows:
+    """A part of so many samples; raises `RequestError` for what has no rows and is not plain."""
+    rows = Rows(value, samples)
+
+    def visit(place: str, item: Any) -> None:
+        if isinstance(item, Tensor):
+            if not item.ndim or item.shape[0] != samples:
+                raise _refused(
+                    place,
+                    f"a tensor of shape {tuple(item.shape)} for {samples} samples",
+                    "rows are put together in the order of the samples, one for each",
+                    "give it one row for each sample: x.expand(samples, …) for what all share",
+                )
+            rows.tensors[place] = item
+        elif not is_plain(item):
+            raise _refused(
+                place,
+                f"a {type(item).__module__}.{type(item).__qualname__}",
+                "tensors, and lists of texts and numbers, can be put together; this cannot",
+                "let collate make a tensor of it, or a list of plain values",
+            )
+        elif _is_list_of_rows(item, samples):
+            rows.lists[place] = list(item)
+        else:
+            rows.kept[place] = item
+
+    _walked(value, samples, "", visit)
+    return rows
+
+
+def joined(parts: list[Rows]) -> Rows:
+    """Parts of one rank as one; raises `RequestError` where they do not look the same."""
+    first = parts[0]
+    for part in parts[1:]:
+        if part.looks() != first.looks():
+            raise _unlike(first.looks(), part.looks(), "micro-batches")
+    tensors = {p: torch.cat([part.tensors[p] for part in parts]) for p in first.tensors}
+    lists = {p: [item for part in parts for item in part.lists[p]] for p in first.lists}
+    return Rows(first.value, first.samples, tensors, lists, first.kept)
+
+
+def own_rows(parts: list[tuple[Any, int]]) -> Rows | RequestError | None:
+    """The (value, samples) of each micro-batch of a rank as one; why not; `None` for no part."""
+    try:
+        return joined([taken_apart(value, samples) for value, samples in parts]) if parts else None
+    except RequestError as error:
+        return error
+
+
+def rows_of_ranks(sizes: tuple[int, ...], ranks: int) -> list[int]:
+    """How many samples each rank has of shards of these sizes."""
+    owned = (owned_shards(len(sizes), ranks, rank) for rank in range(ranks))
+    return [sum(sizes[shard] for shard in shards) for shards in owned]
+
+
+def gathered(comm: Comm, own: Rows | RequestError, rows: list[int]) -> Rows:
+    """The rows of all ranks, `rows[r]` of rank r, in rank order; every rank calls this.
+
+    `own` may be why this rank has none: it is raised on all. Sends the tensors, padded to the most
+    rows of a rank (kind `outputs`), a digest of how they look, and the lists as text.
+    """
+    if comm.size == 1:
+        if isinstance(own, RequestError):
+            raise own
+        return own
+    own = _agreed(comm, own, rows)
+    tensors = {p: _gathered_tensor(comm, tensor, rows) for p, tensor in own.tensors.items()}
+    lists: dict[str, list[Any]] = {}
+    if own.lists:
+        said = [json.loads(text) for text in comm.gather_texts(json.dumps(own.lists))]
+        lists = {p: [item for lists in said for item in lists[p]] for p in own.lists}
+    return Rows(own.value, own.samples, tensors, lists, own.kept)
+
+
+def _agreed(comm: Comm, own: Rows | RequestError, rows: list[int]) -> Rows:
+    """`own` as all ranks have it; raises on all alike, before anything of unequal length is sent."""
+    text = own.looks() if isinstance(own, Rows) else json.dumps(own.to_data())
+    has_rows = rows[comm.rank] > 0
+    digest = blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+    part = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(comm.device)
+    whole = part.new_empty(comm.size * part.numel())
+    comm.all_gather(whole, part, "control").wait()
+    digests = whole.view(comm.size, -1)
+    if isinstance(own, Rows) and bool((digests == digests[0]).all()):
+        return own
+    said = comm.gather_texts(text if has_rows or not isinstance(own, Rows) else "")
+    looks = []
+    for words in filter(None, said):
+        found = json.loads(words)
+        if isinstance(found, dict):
+            raise RequestError.from_data(found)
+        looks.append(words)
+    for other in looks[1:]:
+        if other != looks[0]:
+            raise _unlike(looks[0], other, "ranks")
+    assert isinstance(own, Rows)
+    if has_rows:
+        return own
+    tensors = {  # of no sample, as wide as those of the others
+        place: own.tensors[place].new_empty((0, *shape))
+        for place, (_, shape) in json.loads(looks[0])[0].items()
+    }
+    return Rows(own.value, own.samples, tensors, own.lists, own.kept)
+
+
+def _gathered_tensor(comm: Comm, own: Tensor, rows: list[int]) -> Tensor:
+    """Rows of every rank, as bytes padded to the longest part: any type."""
+    row_bytes = own[:0].new_empty((1, *own.shape[1:])).nbytes
+    part = torch.zeros(max(rows) * row_bytes, dtype=torch.uint8, device=own.device)
+    part[: own.nbytes] = own.contiguous().view(-1).view(torch.uint8)
+    whole = part.new_empty(comm.size * part.numel())
+    comm.all_gather(whole, part, "outputs").wait()
+    parts = whole.view(comm.size, -1)
+    flat = torch.cat([part[: n * row_bytes] for part, n in zip(parts, rows, strict=True)])
+    return flat.view(own.dtype).view(sum(rows), *own.shape[1:])
+
+
+def _walked(value: Any, samples: int, place: str, visit: Visit) -> Any:
+    """The same structure with what `visit` gives for its tensors, lists of rows and plain values."""
+    if isinstance(value, Mapping):
+        return {k: _walked(v, samples, f"{place}[{k!r}]", visit) for k, v in value.items()}
+    if not isinstance(value, (list, tuple)) or _is_list_of_rows(value, samples):
+        return visit(place, value)
+    items = [_walked(item, samples, f"{place}[{i}]", visit) for i, item in enumerate(value)]
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    return type(value)(items)
+
+
+def _is_list_of_rows(value: Any, samples: int) -> bool:
+    """Whether a value is a list of plain values, one for each sample.
+
+    A tuple of lists which are such themselves is what holds them: columns, not rows.
+    """
+    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
+        return False
+    if len(value) != samples or not is_plain(value):
+        return False
+    columns = all(isinstance(item, (list, tuple)) and len(item) == samples for item in value)
+    return not (columns and isinstance(value, tuple))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether text can carry a value: texts, numbers, `None`, lists and dicts of such."""
+    if isinstance(value, (list, tuple)):
+        return all(is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and is_plain(item) for k, item in value.items())
+    return isinstance(value, PLAIN)
+
+
+def _unlike(one: str, other: str, whose: str) -> RequestError:
+    place, (first, second) = next(_differing(json.loads(one), json.loads(other)))
+    return _refused(
+        place,
+        f"{first} of one and {second} of another of the {whose} of a step",
+        "their rows are put together, so they must be equally wide and of one type; padded to the "
+        "longest of its own part, a row would also follow the number of ranks",
+        "pad to a fixed width in collate, or return one vector for each sample",
+    )
+
+
+def _differing(one: list[Any], other: list[Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Where two looks differ, and what stands there."""
+    for mine, theirs in ((one[0], other[0]), (one[2], other[2])):
+        for place in [*mine, *(p for p in theirs if p not in mine)]:
+            if mine.get(place) != theirs.get(place):
+                yield place, (_told(mine.get(place)), _told(theirs.get(place)))
+    for place in sorted(set(one[1]) ^ set(other[1])):
+        yield place, ("a list with an item for each sample", "none")
+
+
+def _told(look: Any) -> str:
+    if isinstance(look, list) and len(look) == 2 and isinstance(look[1], list):
+        return f"{look[0]} rows of shape {tuple(look[1])}"
+    return "nothing" if look is None else repr(look)
+
+
+def _refused(place: str, found: str, why: str, do: str) -> RequestError:
+    for name in ("output", "batch"):
+        place = place.replace(f"[{name!r}]", name, 1) if place.startswith(f"[{name!r}]") else place
+    return RequestError(
+        asked=f"{place} over the whole global batch",
+        found=found,
+        why=why,
+        do=do,
+    )

@@ -1,0 +1,191 @@
+"""The data of a task: opened when it is first needed, cut for this rank, the same on every rank."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.strategies.shards import largest_shard
+from allranks.torch.data.batches import COLLATES_ALONE, GlobalBatches
+from allranks.torch.data.evaluate import evaluate, try_evaluation
+from allranks.torch.data.loaders import WholeLoader
+from allranks.torch.data.open_data import Opened, open_data
+from allranks.torch.data.sources import (
+    MapSource,
+    Rows,
+    StreamSource,
+    TensorSource,
+    seed_generators,
+)
+from allranks.torch.state import kept_random_streams
+from allranks.torch.strategies.base import Strategy
+from allranks.torch.task import Task
+from allranks.torch.witness.probing import Probed, probe
+from allranks.torch.witness.same_data import digest_of_rows
+from allranks.training.evaluation_plan import check_metrics
+from allranks.training.evaluation_sets import named, sets_of
+from allranks.training.same_data import HASHES, check_same, digest_of, identity
+
+
+class TaskData:
+    """What one rank reads for one task under one strategy: its batches, and its evaluation data.
+
+    `notes` say what is done otherwise than the task's data asks for, once that is open.
+    """
+
+    def __init__(self, task: Task, job: Job, strategy: Strategy) -> None:
+        self.task, self.job, self.strategy = task, job, strategy
+        self.notes: list[str] = []
+        self._batches: GlobalBatches | None = None
+        self._eval_sources: dict[str, Any] | None = None
+        self._probed: dict[int, Probed] = {}
+        self._compared: set[str] = set()
+
+    @property
+    def batches(self) -> GlobalBatches:
+        """The global batches of the training, opened when they are first needed."""
+        if self._batches is None:
+            seed_generators(self.job.seed)  # a split drawn there is the same on every rank
+            opened = self._opened(self.task.train_data(), "train_data")
+            probed = self._probed.get(id(opened.source), Probed())
+            if self.job.bitwise:
+                probed.check_bitwise()
+            if isinstance(opened.source, StreamSource) and self.task.loss_over == "batch":
+                raise RequestError(
+                    asked='a stream with loss_over = "batch"',
+                    found="nobody knows how many samples the other ranks have",
+                    why="the outputs of all ranks are gathered, so their sizes must be known",
+                    do="read the data as a map-style data set",
+                )
+            self._batches = GlobalBatches(
+                source=opened.source,
+                batch_size=self.task.batch_size,
+                shards=self.task.shards,
+                last_batch="drop" if opened.drops_last else self.task.last_batch,
+                seed=self.job.seed,
+                rank=self.strategy.data_rank,
+                ranks=self.strategy.data_size,
+                micro_batch=self.job.micro_batch,
+                shard_alone=self.strategy.shard_alone,
+                arithmetic=self.strategy.setting.arithmetic,
+                prefetch=self.job.prefetch,
+                order=opened.order,
+                collates_alone=probed.collate_draws,
+                cut_for=self.job.cut_for,
+            )
+            alone = probed.collate_draws and not self.strategy.shard_alone
+            self.notes += filter(None, (self._batches.note, COLLATES_ALONE if alone else ""))
+        return self._batches
+
+    @property
+    def opened(self) -> GlobalBatches | None:
+        """The same; `None` while nobody has needed them."""
+        return self._batches
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """The metrics over `data`, or the task's own; leaves the random streams as they were."""
+        with kept_random_streams(self.strategy.comm.device):
+            sources = self._evaluated(data)
+            self._compare_evaluation(sources, of_task=data is None)
+            found: dict[str, float] = {}
+            for name, source in sources.items():
+                found |= named(name, evaluate(self.task, self.strategy, source, self._chunk))
+            return found
+
+    def rehearse(self) -> None:
+        """Open the data and evaluate a few samples, so that errors show before the first update.
+
+        Sends digests of the data, once.
+        """
+        if isinstance(training := self.batches.source, MapSource):
+            training.check_draws()
+        self.compare_training()
+        sources, names = self._evaluated(), dict[str, float]()
+        self._compare_evaluation(sources)
+        for name, source in sources.items():
+            tried = try_evaluation(self.task, self.strategy, source, self._chunk, self.notes)
+            names |= named(name, tried)
+        check_metrics(self.job, names, self.task.plateau())
+
+    def close(self) -> None:
+        """Let go of the data, and of the threads and processes that read it."""
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = self._eval_sources = None
+
+    @property
+    def _chunk(self) -> int:
+        return largest_shard(self.task.batch_size, self.task.shards)
+
+    def _evaluated(self, data: Any = None) -> dict[str, Any]:
+        """What reads each set of `data`, or of the task's own, which is opened once; {}: there is none."""
+        if data is not None:
+            return self._opened_sets(data)
+        if self._eval_sources is None:
+            seed_generators(self.job.seed)
+            own = self.task.eval_data()
+            self._eval_sources = {} if own is None else self._opened_sets(own)
+        return self._eval_sources
+
+    def _opened_sets(self, data: Any) -> dict[str, Any]:
+        return {name: self._opened(d, "eval_data").source for name, d in sets_of(data).items()}
+
+    def _opened(self, data: Any, name: str) -> Opened:
+        opened = open_data(data, self.task, self.job.seed, self.job.loader_workers, name)
+        if isinstance(opened.source, MapSource):
+            with kept_random_streams(self.strategy.comm.device):
+                probed = self._probed[id(opened.source)] = probe(opened.source)
+            self.notes += filter(None, (probed.note and f"{name}(): {probed.note}",))
+        if opened.note:
+            self.notes.append(opened.note)
+        return opened
+
+    def compare_training(self) -> None:
+        """Raise where ranks have other training data; once. Every rank calls this.
+
+        Sends some 150 bytes of text to every other rank, and what a loader draws first.
+        """
+        batches, comm = self.batches, self.strategy.comm
+        if comm.size == 1 or "train_data" in self._compared:
+            return
+        self._compared.add("train_data")
+        check_same("train_data", comm.gather_texts(self._identity_of(batches.source)))
+        drawing = batches.source if isinstance(batches.source, WholeLoader) else batches.order
+        if drawing is not None and len(set(comm.gather_texts(drawing.fingerprint()))) > 1:
+            raise RequestError(
+                asked="train_data() of the task: a DataLoader",
+                found="its first epoch is not the same on all ranks",
+                why="each takes its own part of what all draw, so all must draw the same",
+                do="draw from torch's generator alone, or hand in the data set without a sampler",
+            )
+
+    def _compare_evaluation(self, sources: dict[str, Any], *, of_task: bool = True) -> None:
+        """Raise where ranks have other evaluation data, that of the task once. Every rank calls this."""
+        comm, name = self.strategy.comm, "eval_data" if of_task else "evaluate"
+        if comm.size == 1 or not self.strategy.replicas_agree or name in self._compared:
+            return
+        if of_task:
+            self._compared.add(name)
+        check_same(name, comm.gather_texts(self._identity_of_sets(sources)))
+
+    def _identity_of_sets(self, sources: dict[str, Any]) -> str:
+        if sources.keys() <= {""}:
+            return self._identity_of(sources.get(""))
+        each = {name: json.loads(self._identity_of(source)) for name, source in sources.items()}
+        digest = digest_of([{**own, HASHES: 0, "name": name} for name, own in each.items()])
+        return identity(f"the sets {', '.join(each)}", None, digest)
+
+    def _identity_of(self, source: Any) -> str:
+        """What ranks must have in common, in a text."""
+        if isinstance(source, TensorSource):
+            return identity("tensors", len(source), digest_of_rows(source.tensors))
+        if isinstance(source, MapSource):
+            digest = self._probed[id(source)].digest
+            if isinstance(source.dataset, Rows):
+                digest = digest_of_rows(source.dataset.tensors)
+            return identity(type(source.dataset).__name__, len(source), digest)
+        if isinstance(source, StreamSource):
+            return identity(f"a stream ({type(source.dataset).__name__})", None, "")
+        return identity("nothing" if source is None else "a DataLoader", None, "")

@@ -1,0 +1,34 @@
+"""The loop of `allranks train`: what is done with a trainer from the first step to the last.
+
+A loop of one's own may leave out what it does not need; every call here is a public one.
+"""
+
+from __future__ import annotations
+
+from allranks.torch.trainer import Trainer
+
+
+def fit(trainer: Trainer) -> bool:
+    """Train to the end: the loop of `allranks train`. Returns False if it was asked to stop before."""
+    finished = _fit(trainer)
+    for callback in trainer.callbacks:
+        callback.on_end(trainer)
+    return finished
+
+
+def _fit(trainer: Trainer) -> bool:
+    callbacks = trainer.callbacks
+    for callback in callbacks:
+        callback.on_start(trainer)
+    for batch in trainer.batches():
+        result = trainer.step(batch)
+        if result.taken:
+            for callback in callbacks:
+                callback.on_step(trainer, batch, result)
+        metrics = trainer.evaluate_if_due()
+        if metrics is not None:
+            for callback in callbacks:
+                callback.on_evaluation(trainer, metrics)
+        if trainer.save_if_due(result):
+            return False
+    return not trainer.come_to_the_end()

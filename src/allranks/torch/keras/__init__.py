@@ -1,0 +1,1 @@
+"""Keras models as guests of the torch engine."""

@@ -1,0 +1,59 @@
+"""Activation checkpointing: activations of blocks are not kept, but computed again in backward.
+
+Torch's own checkpoint does it, and brings its own random streams back. The layers that belong to a
+shard (`layers`) have a scope instead: computed again, dropout must draw the mask it drew before,
+and BatchNorm must not count its moments twice. Chen et al. 2016, Training Deep Nets with Sublinear
+Memory Cost, arXiv 1604.06174.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from allranks.errors import RequestError
+from allranks.torch.model.layers import Scope
+from allranks.torch.task import Task
+
+
+def recompute_blocks(task: Task, model: nn.Module, scope: Scope) -> Callable[[], None]:
+    """Let the blocks of `model` compute their activations again; returns what undoes that."""
+    given = list(dict.fromkeys(task.blocks(model)))  # a shared block is named more than once
+    blocks = [b for b in given if not any(o in given for o in b.modules() if o is not b)]
+    if not blocks:
+        raise RequestError(
+            asked="--activation-checkpointing",
+            found=f"no blocks in {type(model).__name__}",
+            why="what is computed again are members of an nn.ModuleList or nn.Sequential",
+            do="give the task a method blocks(self, model) that yields the parts to compute again",
+        )
+    for block in blocks:
+        block.forward = partial(_recomputed, block.forward, scope)
+
+    def undo() -> None:
+        for block in blocks:
+            del block.forward
+
+    return undo
+
+
+def _recomputed(
+    forward: Callable[..., Any], scope: Scope, /, *arguments: Any, **keywords: Any
+) -> Any:
+    """`forward`, its activations computed again in backward, in the scope of its first time.
+
+    A copy of the model (`dp`) takes forward and scope for its own along, as they are no closure.
+    """
+    if not scope.pieces:  # no step is in progress: evaluation
+        return forward(*arguments, **keywords)
+    first = scope.moment()
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), scope.again(first)
+
+    return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **keywords)

@@ -1,0 +1,68 @@
+"""Weights that the first batch decides: `initialise(model, inputs)` of a task, before the first step.
+
+ActNorm, data-dependent initialisation (Salimans and Kingma 2016, arXiv 1602.07868) and codebooks
+that start from samples take what goes in first for typical of all. In forward that would be a part
+of the batch, another one on each rank. Here every rank is given the whole first global batch, in
+shard order, does the same with it, and the leader's weights and buffers are sent to all.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from allranks.errors import RequestError
+from allranks.torch.data.batches import Batch
+from allranks.torch.data.rows import gathered, own_rows, rows_of_ranks
+from allranks.torch.data.sources import seed_generators
+from allranks.torch.state import kept_random_streams
+from allranks.torch.strategies.base import Strategy
+from allranks.training.order import random_key
+
+INITIALISE = -4  # what the generators are keyed for, beside shards
+
+
+def initialise(strategy: Strategy, batch: Batch) -> None:
+    """Let the task set weights from the whole of `batch`, the first; every rank calls this.
+
+    Sends the batch (kind `outputs`), and the weights and buffers of the leader.
+    """
+    task, model, step = strategy.task, strategy.model, strategy.step
+    if batch.sizes is None:
+        raise _refused(
+            "a stream",
+            "nobody knows how many samples the other ranks have",
+            "read the data as a map-style data set, or set the weights in model()",
+        )
+    own = own_rows([({"batch": micro.data}, micro.samples) for micro in batch.micros])
+    if own is None:
+        own = _refused(
+            f"{batch.nominal} samples in the first batch, so a rank has none",
+            "what a batch looks like is only known from one",
+            "use at least as many samples as shards, or fewer ranks",
+        )
+    whole = gathered(step.comm, own, rows_of_ranks(batch.sizes, step.comm.size))
+    data = whole.put_together(whole.tensors, whole.lists)["batch"]
+    before = [id(parameter) for parameter in model.parameters()]
+    with (
+        kept_random_streams(strategy.comm.device),
+        torch.no_grad(),
+        step.arithmetic.context(),
+    ):
+        key = random_key(step.scope.seed, -1, -1, -1, INITIALISE)
+        seed_generators(key)
+        torch.manual_seed(key)
+        task.initialise(model, task.inputs(data))
+        if [id(parameter) for parameter in model.parameters()] != before:
+            raise _refused(
+                "other parameters in the model than before",
+                "the optimizer holds those that were there",
+                "write into them: parameter.copy_(…)",
+            )
+        for tensor in (*model.parameters(), *model.buffers()):
+            step.comm.broadcast(tensor)
+    if step.average is not None:
+        step.average.load_state(model, None)
+
+
+def _refused(found: str, why: str, do: str) -> RequestError:
+    return RequestError(asked="initialise(model, inputs) of the task", found=found, why=why, do=do)

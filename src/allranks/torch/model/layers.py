@@ -1,0 +1,394 @@
+"""Layers that belong to a shard: BatchNorm and dropout that do not know how many ranks there are.
+
+The engine swaps them into the model in place (names, parameters and buffers stay). While a step is
+in progress the `Scope` tells them which rows belong to which shard:
+
+* BatchNorm normalises each shard by its own moments, and collects them; the running statistics
+  take one update per step, from the sample-weighted moments of all shards of all ranks. A shard
+  of one sample is normalised by the running statistics and adds nothing to them.
+* Dropout draws its mask from a counter: (seed, step, shard, layer, call). What it draws for
+  (sample, position, feature) it draws position by position, so that padding changes nothing before.
+
+Samples are expected along dimension 0; a layer may see several rows per sample (tokens). With
+`batchnorm = "whole"` BatchNorm normalises over the global batch instead (`whole_norm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
+
+from allranks.errors import RequestError
+from allranks.strategies.shards import Micro
+from allranks.torch.data.sources import seed_generators
+from allranks.training.order import random_key
+
+DROPOUTS: dict[type[nn.Module], int] = {
+    nn.Dropout: 0,  # dimensions after (sample, channel) that share one draw
+    nn.Dropout1d: 1,
+    nn.Dropout2d: 2,
+    nn.Dropout3d: 3,
+}
+TOKEN_DIMS = 3  # (sample, position, feature)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point in a forward pass: what goes through, and how often each layer has drawn."""
+
+    step: int
+    pieces: Micro
+    samples: int
+    calls: dict[int, int]
+
+
+@dataclass
+class Scope:
+    """What is going through the model right now: the pieces of shards, in the order of the rows."""
+
+    seed: int
+    device: torch.device
+    step: int = 0
+    pieces: Micro = ()
+    samples: int = 0
+    calls: dict[int, int] = field(default_factory=dict)
+    moments: dict[int, Tensor] = field(default_factory=dict)
+    whole: WholeNorm | None = None
+    looked_up: dict[int, Tensor] = field(default_factory=dict)
+    shortens: bool = True  # whether tables with a max_norm are written; not by passes beside a step
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator(self.device)
+
+    def enter(self, step: int, pieces: Micro, samples: int) -> None:
+        """A micro-batch of `samples` samples, made of `pieces`, goes through the model next.
+
+        Python's, NumPy's and torch's generators are seeded for its first shard: randomness in user
+        code is then the shard's own wherever a shard goes through the model alone (`--bitwise`).
+        """
+        self.step, self.pieces, self.samples = step, pieces, samples
+        self.calls.clear()
+        first = pieces[0]
+        self._seed(random_key(self.seed, step, first.shard, first.start, -1))
+
+    def key(self, step: int, purpose: int) -> None:
+        """What is drawn next is the same on every rank, whichever shard it was keyed for last."""
+        self._seed(random_key(self.seed, step, -1, -1, purpose))
+
+    def _seed(self, key: int) -> None:
+        seed_generators(key)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(key)
+
+    def leave(self) -> None:
+        """No step is in progress: the layers behave as torch's own."""
+        self.pieces = ()
+
+    def moment(self) -> Moment:
+        """What is going through the model right now, to come back to with `again`."""
+        return Moment(self.step, self.pieces, self.samples, dict(self.calls))
+
+    @contextmanager
+    def again(self, moment: Moment) -> Iterator[None]:
+        """Within, it is `moment`: the same is drawn as then, and nothing of it is counted."""
+        now = self.step, self.pieces, self.samples, self.calls, self.moments
+        self.step, self.pieces, self.samples = moment.step, moment.pieces, moment.samples
+        self.calls, self.moments = dict(moment.calls), {}
+        try:
+            yield
+        finally:
+            self.step, self.pieces, self.samples, self.calls, self.moments = now
+
+    def moments_of(self, index: int, input: Tensor, by: Normalising) -> Tensor:
+        """Where a layer adds up (weight, weighted mean and variance) of the shards it has seen."""
+        found = self.moments.get(index)
+        if found is None:
+            found = input.new_zeros(1 + 2 * by.features, dtype=full_type(input.dtype))
+            if by.running is not None:
+                self.moments[index] = found
+        return found
+
+    def rows(self, layer: str, tensor: Tensor) -> list[int]:
+        """How many rows of `tensor` belong to each piece."""
+        per_sample, rest = divmod(tensor.shape[0], self.samples)
+        if rest or not per_sample:
+            raise RequestError(
+                asked=f"{layer} on a tensor of shape {tuple(tensor.shape)}",
+                found=f"{tensor.shape[0]} rows for {self.samples} samples",
+                why="rows are given to shards, so dimension 0 must run over all samples, in order",
+                do="put the samples first (batch_first=True); where rows are picked out, as for an "
+                "expert of a mixture, put this layer before that or after, or use "
+                "torch.nn.functional with --bitwise",
+            )
+        return [piece.samples * per_sample for piece in self.pieces]
+
+
+class Swapped:
+    """What a layer of a model is, too, while the engine has it: its own class is the second base."""
+
+
+class OfShard(Swapped):
+    """A layer that follows the scope; `index` is its number in the model."""
+
+    scope: Scope
+    index: int
+
+
+class ShardNorm(Protocol):
+    """A swapped layer with running statistics: what the tally must know of it."""
+
+    index: int
+
+    @property
+    def num_features(self) -> int: ...
+
+    def running_statistics(self) -> list[Tensor]:
+        """The tensors that only the engine writes."""
+        ...
+
+    def update_running(self, moments: Tensor) -> None:
+        """One update from `moments`: (weight, weighted mean and variance)."""
+        ...
+
+
+class WholeNorm(Protocol):
+    """What normalises over the whole global batch in place of the shard (`whole_norm`)."""
+
+    def begin(self, own_samples: int) -> None: ...
+
+    def alone(self) -> AbstractContextManager[None]: ...
+
+    def normalised(self, scope: Scope, index: int, input: Tensor, by: Normalising) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Normalising:
+    """What a BatchNorm does to its channels; `running` are its statistics, if it keeps any.
+
+    Torch keeps the unbiased variance, Keras the `biased` one.
+    """
+
+    features: int
+    running: tuple[Tensor, Tensor] | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    biased: bool = False
+
+
+def normalised(scope: Scope, index: int, input: Tensor, by: Normalising) -> Tensor:
+    """`input`, (rows, channels, …), normalised shard by shard; leaves the moments in `scope`.
+
+    Those of a layer that keeps no running statistics are of no use to anybody, and not left there.
+    """
+    if scope.whole is not None:
+        return scope.whole.normalised(scope, index, input, by)
+    moments = scope.moments_of(index, input, by)
+    rows = scope.rows("BatchNorm", input)
+    outputs = []
+    for piece, part in zip(scope.pieces, input.split(rows), strict=True):
+        if piece.shard_size == 1 and by.running is not None:
+            outputs.append(F.batch_norm(part, *by.running, by.weight, by.bias, False, 0.0, by.eps))
+            continue
+        if part.numel() == by.features:
+            raise no_variance(f"shard {piece.shard}")
+        found = moments.new_zeros(2, by.features)  # (mean, unbiased variance)
+        outputs.append(
+            F.batch_norm(part, found[0], found[1], by.weight, by.bias, True, 1.0, by.eps)
+        )
+        if by.biased:  # in a new tensor: backward takes the other one
+            values = part.numel() // by.features
+            found = torch.stack((found[0], found[1] * ((values - 1) / values)))
+        moments[0] += piece.samples
+        moments[1:].add_(found.flatten(), alpha=piece.samples)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def no_variance(what: str) -> RequestError:
+    """What to say where one value for each channel is to be normalised without running statistics."""
+    return RequestError(
+        asked="BatchNorm with track_running_stats=False",
+        found=f"one value for each channel in {what}",
+        why="one value has no variance, and no running statistics stand in for it",
+        do="--set last_batch=drop, fewer shards, or running statistics in that layer",
+    )
+
+
+class ShardBatchNorm(OfShard, _BatchNorm):
+    """BatchNorm over each shard by itself. Made from a BatchNorm layer by `swap_layers`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        scope = self.scope
+        if not (self.training and scope.pieces):
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        running = None
+        if self.track_running_stats:
+            assert self.running_mean is not None and self.running_var is not None
+            running = self.running_mean, self.running_var
+        by = Normalising(self.num_features, running, self.weight, self.bias, self.eps)
+        return normalised(scope, self.index, input, by)
+
+    def running_statistics(self) -> list[Tensor]:
+        return list(self.buffers())
+
+    @torch.no_grad()
+    def update_running(self, moments: Tensor) -> None:
+        """One update of the running statistics from `moments`: (weight, weighted mean and var)."""
+        weight = float(moments[0])
+        if not weight or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        rate = self.momentum
+        if rate is None:
+            rate = 1.0 / float(self.num_batches_tracked)
+        mean, var = (moments[1:] / weight).view(2, self.num_features)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+        self.running_var.lerp_(var.to(self.running_var.dtype), rate)
+
+
+def full_type(kind: torch.dtype) -> torch.dtype:
+    """The type for statistics over what is of this type: 16 bits would not hold them."""
+    return torch.promote_types(kind, torch.float32)
+
+
+class ShardDropout(OfShard, nn.Module):
+    """Dropout whose mask belongs to the shard. Made from a dropout layer by `swap_layers`."""
+
+    shared_dims: int
+    p: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training and self.scope.pieces):
+            return super().forward(input)  # type: ignore[no-any-return]
+        shape = list(input.shape)
+        for dim in range(len(shape) - self.shared_dims, len(shape)):
+            shape[dim] = 1
+        return dropped(self.scope, self.index, input, self.p, shape)
+
+
+def dropped(scope: Scope, index: int, input: Tensor, rate: float, shape: list[int]) -> Tensor:
+    """`input` without a part of it, drawn for each shard; `shape` is that of the mask."""
+    if rate == 0:
+        return input
+    call = scope.calls.get(index, 0)
+    scope.calls[index] = call + 1
+    rows = scope.rows("Dropout", input)
+    draws = torch.empty(shape, device=input.device)
+    for piece, count, part in zip(scope.pieces, rows, draws.split(rows), strict=True):
+        scope.generator.manual_seed(random_key(scope.seed, scope.step, piece.shard, index, call))
+        positions = len(shape) == TOKEN_DIMS and shape == list(input.shape)
+        if piece.samples == piece.shard_size and not positions:
+            part.uniform_(generator=scope.generator)
+            continue
+        # part of a shard: draw for the whole shard, take the rows of this piece
+        per_sample = count // piece.samples
+        size = [piece.shard_size * per_sample, *shape[1:]]
+        if positions:  # (position, row, feature): more padding adds draws at the end
+            size[:2] = size[1::-1]
+        whole = torch.empty(size, device=part.device).uniform_(generator=scope.generator)
+        if positions:
+            whole = whole.transpose(0, 1)
+        part.copy_(whole[piece.start * per_sample : piece.stop * per_sample])
+    keep = draws.ge(rate).to(input.dtype)
+    return input * keep.div_(1 - rate) if rate < 1 else input * keep
+
+
+def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
+    """Swap the layers of `model` in place. Returns the names swapped, and those that cannot be.
+
+    `user_randomness` names layers that draw from the framework's own generator: with them the
+    result is equal on any number of ranks only where each shard runs alone.
+    """
+    names: dict[str, list[str]] = {"batchnorm": [], "dropout": [], "user_randomness": []}
+    for index, (name, module) in enumerate(model.named_modules()):
+        kind = own_kind(module)  # swapped before, it may be, by another trainer
+        if isinstance(module, (nn.SyncBatchNorm, nn.modules.lazy.LazyModuleMixin)):
+            raise RequestError(
+                asked=f"to train a model with {kind.__name__} at {name!r}",
+                found=f"{kind.__name__}",
+                why="it communicates or makes its weights inside forward, out of the engine's sight",
+                do="use the plain layer, with its sizes given",
+            )
+        if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            module.__class__ = type(f"Shard{kind.__name__}", (ShardBatchNorm, kind), {})
+            names["batchnorm"].append(name)
+        elif kind in DROPOUTS:
+            module.__class__ = type(f"Shard{kind.__name__}", (ShardDropout, kind), {})
+            module.shared_dims = DROPOUTS[kind]
+            names["dropout"].append(name)
+        elif isinstance(module, _BatchNorm) or (
+            isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        ):
+            raise RequestError(
+                asked=f"to train a model with {kind.__name__} at {name!r}",
+                found=f"{kind.__module__}.{kind.__qualname__}",
+                why="it updates its statistics inside forward, so each rank would have its own",
+                do="use nn.BatchNorm1d, 2d or 3d itself, or a norm without running statistics",
+            )
+        else:
+            drawn = getattr(module, "dropout", 0)
+            if (isinstance(drawn, float) and drawn > 0) or isinstance(
+                module, (nn.RReLU, nn.modules.dropout._DropoutNd)
+            ):
+                names["user_randomness"].append(name)
+            continue
+        module.scope, module.index = scope, index
+    return names
+
+
+def own_kind(module: nn.Module) -> type:
+    """The class of a layer as its owner made it, whether it is swapped or not."""
+    kind = type(module)
+    while issubclass(kind, Swapped):
+        kind = kind.__bases__[1]
+    return kind
+
+
+def restore_layers(model: nn.Module) -> None:
+    """Undo every swap: the model is the user's own again, and can be pickled."""
+    for module in every_layer(model):
+        if isinstance(module, Swapped):
+            module.__class__ = own_kind(module)
+            for name in ("scope", "index", "shared_dims", "adds_no_loss"):
+                vars(module).pop(name, None)
+
+
+def every_layer(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module of a model once, with the layers that Keras keeps out of torch's sight."""
+    seen: set[int] = set()
+    for module in model.modules():
+        below: Any = getattr(module, "_flatten_layers", tuple)
+        for layer in (module, *below()):
+            if id(layer) not in seen:
+                seen.add(id(layer))
+                yield layer
+
+
+def shard_norms(model: nn.Module) -> list[ShardNorm]:
+    """The swapped BatchNorm layers that keep running statistics, in the order of the model."""
+    layers: list[Any] = [layer for layer in every_layer(model) if isinstance(layer, OfShard)]
+    return [layer for layer in layers if getattr(layer, "track_running_stats", False)]
+
+
+def normalising_layers(model: nn.Module) -> list[nn.Module]:
+    """The swapped BatchNorm layers, with or without running statistics."""
+    return [m for m in every_layer(model) if isinstance(m, OfShard) and hasattr(m, "num_features")]
+
+
+def computed_again() -> RequestError:
+    """What to say where a layer of a shard ran once more, in backward, and nobody told its scope."""
+    return RequestError(
+        asked="activation checkpointing around BatchNorm or dropout",
+        found="such a layer ran again during backward",
+        why="it would draw another mask, and count its moments twice",
+        do="leave these layers outside of the checkpointed part",
+    )

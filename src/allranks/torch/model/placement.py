@@ -1,0 +1,119 @@
+"""What a rank holds where, as it is: weights, buffers, gradients, and what the optimizer keeps.
+
+What an optimizer keeps is known after an update only: torch makes it then, and nothing but the
+optimizer knows it. `update_by_nothing` finds out before a training, with the optimizer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from allranks.job.placement import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Placed, write_placement
+from allranks.torch.data.nested import tensors_in
+from allranks.torch.step.ema import MovingAverage
+from allranks.training.callback import Callback
+
+
+def held(
+    model: nn.Module,
+    trained: list[str],
+    optimizer: Optimizer | None,
+    average: MovingAverage | None,
+    *,
+    replica: int = 0,
+    updated: bool,
+) -> Iterator[Placed]:
+    """The tensors of a model, those in `trained` with a gradient.
+
+    `optimizer` is `None` for a replica that has none; before it has `updated` the weights, what it
+    keeps is unknown.
+    """
+    for name, parameter in model.named_parameters():
+        gradient = parameter.nbytes if name in trained else 0
+        kept: int | None = 0
+        if optimizer is not None and name in trained:
+            kept = _bytes(optimizer.state.get(parameter)) if updated else None
+        yield row(PARAMETER, name, parameter, gradient, kept, replica)
+    for name, buffer in model.named_buffers():
+        yield row(BUFFER, name, buffer, replica=replica)
+    if average is not None:
+        for name, tensor in average.state().items():
+            yield row(AVERAGE, name, tensor, replica=replica)
+    if optimizer is not None:
+        for key, values in optimizer.state.items():
+            if not isinstance(key, Tensor):
+                for tensor in tensors_in(values):
+                    yield row(OPTIMIZER, str(key), tensor, replica=replica)
+
+
+def row(
+    kind: str,
+    name: str,
+    tensor: Tensor,
+    gradient_bytes: int = 0,
+    optimizer_bytes: int | None = 0,
+    replica: int = 0,
+) -> Placed:
+    """One tensor as it is."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = tuple(tensor.shape)
+    return Placed(
+        kind,
+        name,
+        str(tensor.device),
+        dtype,
+        shape,
+        nbytes(tensor),
+        gradient_bytes,
+        optimizer_bytes,
+        replica,
+    )
+
+
+def nbytes(tensor: Tensor) -> int:
+    """The bytes of a tensor; of a sparse one, of what it stores."""
+    if not tensor.is_sparse:
+        return tensor.nbytes
+    return tensor._indices().nbytes + tensor._values().nbytes
+
+
+def _bytes(state: Any) -> int:
+    """The bytes of the tensors that an optimizer keeps for one weight."""
+    return sum(nbytes(tensor) for tensor in tensors_in(state))
+
+
+def update_by_nothing(
+    parameters: list[nn.Parameter], optimizer: Optimizer, by_rows: Container[int] = ()
+) -> None:
+    """One update with gradients of zero, one weight at a time: no more memory than in training.
+
+    The weights may change (weight decay): for a model that is not going to be trained. `by_rows`
+    are the positions of the parameters that the optimizer updates by sparse gradients.
+    """
+    for position, parameter in enumerate(parameters):
+        nothing = torch.zeros_like(parameter, requires_grad=False)
+        parameter.grad = nothing.to_sparse(1) if position in by_rows else nothing
+        optimizer.step()
+        parameter.grad = None
+
+
+class RecordPlacement(Callback):
+    """After the first update of a rank: what it holds, into the run folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._is_recorded = False
+
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        if result.updated and not self._is_recorded:
+            self._is_recorded = True
+            rows = trainer.strategy.placement(updated=True)
+            with suppress(OSError):  # a full disk ends no training
+                write_placement(self.run_dir, trainer.world.rank, rows)

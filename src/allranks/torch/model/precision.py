@@ -1,0 +1,170 @@
+"""How numbers are computed on one rank: their types, the layout of images, the kernels.
+
+    fp32, fp64   weights, gradients and arithmetic of that type
+    tf32         fp32, whose products may run on tensor cores with 10 bits of mantissa (CUDA)
+    bf16, fp16   weights, gradients, optimizer and sums over ranks in fp32 (the "masters"); what
+                 goes through the model is cast layer by layer (torch.autocast). fp16 needs a
+                 loss scale, see `allranks.job.loss_scale`
+
+Micikevicius et al. 2017, Mixed Precision Training, arXiv 1710.03740.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.job.job import Job
+from allranks.torch.data.nested import map_tensors
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TWO_TYPES = re.compile(r"(?i)(?=.*\bfloat\b)(?=.*\bdouble\b).*(type|found)", re.DOTALL)
+IMAGE_DIMS = 4  # (sample, channel, height, width)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The types of `parameters` and of what is computed (`None`: the same), on one device."""
+
+    device: torch.device
+    parameters: torch.dtype = torch.float32
+    compute: torch.dtype | None = None
+    channels_last: bool = False
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Within, forward passes and losses are computed as the job says."""
+        if self.compute is None:
+            return _explained(self.parameters)
+        return torch.autocast(self.device.type, self.compute)
+
+    def placed(self, data: Any) -> Any:
+        """A collated batch on the device, its floating-point tensors as the parameters are."""
+
+        def place(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor.to(self.device, self._kind_of(tensor))
+            tensor = tensor.to(self.device, self.parameters)
+            if self.channels_last and tensor.ndim == IMAGE_DIMS:
+                return tensor.contiguous(memory_format=torch.channels_last)
+            return tensor
+
+        return map_tensors(place, data)
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """The model on the device, in these types and this layout.
+
+        Complex numbers stay complex: those of 64 bits go with fp32, those of 128 with fp64.
+        """
+        if any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
+            model = model._apply(
+                lambda t: t.to(self.device, self._kind_of(t)).resolve_conj().resolve_neg()
+            )
+        else:
+            model = model.to(self.device, self.parameters)
+        if self.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model
+
+    def _kind_of(self, tensor: Tensor) -> torch.dtype:
+        """The type that a tensor is to have here; whole numbers keep theirs."""
+        if tensor.is_complex():
+            return self.parameters.to_complex()
+        return self.parameters if tensor.is_floating_point() else tensor.dtype
+
+
+@contextmanager
+def _explained(kind: torch.dtype) -> Iterator[None]:
+    """Within, an error of torch over two types is noted with what usually made the other one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if TWO_TYPES.match(str(error)):
+            error.add_note(
+                f"This job computes in {kind}: weights and batches are of that type. A tensor that "
+                "forward or loss makes itself is not, unless it says so: x.new_zeros(…), "
+                "torch.randn_like(x), or torch.tensor(…, dtype=x.dtype)."
+            )
+        raise
+
+
+def arithmetic_of(job: Job, device: torch.device) -> Arithmetic:
+    """What a job says of it."""
+    parameters = torch.float64 if job.precision == "fp64" else torch.float32
+    return Arithmetic(device, parameters, HALF.get(job.precision), job.channels_last)
+
+
+def set_kernels(job: Job) -> Callable[[], None]:
+    """Choose the kernels that the job asks for; returns what puts everything back.
+
+    fp32 means fp32: torch lets cuDNN round convolutions to TF32 unless it is told not to. Under
+    `bitwise` kernels are deterministic and run on one thread. Deterministic mode also fills all
+    memory that is handed out, to show reads of unwritten memory; that costs up to a tenth of a
+    step and decides no bit, so it is left out.
+    """
+    undo = [_set_tf32(job.precision == "tf32")]
+    if job.bitwise:
+        undo.append(_set_deterministic())
+
+    def put_back() -> None:
+        for one in undo:
+            one()
+
+    return put_back
+
+
+def _set_tf32(on: bool) -> Callable[[], None]:
+    """Torch has an older and a newer set of switches. A program may have used either.
+
+    The older getters raise once a newer switch says something else; then only the newer ones are
+    put back.
+    """
+    backends: Any = torch.backends
+    places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    host = [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+    newer = [(place, place.fp32_precision) for place in (*places, *host)]
+    older: list[tuple[Callable[[Any], None], Any]] = []
+    with suppress(RuntimeError):
+        older.append((_allow_tf32_in_cudnn, backends.cudnn.allow_tf32))
+    with suppress(RuntimeError):
+        older.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    _allow_tf32_in_cudnn(on)
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    for place in places:
+        place.fp32_precision = "tf32" if on else "ieee"
+    if not on:
+        for place in host:
+            place.fp32_precision = "ieee"
+
+    def put_back() -> None:
+        for switch, value in older:
+            switch(value)
+        for place, value in newer:
+            place.fp32_precision = value
+
+    return put_back
+
+
+def _allow_tf32_in_cudnn(on: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = on
+
+
+def _set_deterministic() -> Callable[[], None]:
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
+    torch.set_num_threads(1)
+
+    def undo() -> None:
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = filled
+        torch.set_num_threads(before[1])
+
+    return undo

@@ -1,0 +1,100 @@
+"""The weights of a model as one safetensors file, written tensor by tensor.
+
+A weight that the model has under two names (tied) stands there under both, and what is not part of
+the model's state dict is left out: `model.load_state_dict(load_file(PATH), strict=True)` takes it.
+Each tensor is brought to the host, written, and let go of, so no second copy of the model is held;
+and since each is written by itself, tensors may share memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from allranks.checkpoint.tensor_file import COMPLEX, PAIR, Piece, as_written, lay_out
+from allranks.errors import RequestError
+from allranks.job.run_folder import FULL
+from allranks.torch.checkpoint.tree import NAMES
+from allranks.torch.state import saved_names
+
+
+class WeightsFile:
+    """Where the weights of `model` go; `write` is called by the rank that writes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.names = saved_names(model)
+        tensors = {name: named[own] for own, names in self.names.items() for name in names}
+        pairs = sorted(name for name, tensor in tensors.items() if NAMES.get(tensor.dtype) in PAIR)
+        self.layout = lay_out(
+            {name: _piece(name, tensor) for name, tensor in tensors.items()},
+            {COMPLEX: json.dumps(pairs)} if pairs else None,
+        )
+        self.size_bytes = len(self.layout.header) + self.layout.data_bytes
+
+    def write(self, paths: Iterable[Path], tensors: Iterator[tuple[str, Tensor]]) -> Path:
+        """Write the tensors as they come, to the first path with room for all of them; returns it.
+
+        The file is there whole, or not at all. Its room is taken before the first tensor is asked
+        for, since they come only once. Raises the `OSError` of the first path if none has room.
+        """
+        start = len(self.layout.header)
+        path, file = self._begun(paths)
+        beside = Path(file.name)
+        try:
+            with file:
+                file.write(self.layout.header)
+                for own, tensor in tensors:
+                    for name in self.names[own]:
+                        file.seek(start + self.layout.pieces[name].begin)
+                        file.write(_content(tensor))
+                file.flush()
+                os.fsync(file.fileno())
+            beside.rename(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+        return path
+
+    def _begun(self, paths: Iterable[Path]) -> tuple[Path, BinaryIO]:
+        first: OSError | None = None
+        for path in paths:
+            beside = path.with_name(f".{path.name}")
+            try:
+                file = open(beside, "wb")
+                try:
+                    os.posix_fallocate(file.fileno(), 0, self.size_bytes)
+                except BaseException:
+                    file.close()
+                    beside.unlink()
+                    raise
+            except OSError as error:
+                if first is None and error.errno not in FULL:
+                    raise
+                first = first or error
+                continue
+            return path, file
+        assert first is not None
+        raise first
+
+
+def _piece(name: str, tensor: Tensor) -> Piece:
+    if tensor.dtype not in NAMES:
+        raise RequestError(
+            asked="weights.safetensors",
+            found=f"{name!r} of {tensor.dtype}",
+            why="the format has no such type of number",
+            do="keep it in the model as another type, torch.view_as_real of it for example",
+        )
+    return as_written(NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def _content(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data

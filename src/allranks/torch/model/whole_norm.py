@@ -1,0 +1,177 @@
+"""BatchNorm over the whole global batch (`batchnorm = "whole"`), whatever the number of ranks.
+
+    forward    every rank sends (count, mean, sum of squares around it) of its rows; all combine them
+               in rank order                          all-gather of 1 + 2C numbers for each layer
+    backward   dx = w / s * (dy - mean(dy) - xhat * mean(dy * xhat)), with the means over all ranks
+                                                      all-reduce of 2C numbers for each layer
+
+Each layer waits for the slowest rank twice in a step, which is what the shards are there to avoid.
+All ranks call the layers in one order; a rank without a sample sends zeros in the order that the
+step before had. What is sent is counted under `batchnorm`. Chan, Golub and LeVeque 1983, Algorithms
+for Computing the Sample Variance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from allranks.errors import RequestError
+from allranks.torch.comm import Comm
+from allranks.torch.model.layers import Normalising, Scope, full_type, no_variance
+from allranks.torch.task import Task
+
+KIND = "batchnorm"
+
+
+class WholeBatchNorm:
+    """The statistics of one step over all ranks of `comm`, a group of its own."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.sent: list[tuple[str, int, torch.dtype]] = []
+        self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._alone = False
+
+    def begin(self, own_samples: int) -> None:
+        """A step begins. A rank without a sample takes part in it here."""
+        self._known.clear()
+        if own_samples:
+            self.sent.clear()
+            return
+        if not self.sent and self.comm.size > 1:
+            raise RequestError(
+                asked='batchnorm = "whole"',
+                found="a first batch of which a rank has no sample",
+                why="what the layers send is only known from a forward pass",
+                do="use at least as many samples as shards, or fewer ranks",
+            )
+        for collective, size, kind in self.sent:
+            zeros = torch.zeros(size, dtype=kind, device=self.comm.device)
+            if collective == "gather":
+                self._gathered(zeros)
+            else:
+                self.comm.all_reduce(zeros, KIND).wait()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within, a rank computes by itself again what it did, by the statistics that there were."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
+    def normalised(self, scope: Scope, index: int, input: Tensor, by: Normalising) -> Tensor:
+        """`input`, (rows, channels, …), normalised; leaves this rank's part of the moments."""
+        call = scope.calls.get(index, 0)
+        scope.calls[index] = call + 1
+        full = input.to(full_type(input.dtype))
+        if self._alone:
+            mean, var = self._known[index, call]
+            return _by(full, mean, var, by).to(input.dtype)
+        count, mean, squares = self._statistics(full.detach())
+        if count <= 1:
+            if by.running is None:
+                raise no_variance("the whole batch")
+            self._known[index, call] = by.running
+            return _by(full, *by.running, by).to(input.dtype)
+        var = squares / count
+        self._known[index, call] = mean, var
+        moments = scope.moments_of(index, full, by)
+        moments[0] += scope.samples
+        kept = squares / (count if by.biased else count - 1)
+        moments[1:].add_(torch.cat((mean, kept)), alpha=scope.samples)
+        if self.comm.size == 1:
+            plain = F.batch_norm(full, None, None, by.weight, by.bias, True, 0.0, by.eps)
+            return plain.to(input.dtype)
+        apply: Any = _Whole.apply
+        output: Tensor = apply(full, mean, (var + by.eps).rsqrt(), count, self)
+        if by.weight is not None:
+            output = output * _along(by.weight, full)
+        if by.bias is not None:
+            output = output + _along(by.bias, full)
+        return output.to(input.dtype)
+
+    def _statistics(self, input: Tensor) -> tuple[float, Tensor, Tensor]:
+        """Values for each channel, their mean, and the sum of squares around it, of all ranks."""
+        dims = _dims(input)
+        own = float(input.numel() // input.shape[1])
+        mean = input.mean(dims)
+        squares = (input - _along(mean, input)).square().sum(dims)
+        if self.comm.size == 1:
+            return own, mean, squares
+        self.sent.append(("gather", 1 + 2 * len(mean), input.dtype))
+        parts = self._gathered(torch.cat((mean.new_tensor([own]), mean, squares)))
+        counts, means = parts[:, :1], parts[:, 1 : 1 + len(mean)]
+        count = counts.sum()
+        mean = (counts * means).sum(0) / count
+        squares = (parts[:, 1 + len(mean) :] + counts * (means - mean).square()).sum(0)
+        return float(count), mean, squares
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """(size,) of each rank -> (rank, size)."""
+        if self.comm.size == 1:
+            return part[None]
+        whole = part.new_empty(self.comm.size * part.numel())
+        self.comm.all_gather(whole, part, KIND).wait()
+        return whole.view(self.comm.size, -1)
+
+    def summed(self, part: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        self.sent.append(("sum", part.numel(), part.dtype))
+        self.comm.all_reduce(part, KIND).wait()
+        return part
+
+
+def whole_norm(task: Task, comm: Comm, scope: Scope, swapped: dict[str, list[str]]) -> Comm | None:
+    """Let `scope` normalise over the whole batch where the task asks for it; every rank calls this.
+
+    Returns the group that the statistics go through, to be left at the end; `None` for none.
+    """
+    if task.batchnorm != "whole" or not swapped["batchnorm"]:
+        return None
+    own = comm.beside()
+    scope.whole = WholeBatchNorm(own)
+    return own
+
+
+class _Whole(torch.autograd.Function):
+    """(x - mean) / sqrt(var + eps), where mean and variance are functions of the rows of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, mean: Tensor, inverse: Tensor, count: float, of: WholeBatchNorm
+    ) -> Tensor:
+        xhat = (input - _along(mean, input)) * _along(inverse, input)
+        ctx.save_for_backward(xhat, inverse)
+        ctx.count, ctx.of = count, of
+        return xhat
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        xhat, inverse = ctx.saved_tensors
+        dims = _dims(gradient)
+        own = torch.cat((gradient.sum(dims), (gradient * xhat).sum(dims)))
+        plain, product = (ctx.of.summed(own) / ctx.count).chunk(2)
+        found = gradient - _along(plain, gradient) - xhat * _along(product, gradient)
+        return found * _along(inverse, gradient), None, None, None, None
+
+
+def _by(input: Tensor, mean: Tensor, var: Tensor, by: Normalising) -> Tensor:
+    return F.batch_norm(input, mean, var, by.weight, by.bias, False, 0.0, by.eps)
+
+
+def _dims(tensor: Tensor) -> tuple[int, ...]:
+    return (0, *range(2, tensor.ndim))
+
+
+def _along(channels: Tensor, like: Tensor) -> Tensor:
+    """(channels,) -> (1, channels, 1, …)."""
+    return channels.view(1, -1, *[1] * (like.ndim - 2))

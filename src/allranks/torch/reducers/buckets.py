@@ -1,0 +1,143 @@
+"""Gradients in a few flat buckets, in the order in which backward finishes them.
+
+The `.grad` of every parameter is a view into its bucket, so nothing is copied to be sent; the tally
+stands at the end of the bucket that leaves last. Every view begins at a multiple of 128 bytes, as a
+gradient of its own would: kernels follow where a tensor begins, down to the last bit. Buckets leave
+in one fixed order on all ranks, each as soon as its gradients are finished and those before it have
+left.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.torch.model.reals import real_type, reals
+from allranks.torch.reducers.base import Reducer
+from allranks.torch.step.gradients import gradient_taken
+
+ALIGNED_BYTES = 128
+
+
+class Buckets:
+    """The buckets of one model on one rank. A step calls `begin`, `release` and `finish`."""
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        *,
+        tally_size: int,
+        bucket_bytes: int,
+        reducer: Reducer,
+    ) -> None:
+        self.reducer = reducer
+        self.flats: list[Tensor] = []
+        self.gradients: list[Tensor] = []  # of each bucket, without what rides on it
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        self._bucket_of = [0] * len(parameters)
+        self._members: list[int] = []
+        groups = _grouped(parameters, bucket_bytes)
+        for bucket, positions in enumerate(groups):
+            extra = tally_size if bucket == len(groups) - 1 else 0
+            sizes = [_room_for(parameters[position]) for position in positions]
+            size = sum(sizes)
+            padded = -(-(size + extra) // reducer.multiple) * reducer.multiple
+            flat = reals(parameters[positions[0]].detach()).new_zeros(padded)
+            parts = flat[:size].split(sizes)
+            for position, part in zip(positions, parts, strict=True):
+                self._views.append((parameters[position], _laid_out_as(parameters[position], part)))
+                self._bucket_of[position] = bucket
+            self.flats.append(flat)
+            self.gradients.append(flat[:size])
+            self._members.append(len(positions))
+        self.tally = self.flats[-1][size : size + tally_size]
+        reducer.prepare(self.flats, self.gradients)
+        self._pending: list[int] = []
+        self._finished: set[int] = set()
+        self._left = 0
+        self._leaf: range | None = None
+
+    def begin(self) -> None:
+        """All gradients and the tally are zero, and where backward will find them."""
+        for flat in self.flats:
+            flat.zero_()
+        for parameter, view in self._views:
+            parameter.grad = view
+        self._leaf, self._left = None, 0
+
+    def add_leaf(self, shards: range) -> None:
+        """Take in a leaf that is not the last; gradients and tally are zero again."""
+        for bucket, flat in enumerate(self.flats):
+            self.reducer.add(bucket, flat, (shards.start, shards.stop))
+
+    def release(self, shards: range) -> None:
+        """The next backward pass is the last: a bucket may leave once it is finished."""
+        self._leaf, self._pending = shards, list(self._members)
+        self._finished.clear()
+
+    def gradient_finished(self, position: int) -> None:
+        """Backward has finished the gradient of a parameter (called during backward)."""
+        if self._leaf is None:
+            return
+        if position in self._finished:
+            raise RequestError(
+                asked="one backward pass",
+                found="it finished the gradient of a parameter twice",
+                why="its bucket may have left after the first time",
+                do="use checkpoint(…, use_reentrant=False)",
+            )
+        self._finished.add(position)
+        bucket = self._bucket_of[position]
+        self._pending[bucket] -= 1
+        last = len(self.flats) - 1  # it carries the tally, which is complete after backward only
+        while self._left < last and self._pending[self._left] == 0:
+            self._launch(self._leaf)
+
+    def finish(self, shards: range) -> None:
+        """Let the rest leave and wait: gradients and tally are the sums over all ranks."""
+        while self._left < len(self.flats):
+            self._launch(shards)
+        self._leaf = None
+        for parameter, view in self._views:
+            if parameter.grad is not view:
+                raise gradient_taken(parameter)
+        self.reducer.finish(self.flats)
+
+    def _launch(self, shards: range) -> None:
+        flat = self.flats[self._left]
+        self.reducer.launch(self._left, flat, (shards.start, shards.stop))
+        self._left += 1
+
+
+def _room_for(parameter: Tensor) -> int:
+    """How many real numbers a gradient takes up in its bucket."""
+    item = reals(parameter.detach()).element_size()
+    return -(-parameter.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES // item
+
+
+def _laid_out_as(parameter: Tensor, flat: Tensor) -> Tensor:
+    """The start of `flat` in the shape of a parameter, and in its order of memory (channels-last)."""
+    if parameter.is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    flat = flat[: parameter.numel()]
+    if parameter.is_contiguous():
+        return flat.view(parameter.shape)
+    return flat.as_strided(
+        parameter.shape, torch.empty_like(parameter).stride(), flat.storage_offset()
+    )
+
+
+def _grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
+    """Positions of the parameters of each bucket, last parameter first, one type per bucket."""
+    groups: list[list[int]] = []
+    filled, kind = 0, torch.float32
+    for position in reversed(range(len(parameters))):
+        parameter = parameters[position]
+        own = real_type(parameter.dtype)
+        if not groups or filled + parameter.nbytes > bucket_bytes or own != kind:
+            groups.append([])
+            filled, kind = 0, own
+        groups[-1].append(position)
+        filled += parameter.nbytes
+    return groups

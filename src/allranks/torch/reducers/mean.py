@@ -1,0 +1,32 @@
+"""The plain sum of an all-reduce; with the division that the engine has done before, the mean.
+
+The order of additions is the collective's own and follows the number of ranks: equal to one
+process up to rounding.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from allranks.strategies.reduction_tree import Span
+from allranks.torch.comm import Comm, Pending
+from allranks.torch.reducers.base import Reducer
+
+
+class Mean(Reducer):
+    """One all-reduce per bucket. Sends 2(N-1)/N of its bytes."""
+
+    def __init__(self, comm: Comm, shards: int) -> None:
+        super().__init__(comm, shards)
+        self._under_way: list[Pending] = []
+
+    def add(self, bucket: int, flat: Tensor, leaf: Span) -> None:
+        raise AssertionError("gradients of all shards add up in the bucket: one leaf per rank")
+
+    def launch(self, bucket: int, flat: Tensor, leaf: Span) -> None:
+        self._under_way.append(self.comm.all_reduce(flat))
+
+    def finish(self, flats: list[Tensor]) -> None:
+        for pending in self._under_way:
+            pending.wait()
+        self._under_way.clear()

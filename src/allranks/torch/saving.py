@@ -1,0 +1,144 @@
+"""Saving one training and going on with it: what is saved, and what must be as it was.
+
+The trainer decides when; `checkpoint` knows how it gets to the disk and back. What every rank holds
+is saved once; the random streams of user code, and everything of ranks that train apart, belong to
+one rank and are taken up again only where the number of ranks is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.checkpoint.newest import Loaded
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.torch.checkpoint.checkpointer import Checkpointer
+from allranks.torch.checkpoint.tree import flatten, is_dtensor
+from allranks.torch.machine import DECIDES_BITS, facts
+from allranks.torch.state import random_streams, set_random_streams
+from allranks.torch.step.trainable import check_no_scheduler
+from allranks.torch.strategies.base import Strategy
+from allranks.torch.task import Task
+from allranks.training.resume_checks import (
+    about_of,
+    changes_since,
+    check_not_asked_for,
+    sources_for,
+)
+
+
+class Saving:
+    """The checkpoints of one training, in the run folder of its job. Every rank makes one."""
+
+    def __init__(
+        self,
+        task: Task,
+        job: Job,
+        strategy: Strategy,
+        attempt: int,
+        reach: Callable[[str, int], None],
+        report: Callable[..., None],
+    ) -> None:
+        self.task, self.job, self.strategy, self.report = task, job, strategy, report
+        self.is_prepared = self._told_of_rates = False
+        self.checkpointer = Checkpointer(
+            sources_for(job)[0],
+            strategy.comm,
+            keep=job.keep,
+            best=job.best,
+            attempt=attempt,
+            reach=reach,
+            report=report,
+        )
+
+    def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save the strategy's state and the `rest` of the training; a thread goes on with it."""
+        about = about_of(self.task, self.job, rest["progress"], facts(self.job), metrics)
+        self.checkpointer.save(step, *self._parts(rest), about)
+
+    def look_at_rates(self) -> None:
+        """Before a step: refuse, or tell once, what sets rates and would not be saved."""
+        step = self.strategy.step
+        check_no_scheduler(step.optimizer, "to train with checkpoints")
+        if step.rates.told and not self._told_of_rates:
+            self._told_of_rates = True
+            if self.strategy.comm.rank == 0:
+                self.report("rate_notes", notes=[step.rates.told])
+
+    def prepare(self, rest: dict[str, Any]) -> None:
+        """After the first step: a thread takes the memory that saves need."""
+        self.is_prepared = True
+        self.checkpointer.prepare(*self._parts(rest))
+
+    def _parts(self, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What all ranks hold, and what is this rank's own."""
+        state = {**self.strategy.state(), **rest}
+        apart = not self.strategy.replicas_agree
+        own = {"random": random_streams(self.strategy.comm.device), **(state if apart else {})}
+        return {} if apart else state, own
+
+    def load(self) -> dict[str, Any] | None:
+        """Take up the newest good checkpoint; returns the rest of the state, `None` if there is none.
+
+        That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
+        the job is another one.
+        """
+        loaded = self.checkpointer.load(sources_for(self.job), self._templates())
+        if loaded is None:
+            check_not_asked_for(self.job)
+            return None
+        changes = changes_since(loaded, self.task, self.job, facts(self.job), DECIDES_BITS)
+        state = self._state_in(loaded)
+        self.strategy.load_state(state)
+        random = None if loaded.own is None else loaded.own["random"]
+        if random is not None:
+            set_random_streams(random, self.strategy.comm.device)
+        if self.strategy.comm.rank == 0:
+            self.report(
+                "resumed",
+                step=loaded.step,
+                path=str(loaded.path),
+                ranks_were=loaded.manifest.ranks,
+                changes=changes.job,
+                differs=changes.facts,
+                random_streams_restored=random is not None,
+            )
+        return {**state, "step": loaded.step}
+
+    def _templates(self) -> dict[str, Tensor]:
+        """By path, where this rank's part of each tensor goes that no rank holds whole.
+
+        New memory for that part alone: the training holds what it held until all of a checkpoint
+        is read and found to be of the same job.
+        """
+        prefix = "common"
+        if not self.strategy.replicas_agree:
+            prefix = f"own/{self.strategy.comm.rank}"
+        tensors = flatten(self.strategy.state(), prefix)[1]
+        return {path: torch.empty_like(t) for path, t in tensors.items() if is_dtensor(t)}
+
+    def _state_in(self, loaded: Loaded) -> dict[str, Any]:
+        if self.strategy.replicas_agree:
+            return dict(loaded.common)
+        if loaded.own is None:
+            raise RequestError(
+                asked=f"to go on from {loaded.path} on {self.strategy.comm.size} ranks",
+                found=f"the states of {loaded.manifest.ranks} ranks that trained apart",
+                why="each of them is a training of its own",
+                do=f"--ranks {loaded.manifest.ranks}",
+            )
+        return dict(loaded.own)
+
+
+def no_run_folder() -> RequestError:
+    """What to say where a training without a run folder is to be saved."""
+    return RequestError(
+        asked="to save or resume a training",
+        found="no run folder in its job",
+        why="checkpoints live in the run folder",
+        do='Trainer(task, Job(run_dir="runs/mine"))',
+    )

@@ -1,0 +1,1 @@
+"""What one optimizer step is, from the batch to the updated weights."""

@@ -1,0 +1,222 @@
+"""Who brought a bad step in: every rank computes its own part again, alone, and looks closer.
+
+Everything in a step is keyed, so the same comes out again. What is found is exchanged as text, so
+that every rank can tell it: the rank, the shard, the samples, and where in the model it began.
+Only a bad step pays for this; weights, buffers and the gradients of the step are as before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from allranks.job.job import Job
+from allranks.torch.comm import Comm
+from allranks.torch.data.batches import Batch, MicroBatch
+from allranks.torch.data.nested import tensors_in
+from allranks.torch.step.grad_norm import length
+from allranks.torch.step.step import SharedStep
+from allranks.torch.step.user_buffers import put_back
+from allranks.torch.step.watch import Watch, bad_rows, is_finite
+from allranks.torch.strategies.base import Strategy
+from allranks.training.guard import Guard
+
+SHOWN = 8  # samples named in one sentence
+FOUND_ENOUGH = 4  # micro-batches of one rank
+ALL_FINITE = "each rank's own part is finite: only their sum is not"
+BATCH_FINITE = "the outputs of all ranks are finite: it is the loss over the batch, or its gradient"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a rank found, as a sentence; `size` is the length of a gradient."""
+
+    text: str
+    size: float = 0.0
+
+
+def guard_of(strategy: Strategy, job: Job, rank: int) -> Guard:
+    """The guard of a job, put where the steps of `strategy` find it."""
+    comm = strategy.comm if strategy.replicas_agree else Comm(device=strategy.comm.device)
+
+    def find(batch: Batch, spiked: bool) -> str:
+        return who(strategy.step, batch, comm, rank, spiked)
+
+    strategy.step.guard = Guard(job.on_bad_step, job.spike, find)
+    return strategy.step.guard
+
+
+def who(step: SharedStep, batch: Batch, comm: Comm, rank: int, spiked: bool) -> str:
+    """Who brought a bad step in; every rank of `comm` calls this. Sends what each has found."""
+    try:
+        with _set_aside(step), Watch(step.model) as watch:
+            own = _Search(step, batch, rank, watch).run(spiked)
+    except Exception as error:  # the others wait for this rank's text
+        own = [Finding(f"rank {rank} cannot say: {type(error).__name__}: {error}")]
+    texts = comm.gather_texts(json.dumps([dataclasses.asdict(finding) for finding in own]))
+    found = [Finding(**row) for text in texts for row in json.loads(text)]
+    if spiked and found:
+        return max(found, key=lambda finding: finding.size).text
+    nothing = BATCH_FINITE if step.task.loss_over == "batch" else ALL_FINITE
+    return "; ".join(dict.fromkeys(f.text for f in found)) or ("" if spiked else nothing)
+
+
+@contextmanager
+def _set_aside(step: SharedStep) -> Iterator[None]:
+    """Within, the buffers hold what they did before the step, and nothing that is done stays."""
+    gradients = [parameter.grad for parameter in step.parameters]
+    on_gradient, step.on_gradient = step.on_gradient, None
+    forward, step.forward = step.forward, None  # by this model alone: it is the one that is watched
+    used, buffers = list(step.used), step.user_buffers.copies()
+    step.user_buffers.undo()
+    _forget_gradients(step)
+    whole = step.scope.whole
+    shortens, step.scope.shortens = step.scope.shortens, False
+    try:
+        with nullcontext() if whole is None else whole.alone():
+            yield
+    finally:
+        step.scope.leave()
+        step.scope.moments.clear()
+        step.scope.shortens = shortens
+        put_back(buffers)
+        step.used[:], step.on_gradient, step.forward = used, on_gradient, forward
+        for parameter, gradient in zip(step.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _forget_gradients(step: SharedStep) -> None:
+    for parameter in step.parameters:
+        parameter.grad = None
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What one rank does to find out."""
+
+    step: SharedStep
+    batch: Batch
+    rank: int
+    watch: Watch
+
+    def run(self, spiked: bool) -> list[Finding]:
+        if spiked:
+            return self._longest()
+        shared = self._weights() or self._regularizer()
+        if shared:
+            return shared
+        found: list[Finding] = []
+        start = 0
+        for micro in self.batch.micros:
+            self.watch.begin(micro.samples)
+            if self.step.task.loss_over == "batch":
+                found += self._outputs(micro, start)
+            else:
+                found += self._losses(micro, start)
+            self.step.scope.moments.clear()
+            start += micro.samples
+            if len(found) >= FOUND_ENOUGH:
+                break
+        return found
+
+    def _weights(self) -> list[Finding]:
+        """The first weight that is not finite, as on all ranks: no sample is to blame then."""
+        for name, parameter in self.step.model.named_parameters():
+            if not is_finite(parameter):
+                return [Finding(f"the weight {name!r} was not finite before this step")]
+        return []
+
+    def _regularizer(self) -> list[Finding]:
+        value = self.step.regularizer(self.batch)
+        if value is None:
+            return []
+        if not is_finite(value):
+            return [Finding(f"the regularizer is {float(value)}")]
+        if value.requires_grad:
+            value.backward()
+        bad = self._bad_gradients()
+        _forget_gradients(self.step)
+        found = [Finding(f"the gradient of the regularizer is not finite for {n!r}") for n in bad]
+        return found[:1]
+
+    def _losses(self, micro: MicroBatch, start: int) -> list[Finding]:
+        losses, _ = self.step.losses(self.batch, micro)
+        if rows := bad_rows(losses, micro.samples):
+            bad = losses.detach().reshape(micro.samples, -1)[rows[0]]
+            value = float(bad[~torch.isfinite(bad)][0])
+            where = _at("output", self.watch.output)
+            return [self._finding(f"the loss{self._of(micro, start, rows)} is {value}{where}")]
+        _forget_gradients(self.step)
+        total = losses.sum()
+        total.backward(self.step.scale(self.batch.nominal, total))
+        if not (bad_names := self._bad_gradients()):
+            return []
+        where = _at("gradient at the output", self.watch.gradient)
+        of = self._of(micro, start, self.watch.rows)
+        return [self._finding(f"the gradient{of} is not finite for {bad_names[0]!r}{where}")]
+
+    def _outputs(self, micro: MicroBatch, start: int) -> list[Finding]:
+        with torch.no_grad():
+            output = self.step.output(self.batch, micro)
+        for tensor in tensors_in(output):
+            if not is_finite(tensor):
+                of = self._of(micro, start, bad_rows(tensor, micro.samples))
+                return [
+                    self._finding(f"the output{of} is not finite{_at('output', self.watch.output)}")
+                ]
+        return []
+
+    def _longest(self) -> list[Finding]:
+        """How much this rank adds to the gradient, and its sample with the largest loss."""
+        if self.step.task.loss_over == "batch" or not self.batch.micros:
+            return []
+        largest, whose, start = float("-inf"), "", 0
+        for micro in self.batch.micros:
+            losses, _ = self.step.losses(self.batch, micro)
+            total = losses.sum()
+            total.backward(self.step.scale(self.batch.nominal, total))
+            self.step.scope.moments.clear()
+            each = losses.detach().reshape(micro.samples, -1).sum(dim=1)
+            if float(each.max()) > largest:
+                largest = float(each.max())
+                whose = self._of(micro, start, [int(each.argmax())])
+            start += micro.samples
+        size = length([p.grad for p in self.step.parameters if p.grad is not None])
+        text = f"adds most, {size:.4g}; its largest loss is {largest:.4g},{whose}"
+        return [Finding(f"rank {self.rank} {text}", size)]
+
+    def _bad_gradients(self) -> list[str]:
+        named = zip(self.step.names, self.step.parameters, strict=True)
+        return [name for name, p in named if p.grad is not None and not is_finite(p.grad)]
+
+    def _finding(self, text: str) -> Finding:
+        return Finding(f"rank {self.rank}: {text}")
+
+    def _of(self, micro: MicroBatch, start: int, rows: list[int]) -> str:
+        """The samples in these rows and their shards; the whole micro-batch for no rows."""
+        places = [
+            (piece.shard, at) for piece in micro.pieces for at in range(piece.start, piece.stop)
+        ]
+        shards = sorted({places[row][0] for row in rows or range(len(places))})
+        numbers = [int(self.batch.ids[start + row]) for row in rows if len(self.batch.ids)]
+        numbers = numbers or [places[row][1] for row in rows]
+        some = ", ".join(map(str, numbers[:SHOWN]))
+        more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+        samples = f" of {_plural('sample', numbers)} {some}{more}" if rows else ""
+        return f"{samples} ({_plural('shard', shards)} {', '.join(map(str, shards))})"
+
+
+def _plural(word: str, things: list[int]) -> str:
+    return f"{word}s" if len(things) > 1 else word
+
+
+def _at(what: str, module: str | None) -> str:
+    """Where in the model it was seen first."""
+    if module is None:
+        return ""
+    return f", first seen in the {what} of {f'module {module!r}' if module else 'the model'}"

@@ -1,0 +1,62 @@
+"""The gradients of a step where backward has left them: all there, dense, and how long they are."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from allranks.errors import RequestError
+from allranks.torch.step.grad_norm import length
+
+
+def gradients_of(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Those that are there."""
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def all_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """The gradient of every parameter; raises `RequestError` if one is not there any more."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            raise gradient_taken(parameter)
+    return gradients_of(parameters)
+
+
+def make_dense(parameters: list[nn.Parameter], unused: int) -> None:
+    """Let every gradient but the `unused` be there, and dense, as those in buckets always are."""
+    there = 0
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            there += 1
+            if gradient.is_sparse:
+                parameter.grad = gradient.to_dense()
+    if there + unused != len(parameters):
+        all_gradients(parameters)
+
+
+def norm_of(gradients: list[Tensor], flats: list[Tensor], *, clips: bool) -> float:
+    """The length of the gradient; not finite exactly if one of its elements is not.
+
+    `flats`, if any, hold the same numbers in fewer tensors; `clips` asks for what torch clips by.
+    """
+    if clips:
+        norm = float(get_total_norm(gradients))
+    elif flats:
+        norms = [torch.linalg.vector_norm(flat) for flat in flats]
+        norm = norms[0].item() if len(norms) == 1 else math.hypot(*torch.stack(norms).tolist())
+    else:
+        norm = length(gradients)
+    return norm if math.isfinite(norm) else length(gradients, torch.float64)
+
+
+def gradient_taken(parameter: Tensor) -> RequestError:
+    """The error for a `.grad` that somebody else has set."""
+    return RequestError(
+        asked="the gradient that a step has summed",
+        found=f"something has replaced `.grad` of a parameter of shape {tuple(parameter.shape)}",
+        why="the engine sums gradients over micro-batches and ranks, where backward leaves them",
+        do="leave `.grad` alone in backward: no zero_grad() and no optimizer in a hook",
+    )

@@ -1,0 +1,137 @@
+"""From a batch to the weighted losses of its samples, with what a task returns checked.
+
+Called in every forward pass: by the shared step, by the loss over a batch, and by evaluation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.errors import RequestError
+from allranks.torch.data.nested import tensors_in
+from allranks.torch.task import Task
+
+IGNORED = -100  # what torch's cross_entropy leaves out unless it is told otherwise
+ROUNDED = 1e-6  # of a sum over ranks in 32 bits
+LOOKS = 16  # micro-batches: to look for such targets waits for the device
+
+
+def forward(task: Task, model: Callable[..., Any], data: Any) -> Any:
+    """The output of the model for one collated batch."""
+    inputs = task.inputs(data)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def weighted_losses(
+    task: Task, output: Any, data: Any, samples: int
+) -> tuple[Tensor, Tensor | None]:
+    """The losses of a batch times their weights, and the weights; `None` where all are 1."""
+    losses = task.loss(output, data)
+    if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != samples:
+        raise _not_per_sample(losses, samples)
+    if losses.dtype in (torch.float16, torch.bfloat16):
+        losses = losses.float()  # they are summed over samples: 16 bits would not hold that
+    weight = task.weight(data)
+    if weight is None:
+        return losses, None
+    if not isinstance(weight, Tensor) or weight.shape != losses.shape:
+        what = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "no tensor"
+        raise RequestError(
+            asked="weight(batch) of the task",
+            found=f"{what}, with losses of shape {tuple(losses.shape)}",
+            why="every value of the loss has one weight",
+            do=f"return a tensor of shape {tuple(losses.shape)}",
+        )
+    return losses * weight, weight.to(losses.dtype)
+
+
+class Unweighted:
+    """Whether values without weights are divided by what is meant: watched from step to step.
+
+    Where every sample has as many values as any other, all are alike. Batches padded to their
+    longest sample have others in each, and on each number of ranks: then only `weight` says how
+    much of it is padding. So it is for targets that `cross_entropy` ignores.
+    """
+
+    def __init__(self) -> None:
+        self._values: float | None = None  # of one sample
+        self._looks = LOOKS
+
+    def see(self, losses: Tensor, data: Any) -> None:
+        """The losses of a micro-batch that has no weights; raises `RequestError`."""
+        if losses.ndim == 1:
+            self._check(1.0)
+            return
+        self._check(losses.numel() / losses.shape[0])
+        if self._looks:
+            self._looks -= 1
+            if any(_ignored(losses, tensor) for tensor in tensors_in(data)):
+                raise _without_weight(
+                    f"targets of {IGNORED} with a loss of 0, and no weight(batch)",
+                    "the mean would be over these tokens, too, which torch leaves out of its own",
+                )
+
+    def sum_up(self, samples: int, weight: float) -> None:
+        """Raise if samples of other ranks have more values, or fewer, than those of this one."""
+        own = self._values
+        if own is not None and samples and not math.isclose(weight / samples, own, rel_tol=ROUNDED):
+            self._check(weight / samples)
+
+    def _check(self, values: float) -> None:
+        if self._values is None:
+            self._values = values
+        if values != self._values:
+            raise _without_weight(
+                f"{self._values:g} values of the loss for a sample, then {values:g}, and no "
+                "weight(batch)",
+                "the mean would be over padding, too, and how much of it there is follows the "
+                "number of ranks",
+            )
+
+
+def _ignored(losses: Tensor, tensor: Tensor) -> bool:
+    """Whether these are targets, some of which `cross_entropy` has ignored."""
+    if tensor.shape != losses.shape or tensor.dtype != torch.int64:
+        return False
+    ignored = tensor == IGNORED
+    return bool(ignored.any()) and not bool(losses.detach()[ignored].any())
+
+
+def _without_weight(found: str, why: str) -> RequestError:
+    return RequestError(
+        asked="loss(output, batch) of the task",
+        found=found,
+        why=why,
+        do="let weight(batch) return 1 for every value that counts and 0 for the rest, as in "
+        "`return batch[1] != -100` (all ones if all of them count)",
+    )
+
+
+def _not_per_sample(losses: Any, samples: int) -> RequestError:
+    found = f"a {type(losses).__name__}"
+    if isinstance(losses, Tensor):
+        found = "a scalar" if losses.ndim == 0 else f"a tensor of shape {tuple(losses.shape)}"
+    return RequestError(
+        asked="loss(output, batch) of the task",
+        found=f"{found} for {samples} samples",
+        why="the loss is one value per sample (or per token): the engine owns the mean, because "
+        "only it knows the whole global batch",
+        do='leave the mean out, for example cross_entropy(output, target, reduction="none")',
+    )
+
+
+def weightless(step: int, weight: float) -> RequestError:
+    """The error for a global batch whose samples weigh nothing."""
+    return RequestError(
+        asked=f"step {step} of the job",
+        found=f"the weights of its global batch add up to {weight}",
+        why="a mean over no weight does not exist",
+        do="let weight(batch) be positive somewhere in every batch",
+    )

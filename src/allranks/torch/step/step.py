@@ -1,0 +1,388 @@
+"""What every step shares, whatever the strategy: written once here, called by each of them.
+
+    forward and backward of every micro-batch                                    `accumulate`
+    (the strategy sums gradients and tally over all ranks)
+    division by the weight, regularizer, guard, clipping, update, BatchNorm      `finish`
+
+The engine owns the division. Losses are per sample: what is differentiated is their weighted sum
+over the nominal samples of the global batch, so a plain sum over micro-batches and ranks is the
+mean already wherever all weights are 1. Other weights are put right after the sum, once, by the
+ratio samples / weight, which is the same number on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from allranks.job.loss_scale import LossScale
+from allranks.strategies.reduction_tree import Span
+from allranks.torch.comm import Comm
+from allranks.torch.data.batches import Batch, Leaf, MicroBatch
+from allranks.torch.data.nested import map_tensors
+from allranks.torch.model.bounded_tables import shorten_alike
+from allranks.torch.model.layers import Scope, computed_again
+from allranks.torch.model.precision import Arithmetic
+from allranks.torch.step.apart import Apart
+from allranks.torch.step.batch_loss import BatchLoss, Take, Taken, uses_a_parameter
+from allranks.torch.step.changes import Changes
+from allranks.torch.step.ema import MovingAverage
+from allranks.torch.step.gradients import gradients_of, make_dense, norm_of
+from allranks.torch.step.losses import Unweighted, forward, weighted_losses, weightless
+from allranks.torch.step.probe import Probe
+from allranks.torch.step.rates import Rates
+from allranks.torch.step.sparse import SparseRows
+from allranks.torch.step.tally import Tally, TallyLayout
+from allranks.torch.step.user_buffers import UserBuffers
+from allranks.torch.task import Task
+from allranks.torch.witness.regularizer import Regularizer
+from allranks.training.guard import Bad, Guard
+from allranks.training.progress import NOTHING, StepResult
+
+LOSS, REGULARIZER, UPDATE = -4, -3, -2  # what the generator is keyed for, beside shards
+
+
+class SharedStep:
+    """The parts of a step that no strategy writes again. One for each strategy.
+
+    `parameters` are those that the optimizer updates, in the order of the model: when others come,
+    `sum_apart` sums their first gradients, and `lay_out` prepares the strategy. `on_gradient`,
+    if set, is called with the position of each whose gradient a backward pass has finished.
+    `asked` is what this rank tells all others with its next step. `flats`, if a strategy has them,
+    hold the gradients of all parameters and nothing else. `call` is what forward passes go
+    through: the model, or what a compiler has made of it; `forward`, where a strategy has one of
+    its own, is called with the data of a micro-batch in its place.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scope: Scope,
+        comm: Comm,
+        arithmetic: Arithmetic,
+    ) -> None:
+        self.task, self.model, self.optimizer = task, model, optimizer
+        self.call: Callable[..., Any] = model
+        self.forward: Callable[[Any], Any] | None = None
+        self.scope, self.arithmetic = scope, arithmetic
+        self.loss_scale: LossScale | None = None
+        self.average: MovingAverage | None = None
+        self.probe: Probe | None = None
+        self.reached: Callable[[str], None] = lambda where: None
+        self.asked = NOTHING
+        self.on_gradient: Callable[[int], None] | None = None
+        self.comm = comm
+        self.apart = Apart()
+        self.changes = Changes(model, optimizer)
+        self.rates = Rates(task, optimizer)
+        self.sum_apart: Callable[[list[tuple[Span, Tensor]]], Tensor] = lambda leaves: leaves[0][1]
+        self.lay_out: Callable[[], None] = lambda: None
+        self.guard = Guard()
+        self.user_buffers = UserBuffers(model)
+        self.flats: list[Tensor] = []
+        self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.regularizers = Regularizer(task)
+        self._poison_next = self._poisoned = False
+        self._unweighted: Unweighted | None = None
+        self._batch_loss = BatchLoss(task, comm, arithmetic) if task.loss_over == "batch" else None
+        self._hooks: list[RemovableHandle] = []
+        self._take_parameters()
+
+    def _take_parameters(self) -> None:
+        """Train the parameters that `changes` has; what a step needs for each is made."""
+        self.close()
+        self.names, self.parameters = self.changes.names, self.changes.parameters
+        self.apart.parameters = self.parameters
+        self.sparse = SparseRows(
+            self.model, self.optimizer, self.parameters, lambda: self.apart.is_on
+        )
+        self.layout = TallyLayout(self.model, self.parameters, self.sparse.counts)
+        self.used = [False] * len(self.parameters)
+        self.flats = []
+        self._hooks = [
+            *self.sparse.hooks,
+            *(
+                parameter.register_post_accumulate_grad_hook(self.marker(position))
+                for position, parameter in enumerate(self.parameters)
+            ),
+        ]
+
+    def follow_changes(self) -> None:
+        """Between steps, on all ranks alike: lay out for what the optimizer updates now."""
+        if self.changes.have_come():
+            self.changes.lay_out()
+            self._take_parameters()
+            self.lay_out()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters: the model is the user's own again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def marker(self, position: int) -> Callable[[Tensor], None]:
+        def mark(parameter: Tensor) -> None:
+            if self.apart.is_on:
+                return
+            self.used[position] = True
+            if self.on_gradient is not None:
+                self.on_gradient(position)
+
+        return mark
+
+    def accumulate(
+        self,
+        batch: Batch,
+        tally_of: Callable[[Leaf], Tally],
+        leaf_done: Callable[[Leaf], None] = lambda leaf: None,
+        before_last: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Forward and backward of every micro-batch; gradients add up in `.grad`.
+
+        For each leaf, the tally that `tally_of` gives is filled and then `leaf_done` is called.
+        `before_last` is called before the last backward pass of the last leaf, if that leaf has
+        any: gradients finished after it may leave.
+        """
+        if self.probe is not None:
+            self.probe.begin(batch)
+        self._poisoned, self._poison_next = self._poison_next, False
+        self.user_buffers.begin()
+        self.changes.begin()
+        self.apart.late, self._rows = self.changes.late, self.sparse
+        for marks in self.scope.looked_up.values():
+            marks.zero_()
+        if self.scope.whole is not None:
+            self.scope.whole.begin(batch.own_samples)
+        self.reached("begin")
+        take = self._take_sample_losses(batch)
+        if self._batch_loss is not None:
+            take = self._take_batch_losses(batch, self._batch_loss)
+        for leaf in batch.leaves:
+            tally = tally_of(leaf)
+            self.used[:] = [False] * len(self.used)
+            self.sparse.forget()
+            for micro in leaf.micros:
+                loss, weight, backward = take(micro)
+                tally.add(loss, weight, micro.samples, self.scope)
+                if leaf is batch.leaves[-1] and micro is leaf.micros[-1]:
+                    before_last()
+                calls = dict(self.scope.calls)
+                backward()
+                if self.scope.moments or self.scope.calls != calls:
+                    raise computed_again()
+            tally.close(
+                batch.index,
+                self.used,
+                self.asked,
+                changed=self.changes.leaf_done(leaf),
+                regularizer=self.regularizers.was,
+                touched=self.sparse.touched,
+            )
+            leaf_done(leaf)
+        self.scope.leave()
+        self.user_buffers.end(batch)
+        self.reached("end")
+
+    def poison_next(self) -> None:
+        """A fault on purpose: the loss of this rank's first sample in its next step is NaN."""
+        self._poison_next = True
+
+    def output(self, batch: Batch, micro: MicroBatch) -> Any:
+        """The output of the model for a micro-batch of a step; the same whenever it is computed."""
+        self.reached("enter")
+        self.scope.enter(batch.index, micro.pieces, micro.samples)
+        self.reached("entered")
+        with self.arithmetic.context():
+            output = (self.forward or partial(forward, self.task, self.call))(micro.data)
+        self.reached("forward")
+        if self._poisoned and self._batch_loss is not None:
+            return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
+        return output
+
+    def losses(self, batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """The weighted losses of a micro-batch, a row per sample, and their weights."""
+        with self.apart:
+            output = self.output(batch, micro)
+            with self.arithmetic.context():
+                losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
+        if self._poisoned and micro is batch.micros[0]:
+            factors = losses.new_ones(losses.shape)
+            factors[0] = math.nan
+            losses = losses * factors
+        if self.probe is not None:
+            self.probe.losses(losses.detach())
+        return losses, weights
+
+    def _take_sample_losses(self, batch: Batch) -> Take:
+        def take(micro: MicroBatch) -> Taken:
+            losses, weights = self.losses(batch, micro)
+            total = losses.sum()
+            if weights is None:
+                self._unweighted = self._unweighted or Unweighted()
+                self._unweighted.see(losses, micro.data)
+            weight = losses.numel() if weights is None else float(weights.sum())
+            scale = self.scale(batch.nominal, total)
+            return total.detach(), weight, lambda: total.backward(scale)
+
+        return take
+
+    def scale(self, nominal: int, like: Tensor) -> Tensor:
+        """By this the sum of losses is scaled before anything is exchanged: 1 / nominal.
+
+        Under fp16 times the loss scale, which the gradients lose again after the exchange.
+        """
+        factor = 1 / nominal if self.loss_scale is None else self.loss_scale.value / nominal
+        key = factor, like.dtype
+        if key not in self._scales:
+            self._scales[key] = like.new_tensor(factor)
+        return self._scales[key]
+
+    def _take_batch_losses(self, batch: Batch, batch_loss: BatchLoss) -> Take:
+        moments = {}
+
+        def forward_one(micro: MicroBatch) -> Any:
+            with self.apart:
+                output = self.output(batch, micro)
+            moments[micro.pieces] = dict(self.scope.moments)
+            self.scope.moments.clear()
+            self.scope.key(batch.index, LOSS)  # every rank computes the loss of the whole batch
+            return output
+
+        self.used[:] = [False] * len(self.used)
+        loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        self.scope.key(batch.index, LOSS)
+        take_rows = batch_loss.prepare(batch, forward_one, loss_scale)
+        if any(self.used):
+            raise uses_a_parameter(self.names[self.used.index(True)])
+
+        def take(micro: MicroBatch) -> Taken:
+            self.scope.moments.update(moments[micro.pieces])
+            return take_rows(micro)
+
+        return take
+
+    def finish(self, batch: Batch, tally: Tally) -> StepResult:
+        """The update, from gradients and tally that are summed over all ranks.
+
+        Sends nothing but which rows of tables with a `max_norm` were looked up, if there are such.
+        """
+        if self.scope.looked_up:
+            shorten_alike(self.model, self.scope, self.comm)
+        totals = tally.totals(batch.index)
+        self.reached("finish")
+        weight, samples = totals.weight, totals.samples
+        updates = samples > 0 and not (
+            batch.sizes is None and self.task.last_batch == "drop" and samples < batch.nominal
+        )
+        where = batch.index, batch.epoch
+        counted = samples, weight, float(self.optimizer.param_groups[0]["lr"])
+        if not updates:
+            seen = (*where, math.nan, *counted)
+            return StepResult(*seen, False, asked=totals.asked)
+        if self._unweighted is not None:
+            self._unweighted.sum_up(samples, weight)
+        if weight <= 0:
+            raise weightless(batch.index, weight)
+        for position in totals.unused:  # as in one process: no gradient, not one of zeros
+            self.parameters[position].grad = None
+        make_dense(self.parameters, len(totals.unused))
+        self.regularizers.check(totals.regularizer, self.layout.like.dtype)
+        if totals.changed:
+            self._take_changes(batch)
+        loss_scale = None if self.loss_scale is None else self.loss_scale.value
+        factor = batch.nominal / weight if weight != batch.nominal else 1.0
+        if loss_scale is not None:
+            factor /= loss_scale
+        if factor != 1:
+            for gradient in gradients_of(self.parameters):
+                gradient.mul_(factor)
+        loss = totals.loss / weight + self._add_regularizer(batch)
+        if self.probe is not None:
+            self.probe.gradients("gradient", self.names, self.parameters)
+        norm = self._norm(unused=bool(totals.unused))
+        overflow = self.loss_scale is not None and self.loss_scale.explains(loss, norm)
+        updated, text = not overflow, ""
+        if overflow:
+            self.user_buffers.undo()
+        elif (bad := self.guard.judge(loss, norm)) is not None:
+            text, updated = self._decide(batch, bad)
+        if updated:
+            self._update(batch, norm, tally)
+            tally.update_norms()
+        else:
+            self.scope.key(batch.index, UPDATE)  # callbacks draw the same on every rank
+        if totals.changed:
+            self.lay_out()
+        self._adapt_loss_scale(overflow, updated)
+        seen = (*where, loss, *counted)
+        return StepResult(*seen, updated, norm, totals.asked, text, loss_scale, overflow)
+
+    def _adapt_loss_scale(self, overflow: bool, updated: bool) -> None:
+        if self.loss_scale is None:
+            return
+        if overflow:
+            self.loss_scale.overflowed()
+        elif updated:
+            self.loss_scale.went_well()
+
+    def _norm(self, *, unused: bool) -> float:
+        flats = [] if unused and self.regularizers.is_there else self.flats
+        return norm_of(gradients_of(self.parameters), flats, clips=self.task.clip_norm is not None)
+
+    def _take_changes(self, batch: Batch) -> None:
+        """Other parameters are trained from this step on: sum their gradients over all ranks."""
+        self.changes.settle(self.comm, batch, self.layout.like, self.sum_apart)
+        self._take_parameters()
+        if self.average is not None:
+            self.average.add(self.names, self.parameters)
+
+    def _decide(self, batch: Batch, bad: Bad) -> tuple[str, bool]:
+        """What there is to say of a bad step, and whether it updates; if not, it never was."""
+        update = False
+        try:
+            verdict = self.guard.decide(batch, bad)
+            update = verdict.update
+            return verdict.text, update
+        finally:
+            if not update:
+                self.user_buffers.undo()
+
+    def _update(self, batch: Batch, norm: float, tally: Tally) -> None:
+        if self.task.clip_norm is not None:
+            total = self.layout.like.new_tensor(norm)
+            clip_grads_with_norm_(self.parameters, self.task.clip_norm, total)
+            if self.probe is not None:
+                self.probe.gradients("clipped gradient", self.names, self.parameters)
+        self._rows.hand_over([tally.tensor[where] for where in tally.layout.rows])
+        self.scope.key(batch.index, UPDATE)
+        self.optimizer.step()
+        self.rates.see()
+        if self.average is not None:
+            self.average.update()
+
+    def regularizer(self, batch: Batch) -> Tensor | None:
+        """The regularizer of a step, the same on every rank; `None` if the task has none."""
+        if not self.regularizers.is_there:
+            return None
+        self.scope.key(batch.index, REGULARIZER)
+        return self.regularizers.of(self.model)
+
+    def _add_regularizer(self, batch: Batch) -> float:
+        """Add the gradient of the regularizer, alike on every rank; returns its value."""
+        value = self.regularizer(batch)
+        if value is None:
+            return 0.0
+        on_gradient, self.on_gradient = self.on_gradient, None
+        value.backward()
+        self.on_gradient = on_gradient
+        self.regularizers.was = float(value.detach())
+        return self.regularizers.was

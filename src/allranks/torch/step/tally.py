@@ -1,0 +1,151 @@
+"""The tally: what a step reports, as numbers that are summed with the last bucket of gradients.
+
+    [ loss sum | weight, samples, leaves, position, stop, save, changed, regularizer,
+      used? per parameter | BatchNorm: weight, mean, variance per layer
+      | rows that are touched, of parameters with sparse gradients ]
+
+It rides on the gradients, so that no step sends a message for bookkeeping: every rank knows after
+the step the loss and the weight of the whole global batch, whether anybody had a sample, which
+parameters any rank used, whether any rank was asked to stop or to save, and the moments for the
+running statistics. `position` is where in the job each leaf stands: a rank that left a collective
+out, and whose step was added to another step of the rest, shows at once. `changed` counts the leaves
+that saw other parameters trained than the step was laid out for (`changes`), and `regularizer` is
+the value that the regularizer had on each rank in the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from allranks.errors import NOT_AT_THE_SAME_STEP, ProgramError
+from allranks.torch.model.layers import Scope, shard_norms
+from allranks.torch.model.reals import reals
+from allranks.training.progress import NOTHING, Asked
+
+CACHED_COUNTS = 256
+REGULARIZER = 7  # its place in the counts
+POSITIONS = 16  # small, so that the counts of a usual step come from a small cache
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the tally says once it is summed over all ranks."""
+
+    loss: float
+    weight: float
+    samples: int
+    asked: Asked
+    changed: bool
+    regularizer: float
+    unused: tuple[int, ...]
+
+
+class TallyLayout:
+    """Where each number of the tally stands, for one model and its trainable parameters."""
+
+    def __init__(
+        self, model: nn.Module, parameters: list[nn.Parameter], rows: Sequence[int] = ()
+    ) -> None:
+        self.like = reals(parameters[0].detach())
+        self.counts = slice(1, 9 + len(parameters))
+        self.norms = shard_norms(model)
+        self.moments = []
+        self.size = self.counts.stop
+        for norm in self.norms:
+            start, self.size = self.size, self.size + 1 + 2 * norm.num_features
+            self.moments.append(slice(start, self.size))
+        self.rows = []
+        for count in rows:
+            start, self.size = self.size, self.size + count
+            self.rows.append(slice(start, self.size))
+        self.leaves: float | None = None  # of all ranks, as the first step had them
+        self._cache: dict[tuple[float, int, int, Asked], Tensor] = {}
+
+    def tally(self, tensor: Tensor | None = None) -> Tally:
+        """A tally over `tensor`, (size,); a new one of zeros if there is none."""
+        if tensor is None:
+            tensor = self.like.new_zeros(self.size, requires_grad=False)
+        return Tally(self, tensor)
+
+    def counts_of(
+        self,
+        weight: float,
+        samples: int,
+        step: int,
+        asked: Asked,
+        used: list[bool],
+        changed: bool,
+    ) -> Tensor:
+        """The counts of one leaf as a tensor; those of a usual step are made once."""
+        position = step % POSITIONS
+        key = weight, samples, position, asked
+        usual = all(used) and not changed
+        found = self._cache.get(key) if usual else None
+        if found is None:
+            counts = [weight, samples, 1.0, position, asked.stop, asked.save, changed, 0.0]
+            found = self.like.new_tensor([*counts, *used])
+            if usual and len(self._cache) < CACHED_COUNTS:
+                self._cache[key] = found
+        return found
+
+
+class Tally:
+    """One tally: filled micro-batch by micro-batch, closed with its leaf, read once it is summed."""
+
+    def __init__(self, layout: TallyLayout, tensor: Tensor) -> None:
+        self.layout, self.tensor = layout, tensor
+        self._loss, self._counts = tensor[0], tensor[layout.counts]
+        self._head = tensor[: layout.counts.stop]
+        self._weight, self._samples = 0.0, 0
+
+    def add(self, loss: Tensor, weight: float, samples: int, scope: Scope) -> None:
+        """Add what a micro-batch gave, with the moments that its forward pass left in `scope`."""
+        self._loss.add_(loss)
+        self._weight += weight
+        self._samples += samples
+        for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):
+            found = scope.moments.pop(norm.index, None)
+            if found is not None:
+                self.tensor[where].add_(found)
+
+    def close(
+        self,
+        step: int,
+        used: list[bool],
+        asked: Asked = NOTHING,
+        *,
+        changed: bool = False,
+        regularizer: float = 0.0,
+        touched: Iterable[Tensor] = (),
+    ) -> None:
+        """The leaf is complete; `used` says which parameters got a gradient, `touched` which rows."""
+        counts = self.layout.counts_of(self._weight, self._samples, step, asked, used, changed)
+        self._counts.add_(counts)
+        if regularizer:
+            self._counts[REGULARIZER].add_(regularizer)
+        for where, rows in zip(self.layout.rows, touched, strict=True):
+            self.tensor[where].add_(rows)
+        self._weight, self._samples = 0.0, 0
+
+    def totals(self, step: int) -> Totals:
+        """Read the sums; raises `ProgramError` if they are not all of this step."""
+        numbers = self._head.tolist()
+        loss, weight, samples, leaves, position, stop, save, changed, value, *flags = numbers
+        usual = self.layout.leaves = self.layout.leaves or leaves
+        if leaves != usual or position != leaves * (step % POSITIONS):
+            raise ProgramError(
+                f"{NOT_AT_THE_SAME_STEP}: this one is at {step}, and was given the sums "
+                "of another. A rank left out a collective, or made one more than the others: look "
+                "for a call of torch.distributed in the task that not every rank makes."
+            )
+        unused = () if min(flags) > 0 else tuple(i for i, flag in enumerate(flags) if not flag)
+        asked = Asked(stop > 0, save > 0)
+        return Totals(loss, weight, int(samples), asked, changed > 0, value / leaves, unused)
+
+    def update_norms(self) -> None:
+        """One update of all running statistics, from the moments of all shards."""
+        for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):
+            norm.update_running(self.tensor[where])

@@ -1,0 +1,117 @@
+"""Buffers that the model itself writes in its forward pass: kept, so that a bad step can be undone.
+
+The engine's own (BatchNorm) change only with an update; these change before anybody knows whether
+the step is good. Which ones are written is seen in the first step, and watched from then on. In a
+Keras model, whose layers have no buffers, the weights that are not trained are watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.torch.data.batches import Batch
+from allranks.torch.model.layers import every_layer, shard_norms
+
+Holder = dict[str, Tensor | None]
+"""Where buffers are by name: those of one module, or of a Keras model."""
+
+Copies = list[tuple[Holder, str, Tensor, Tensor]]
+"""Holder, name in it, the buffer itself, and a copy of what it held."""
+
+
+class UserBuffers:
+    """`begin` and `end` around the forward passes of a step; `undo` puts back what they wrote.
+
+    A buffer that is written for the first time in a later step is put back from the step after it
+    on. Costs nothing in a model whose buffers are all the engine's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        own = {id(buffer) for norm in shard_norms(model) for buffer in norm.running_statistics()}
+        self._slots = [
+            (f"{path}.{name}" if path else name, holder, name)
+            for path, holder in _holders(model)
+            for name, buffer in holder.items()
+            if buffer is not None and id(buffer) not in own
+        ]
+        self.written: set[str] = set()
+        self._watched = self._slots
+        self._kept: Copies = []
+        self._before: list[tuple[Tensor | None, int]] = []
+
+    def copies(self) -> Copies:
+        """What all of these buffers hold now, for `put_back`."""
+        return _copies(self._slots)
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Each of these buffers with its name in the model."""
+        for full, holder, name in self._slots:
+            if (buffer := holder[name]) is not None:
+                yield full, buffer
+
+    def begin(self) -> None:
+        """A step begins."""
+        if not self._slots:
+            return
+        self._kept = _copies(self._watched)
+        self._before = [_version(holder, name) for _, holder, name in self._slots]
+
+    def end(self, batch: Batch) -> None:
+        """The forward passes of the step are done."""
+        if not self._slots:
+            return
+        for (full, holder, name), (buffer, version) in zip(self._slots, self._before, strict=True):
+            if holder[name] is not buffer or _version(holder, name)[1] != version:
+                self.written.add(full)
+        if batch.own_samples:
+            self._watched = [slot for slot in self._slots if slot[0] in self.written]
+
+    def undo(self) -> None:
+        """The buffers hold what they held before the step."""
+        put_back(self._kept)
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[str, Holder]]:
+    """What holds the buffers of a model, each with its path."""
+    for path, module in model.named_modules():
+        yield path, module._buffers
+    seen: set[int] = set()
+    for layer in every_layer(model):
+        frozen: Any = getattr(layer, "non_trainable_variables", ())  # of Keras
+        new = {v.path: v.value for v in frozen if id(v.value) not in seen}
+        seen.update(id(value) for value in new.values())
+        yield "", new
+
+
+def _version(holder: Holder, name: str) -> tuple[Tensor | None, int]:
+    """A buffer, and how often it was written."""
+    buffer = holder[name]
+    return buffer, -1 if buffer is None else buffer._version
+
+
+def _copies(slots: list[tuple[str, Holder, str]]) -> Copies:
+    found = ((holder, name, holder[name]) for _, holder, name in slots)
+    return [(holder, name, b, b.detach().clone()) for holder, name, b in found if b is not None]
+
+
+@torch.no_grad()
+def put_back(copies: Copies) -> None:
+    """Let every buffer be the tensor that it was, and hold what it held."""
+    for holder, name, buffer, content in copies:
+        buffer.copy_(content)
+        holder[name] = buffer
+
+
+def written_in_forward(names: list[str]) -> RequestError:
+    """What to say under `bitwise` of buffers that a forward pass writes."""
+    return RequestError(
+        asked="--bitwise",
+        found=f"the model writes {', '.join(names)} in its forward pass",
+        why="what is written follows the samples of one rank",
+        do="compute it from parameters, or drop --bitwise",
+    )

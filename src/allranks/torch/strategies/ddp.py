@@ -1,0 +1,87 @@
+"""Data parallelism with buckets: gradients leave while backward is still going on.
+
+Gradients live in a few flat buckets, in the order in which backward finishes them. As soon as the
+last backward pass of a step has filled a bucket, its sum over all ranks is under way; the tally
+rides on the bucket that leaves last. Li et al. 2020, PyTorch Distributed, arXiv 2006.15704. How a
+bucket is summed is the reducer's: `reduce=tree` for equal bits, `bf16` or `fp16` for half the bytes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from allranks.catalog import REDUCERS, load
+from allranks.strategies.card import Workload
+from allranks.strategies.reduction_tree import Span
+from allranks.torch.data.batches import Batch, Leaf
+from allranks.torch.reducers.base import Reducer
+from allranks.torch.reducers.buckets import Buckets
+from allranks.torch.strategies.base import Strategy
+from allranks.training.progress import StepResult
+
+
+class DDP(Strategy):
+    """Sum buckets of gradients over all ranks, overlapped with backward."""
+
+    name = "ddp"
+
+    @property
+    def shard_alone(self) -> bool:
+        return bool(self.setting.options["reduce"] == "tree")
+
+    def prepare(self) -> None:
+        kind = load(REDUCERS[self.setting.options["reduce"]])
+        self.reducer: Reducer = kind(self.comm, self.task.shards)
+
+    def lay_out(self) -> None:
+        self.buckets = Buckets(
+            self.step.parameters,
+            tally_size=self.step.layout.size,
+            bucket_bytes=int(self.setting.options["bucket_mb"] * 2**20),
+            reducer=self.reducer,
+        )
+        self.tally = self.step.layout.tally(self.buckets.tally)
+        self.step.on_gradient = self.buckets.gradient_finished
+        if not self.shard_alone:  # there the length too is the same, to the bit, on any ranks
+            self.step.flats = self.buckets.gradients
+
+    def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
+        size = leaves[0][1].numel()
+        flat = leaves[0][1].new_zeros(-(-size // self.reducer.multiple) * self.reducer.multiple)
+        self.reducer.prepare([flat], [flat])  # the buckets are laid out anew after this
+        for span, tensor in leaves:
+            flat[:size].copy_(tensor)
+            (self.reducer.launch if span is leaves[-1][0] else self.reducer.add)(0, flat, span)
+        self.reducer.finish([flat])
+        return flat[:size]
+
+    def messages(self) -> tuple[int, ...]:
+        return tuple(flat.nbytes for flat in self.buckets.flats)
+
+    def promised_bytes(self) -> int:
+        gradients = sum(gradients.numel() for gradients in self.buckets.gradients)
+        work = Workload(
+            self.messages(),
+            self.comm.size,
+            self.task.shards,
+            gradients=gradients,
+            tally=self.buckets.tally.nbytes,
+        )
+        return self.card.bytes_sent(work, self.setting.options)
+
+    def train_step(self, batch: Batch) -> StepResult:
+        self.buckets.begin()
+        last = batch.leaves[-1]
+
+        def leaf_done(leaf: Leaf) -> None:
+            if leaf is not last:
+                self.buckets.add_leaf(leaf.shards)
+
+        self.step.accumulate(
+            batch,
+            lambda leaf: self.tally,
+            leaf_done,
+            before_last=lambda: self.buckets.release(last.shards),
+        )
+        self.buckets.finish(last.shards)
+        return self.step.finish(batch, self.tally)

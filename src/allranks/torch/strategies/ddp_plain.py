@@ -1,0 +1,36 @@
+"""Data parallelism as it is defined: sum each gradient over all ranks, then step.
+
+The specification of `ddp`: no bucket, no overlap, one message per parameter after backward is
+over. The tally rides on the last one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from allranks.torch.data.batches import Batch
+from allranks.torch.model.reals import reals
+from allranks.torch.step.gradients import all_gradients
+from allranks.torch.strategies.base import Strategy
+from allranks.training.progress import StepResult
+
+
+class DDPPlain(Strategy):
+    """All-reduce every gradient. Sends 2(N-1)/N of the gradients and the tally."""
+
+    name = "ddp-plain"
+
+    def train_step(self, batch: Batch) -> StepResult:
+        parameters = self.step.parameters
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        tally = self.step.layout.tally()
+        self.step.accumulate(batch, lambda leaf: tally)
+        *gradients, last = all_gradients(parameters)
+        for gradient in gradients:
+            self.comm.all_reduce(gradient).wait()
+        numbers = reals(last)
+        message = torch.cat([numbers.flatten(), tally.tensor])
+        self.comm.all_reduce(message).wait()
+        numbers.copy_(message[: numbers.numel()].view_as(numbers))
+        return self.step.finish(batch, self.step.layout.tally(message[numbers.numel() :]))

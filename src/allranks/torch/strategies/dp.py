@@ -1,0 +1,309 @@
+"""Data parallelism in one process: a replica of the model on every device, a thread for each.
+
+What `torch.nn.DataParallel` does, with the result of one process. In each step
+
+    the weights go out from the first device to every replica, and the rows of a micro-batch with
+    them; forward runs in threads; the outputs come back to the first device, where the loss is;
+    backward runs through the gathering; the replicas' gradients are added up on the first device.
+
+BatchNorm and dropout belong to the shard, not to the replica: each replica goes through whole
+shards, in a scope of its own. Weights are copied and gradients added explicitly, once in a step,
+where DataParallel does both through autograd, in every forward pass: there replicas have no weights
+of their own, and what a module keeps of its weights is the first device's.
+
+What user code draws in forward (`F.dropout`) comes from the one generator of the process on CPU, by
+threads in no fixed order: it is not the same from run to run, and the engine cannot see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from allranks.errors import RequestError
+from allranks.job.placement import GATHERED, Placed
+from allranks.strategies.shards import Micro, owned_shards
+from allranks.torch.data.batches import Batch
+from allranks.torch.data.nested import concatenated, map_tensors, tensors_in
+from allranks.torch.model.layers import Scope, computed_again
+from allranks.torch.model.placement import held, row
+from allranks.torch.step.losses import forward
+from allranks.torch.step.step import SharedStep
+from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.model_copy import copy_of, follow
+from allranks.training.progress import StepResult
+
+NAME = "inputs and outputs of a micro-batch"
+
+
+@dataclass
+class Replica:
+    """A model on a device, its thread, and the scope that tells its layers whose rows they see."""
+
+    number: int
+    device: torch.device
+    model: nn.Module
+    scope: Scope
+    drawn: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:  # always the same thread: libraries keep memory for each
+        self.thread = ThreadPoolExecutor(1, f"replica-{self.number}")
+
+    def enter(self, step: int, share: Micro) -> None:
+        """The samples of `share` go through next; what the device draws is keyed by them."""
+        with _on(self.device):
+            self.scope.enter(step, share, _samples(share))
+
+    def entered(self) -> None:
+        """Its forward pass is over: backward must not run these layers again."""
+        self.drawn = dict(self.scope.calls)
+
+    def check(self) -> None:
+        """Raise `RequestError` if backward has run layers again that belong to a shard."""
+        if self.scope.moments or self.scope.calls != self.drawn:
+            raise computed_again()
+
+    def forget(self) -> None:
+        """No step has begun, whatever became of the last one."""
+        self.scope.moments.clear()
+        self.entered()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+class DP(Strategy):
+    """Scatter rows over replicas in this process, gather their outputs, add their gradients up."""
+
+    name = "dp"
+    can_be_compiled = False
+
+    def prepare(self) -> None:
+        count, device = self.setting.options["replicas"], self.comm.device
+        devices = [device] * count
+        if device.type == "cuda":
+            devices = [torch.device("cuda", number) for number in range(count)]
+        self.first = Replica(0, devices[0], self.model, self.setting.scope)
+        self.copies = [self._copied(k, devices[k]) for k in range(1, count)]
+        self.step.forward = self._forward
+        self._hooks: list[RemovableHandle] = []
+        self._weights_are_out = False
+        self._gathered_rows = [Placed(GATHERED, NAME, str(devices[0]), "unknown", None, None)]
+        self._gathered_samples = 0
+
+    def _copied(self, number: int, device: torch.device) -> Replica:
+        scope = Scope(self.setting.scope.seed, device)
+        model = copy_of(self.model, device, {id(self.setting.scope): scope})
+        return Replica(number, device, model, scope)
+
+    def lay_out(self) -> None:
+        step = self.step
+        held: list[nn.Parameter] = list(step.parameters)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for replica in self.copies:
+            weights = dict(replica.model.named_parameters())
+            own = [weights[name] for name in step.names]
+            held += own
+            for position, weight in enumerate(own):
+                weight.requires_grad_()  # it may be new
+                mark = step.marker(position)
+                self._hooks.append(weight.register_post_accumulate_grad_hook(mark))
+            for number, position in enumerate(step.sparse.positions):
+                self._hooks.append(own[position].register_hook(step.sparse.marker(number)))
+        step.apart.parameters = held
+
+    def train_step(self, batch: Batch) -> StepResult:
+        for parameter in self.step.parameters:
+            parameter.grad = None
+        for replica in self.copies:
+            replica.forget()
+        self._weights_are_out = False
+        tally = self.step.layout.tally()
+        self.step.accumulate(batch, lambda leaf: tally)
+        for replica in self.copies:
+            replica.check()
+            _add_gradients(self.step, replica.model)
+        return self.step.finish(batch, tally)
+
+    def _forward(self, data: Any) -> Any:
+        """The output of a micro-batch, on the first device: of its rows, by all replicas."""
+        self._send_weights()
+        scope = self.setting.scope
+        pieces, step = scope.pieces, scope.step
+        shares = shares_of(pieces, 1 + len(self.copies))
+        working = [self.first, *self.copies][: len(shares)]
+        parts = _scattered(data, _samples(pieces), shares, working)
+        for replica, share in reversed(list(zip(working, shares, strict=True))):
+            replica.enter(step, share)  # the first one last: the process draws as in `single`
+        outputs = self._in_threads(working, parts)
+        for replica in working[1:]:
+            _add_moments(scope, replica.scope)
+            replica.entered()
+        output = _gathered(outputs, shares, self.first.device)
+        if _samples(pieces) > self._gathered_samples:
+            self._gathered_samples = _samples(pieces)
+            self._gathered_rows = [
+                row(GATHERED, f"{what} {number} of a micro-batch", tensor)
+                for what, value in (("input", data), ("output", output))
+                for number, tensor in enumerate(tensors_in(value))
+            ]
+        return output
+
+    def _send_weights(self) -> None:
+        """Once in a step; later than a trace puts other weights there."""
+        if not self._weights_are_out:
+            for replica in self.copies:
+                follow(replica.model, self.model, replica.device)
+            self._weights_are_out = True
+        for replica in self.copies:
+            replica.check()
+
+    def _in_threads(self, working: list[Replica], parts: list[Any]) -> list[Any]:
+        """The outputs of all; raises what the first that failed did, once all are done."""
+        is_grad = torch.is_grad_enabled()
+        futures = [
+            replica.thread.submit(self._run, replica, part, is_grad)
+            for replica, part in zip(working, parts, strict=True)
+        ]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def _run(self, replica: Replica, part: Any, is_grad: bool) -> Any:
+        """In a thread of its own, to which device, gradients and arithmetic are carried over."""
+        with (
+            _on(replica.device),
+            torch.set_grad_enabled(is_grad),
+            self.setting.arithmetic.context(),
+        ):
+            try:
+                return forward(self.task, replica.model, part)
+            except Exception as error:
+                count = 1 + len(self.copies)
+                error.add_note(f"in replica {replica.number} of {count}, on {replica.device}")
+                raise
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        """Every replica's weights; on the first device what it gathers too."""
+        rows, names = super().placement(updated=updated), self.step.names
+        for copy in self.copies:
+            rows += held(copy.model, names, None, None, replica=copy.number, updated=updated)
+        return rows + self._gathered_rows
+
+    def close(self) -> None:
+        """End the threads."""
+        for replica in (self.first, *self.copies):
+            replica.thread.shutdown()
+        super().close()
+
+
+def shares_of(pieces: Micro, replicas: int) -> list[Micro]:
+    """What each replica has of a micro-batch: whole pieces, in order, as even as can be.
+
+    Fewer pieces than replicas leave the last replicas without a share.
+    """
+    spans = [owned_shards(len(pieces), replicas, number) for number in range(replicas)]
+    return [pieces[span.start : span.stop] for span in spans if span]
+
+
+def _samples(pieces: Micro) -> int:
+    return sum(piece.samples for piece in pieces)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, this thread's current device is `device`."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _scattered(
+    data: Any, samples: int, shares: Sequence[Micro], replicas: Sequence[Replica]
+) -> list[Any]:
+    """The rows of each share, on the device of its replica; what has no rows goes to all."""
+    for tensor in tensors_in(data):
+        if tensor.ndim and tensor.shape[0] != samples:
+            raise RequestError(
+                asked="--strategy dp",
+                found=f"a tensor of shape {tuple(tensor.shape)} in a batch of {samples} samples",
+                why="the rows of a batch are cut for the replicas, so there is one for each sample",
+                do="let collate give every tensor a row per sample, or use --strategy ddp",
+            )
+    if len(shares) > 1:
+        _check_rows(data, samples)
+    parts, start = [], 0
+    for share, replica in zip(shares, replicas, strict=True):
+        rows = slice(start, start + _samples(share))
+        start = rows.stop
+
+        def cut(
+            tensor: Tensor, rows: slice = rows, device: torch.device = replica.device
+        ) -> Tensor:
+            return (tensor[rows] if tensor.ndim else tensor).to(device, non_blocking=True)
+
+        parts.append(map_tensors(cut, data))
+    return parts
+
+
+def _check_rows(data: Any, samples: int) -> None:
+    """Raise for texts or arrays, one for each sample: only tensors are cut for the replicas."""
+    if isinstance(data, Mapping):
+        data = tuple(data.values())
+    if isinstance(data, (list, tuple)) and not any(isinstance(i, (str, bytes)) for i in data):
+        for item in data:
+            _check_rows(item, samples)
+    elif (
+        not isinstance(data, (Tensor, str, bytes))
+        and getattr(data, "__len__", int)() == samples > 1
+    ):
+        raise RequestError(
+            asked="--strategy dp",
+            found=f"a {type(data).__name__} with one item for each of {samples} samples",
+            why="only tensors are cut for the replicas, so each would get all of it",
+            do="let collate make tensors of it, or use --strategy ddp",
+        )
+
+
+def _gathered(outputs: list[Any], shares: Sequence[Micro], device: torch.device) -> Any:
+    """The outputs of all replicas joined along their rows, on `device`. Autograd goes back."""
+    for output, share in zip(outputs, shares, strict=True):
+        for tensor in tensors_in(output):
+            if not tensor.ndim or tensor.shape[0] % _samples(share):
+                raise RequestError(
+                    asked="--strategy dp",
+                    found=f"an output of shape {tuple(tensor.shape)} for {_samples(share)} samples",
+                    why="the outputs of the replicas are joined along their rows",
+                    do="let the model return rows for each sample, or use --strategy ddp",
+                )
+    if len(outputs) == 1:
+        return outputs[0]
+    return concatenated([map_tensors(lambda t: t.to(device), output) for output in outputs])
+
+
+def _add_moments(whole: Scope, own: Scope) -> None:
+    """Take the moments of the shards of a replica into those of the micro-batch."""
+    for layer, found in own.moments.items():
+        moments = found.to(whole.device)
+        before = whole.moments.get(layer)
+        whole.moments[layer] = moments if before is None else before.add_(moments)
+    own.moments.clear()
+
+
+def _add_gradients(step: SharedStep, replica: nn.Module) -> None:
+    """Add the gradients of a replica to those on the first device, and let go of them."""
+    weights = dict(replica.named_parameters())
+    if step.changes.late:
+        names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+        for parameter in step.changes.late:
+            step.changes.add(parameter, weights[names[id(parameter)]].grad)
+    for name, parameter in zip(step.names, step.parameters, strict=True):
+        gradient, weights[name].grad = weights[name].grad, None
+        if gradient is None:
+            continue
+        gradient = gradient.to(parameter.device)
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

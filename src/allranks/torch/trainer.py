@@ -1,0 +1,394 @@
+"""The trainer: one training of a task, on the ranks of this job, step by step.
+
+`allranks train` is the short loop `fit` over it; a loop of one's own uses the same object, from a
+script or a notebook, and nothing that the command does is out of its reach:
+
+    with Trainer(task) as trainer:
+        for batch in trainer.batches():
+            result = trainer.step(batch)
+        print(trainer.evaluate())
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from allranks.job.faults import Faults
+from allranks.job.job import Job
+from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.world import World
+from allranks.torch.build import Built, build_model, build_strategy, compiled, job_for
+from allranks.torch.comm import join
+from allranks.torch.data.batches import Batch
+from allranks.torch.data.task_data import TaskData
+from allranks.torch.keras.task import torch_task
+from allranks.torch.limits import check_limits
+from allranks.torch.loop import check_own_loop, no_batch, nothing_left, tell_ignored
+from allranks.torch.machine import device_of, flip_one_bit
+from allranks.torch.meetings import AT_THE_END, EVALUATE
+from allranks.torch.model.flops import Meter, peak_of
+from allranks.torch.model.initialising import initialise
+from allranks.torch.model.layers import Scope, restore_layers
+from allranks.torch.model.model_notes import notes_on
+from allranks.torch.model.precision import set_kernels
+from allranks.torch.model.whole_norm import whole_norm
+from allranks.torch.saving import Saving, no_run_folder
+from allranks.torch.state import random_streams, set_random_streams
+from allranks.torch.step.bad_step import guard_of
+from allranks.torch.step.trainable import check_no_scheduler
+from allranks.torch.step.user_buffers import written_in_forward
+from allranks.torch.stopping import Ending
+from allranks.torch.taken import Taken
+from allranks.torch.task import Task, task_of_parts
+from allranks.torch.witness.replicas import verify
+from allranks.torch.witness.witness import Witness, say_what_matters
+from allranks.training.callback import Callback
+from allranks.training.evaluation_plan import Course
+from allranks.training.keras_task import Task as KerasTask
+from allranks.training.progress import Asked, Progress, StepResult
+from allranks.training.task_fields import check_task
+
+
+class Trainer:
+    """Trains `task` as `job` says, on the ranks that the environment describes (or `world`).
+
+    Every rank makes one and calls the same methods in the same order. Making it joins the ranks,
+    builds the model and broadcasts it once. Raises `RequestError` for what cannot be trained.
+    `report(event, **values)` hears of checkpoints, from another thread too, and of the witness;
+    `fit` calls `callbacks` before those of the task.
+    """
+
+    def __init__(
+        self,
+        task: Task | KerasTask,
+        job: Job | None = None,
+        *,
+        world: World | None = None,
+        report: Callable[..., None] = say_what_matters,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.world = World.from_environment() if world is None else world
+        if world is None and job is not None:
+            check_own_loop(job, self.world.size)
+        self.job = job_for(job or Job(), self.world)
+        check_task(task, type(task).__name__)
+        self.task = task = torch_task(task, self.job.precision)
+        self.device = device_of(self.job, self.world)
+        self.progress, self.course = Progress(), Course(self.job, task.plateau())
+        self.callbacks = [*callbacks, *task.callbacks()]
+        self.user_buffers: list[str] = []
+        self._has_given, self._came_to_an_end, self._called = False, True, set[str]()
+        self.pulse = Pulse(self.world.pulse, self.world.local_rank, self.world.local_size)
+        self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
+        self.meter = Meter(self.job, peak_of(self.job, self.device))
+        self._taken = Taken()
+        try:
+            self._take(report)
+        except BaseException:
+            self._taken.give_back(failed=True)
+            raise
+
+    @classmethod
+    def from_parts(
+        cls,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], Optimizer],
+        *,
+        loss: Callable[[Any, Any], Tensor],
+        train_data: Any,
+        job: Job | None = None,
+        **fields: Any,
+    ) -> Self:
+        """A trainer from a model that is there already; `fields` are those of `Task`.
+
+        `loss(output, batch)` gives one value per sample; `make_optimizer(model)` the optimizer.
+        """
+
+        return cls(task_of_parts(model, make_optimizer, loss, train_data, fields), job)
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
+        """This rank's part of the global batches that come next, up to the end of the training.
+
+        `epochs` and `steps` count from the start of the job; the defaults are the task's epochs
+        and the job's steps. Give each batch to `step` before asking for the next.
+        """
+        limit = self.job.steps if steps is None else steps
+        last_epoch = self.task.epochs if epochs is None else epochs
+        if limit is not None and epochs is None:
+            last_epoch = 2**31  # steps were asked for: epochs do not end them
+        asked, gave = [f"{n}={v}" for n, v in (("epochs", epochs), ("steps", steps)) if v], False
+        upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
+        if self.strategy.replicas_agree:
+            self.task_data.compare_training()
+        while not self.course.is_over:
+            self.pulse.enter("data")
+            self.witness.before_reading(self.task_data.batches)
+            batch = next(upcoming, None)
+            self.witness.after_reading(self.task_data.batches)
+            if batch is None:
+                if asked and self._has_given and not gave:
+                    raise nothing_left(asked, self.progress)
+                break
+            gave, self._has_given, self._came_to_an_end = True, True, False
+            yield batch
+        self._came_to_an_end = True
+
+    def step(self, batch: Batch) -> StepResult:
+        """One optimizer step on one global batch; every rank calls this. Sends what the card says."""
+        if not isinstance(batch, Batch):
+            raise no_batch(batch)
+        done = self.progress
+        self.pulse.at_step(batch.index)
+        self.pulse.enter("compute")
+        self.faults.reach("step", batch.index)
+        if not done.batch_index and self.task.overrides("initialise"):
+            initialise(self.strategy, batch)
+        self.strategy.step.asked = Asked(self.pulse.wants_stop, self.pulse.wants_save())
+        self.strategy.step.rates.set(done.updates, self.course.rate_factor)
+        if self._saving is not None:
+            self._saving.look_at_rates()
+        self.witness.before_step(batch, self.task_data.opened)
+        with self.meter.watching(batch.own_samples):
+            result = self.strategy.train_step(batch)
+        if len(self.strategy.step.user_buffers.written) != len(self.user_buffers):
+            self.user_buffers = sorted(self.strategy.step.user_buffers.written)
+            if self.job.bitwise:
+                raise written_in_forward(self.user_buffers)
+        if batch.sizes is None and not result.taken:  # a stream has ended, on all ranks alike
+            self.task_data.batches.dry = True
+            self.progress = dataclasses.replace(done, epoch=done.epoch + 1, step_in_epoch=0)
+            return result
+        self.progress = done.after(result, batch.epoch, batch.step_in_epoch)
+        self.witness.after_step()
+        every = self.job.verify_every
+        if every is not None and self.progress.batch_index % every == 0:
+            verify(self.strategy)
+        self.faults.reach("stepped", batch.index)
+        return result
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """The metrics over `data` (the task's own if `None`), exact; every rank calls this."""
+        before = self.pulse.enter("evaluate")
+        self.faults.reach("evaluate")
+        if self.strategy.replicas_agree:
+            self.comm.meet(EVALUATE)
+        average = self.strategy.step.average
+        with nullcontext() if average is None else average.in_place():
+            metrics = self.task_data.evaluate(data)
+        self.pulse.enter(before)
+        return metrics
+
+    def evaluate_if_due(self) -> dict[str, float] | None:
+        """After a step: evaluate where the job asks for it; `None` where it does not."""
+        self._called.add("evaluate_if_due")
+        if not self.course.is_due(self.progress, self.task_data.batches.steps_per_epoch):
+            return None
+        metrics = self.evaluate()
+        self.course.take(metrics, self.progress)
+        return metrics
+
+    @property
+    def total_steps(self) -> int | None:
+        """The optimizer steps of the whole job; `None` for a stream that is read to its end."""
+        per_epoch = self.task_data.batches.steps_per_epoch
+        if self.job.steps is not None:
+            return self.job.steps
+        return None if per_epoch is None else per_epoch * self.task.epochs
+
+    def rehearse(self) -> None:
+        """Open the data and evaluate a few samples, so that errors show before the first update."""
+        before = self.pulse.enter("data")
+        self.task_data.rehearse()
+        self.pulse.enter(before)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer, whole, by name in sorted order; every rank calls this."""
+        return self.strategy.full_state()
+
+    def state(self) -> dict[str, Any]:
+        """All that the rest of the training depends on: weights, optimizer, how far it is."""
+        check_no_scheduler(self.strategy.step.optimizer, "the state of a training")
+        state = copy.deepcopy(self.strategy.state())  # training goes on in the tensors themselves
+        random = {"ranks": self.comm.size, **random_streams(self.device)}
+        return {"strategy": state, "random": random, **self._rest()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `state` returned, on any number of ranks; every rank calls this."""
+        _ = self.task_data.batches
+        self.strategy.load_state(copy.deepcopy(state["strategy"]))
+        self._load_rest(state)
+        if state["random"]["ranks"] == self.comm.size:
+            set_random_streams(state["random"], self.device)
+
+    def _rest(self) -> dict[str, Any]:
+        """What of the state is not the strategy's."""
+        scale = self.strategy.step.loss_scale
+        return {
+            "progress": dataclasses.asdict(self.progress),
+            "guard": self.guard.state(),
+            "course": self.course.state(),
+            "loss_scale": None if scale is None else scale.state(),
+        }
+
+    def _load_rest(self, state: dict[str, Any]) -> None:
+        self.progress = Progress(**state["progress"])
+        self.guard.load_state(state["guard"])
+        self.course.load_state(state["course"])
+        if self.strategy.step.loss_scale is not None:
+            self.strategy.step.loss_scale.load_state(state["loss_scale"])
+
+    # --- checkpoints ----------------------------------------------------------------------
+
+    def save(self, *, wait: bool = True, in_a_hurry: bool = False) -> bool:
+        """Save a checkpoint into the run folder of the job; every rank calls this.
+
+        Training waits for a copy in memory; a thread writes, and with `wait` its end is waited for.
+        Returns whether what was waited for is committed: a full disk costs a checkpoint, not the
+        training. Where the job keeps the best checkpoint it evaluates first, unless `in_a_hurry`.
+        """
+        saving = self._saves()
+        metrics = self.course.metrics_of(self.progress)
+        if metrics is None:
+            metrics = self.evaluate() if self.job.best and not in_a_hurry else {}
+        before = self.pulse.enter("save")
+        for callback in self.callbacks:
+            callback.on_save(self)
+        self.witness.compare_replicas()  # what differs between ranks is never saved
+        saving.save(self.progress.batch_index, self._rest(), metrics)
+        committed = saving.checkpointer.wait() if wait else True
+        self.pulse.enter(before)
+        return committed
+
+    def resume(self) -> int | None:
+        """Go on from the newest good checkpoint; every rank calls this, before the first step.
+
+        That of the job's run folder, else that which the job says to start from. Returns the
+        global batches that are done, or `None` where there is no checkpoint. Raises `RequestError`
+        if it belongs to another job.
+        """
+        before = self.pulse.enter("save")
+        _ = self.task_data.batches  # opening it seeds the streams that the checkpoint brings back
+        state = self._saves().load()
+        self.pulse.enter(before)
+        if state is None:
+            return None
+        self._load_rest(state)
+        return int(state["step"])
+
+    def save_if_due(self, result: StepResult) -> bool:
+        """After a step: save where the job or a signal asks for it. Returns whether to stop now.
+
+        Ranks that train apart do not hear of each other's signals with the step, so they agree to
+        stop together after the last of the steps that they have reached.
+        """
+        self._called.add("save_if_due")
+        step = self.progress.batch_index
+        stop = self._ending.is_at(step, result.asked.stop)
+        every = self.job.checkpoint_every
+        asked = result.asked.save and self.strategy.replicas_agree
+        if asked:
+            self.pulse.wants_save()  # heard from another rank first: not again with the next step
+        due = every is not None and step % every == 0
+        if stop or asked or due or self.course.wants_save(self.progress):
+            self.save(wait=stop, in_a_hurry=stop)
+        elif every is not None and not self._saves().is_prepared:
+            self._saves().prepare(self._rest())
+        return stop
+
+    def come_to_the_end(self) -> bool:
+        """After the last step: save, where checkpoints are made. Returns whether it is a stop.
+
+        It is one if ranks that train apart were asked to stop before they came to theirs: all ranks
+        save then, and all end as stopped.
+        """
+        stop = self._ending.at_own_end(self.progress.batch_index)
+        if stop or self.job.checkpoint_every is not None:
+            self.save(in_a_hurry=stop)
+        return stop
+
+    def _saves(self) -> Saving:
+        if self._saving is None:
+            raise no_run_folder()
+        return self._saving
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the other ranks, and give model and process back as they were.
+
+        A rank that has `failed` waits for no other: they stand in a collective for it.
+        """
+        self._taken.give_back(failed=failed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        failed = True
+        try:
+            if error is None:
+                tell_ignored(self.job, self._called, self.progress)
+                if not self._came_to_an_end:
+                    self.comm.come_no_more()
+                elif self.strategy.replicas_agree:
+                    self.comm.meet(AT_THE_END)
+                failed = False
+        finally:
+            self.close(failed=failed)
+
+    # --- how it is put together -----------------------------------------------------------
+
+    def _take(self, report: Callable[..., None]) -> None:
+        """Join the ranks, and make what the training needs; the last made is the first to leave."""
+        taken, task, job = self._taken, self.task, self.job
+        taken.undone_by(set_kernels(job))
+        self.comm = join(self.world, self.device, self.pulse)
+        taken.left_by(self.comm.leave)
+        self._scope = Scope(job.seed, self.device)
+        self.strategy = build_strategy(task, job, self.comm, self._scope)
+        self.built = self._place_model()
+        step = self.strategy.step
+        self._ending = Ending(self.comm, self.strategy.replicas_agree)
+        check_limits(task, job, self.strategy)
+        if (whole := whole_norm(task, self.comm, self._scope, self.built.swapped)) is not None:
+            taken.left_by(whole.leave)
+        self.model_notes = notes_on(self.strategy.model, task)
+        self.guard = guard_of(self.strategy, job, self.world.rank)
+        self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
+        self.faults.leave_out = self.comm.leave_out_one
+        self.faults.poison = step.poison_next
+        self.task_data = TaskData(task, job, self.strategy)
+        taken.undone_by(self.task_data.close)
+        self.witness = Witness(self.strategy, job, report)
+        self._saving: Saving | None = None
+        if job.run_dir:
+            attempt, reach = self.world.attempt, self.faults.reach
+            self._saving = Saving(task, job, self.strategy, attempt, reach, report)
+            taken.left_by(self._saving.checkpointer.close)
+
+    def _place_model(self) -> Built:
+        """Build the model and hand it to the strategy."""
+        arithmetic = self.strategy.setting.arithmetic
+        built = build_model(self.task, self.job, self._scope, arithmetic)
+        self._taken.undone_by(partial(restore_layers, built.model))
+        self._taken.undone_by(built.undo)
+        self.strategy.setup(built.model, self.task.optimizer)
+        self._taken.undone_by(self.strategy.close)
+        if self.job.compile:
+            self.strategy.step.call, undo = compiled(built.model, self.job.compile)
+            self._taken.undone_by(undo)
+        return built

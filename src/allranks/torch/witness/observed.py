@@ -1,0 +1,176 @@
+"""What the passes of a step change beside gradients: looked at before and after, and named.
+
+The result is the same on any number of ranks because a pass is a function of weights, samples and
+keyed random numbers. Whatever else it reads and writes (a counter, a generator, a buffer, a weight)
+follows how many passes there are and which samples are in them, and so the number of ranks. In the
+first step contents are compared, as versions do not count every way to write; in the second, when
+modules hold what the first left on them, only numbers and generators. No pass is added, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allranks.torch.model.bounded_tables import BoundedTable
+from allranks.torch.step.step import SharedStep
+from allranks.torch.witness.plain_state import Roots, Token, read
+from allranks.torch.witness.replicas import digest
+
+Named = dict[str, str]
+"""What was found to change, and a sentence on it."""
+
+LOSS = "loss, weight or backward"
+COUNTS = "the result follows the number of passes, and with it the number of ranks"
+SAMPLES = "what is written follows the samples and the passes of one rank"
+DRAWS = "it is keyed for the micro-batch, and which samples are in one follows the number of ranks"
+UNKEYED = "it is keyed for no shard, so what is drawn follows the number of ranks"
+OWN = "a generator of its own: what it draws follows how many passes there were before"
+
+
+class Observer:
+    """Told by the shared step where it is; `found` is what changed, on this rank.
+
+    `roots()` gives the plain state to look at. Where each shard goes through the model `alone`,
+    what is drawn from a generator that is keyed with it belongs to the shard.
+    """
+
+    def __init__(
+        self, step: SharedStep, roots: Callable[[], Roots], alone: bool, contents: bool
+    ) -> None:
+        self.step, self.roots, self.alone = step, roots, alone
+        self.found: Named = {}
+        self.contents = contents
+        self._changes: dict[str, int] = {}
+        self._passes = 0
+        self._tensors: dict[str, str] = {}
+        self._plain: dict[str, Token] = {}
+        self._begun: dict[str, Token] = {}
+        self._states: dict[str, bytes] = {}
+        self._keyed: set[str] = set()
+
+    def reached(self, where: str) -> None:
+        """The step is at `where` (see `SharedStep`)."""
+        if where == "begin":
+            self._passes = 0
+            self._tensors = dict(self._digests()) if self.contents else {}
+            self._plain = self._begun = read(self.roots())
+        elif where == "enter":
+            self._end_of_pass()
+            self._states = self._generators()
+        elif where == "entered":
+            now = self._generators()
+            self._keyed = {name for name, state in now.items() if state != self._states[name]}
+            self._states = now
+            self._passes += 1
+        elif where == "forward":
+            self._drawn("forward")
+        elif where == "end":
+            self._end_of_pass()
+            self._compare()
+
+    def _end_of_pass(self) -> None:
+        if not self._passes:
+            return
+        if self.step.task.loss_over == "sample":
+            self._drawn(LOSS)
+        now = read(self.roots())
+        for name, (kind, value) in now.items():
+            before = self._plain.get(name)
+            if kind == "number" and before is not None and before != (kind, value):
+                one_more = type(value) is int and value == before[1] + 1
+                self._changes[name] = self._changes.get(name, 0) + (2 if one_more else 1)
+        self._plain = now
+
+    def _drawn(self, where: str) -> None:
+        now = self._generators()
+        for name, state in now.items():
+            if state != self._states[name] and not (self.alone and name in self._keyed):
+                why = DRAWS if name in self._keyed else UNKEYED
+                self.found.setdefault(
+                    f"{where} {name}", f"{where} draws from {name}'s own generator: {why}"
+                )
+        self._states = now
+
+    def _generators(self) -> dict[str, bytes]:
+        """What each generator of the process would draw next."""
+        _, keys, *rest = np.random.get_state(legacy=True)
+        states = {
+            "Python": repr(random.getstate()).encode(),
+            "NumPy": repr(rest).encode() + np.asarray(keys).tobytes(),
+            "torch": torch.get_rng_state().numpy().tobytes(),
+        }
+        if self.step.scope.device.type == "cuda":
+            states["torch"] += torch.cuda.get_rng_state(self.step.scope.device).numpy().tobytes()
+        return states
+
+    def _digests(self) -> Iterator[tuple[str, str]]:
+        model = self.step.model
+        bounded = {id(m.weight) for m in model.modules() if isinstance(m, BoundedTable)}
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in bounded:  # those the engine writes, alike on all ranks
+                yield f"the weight {name!r}", digest(parameter)
+        for name, buffer in self.step.user_buffers.named():
+            yield f"the buffer {name!r}", digest(buffer)
+
+    def _compare(self) -> None:
+        """The passes are over."""
+        if self._tensors:
+            now = dict(self._digests())
+            written = {n for n, before in self._tensors.items() if now.get(n) != before}
+            buffers = self.step.user_buffers
+            buffers.written |= {n for n, _ in buffers.named() if f"the buffer {n!r}" in written}
+            for name in sorted(written):
+                if name.startswith("the weight"):
+                    self.found[name] = f"forward or backward writes {name}: {SAMPLES}"
+            for name in sorted(buffers.written):  # those too that hold the same, written once more
+                self.found[name] = f"the model writes {name!r} in its forward pass: {SAMPLES}"
+        for name, token in self._plain.items():
+            before = self._begun.get(name)
+            if before is None or before == token:
+                continue
+            if token[0] == "generator":
+                self.found[name] = f"forward or loss draws from {name!r}, {OWN}"
+            elif token[0] != "number" and self.contents and token[1][0] == before[1][0]:
+                self.found[name] = f"forward or loss writes {name!r}: {SAMPLES}"
+            elif token[0] == "number" and self._changes.get(name, 0) > 1:
+                change = f"{before[1]} -> {token[1]}"
+                self.found[name] = f"forward or loss changes {name!r} ({change}): {COUNTS}"
+
+
+def told_alike(found: Named, gather: Callable[[str], list[str]]) -> Named:
+    """What any rank found, the same on all; every rank calls this."""
+    together: Named = {}
+    for text in gather(json.dumps(found)):
+        for name, sentence in json.loads(text).items():
+            together.setdefault(name, sentence)
+    return together
+
+
+def changed_by_reading(before: dict[str, Token], after: dict[str, Token]) -> Named:
+    """Generators and counters that reading samples has moved on, each with a sentence."""
+    found: Named = {}
+    for name, token in after.items():
+        was = before.get(name)
+        if was is None or was == token:
+            continue
+        if token[0] == "generator":
+            found[name] = f"reading samples draws from {name!r}, {OWN}"
+        elif token[0] == "number" and type(token[1]) is int and token[1] > was[1]:
+            change = f"{was[1]} -> {token[1]}"
+            found[name] = f"reading samples changes {name!r} ({change}): what a rank reads decides"
+    return found
+
+
+def digest_of(values: list[Tensor]) -> str:
+    """One digest of several tensors."""
+    together = hashlib.blake2b(digest_size=16)
+    for value in values:
+        together.update(digest(value).encode())
+    return together.hexdigest()

@@ -1,0 +1,291 @@
+"""Shards computed again, each alone, beside the passes that they go through together.
+
+Called by the witness, between two steps. With the weights as they are, one micro-batch goes through
+the model as a whole, and then piece by piece; the sums of weights and losses, and the gradients,
+must be the same up to rounding, or the result follows how samples are put together. Computed
+without autocast, so that rounding is small; through the model itself, not what a compiler made of
+it; by `torch.autograd.grad`, so that no gradient is left anywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allranks.strategies.shards import Micro, Piece
+from allranks.torch.data.batches import Batch
+from allranks.torch.data.loaders import rows_between
+from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.sources import MapSource, Source
+from allranks.torch.state import kept_random_streams
+from allranks.torch.step.grad_norm import length
+from allranks.torch.step.losses import forward, weighted_losses
+from allranks.torch.step.step import REGULARIZER, SharedStep
+from allranks.torch.step.user_buffers import put_back
+from allranks.torch.witness.observed import digest_of
+from allranks.torch.witness.plain_state import Kept, Roots
+
+Sketch = dict[str, Any]
+"""Of a pass, as plain numbers: what another rank compares its own with."""
+
+TOLERANCE = {"fp64": 1e-7, "tf32": 3e-2}  # of the length of a gradient
+USUAL_TOLERANCE = 1e-3  # float32: rounding is 1e-6, and a ReLU at its corner may turn over
+OF_LOSSES = 0.1  # of the tolerance: nothing turns over there
+EVERY_THIRD = 3
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What one pass gave: sums over its samples, the gradient, and the regularizer after it."""
+
+    weight: float
+    loss: float
+    size: float
+    gradients: list[Tensor | None]
+    outputs: list[Tensor]
+    regularizer: float | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Pieces of shards and their collated samples, to go through the model at once."""
+
+    pieces: Micro
+    data: Any
+
+    @property
+    def samples(self) -> int:
+        return sum(piece.samples for piece in self.pieces)
+
+
+class Recomputing:
+    """Passes over some samples of `batch`, without a trace. `tolerance` is of the job's precision."""
+
+    def __init__(self, step: SharedStep, batch: Batch, precision: str) -> None:
+        self.step, self.batch = step, batch
+        self.tolerance = TOLERANCE.get(precision, USUAL_TOLERANCE)
+        self.over_batch = step.task.loss_over == "batch"
+
+    def run(self, part: Part, *, regularizer: bool = False) -> Passed:
+        """One pass; of a loss over the batch only the outputs."""
+        step = self.step
+        step.scope.moments.clear()
+        step.scope.enter(self.batch.index, part.pieces, part.samples)
+        output = forward(step.task, step.model, part.data)
+        if self.over_batch:
+            rows = [t.detach() for t in tensors_in(output) if t.is_floating_point()]
+            return Passed(0.0, 0.0, 0.0, [], rows, None)
+        losses, weights = weighted_losses(step.task, output, part.data, part.samples)
+        total = losses.sum()
+        gradients: list[Tensor | None] = [None] * len(step.parameters)
+        if total.requires_grad:
+            gradients = list(torch.autograd.grad(total, step.parameters, allow_unused=True))
+        added = None
+        if regularizer and step.regularizers.is_there:  # without the looks that a step takes at it
+            step.scope.key(self.batch.index, REGULARIZER)
+            added = step.task.regularizer(step.model)
+        return Passed(
+            weight=float(losses.numel() if weights is None else weights.sum()),
+            loss=float(total.detach()),
+            size=float(losses.detach().abs().sum()),
+            gradients=[None if g is None else _dense(g) for g in gradients],
+            outputs=[],
+            regularizer=None if added is None else float(added.detach()),
+        )
+
+    def together_and_alone(self, whole: Part, parts: list[Part], chosen: int) -> tuple[str, Sketch]:
+        """What differs between `whole` and its `parts`, in words, and the chosen part's sketch."""
+        together = self.run(whole, regularizer=True)
+        rest = together.gradients  # less the gradient of each part
+        sizes = [0.0 if g is None else length([g]) for g in rest]
+        weight = loss = 0.0
+        sketch: Sketch = {}
+        added, outputs = None, []
+        for number, part in enumerate(parts):
+            alone = self.run(part, regularizer=number == 0)
+            weight, loss = weight + alone.weight, loss + alone.loss
+            added = alone.regularizer if number == 0 else added
+            outputs.append(alone.outputs)
+            if number == chosen:
+                sketch = self.sketch(part, alone)
+            _subtract(rest, alone.gradients)
+        shards = f"shards {', '.join(str(piece.shard) for piece in whole.pieces)}"
+        words = f"{shards} together and one by one"
+        if self.over_batch:
+            return self._outputs_differ(words, together.outputs, outputs), sketch
+        differs = self._sums_differ(words, together, weight, loss)
+        if not differs and (bad := self._regularizer_differs(together.regularizer, added)):
+            differs = bad
+        return differs or self._gradients_differ(words, rest, sizes), sketch
+
+    def _sums_differ(self, words: str, whole: Passed, weight: float, loss: float) -> str:
+        if not all(map(math.isfinite, (whole.loss, loss))):
+            return ""  # the guard's affair
+        if abs(whole.weight - weight) > self.tolerance * OF_LOSSES * max(whole.weight, 1.0):
+            return (
+                f"the weight of {words} is {whole.weight:g} and {weight:g}: there are more values "
+                "of the loss where batches are padded to their longest sample; say which of them "
+                "count with weight(batch)"
+            )
+        if abs(whole.loss - loss) > self.tolerance * OF_LOSSES * whole.size:
+            return f"the loss of {words} is {whole.loss:.8g} and {loss:.8g}: {COUPLED}"
+        return ""
+
+    def _regularizer_differs(self, together: float | None, alone: float | None) -> str:
+        if together is None or alone is None or not math.isfinite(together - alone):
+            return ""
+        if abs(together - alone) <= self.tolerance * OF_LOSSES * abs(together):
+            return ""
+        return (
+            f"the regularizer is {together:.8g} after one forward pass and {alone:.8g} after "
+            "another: it reads what the model keeps of its samples; return that from forward, and "
+            "add it in loss"
+        )
+
+    def _gradients_differ(self, words: str, rest: list[Tensor | None], sizes: list[float]) -> str:
+        total = math.hypot(*sizes)
+        if not math.isfinite(total):
+            return ""
+        for name, left, size in zip(self.step.names, rest, sizes, strict=True):
+            off = 0.0 if left is None else length([left])
+            if off > self.tolerance * (size + total):
+                return (
+                    f"the gradient of {name!r} for {words} is not the same, by {off / total:.1e} of "
+                    "the whole gradient's length: a hook that is not linear (clamp, normalise) or a "
+                    f"function that scales by its batch; if not, {COUPLED}"
+                )
+        return ""
+
+    def _outputs_differ(self, words: str, whole: list[Tensor], parts: list[list[Tensor]]) -> str:
+        for number, rows in enumerate(whole):
+            own = [part[number] for part in parts]
+            if any(part.shape[1:] != rows.shape[1:] for part in own):
+                continue  # padded to the longest: not looked at
+            off, size = length([rows - torch.cat(own)]), length([rows])
+            if math.isfinite(off) and off > self.tolerance * size:
+                return f"the outputs for {words} are not the same, by {off / size:.1e}: {COUPLED}"
+        return ""
+
+    def sketch(self, part: Part, passed: Passed) -> Sketch:
+        """What another rank compares, who computes the same part."""
+        gradients = [torch.zeros(()) if g is None else g for g in passed.gradients]
+        return {
+            "data": digest_of(list(tensors_in(part.data))),
+            "digest": digest_of([*gradients, *passed.outputs]),
+            "weight": passed.weight,
+            "loss": passed.loss,
+            "size": passed.size,
+            "outputs": [length([rows]) for rows in passed.outputs],
+            "gradients": [_three_numbers(g) for g in gradients] if passed.gradients else [],
+        }
+
+    def sketches_differ(self, shard: int, own: Sketch, other: Sketch, exact: bool) -> str:
+        """What two ranks have otherwise of the same shard, in words."""
+        if own["data"] == other["data"] and own["digest"] == other["digest"]:
+            return ""
+        why = "its samples are others" if own["data"] != other["data"] else STATE
+        words, limit = f"of shard {shard}, computed again by another rank, is", self.tolerance / 10
+        numbers = [own["loss"], other["loss"], own["weight"], other["weight"]]
+        if not all(map(math.isfinite, numbers)):
+            return ""
+        if abs(own["weight"] - other["weight"]) > limit * max(own["weight"], 1.0):
+            return f"the weight {words} {other['weight']:g}, not {own['weight']:g}: {why}"
+        if abs(own["loss"] - other["loss"]) > limit * own["size"]:
+            return f"the loss {words} {other['loss']:.8g}, not {own['loss']:.8g}: {why}"
+        whole = math.hypot(*(three[0] for three in own["gradients"]))
+        for name, mine, theirs in zip(
+            self.step.names, own["gradients"], other["gradients"], strict=False
+        ):
+            off = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
+            if math.isfinite(off) and off > limit * (mine[0] + whole):
+                return f"the gradient of {name!r} {words} not the same, by {off / whole:.1e}: {why}"
+        for mine, theirs in zip(own["outputs"], other["outputs"], strict=False):
+            if abs(mine - theirs) > limit * mine:
+                return f"the output {words} {theirs:.8g} long, not {mine:.8g}: {why}"
+        return f"a bit {words} another: {why}" if exact else ""
+
+
+COUPLED = (
+    "samples that go through the model together see each other (statistics of a batch, dropout or "
+    "an attention over padding, rows in another order, choices made in collate)"
+)
+STATE = "the model, the loss or a generator of its own holds something else there"
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach().clone()
+
+
+def _subtract(rest: list[Tensor | None], gradients: list[Tensor | None]) -> None:
+    for position, gradient in enumerate(gradients):
+        if gradient is not None:
+            before = rest[position]
+            rest[position] = -gradient if before is None else before.sub_(gradient)
+
+
+def _three_numbers(gradient: Tensor) -> list[float]:
+    """The length of a gradient and two sums: two that are equal have the same."""
+    flat = gradient.reshape(-1)
+    sums = flat.sum(dtype=torch.float64), flat[::EVERY_THIRD].sum(dtype=torch.float64)
+    return [length([gradient]), *(float(value) for value in sums)]
+
+
+# --- the samples of a part --------------------------------------------------------------------
+
+
+def read_again(source: Source, epoch: int, ids: list[int], step: SharedStep) -> Any:
+    """The samples of these numbers, collated and placed as for a step; read by this thread."""
+    if isinstance(source, MapSource) and source.workers:
+        source = copy.copy(source)
+        source.workers = 0
+    (data,) = source.batches([(epoch, np.array(ids, np.int64))])
+    return step.arithmetic.placed(data)
+
+
+def cut_out(part: Part, piece: Piece) -> Part:
+    """The rows of one piece of a part; raises `RequestError` for what has no row for each sample."""
+    before = 0
+    for own in part.pieces:
+        if own == piece:
+            break
+        before += own.samples
+    data = rows_between(part.data, before, before + piece.samples, part.samples)
+    return Part((piece,), data)
+
+
+@contextmanager
+def leaving_no_trace(step: SharedStep, roots: Roots) -> Iterator[None]:
+    """Within, passes may be made; afterwards all that can be put back is as it was."""
+    scope = step.scope
+    # statistics of the whole batch are those of the step before: no other rank is asked here
+    alone = nullcontext() if scope.whole is None else scope.whole.alone()
+    with ExitStack() as stack:  # each is put back, whatever another one raises
+        stack.callback(Kept.of(roots, step.task).put_back)
+        stack.callback(put_back, step.user_buffers.copies())
+        gradients = [(p, p.grad) for p in step.model.parameters()]
+        stack.callback(_put_back_gradients, step, list(step.used), gradients)
+        stack.callback(setattr, step, "on_gradient", step.on_gradient)
+        stack.callback(scope.moments.clear)
+        stack.callback(scope.leave)
+        stack.callback(setattr, scope, "shortens", scope.shortens)
+        step.on_gradient, scope.shortens = None, False
+        for parameter in step.model.parameters():
+            parameter.grad = None
+        with torch.enable_grad(), kept_random_streams(scope.device), alone:
+            yield
+
+
+def _put_back_gradients(
+    step: SharedStep, used: list[bool], gradients: Sequence[tuple[Tensor, Tensor | None]]
+) -> None:
+    step.used[:] = used
+    for parameter, gradient in gradients:
+        parameter.grad = gradient

@@ -1,0 +1,85 @@
+"""Is a regularizer a function of the weights? One that reads what a forward pass left is not.
+
+`regularizer(model)` is added once, after the gradients of all ranks are summed. What a forward pass
+has left on the model (the balance loss of a router) is that of one rank's last micro-batch, so it
+would not be the task's loss on any number of ranks, and ranks would drift apart.
+
+Every node that autograd makes has a number, counted up in its thread: a node that is older than the
+call belongs to a forward pass. What has no node (a detached value) differs between ranks, which
+the tally of the next step shows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.torch.task import Task
+
+LOOKED_AT = 2  # the first steps, whose graphs are looked through
+ROUNDING = 64  # times the precision of a number: sums of equal numbers over ranks are not exact
+
+
+class Regularizer:
+    """What `task.regularizer` gives in each step, with its first values looked through."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.is_there = task.overrides("regularizer")
+        self.was = 0.0
+        self._looked_at = 0
+
+    def of(self, model: nn.Module) -> Tensor | None:
+        """The regularizer now; `None` if the task has none."""
+        if self._looked_at >= LOOKED_AT:
+            return self.task.regularizer(model)
+        self._looked_at += 1
+        before = newest_node()
+        value = self.task.regularizer(model)
+        if value is not None:
+            check_is_of_weights(value, before)
+        return value
+
+    def check(self, mean: float, kind: torch.dtype) -> None:
+        """Raise `RequestError` unless the last value was the same on all ranks, with that `mean`."""
+        own = self.was
+        if own == mean or not math.isfinite(own) or not math.isfinite(mean):
+            return  # of what is not finite the guard has told
+        if abs(own - mean) > ROUNDING * torch.finfo(kind).eps * abs(own):
+            raise from_forward(f"{own:.9g} on this rank and {mean:.9g} in the mean over all ranks")
+
+
+def newest_node() -> int:
+    """The number of a node of autograd that is made now."""
+    with torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
+    return int(node._sequence_nr())
+
+
+def check_is_of_weights(value: Tensor, before: int) -> None:
+    """Raise `RequestError` if `value` depends on a node that is older than number `before`."""
+    ahead: list[Any] = [value.grad_fn]
+    seen: set[Any] = set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "_sequence_nr", lambda: before)() < before:
+            raise from_forward(f"{node.name()}, which a forward pass has computed")
+        ahead += [parent for parent, _ in node.next_functions]
+
+
+def from_forward(found: str) -> RequestError:
+    """The error for a regularizer that follows the samples of a rank."""
+    return RequestError(
+        asked="regularizer(model) of the task",
+        found=found,
+        why="it is added once for all ranks, so it may depend on the weights alone",
+        do="return such a term with the output, a row for each sample, and add it in loss(); with "
+        'loss_over = "batch" where it couples the samples, as a balance over the batch does',
+    )

@@ -1,0 +1,91 @@
+"""Do all ranks hold the same weights? Digests are compared, and what differs first is named.
+
+Replicas are updated alike from the same sums, so they stay equal bit for bit; when they do not, a
+memory or a chip is at fault, or a race in somebody's code, and no loss would show it. The trainer
+calls this every `verify_every` steps, and before a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.errors import ReplicasDiffer
+from allranks.torch.comm import Comm
+from allranks.torch.strategies.base import Strategy
+
+DIGEST_BYTES = 16
+
+
+def compare_replicas(named_tensors: Iterable[tuple[str, Tensor]], comm: Comm) -> None:
+    """Raise `ReplicasDiffer` on all ranks unless their tensors are equal; every rank calls this.
+
+    Sends 32 bytes to each other rank where all is equal, and else the digest of each name. A name
+    that not all ranks give is left out.
+    """
+    if comm.size == 1:
+        return
+    digests = {name: digest(tensor) for name, tensor in named_tensors}
+    total = hashlib.blake2b("".join(digests.values()).encode(), digest_size=DIGEST_BYTES)
+    if len(set(comm.gather_texts(total.hexdigest()))) == 1:
+        return
+    rows = [json.loads(text) for text in comm.gather_texts(json.dumps(digests))]
+    for name in digests:
+        found = [row.get(name) for row in rows]
+        if None not in found and len(set(found)) > 1:
+            raise ReplicasDiffer(_told(name, found))
+
+
+def verify(strategy: Strategy) -> None:
+    """Compare the ranks of a strategy, if its replicas are to agree; every rank calls this."""
+    if strategy.replicas_agree:
+        compare_replicas(replicated(strategy), strategy.comm)
+
+
+def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
+    """What must be equal on all ranks: weights, buffers, optimizer, in the order of the model.
+
+    Without the buffers that the model writes in forward: those follow the samples of a rank.
+    """
+    step = strategy.step
+    yield from strategy.model.named_parameters()
+    for name, buffer in strategy.model.named_buffers():
+        if name not in step.user_buffers.written:
+            yield name, buffer
+    for name, parameter in zip(step.names, step.parameters, strict=True):
+        for key, value in step.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield f"{key} of {name}, in the optimizer", value
+
+
+def digest(tensor: Tensor) -> str:
+    """Equal exactly when all bytes of two tensors are."""
+    plain = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    flat = plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _told(name: str, found: list[Any]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, digest in enumerate(found):
+        groups.setdefault(digest, []).append(rank)
+    *rest, most = sorted(groups.values(), key=len)
+    if 2 * len(most) > len(found):
+        odd = sorted(rank for ranks in rest for rank in ranks)
+        differ = f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(most)}"
+    else:
+        sides = " / ".join(_ranks(ranks) for ranks in sorted(groups.values()))
+        differ = f"{sides} differ from each other, and no majority tells which is right"
+    return (
+        f"ranks that must hold the same weights do not: {differ}; first in {name}. Memory or a chip "
+        "of that machine may be failing, or the task writes to weights on some ranks only."
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,68 @@
+"""Did every rank build the same model and the same optimizer? Names and shapes are compared once.
+
+Weights are broadcast, and gradients summed, by position. Where a program builds its layers in the
+order of a set, or reads what another machine has otherwise, position k is another weight on each
+rank: their values would be mixed, and no loss shows it. Called by every strategy while it is set
+up, before anything else is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from torch import nn
+from torch.optim import Optimizer
+
+from allranks.errors import RequestError
+from allranks.torch.comm import Comm
+
+DIGEST_BYTES = 16
+WHY = "weights and gradients are exchanged by their position, so they would be mixed"
+DO = (
+    "build it alike in every process: sort what comes out of a set or a folder, and read the same "
+    "files everywhere"
+)
+
+
+def check_same_model(model: nn.Module, comm: Comm) -> None:
+    """Raise `RequestError` on all ranks unless all have these parameters and buffers, in this order.
+
+    Every rank calls this. Sends 32 bytes to each other rank, and all names where they differ.
+    """
+    parameters = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters()]
+    buffers = [f"{name} {tuple(b.shape)}" for name, b in model.named_buffers()]
+    _compare("model(self) of the task", "layer", parameters + buffers, comm)
+
+
+def check_same_groups(model: nn.Module, optimizer: Optimizer, comm: Comm) -> None:
+    """The same for the parameters of an optimizer, group by group, and the names of its values."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    rows = [f"{type(optimizer).__name__} of {len(optimizer.param_groups)} groups"]
+    for number, group in enumerate(optimizer.param_groups):
+        rows += [f"group {number}: {names.get(id(p), 'another tensor')}" for p in group["params"]]
+        rows.append(f"group {number}: {', '.join(sorted(map(str, group)))}")
+    _compare("optimizer(self, model) of the task", "parameter", rows, comm)
+
+
+def _compare(asked: str, what: str, rows: list[str], comm: Comm) -> None:
+    if comm.size == 1:
+        return
+    digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=DIGEST_BYTES).hexdigest()
+    if len(set(comm.gather_texts(digest))) == 1:
+        return
+    found = [json.loads(text) for text in comm.gather_texts(json.dumps(rows))]
+    raise RequestError(asked=asked, found=_first_difference(what, found), why=WHY, do=DO)
+
+
+def _first_difference(what: str, found: list[list[str]]) -> str:
+    """`the ranks differ, first in layer 3: 'x (3,)' on rank 0, 'y (3,)' on rank 1`."""
+    for position in range(max(map(len, found))):
+        rows = [own[position] if position < len(own) else "nothing" for own in found]
+        other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
+        if other is not None:
+            return (
+                f"the ranks differ, first in {what} {position}: {rows[0]!r} on rank 0, "
+                f"{rows[other]!r} on rank {other}"
+            )
+    return "the ranks differ"

@@ -1,0 +1,166 @@
+"""The trace of a training: everything that two runs can differ in, step by step, for `check`.
+
+    trace/rank-RRR.jsonl              samples, loss, weight, rate; a digest of every tensor
+    trace/tensors/step-SSSSSSSS.safetensors    the tensors themselves, written by the leader
+
+Stages, in the order in which a step makes them: `gradient` (summed over all ranks, divided,
+regularizer added), `clipped gradient`, `weight` (after the update), `average` (of the weights, where
+there is one), `buffer`. Step -1 is the state before the first step. What callbacks change after a
+step belongs to that step. With a replay, weights and buffers before each step are those of another
+trace, so that differences cannot add up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from allranks.job.job import Job
+from allranks.job.run_folder import JsonLines
+from allranks.torch.data.batches import Batch
+from allranks.torch.model.reals import reals
+from allranks.torch.strategies.base import Strategy
+from allranks.training.progress import StepResult
+
+START = -1
+FEWEST_STEPS = 3  # traced, however large the model is
+
+
+def tensors_path(trace: Path, step: int) -> Path:
+    """Where the leader's tensors of one step are; step -1 is before the first."""
+    name = "start" if step == START else f"step-{step:08d}"
+    return trace / "tensors" / f"{name}.safetensors"
+
+
+class Trace:
+    """Writes the trace of one rank. It is the probe of the strategy's shared step.
+
+    `steps` is how many the job is to make: as asked, or as many as the space for tensors allows.
+    """
+
+    def __init__(self, trace: Path, rank: int, strategy: Strategy, job: Job) -> None:
+        self.path, self.rank, self.strategy = trace, rank, strategy
+        self.replay = Path(job.replay) if job.replay else None
+        (trace / "tensors").mkdir(parents=True, exist_ok=True)
+        self._rows = JsonLines(trace / f"rank-{rank:03d}.jsonl")
+        self._gradients: dict[str, Tensor] = {}
+        self._magnitude: float | None = None
+        self._drawn = False
+        self._row: dict[str, Any] | None = {"step": START}
+        self._in_float64 = job.precision == "fp64"
+        self.steps = job.steps
+        if job.trace_bytes and job.steps is not None:
+            fitting = job.trace_bytes // self._bytes_per_step()
+            self.steps = min(job.steps, max(FEWEST_STEPS, fitting))
+        strategy.step.probe = self
+
+    def begin(self, batch: Batch) -> None:
+        """Before the forward passes of a step: what came before is complete."""
+        self._write()
+        if self.replay is not None:
+            self._take_over(batch.index - 1, self.replay)
+        self._magnitude, self._drawn = None, False
+
+    def losses(self, losses: Tensor) -> None:
+        """The weighted losses of a micro-batch: how large they are, whatever they add up to."""
+        self._magnitude = (self._magnitude or 0.0) + float(losses.abs().sum())
+        self._drawn |= _was_drawn_from(torch.default_generator)
+
+    def gradients(self, stage: str, names: list[str], parameters: list[nn.Parameter]) -> None:
+        """Within a step, when the gradients of that stage are there."""
+        self._drawn |= _was_drawn_from(torch.default_generator)
+        for name, parameter in zip(names, parameters, strict=True):
+            if (gradient := parameter.grad) is not None:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                self._gradients[f"{stage}/{name}"] = dense.detach().clone()
+
+    def finished(self, batch: Batch, result: StepResult) -> None:
+        """After the step, before the callbacks of the task."""
+        self._row = {
+            "step": batch.index,
+            "ids": batch.ids.tolist(),
+            "loss": result.loss,
+            "magnitude": self._magnitude,
+            "samples": result.samples,
+            "weight": result.weight,
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm,
+            "overflow": result.overflow,
+            "draws": self._drawn,
+        }
+
+    def complete(self) -> None:
+        """No step follows. What is evaluated after a replay is what the other run evaluated."""
+        last = START if self._row is None else self._row["step"]
+        self._write()
+        if self.replay is not None:
+            self._take_over(last, self.replay)
+
+    def close(self) -> None:
+        self._write()
+        self._rows.close()
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        """All that a step starts from and changes, but what the optimizer keeps."""
+        model, average = self.strategy.model, self.strategy.step.average
+        for kind, named in (
+            ("weight", dict(model.named_parameters())),
+            ("average", {} if average is None else average.state()),
+            ("buffer", dict(model.named_buffers())),
+        ):
+            for name, tensor in named.items():
+                yield f"{kind}/{name}", tensor.detach()
+
+    def _bytes_per_step(self) -> int:
+        trained = sum(parameter.nbytes for parameter in self.strategy.step.parameters)
+        kinds = 1 if self.strategy.task.clip_norm is None else 2
+        return max(1, kinds * trained + sum(tensor.nbytes for _, tensor in self._state()))
+
+    def _write(self) -> None:
+        """Write the step that is over, with the state that it and all callbacks have left."""
+        row, self._row = self._row, None
+        if row is None:
+            return
+        tensors = {**self._gradients, **dict(self._state())}
+        self._gradients = {}
+        row["digests"] = {name: _digest(tensor) for name, tensor in tensors.items()}
+        self._rows.row(row)
+        if self.rank == 0:
+            whole = {n: _storable(t) for n, t in tensors.items() if self._is_kept(n, row["step"])}
+            save_file(whole, tensors_path(self.path, row["step"]))
+
+    def _is_kept(self, name: str, step: int) -> bool:
+        """Whether a tensor is in the files: nobody reads what a replay in 32 bits makes of weights."""
+        moved = name.startswith(("weight/", "average/"))
+        return not moved or step == START or self.replay is None or self._in_float64
+
+    @torch.no_grad()
+    def _take_over(self, step: int, trace: Path) -> None:
+        tensors = load_file(tensors_path(trace, step))
+        for name, tensor in self._state():
+            if name in tensors:  # what the other run does not have is what `check` will say
+                reals(tensor).copy_(tensors[name])
+
+
+def _was_drawn_from(generator: torch.Generator) -> bool:
+    """Whether numbers were drawn since the generator was seeded last."""
+    fresh = torch.Generator().manual_seed(generator.initial_seed())
+    return not torch.equal(fresh.get_state(), generator.get_state())
+
+
+def _storable(tensor: Tensor) -> Tensor:
+    """A copy on its own, in a type that NumPy has too."""
+    real = reals(tensor.resolve_neg())
+    short = real.dtype in (torch.bfloat16, torch.float16)
+    return real.to("cpu", torch.float32 if short else real.dtype, copy=True).contiguous()
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()[:16]

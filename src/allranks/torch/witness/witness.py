@@ -1,0 +1,231 @@
+"""The witness: the run itself says so when its result follows the number of ranks. On by default.
+
+    names and shapes   of all ranks are compared while a strategy is set up (`same_model`)
+    replicas           are compared after the first two steps, at the end, before weights are
+                       written (`replicas`)
+    what changes       in the first two steps beside gradients is compared and named (`observed`)
+    computed again     in the second step, and whenever the number of a step is a multiple of
+                       `WITNESS_EVERY`: one micro-batch whole and shard by shard, by its rank, and
+                       one of these shards by the next rank too (`recomputed`)
+
+It changes no bit of a training. What it finds is a sentence for a person, the same on all ranks;
+under `warn` the training goes on, under `stop` it ends with `FollowsRanks`, and `off` looks at
+nothing. With `bitwise`, what would break its promise is refused before the first update.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.errors import FollowsRanks, ReplicasDiffer, RequestError
+from allranks.job.job import Job
+from allranks.torch.data.batches import Batch, GlobalBatches
+from allranks.torch.data.loaders import WholeLoader
+from allranks.torch.data.sources import TensorSource
+from allranks.torch.strategies.base import Strategy
+from allranks.torch.witness.observed import Named, Observer, changed_by_reading, told_alike
+from allranks.torch.witness.plain_state import Roots, Token, plain_globals, read
+from allranks.torch.witness.recomputed import Recomputing
+from allranks.torch.witness.replicas import verify
+from allranks.torch.witness.second_look import Offer, SecondLook
+
+WITNESS_EVERY = 500  # steps between two looks, after the first two
+OBSERVED_STEPS = 2
+LONGEST = 400  # characters of what was not seen
+SO_EARLY = (
+    "So early it is the task, most often: it writes weights or clears gradients in forward or loss, "
+    "draws from generators of its own in its optimizer, or lets its regularizer read what forward left."
+)
+NOT_AGAIN = "no shard was computed again: what was found already would make it another one"
+
+
+def say_what_matters(event: str, **values: Any) -> None:
+    """What a loop of one's own hears without asking: of its ranks, and of its checkpoints."""
+    if event == "witness":
+        for text in values["found"]:
+            sys.stderr.write(f"allranks: NOT equal on other numbers of ranks: {text}\n")
+    if event == "rate_notes":
+        for text in values["notes"]:
+            sys.stderr.write(f"allranks: note: {text}\n")
+
+
+@dataclass
+class Testimony:
+    """What the witness has said: `found` differs with the ranks, `unseen` was not looked at."""
+
+    asked: str
+    found: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+
+    def to_data(self) -> dict[str, Any]:
+        return {"asked": self.asked, "found": self.found, "unseen": self.unseen}
+
+
+class Witness:
+    """Looks at a training; the trainer calls it around each step, every rank alike.
+
+    `report(event, **values)` hears what is found, once, on the leader.
+    """
+
+    def __init__(self, strategy: Strategy, job: Job, report: Callable[..., None]) -> None:
+        self.strategy, self.job, self.report = strategy, job, report
+        self.testimony = Testimony(job.witness)
+        apart = not strategy.replicas_agree and strategy.comm.size > 1
+        self.is_on = job.witness != "off" and not apart
+        self.steps = self._at = 0
+        self._before_reading: dict[str, Token] | None = None
+        self._read: Named = {}
+        self._observer: Observer | None = None
+
+    # --- around the reading of the first batch ----------------------------------------------
+
+    def before_reading(self, batches: GlobalBatches) -> None:
+        """A batch is read next."""
+        if self.is_on and self.steps == 0 and not self._reads_elsewhere(batches):
+            with self._unseen_if_it_fails():
+                self._before_reading = read(self._roots_of_data(batches))
+
+    def after_reading(self, batches: GlobalBatches) -> None:
+        """A batch was read."""
+        before, self._before_reading = self._before_reading, None
+        if before is not None:
+            with self._unseen_if_it_fails():
+                self._read = changed_by_reading(before, read(self._roots_of_data(batches)))
+
+    @contextmanager
+    def _unseen_if_it_fails(self) -> Iterator[None]:
+        """What a user's objects do when they are looked at ends no training, but is recorded."""
+        try:
+            yield
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            self.testimony.unseen.append(f"what passes change was not seen: {told}"[:LONGEST])
+
+    def _reads_elsewhere(self, batches: GlobalBatches) -> bool:
+        """Whether other processes or threads read, or every rank reads all."""
+        source = batches.source
+        return isinstance(source, (TensorSource, WholeLoader)) or bool(
+            getattr(source, "workers", 0)
+        )
+
+    def _roots_of_data(self, batches: GlobalBatches) -> Roots:
+        data = getattr(batches.source, "dataset", None)
+        return [("data set ", data), *self._roots_of_task()]
+
+    def _roots_of_task(self) -> Roots:
+        task = self.strategy.task
+        return [("task.", task), ("global ", plain_globals(task))]
+
+    def _roots(self) -> Roots:
+        modules = self.strategy.model.named_modules()
+        named: Roots = [(f"{name}." if name else "", module) for name, module in modules]
+        return [*named, *self._roots_of_task()]
+
+    # --- around each step -------------------------------------------------------------------
+
+    def before_step(self, batch: Batch, batches: GlobalBatches | None) -> None:
+        """A step begins. Communicates where one is computed again.
+
+        `batches` is what it was read from; `None` where the batch was made by hand.
+        """
+        if not self.is_on:
+            return
+        if self.steps < OBSERVED_STEPS:
+            alone = self.strategy.shard_alone
+            if self._observer is None:
+                self._observer = Observer(self.strategy.step, self._roots, alone, contents=True)
+            self._observer.contents = self.steps == 0
+            self.strategy.step.reached = self._reached
+        self._at = batch.index
+        is_due = self.steps == 1 or (self.steps > 1 and batch.index % WITNESS_EVERY == 0)
+        if is_due and batches is not None:
+            self._look_again(batch, batches)
+
+    def after_step(self) -> None:
+        """A step is done. Communicates after the first two: 32 bytes to each other rank."""
+        if not self.is_on:
+            return
+        self.steps += 1
+        self.strategy.step.reached = lambda where: None
+        if self.steps <= OBSERVED_STEPS:
+            try:
+                verify(self.strategy)
+            except ReplicasDiffer as error:
+                raise ReplicasDiffer(f"{error} {SO_EARLY}") from None
+
+    def compare_replicas(self) -> None:
+        """Before something is written: all ranks hold the same, or `ReplicasDiffer` is raised."""
+        if self.is_on or self.job.verify_every is not None:
+            verify(self.strategy)
+
+    def _reached(self, where: str) -> None:
+        assert self._observer is not None
+        if where != "finish":
+            with self._unseen_if_it_fails():
+                self._observer.reached(where)
+            return
+        self.strategy.step.reached = lambda where: None  # a bad step is looked at again after this
+        own, self._read = {**self._read, **self._observer.found}, {}
+        found = list(told_alike(own, self.strategy.comm.gather_texts).values())
+        if self.job.bitwise and found:
+            raise RequestError(
+                asked="--bitwise",
+                found="; ".join(found),
+                why="equal bits on any number of ranks need passes that leave nothing behind, and "
+                "random numbers that belong to a shard",
+                do="keep it out of the passes (a callback comes after each step; torch's own "
+                "generator and the `random` of augment are keyed), or drop --bitwise",
+            )
+        self._tell(self._at, found)
+
+    def _tell(self, step: int, found: list[str], unseen: str = "") -> None:
+        """Say what is new; the same on all ranks."""
+        known = self.testimony
+        new = [text for text in found if text not in known.found]
+        known.found += new
+        if unseen and unseen not in known.unseen:
+            known.unseen.append(unseen)
+        elif not new:
+            return
+        if self.strategy.comm.rank == 0:
+            self.report("witness", step=step, found=new, unseen=[unseen] if unseen else [])
+        if new and self.job.witness == "stop":
+            raise FollowsRanks(
+                f"the result follows the number of ranks: {'; '.join(new)}. Mend the task, or let "
+                "it train all the same with --witness warn."
+            )
+
+    # --- a shard computed again -------------------------------------------------------------
+
+    def _look_again(self, batch: Batch, batches: GlobalBatches) -> None:
+        """Compute a shard again, and compare; every rank calls this."""
+        if self.testimony.found:
+            self._tell(batch.index, [], NOT_AGAIN)
+            return
+        comm, turn = self.strategy.comm, batch.index // WITNESS_EVERY
+        own = Offer.of(batch, turn)
+        offers = comm.gather_texts("" if own is None else own.to_text())
+        if not any(offers):
+            return  # a stream has ended
+        recomputing = Recomputing(self.strategy.step, batch, self.job.precision)
+        known = tuple(map(Offer.from_text, offers))
+        look = SecondLook(self.strategy, batch, batches, recomputing, turn, known)
+        roots = self._roots()
+        if not self._reads_elsewhere(batches):
+            roots += self._roots_of_data(batches)[:1]
+        told = json.dumps(look.run(comm.rank, roots))
+        answers = [json.loads(text) for text in comm.gather_texts(told)]
+        owner = answers[look.owner]
+        helper = answers[look.helper] if look.helper != look.owner else {}
+        text = owner.get("differs", "")
+        if not text and owner.get("sketch") and helper.get("sketch"):
+            text = recomputing.sketches_differ(
+                look.chosen.shard, owner["sketch"], helper["sketch"], self.job.bitwise
+            )
+        unseen = owner.get("unseen") or helper.get("unseen") or ""
+        self._tell(batch.index, [f"step {batch.index}: {text}"] if text else [], unseen)
