@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.training.best import Best
+from allranks.training.evaluation_plan import Best
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,7 @@ from allranks.tensorflow.trainer import Trainer
 from allranks.training.callback import Callback
 from allranks.training.failure import exit_code_of, failure_of
 from allranks.training.keras_task import Task
-from allranks.training.logs import Logs, check_logs, open_logs
-from allranks.training.metrics_file import open_metrics, row_of
+from allranks.training.logs import Logs, check_logs, open_logs, open_metrics, row_of
 from allranks.training.progress import StepResult
 from allranks.training.task_fields import shape_of, task_of
 

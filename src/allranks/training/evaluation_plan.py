@@ -6,12 +6,13 @@ train apart each judge their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from allranks.errors import RequestError, nearest
 from allranks.job.job import Job
-from allranks.training.best import Best
 from allranks.training.progress import Progress
 from allranks.training.schedules import Plateau, PlateauState
 
@@ -104,3 +105,38 @@ def check_metrics(job: Job, names: Iterable[str], plateau: Plateau | None = None
                 why="what is judged by is what eval_data() and metrics() of the task give",
                 do=nearest(metric, names),
             )
+
+
+@dataclass
+class Best:
+    """`rule` is "max:METRIC" or "min:METRIC"; `in_vain` counts values in a row that are no better.
+
+    A value that is not there, or not a number, is never better.
+    """
+
+    rule: str
+    value: float | None = None
+    in_vain: int = 0
+
+    @property
+    def metric(self) -> str:
+        return self.rule.partition(":")[2]
+
+    def take(self, metrics: Mapping[str, float]) -> bool:
+        """Take in the next evaluation; returns whether it is the best so far."""
+        value = metrics.get(self.metric, math.nan)
+        sign = -1 if self.rule.startswith("min:") else 1
+        better = not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
+        self.in_vain = 0 if better else self.in_vain + 1
+        if better:
+            self.value = value
+        return better
+
+    def state(self) -> dict[str, Any]:
+        """What later decisions depend on, as plain values."""
+        return {"rule": self.rule, "value": self.value, "in_vain": self.in_vain}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` returned, if it is of the same rule."""
+        if state["rule"] == self.rule:
+            self.value, self.in_vain = state["value"], int(state["in_vain"])
