@@ -28,9 +28,9 @@ from allranks.programs.digits_keras import DigitsKeras
 from allranks.programs.mnist import Mnist
 from allranks.programs.mnist_keras import MnistKeras
 from allranks.strategies.shards import even_sizes
+from allranks.tensorflow import Task
 from allranks.torch import Trainer
 from allranks.torch.model.digest import weights_sha256
-from allranks.training.keras_task import Task
 from allranks.training.order import Order
 from contract_tasks import made
 

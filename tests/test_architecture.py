@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,41 +15,19 @@ from allranks.catalog import VERBS
 SOURCE = Path(__file__).parent.parent / "src" / "allranks"
 
 FLOORS = [
-    {"", "errors", "units", "card", "choice", "fields", "roles", "shards", "tree"},
-    {
-        "job",
-        "config",
-        "cards",
-        "catalog",
-        "loaded",
-        "world",
-        "record",
-        "order",
-        "schedules",
-        "pulse",
-        "testing",
-        "resume",
-        "job_file",
-        "job_limits",
-        "loss_scale",
-        "best",
-        "room",
-    }
-    | {"tensor_file", "manifest", "checkpoint_folder", "checkpoint_tensors", "export", "placement"}
-    | {"allocation", "hostfile", "launchers"}
-    | {"engines", "tensorflow_cards", "card_bytes"}
-    | {"topology", "variables", "torchrun", "command", "meeting", "network"},
-    {"places", "sites"},
-    {"launch"},
-    {"training"},
-    {"on_torch", "on_tf", "programs", "readers", "models"},
-    {"check"},
-    {"cli", "from_python"},
+    {"", "errors", "catalog"},
+    {"strategies", "checkpoint"},
+    {"job"},
+    {"launcher", "training"},
+    {"torch", "tensorflow", "tools", "on_torch", "on_tf"},
+    {"programs", "cli"},
 ]
-WORDS_MAY_IMPORT = set(sys.stdlib_module_names) | {"allranks"}
+MOST_ROOMS, MOST_FILES_IN_A_ROOM = 16, 16
 FRAMEWORKS = {"torch", "tensorflow", "jax", "numpy", "sklearn", "safetensors"}
-HAS_A_FRAMEWORK = {"on_torch", "programs", "models"}
-HAS_TENSORFLOW = {"on_tf", "programs"}
+PURE = {"", "errors", "catalog", "strategies", "job"}
+PLAIN = set(sys.stdlib_module_names) | {"allranks"}
+HAS_TORCH = {"torch", "programs"}
+HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -88,18 +67,16 @@ def test_imports_point_down_and_stand_at_the_top(path: Path) -> None:
         if module.startswith("allranks"):
             assert floor_of(module) <= floor_of(name), f"{name} imports {module}, above it"
         root = module.partition(".")[0]
-        if floor_of(name) == 0:
-            assert root in WORDS_MAY_IMPORT, f"{name} is a word, and imports {module}"
+        if part_of(name) in PURE:
+            assert root in PLAIN, f"{name} knows the standard library only, and imports {module}"
         if root == "torch":
-            assert part_of(name) in HAS_A_FRAMEWORK, f"{name} imports {module}"
+            assert part_of(name) in HAS_TORCH, f"{name} imports {module}"
         if root in ("tensorflow", "keras"):
             assert part_of(name) in HAS_TENSORFLOW, f"{name} imports {module}"
-        if part_of(name) == "on_tf":
-            assert part_of(module) != "on_torch", f"{name} imports {module}: engines are apart"
-        if part_of(name) == "on_torch" and part_of(module) == "on_tf":
-            assert module == "allranks.training.keras_task", (
-                f"{name} imports {module}: engines are apart"
-            )
+        engines = {"torch", "tensorflow"}
+        if part_of(name) in engines:
+            others = engines - {part_of(name)}
+            assert part_of(module) not in others, f"{name} imports {module}: engines are apart"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -151,3 +128,11 @@ def test_files_and_functions_stay_short() -> None:
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno is not None
                 assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name}"
+
+
+def test_the_house_has_few_rooms_and_none_is_crowded() -> None:
+    top = {name for name in (part_of(name_of(path)) for path in MODULES) if name}
+    assert len(top) <= MOST_ROOMS, sorted(top)
+    rooms = Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    crowded = {str(room): count for room, count in rooms.items() if count > MOST_FILES_IN_A_ROOM}
+    assert not crowded, crowded

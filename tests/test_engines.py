@@ -12,7 +12,7 @@ from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.engines import check_installed, engine_of
 
-KERAS = "from allranks.training.keras_task import Task\n"
+KERAS = "from allranks.tensorflow import Task\n"
 TORCH = "from allranks.torch import Task\n"
 WITHOUT = """
 import importlib.abc, sys
@@ -42,10 +42,10 @@ main()
         ("", "ddp", KERAS, "torch"),
         ("", "mirrored", KERAS, "tensorflow"),
         ("torch", "", KERAS, "torch"),
-        ("torch", "single", "import allranks.training.keras_task\n", "torch"),
-        ("", "", "from allranks import on_tf\n", "tensorflow"),
+        ("torch", "single", "import allranks.tensorflow\n", "torch"),
+        ("", "", "from allranks import tensorflow\n", "tensorflow"),
         ("", "", "def broken(:\n", "torch"),
-        ("", "", "# from allranks.training.keras_task import Task\n", "torch"),
+        ("", "", "# from allranks.tensorflow import Task\n", "torch"),
     ],
 )
 def test_who_decides(asked: str, strategy: str, text: str, wanted: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from allranks.training.keras_task import Task
+from allranks.tensorflow import Task
 
 
 @dataclass(kw_only=True)

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from allranks.job.job import Job
+from allranks.tensorflow import Task
 from allranks.tensorflow.trainer import Trainer
-from allranks.training.keras_task import Task
 
 SAMPLES, TOKENS, STEPS = 24, 5, 3
 

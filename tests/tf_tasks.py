@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from allranks.programs.digits_keras import DigitsKeras
-from allranks.training.keras_task import Task
+from allranks.tensorflow import Task
 
 SAMPLES = 101  # by 24: four batches and an uneven one of 5, which leaves three shards empty
 

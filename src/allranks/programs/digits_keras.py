@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from allranks.programs.digits_data import TRAINING, digits
 from allranks.programs.keras_starts import adamw, batch_norm, convolution, linear
-from allranks.training.keras_task import Task
+from allranks.tensorflow import Task
 
 Labelled = tuple[NDArray[np.float32], NDArray[np.int64]]
 
