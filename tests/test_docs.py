@@ -142,7 +142,7 @@ def run(
         wanted = "torch" if WARM["torch"] in modules else "tensorflow"
         return contextlib.nullcontext(servers.get(wanted, servers["torch"]))
 
-    for module in ("launch.start", "launch.exporting", "check.scratch"):
+    for module in ("launcher.start", "tools.keras_export", "tools.check.scratch"):
         monkeypatch.setattr(f"allranks.{module}.ForkServer", warm)
 
     def allranks(words: list[str]) -> Done:

@@ -40,7 +40,7 @@ def test_a_training_on_hosts_has_the_bits_of_one_rank(
     one = run_job(resolve("digits", flags), server)
     assert summary["weights_sha256"] == one.summary["weights_sha256"]
     assert not any(
-        "allranks.launch" in command
+        "allranks.launcher" in command
         for name in ("n1", "n2")
         for command in hosts.processes_on(name).values()
     )

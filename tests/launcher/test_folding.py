@@ -10,9 +10,9 @@ from allranks.launcher.folding import folded
 OURS = Path(allranks.__file__).parent
 TORCH = "/venv/lib/python3.11/site-packages/torch/nn"
 WHOLE = f"""Traceback (most recent call last):
-  File "{OURS}/on_torch/worker.py", line 76, in main
+  File "{OURS}/torch/worker.py", line 76, in main
     run.train()
-  File "{OURS}/on_torch/trainer.py", line 148, in step
+  File "{OURS}/torch/trainer.py", line 148, in step
     self.x()
     ~~~~~~^^
   File "/home/me/allranks/mytask.py", line 14, in loss
@@ -37,5 +37,5 @@ def test_frames_that_are_not_the_users_are_counted() -> None:
 
 
 def test_without_a_line_of_the_user_all_of_it_is_shown() -> None:
-    text = WHOLE.replace("/home/me/allranks/mytask.py", f"{OURS}/on_torch/step.py")
+    text = WHOLE.replace("/home/me/allranks/mytask.py", f"{OURS}/torch/step/step.py")
     assert folded(text) == text

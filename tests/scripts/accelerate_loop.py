@@ -3,6 +3,7 @@
 import socket
 
 import torch
+import torch.distributed.nn.functional  # it keeps a group that is there when it is imported
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -10,6 +10,7 @@ from datetime import datetime
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # it keeps a group that is there when it is imported
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

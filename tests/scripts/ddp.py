@@ -5,6 +5,7 @@ import socket
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # it keeps a group that is there when it is imported
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

@@ -4,6 +4,7 @@ import socket
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # it keeps a group that is there when it is imported
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -10,6 +10,7 @@ import socket
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # it keeps a group that is there when it is imported
 import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader, Dataset

@@ -5,6 +5,7 @@ import socket
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # it keeps a group that is there when it is imported
 
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 size = int(os.environ["OMPI_COMM_WORLD_SIZE"])

@@ -77,5 +77,8 @@ def _is_known(file: str) -> bool:
     return file.startswith(_KNOWN) or any(f"{os.sep}{part}{os.sep}" in file for part in INSTALLED)
 
 
-_FOLDERS = (Path(__file__).parent, *(Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib")))
+_FOLDERS = (
+    Path(__file__).parents[1],
+    *(Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib")),
+)
 _KNOWN = tuple(f"{path}{os.sep}" for folder in _FOLDERS for path in (folder, folder.resolve()))

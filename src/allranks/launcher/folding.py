@@ -53,4 +53,4 @@ def _owner_of(file: str) -> str:
     return "allranks" if file.startswith(_HERE) else USER
 
 
-_HERE = __file__.rpartition("/launch/")[0] + "/"
+_HERE = __file__.rpartition("/launcher/")[0] + "/"

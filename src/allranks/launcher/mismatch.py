@@ -12,7 +12,7 @@ from collections.abc import Mapping
 MISMATCH = re.compile(r"collective mismatch|doesn't match expected size")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.M)
-_OURS = __file__.rpartition("/launch/")[0] + "/"
+_OURS = __file__.rpartition("/launcher/")[0] + "/"
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
 
 

@@ -115,7 +115,7 @@ def digest_of(program: str) -> str | None:
 
 def _digest_of_source() -> str:
     """One digest of all files of this package."""
-    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

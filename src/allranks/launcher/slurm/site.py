@@ -115,7 +115,7 @@ class Site:
 
 def bundled_names() -> list[str]:
     """The sites that ship with the package, the template among them."""
-    folder = resources.files("allranks.sites") / "data"
+    folder = resources.files("allranks.launcher.slurm") / "data"
     return sorted(Path(f.name).stem for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
@@ -129,7 +129,7 @@ def bundled_text(name: str) -> str:
             do=f"{nearest(name, bundled_names())}; or give a .toml file of your own: "
             "see `allranks cluster show template` and `allranks cluster discover`",
         )
-    return (resources.files("allranks.sites") / "data" / f"{name}.toml").read_text("utf-8")
+    return (resources.files("allranks.launcher.slurm") / "data" / f"{name}.toml").read_text("utf-8")
 
 
 def load_site(name_or_path: str) -> Site:
