@@ -7,13 +7,18 @@ TORCHES := 2.11.0 2.14.1
 CORE := tests/test_every_strategy.py $(addprefix tests/on_torch/test_,step.py single.py layers.py \
 	precision.py state.py changes.py leaving.py machine.py replicas.py checkpoint_save.py)
 
-.PHONY: demo test test-cluster test-mutants test-torch check docs
+.PHONY: demo test test-full test-cluster test-mutants test-torch check docs
 
 demo: $(READY)
 	$(BIN)/allranks train digits --ranks 2
 
-test: check $(SCRIPTS)
-	$(BIN)/pytest
+# What holds every promise once, in minutes; needs torch alone.
+test: check $(READY)
+	$(BIN)/pytest -n 2 --tier quick
+
+# The rest: TensorFlow, scripts of every framework, products, ordeals, every page of docs/.
+test-full: $(SCRIPTS)
+	$(BIN)/pytest -n 2 --tier slow
 
 # On a real Slurm, which is installed with apt-get where there is none; as root.
 test-cluster: $(SCRIPTS)

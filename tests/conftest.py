@@ -5,7 +5,7 @@ file or setting of torch that is there after a test and was not before fails tha
 
 There are two tiers. `pytest` runs every test, but of large products a part in which every pair of
 values comes together (`tiers.py`: the markers `thinned` and `cases`), of ordeals a smaller number
-(the fixture `full`), and of made-up input fewer examples. `pytest --full` runs all of it. No test
+(the fixture `exhaustive`), and of made-up input fewer examples. `pytest --exhaustive` runs all of it. No test
 is skipped in either.
 
 No bound in a test is a promise: machines that test are slow and loaded, and a wait only has to end.
@@ -46,7 +46,7 @@ from allranks.launcher.processes.process import Process
 from allranks.launcher.start import Result, run_job
 from allranks.launcher.supervisor import Ended, supervise
 from launch_host import Host
-from tiers import MARKERS, parametrize
+from tiers import MARKERS, TIERS, parametrize, slow_ones
 
 ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # so that ranks can import test workers
@@ -70,28 +70,40 @@ ON_ITS_WAY_OUT_S = 10.0  # a thread of torch's queues ends a moment after its lo
 # no test fails for being slow, none leaves a file
 hypothesis.settings.register_profile("allranks", deadline=None, database=None)
 hypothesis.settings.register_profile(
-    "full", hypothesis.settings.get_profile("allranks"), max_examples=400
+    "exhaustive", hypothesis.settings.get_profile("allranks"), max_examples=400
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="whole products, ordeals, and examples")
+    parser.addoption("--tier", choices=TIERS, help="`make test` is quick, `make test-full` slow")
+    parser.addoption(
+        "--exhaustive", action="store_true", help="whole products, ordeals, and examples"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
-    hypothesis.settings.load_profile("full" if config.getoption("full") else "allranks")
+    hypothesis.settings.load_profile("exhaustive" if config.getoption("exhaustive") else "allranks")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    parametrize(metafunc, bool(metafunc.config.getoption("full")))
+    parametrize(metafunc, bool(metafunc.config.getoption("exhaustive")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier = config.getoption("tier")
+    if tier is not None:
+        slow = slow_ones(items)
+        left_out = [item for item in items if (item in slow) == (tier == "quick")]
+        items[:] = [item for item in items if (item in slow) == (tier == "slow")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")
-def full(pytestconfig: pytest.Config) -> bool:
+def exhaustive(pytestconfig: pytest.Config) -> bool:
     """Whether the ordeals (launches disturbed, ranks killed) are to be run in their whole number."""
-    return bool(pytestconfig.getoption("full"))
+    return bool(pytestconfig.getoption("exhaustive"))
 
 
 @pytest.fixture(scope="session")
@@ -222,7 +234,10 @@ def _sockets() -> set[str]:
 
 def _shared_memory(ours: set[int]) -> set[str]:
     """The names in /dev/shm, without those of living processes that are none of ours."""
-    names = {name: re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm")}
+    found = set(os.listdir("/dev/shm"))
+    if "PYTEST_XDIST_WORKER" in os.environ:  # names of semaphores do not say whose they are
+        found = {name for name in found if not name.startswith("sem.")}
+    names = {name: re.match(r"torch_(\d+)_", name) for name in found}
     return {
         name
         for name, torchs in names.items()

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 SCRIPTS_FOLDER = Path(__file__).parent / "scripts"
 SAID = re.compile(
@@ -46,6 +50,9 @@ class Script:
         return (*roles, *self.options, "--", sys.executable, str(self.path), *self.arguments)
 
 
+QUICK = "ddp", "local_rank_argument"
+"""Those that `make test` runs: they need torch alone."""
+
 SCRIPTS = (
     Script("ddp"),
     Script("convnet_torchrun"),
@@ -75,6 +82,14 @@ SCRIPTS = (
         on_torch=False,
     ),
 )
+
+
+def params(scripts: Iterable[Script]) -> list[Any]:
+    """Each as a parameter of a test: all but a few are slow."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(one, id=one.name, marks=() if one.name in QUICK else slow) for one in scripts
+    ]
 
 
 def check_output(script: Script, output: str, hosts: dict[int, str]) -> None:

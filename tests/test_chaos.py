@@ -24,6 +24,8 @@ from allranks.job.run_folder import rank_events_path, read_events, read_rows
 from allranks.launcher.processes.linux import state_of
 from launch_host import Host, Launch, until
 
+pytestmark = pytest.mark.slow
+
 KILL, TERM, INT, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP
 VICTIMS = ("rank", "worker", "server", "supervisor", "nobody")
 STEPS = 24
@@ -114,10 +116,10 @@ def scratch() -> list[Path]:
 
 
 @pytest.mark.timeout(7200)
-def test_launches_that_are_disturbed(host: Host, tmp_path: Path, full: bool) -> None:
+def test_launches_that_are_disturbed(host: Host, tmp_path: Path, exhaustive: bool) -> None:
     """The exit code is one of those that the act allows, and nothing is left: no process with its
     mark (so no socket), no shared memory, no folder; what ended well has the expected weights."""
-    first, launches = SEEDS if SEEDS else (0, 300 if full else 8)
+    first, launches = SEEDS if SEEDS else (0, 300 if exhaustive else 8)
     names = left_in_shared_memory()
     (tmp_path / "calm").mkdir()
     begun = time.monotonic()
@@ -155,10 +157,12 @@ def test_launches_that_are_disturbed(host: Host, tmp_path: Path, full: bool) -> 
 
 
 @pytest.mark.timeout(3600)
-def test_one_run_whose_ranks_are_killed_on_and_on(host: Host, tmp_path: Path, full: bool) -> None:
+def test_one_run_whose_ranks_are_killed_on_and_on(
+    host: Host, tmp_path: Path, exhaustive: bool
+) -> None:
     """`kill -9` of a random rank at a random moment, again and again; it ends by itself, with the
     weights of an undisturbed run. One kill in ten comes while the ranks are starting."""
-    kills, chance = (100 if full else 6), random.Random(4)
+    kills, chance = (100 if exhaustive else 6), random.Random(4)
     job = (
         *("train", "bad_tasks:Good", "--bitwise", "--json", "--steps", str(60 * kills)),
         *("--ranks", "4", "--run-dir", "run"),

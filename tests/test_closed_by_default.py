@@ -594,7 +594,7 @@ def left_in(sandbox: Path) -> list[Path]:
     return [path for path in sandbox.rglob("*") if path.name not in "abc"]
 
 
-EXAMPLES = settings.default.max_examples  # 100, and 400 under --full
+EXAMPLES = settings.default.max_examples  # 100, and 400 under --exhaustive
 UNHURRIED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 

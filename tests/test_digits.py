@@ -9,18 +9,21 @@ from safetensors.numpy import load_file
 from conftest import Train
 
 
-@pytest.mark.cases("ranks", [1, 3, 8], full=[2, 4])
+@pytest.mark.slow(but=1)
+@pytest.mark.cases("ranks", [1, 3, 8], exhaustive=[2, 4])
 def test_every_number_of_ranks_learns_to_read(ranks: int, train: Train) -> None:
     summary = train("digits", ranks=ranks).summary
     assert summary["eval"]["accuracy"] >= 0.97
     assert summary["world_size"] == ranks
 
 
-def test_in_float64_all_numbers_of_ranks_agree_after_50_steps(train: Train, full: bool) -> None:
+def test_in_float64_all_numbers_of_ranks_agree_after_50_steps(
+    train: Train, exhaustive: bool
+) -> None:
     """The uneven last batch, BatchNorm and dropout included; evaluation is exactly the same."""
     one = train("digits", precision="fp64", steps=50)
     weights = load_file(one.run_dir / "weights.safetensors")
-    for ranks in (2, 3, 4, 8) if full else (3, 8):
+    for ranks in (2, 3, 4, 8) if exhaustive else (3, 8):
         many = train("digits", precision="fp64", steps=50, ranks=ranks)
         assert many.summary["eval"]["accuracy"] == one.summary["eval"]["accuracy"]
         assert many.summary["eval"]["loss"] == pytest.approx(one.summary["eval"]["loss"], rel=1e-10)
@@ -29,7 +32,7 @@ def test_in_float64_all_numbers_of_ranks_agree_after_50_steps(train: Train, full
             assert error <= 1e-10 * np.linalg.norm(weights[name].astype(np.float64)), name
 
 
-def test_bitwise_gives_equal_bits_on_1_to_8_ranks(train: Train, full: bool) -> None:
+def test_bitwise_gives_equal_bits_on_1_to_8_ranks(train: Train, exhaustive: bool) -> None:
     """Dropout, BatchNorm, clipping; accumulation, because fewer ranks run more shards each."""
 
     def outcome(ranks: int) -> tuple[object, ...]:
@@ -37,10 +40,11 @@ def test_bitwise_gives_equal_bits_on_1_to_8_ranks(train: Train, full: bool) -> N
         return found["weights_sha256"], found["train_loss"], found["eval"]
 
     one = outcome(1)
-    for ranks in range(2, 9) if full else (2, 3, 7, 8):
+    for ranks in range(2, 9) if exhaustive else (2, 3, 7, 8):
         assert outcome(ranks) == one, ranks
 
 
+@pytest.mark.slow
 def test_bitwise_with_messages_that_go_in_chunks(train: Train) -> None:
     """Above 2 MiB ranks exchange chunks instead of pairing up; the bits are the same."""
     digests = {
@@ -52,6 +56,7 @@ def test_bitwise_with_messages_that_go_in_chunks(train: Train) -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.slow
 def test_bitwise_with_parts_of_shards_as_micro_batches(train: Train) -> None:
     """Without batch statistics a shard may be cut, and the bits still do not know the ranks."""
     digests = set()
@@ -65,6 +70,7 @@ def test_bitwise_with_parts_of_shards_as_micro_batches(train: Train) -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.slow
 def test_a_micro_batch_does_not_change_the_result(train: Train) -> None:
     """F2: accumulation keeps the global batch. In float64, whole shards and parts of shards."""
     for task, limits in (("Images", (3, 7)), ("Words", (1, 2, 5)), ("Pairs", (3, 4))):

@@ -54,6 +54,7 @@ ELSEWHERE = "github.com", "arxiv.org"
 TERMINAL = ROOT / "docs" / "terminal.svg"
 CONSTRAINTS = ROOT / "constraints.txt"
 WITH_TENSORFLOW = "docs/tensorflow.md"
+FIRST = "README.md", "docs/tour.md"  # what a newcomer types is in the first tier of the tests
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def sections(with_tensorflow: bool) -> Iterator[Any]:
                 block.language == "sh" for block in blocks_of(section)
             ):
                 title = section.partition("\n")[0].removeprefix("# ")
-                yield pytest.param(document, section, id=f"{document}: {title}")
+                marks = () if document in FIRST else (pytest.mark.slow,)
+                yield pytest.param(document, section, id=f"{document}: {title}", marks=marks)
 
 
 def output_pattern(block: str) -> re.Pattern[str]:
@@ -249,6 +251,7 @@ def assert_same(begin: str, results: list[Done]) -> None:
         assert all(len(lines) == 1 and lines == printed[0] for lines in printed), printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("document", "section"), [*sections(with_tensorflow=True)])
 def test_what_a_section_with_tensorflow_shows_is_true(
     document: str,
@@ -317,6 +320,7 @@ def test_the_pictures_load_nothing() -> None:
         assert not re.search(r"https?:|@import|@font-face|href|<script", text), picture
 
 
+@pytest.mark.slow
 def test_the_terminal_shows_what_its_commands_print(run: Run) -> None:
     """But for its numbers, the folder it was made in, and lines that depend on the time."""
     lines: dict[float, str] = {}

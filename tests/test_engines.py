@@ -102,6 +102,7 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_installed("torch", "digits")
 
 
+@pytest.mark.slow
 def test_without_tensorflow_torch_trains_and_keras_is_refused(tmp_path: Path) -> None:
     """In an interpreter that cannot import TensorFlow or Keras."""
 

@@ -14,20 +14,16 @@ from pathlib import Path
 import pytest
 
 from allranks.job.run_folder import read_events
-from script_table import SCRIPTS, SCRIPTS_FOLDER, Script, check_output
+from script_table import SCRIPTS, SCRIPTS_FOLDER, Script, check_output, params
 
 COMMAND = (sys.executable, "-m", "allranks.cli.main", "run", "--show", "all", "--json")
-
-
-def name_of(script: Script) -> str:
-    return script.name
 
 
 def test_the_table_holds_every_script() -> None:
     assert {script.path for script in SCRIPTS} == set(SCRIPTS_FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+@pytest.mark.parametrize("script", params(SCRIPTS))
 def test_a_script_runs_unchanged(script: Script, tmp_path: Path) -> None:
     ranks = ("--ranks", str(script.processes))
     done = subprocess.run(
@@ -51,6 +47,7 @@ def test_the_other_spelling_of_the_local_rank_in_torchruns_words(tmp_path: Path)
     check_output(script, done.stdout, dict.fromkeys(range(2), socket.gethostname()))
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_do_not_meet(tmp_path: Path) -> None:
     """Two of the same script at the same time: each has its own world, and its own ports."""
     script = next(one for one in SCRIPTS if one.name == "ddp")
@@ -72,6 +69,7 @@ def test_two_jobs_at_once_do_not_meet(tmp_path: Path) -> None:
     assert len(set(ports)) == 6
 
 
+@pytest.mark.slow
 def test_a_warm_script_learns_the_same(tmp_path: Path) -> None:
     """The fork of a server that has imported torch: the same losses as in a process of its own."""
     script = next(one for one in SCRIPTS if one.name == "mpi_style")

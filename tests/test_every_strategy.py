@@ -87,6 +87,7 @@ def takes(strategy: str, ranks: int, *_: str) -> bool:
     return ranks == 1 or CARDS[strategy.partition(":")[0]].many_ranks
 
 
+@pytest.mark.slow(but=18)
 @pytest.mark.thinned(2, ("strategy", EXACT), ("ranks", RANKS), ("task", TASKS), where=takes)
 def test_exact(
     strategy: str, ranks: int, task: str, train: Train, references: dict[str, Any]
@@ -107,7 +108,7 @@ def test_exact(
         assert sent <= found["card_bytes_per_step"] + (padding if "tree" in strategy else 1)
 
 
-@pytest.mark.cases("ranks", [1, 3, 8], full=[2, 4])
+@pytest.mark.cases("ranks", [1, 3, 8], exhaustive=[2, 4])
 def test_independent_equals_separate_trainings(
     ranks: int, on_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -141,6 +142,7 @@ def plain_training(ranks: int, rank: int) -> Weights:
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.thinned(
     2,
     ("strategy", [s for settings in SETTINGS.values() for s in settings]),

@@ -79,6 +79,7 @@ def difference(one: Result, other: Result) -> float:
 # --- equal bits on any number of ranks ----------------------------------------------------------
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.thinned(1, ("first,second", PAIRS), ("k", [MIDDLE, END]))
 def test_images(first: int, second: int, k: int, train: Train, whole: Whole) -> None:
     """BatchNorm, dropout, clipping, an uneven last batch, AdamW."""
@@ -91,6 +92,7 @@ def test_images(first: int, second: int, k: int, train: Train, whole: Whole) -> 
     assert resumed_event(found.run_dir)["ranks_were"] == first
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.cases(
     ("task", "settings", "first", "second", "k", "flags"),
     [
@@ -103,7 +105,7 @@ def test_images(first: int, second: int, k: int, train: Train, whole: Whole) -> 
         ("resume_tasks:Grouped", (), 2, 3, MIDDLE, {}),
         ("resume_tasks:Scheduled", (), 3, 2, MIDDLE, {}),
     ],
-    full=[
+    exhaustive=[
         ("contract_tasks:Words", (), 4, 3, MIDDLE, {}),
         ("contract_tasks:Uneven", ("epochs=100",), 4, 3, MIDDLE, {}),
         ("contract_tasks:Pictures", (), 1, 4, END, {}),
@@ -127,6 +129,7 @@ def test_every_kind_of_task(
     assert_same(found, wanted, resumed_from=k)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.thinned(
     1, ("task", ["contract_tasks:Images", "contract_tasks:Uneven"]), ("left", [1, 7])
 )
@@ -144,7 +147,7 @@ def test_the_epochs_end_where_they_would_have(
     assert rows(again) == rows(wanted)
 
 
-@pytest.mark.cases(("first", "second"), [(4, 3)], full=[(1, 2)])
+@pytest.mark.cases(("first", "second"), [(4, 3)], exhaustive=[(1, 2)])
 def test_a_rank_is_killed_and_the_job_goes_on(
     first: int, second: int, train: Train, whole: Whole, tmp_path: Path
 ) -> None:
@@ -158,6 +161,7 @@ def test_a_rank_is_killed_and_the_job_goes_on(
     assert_same(found, wanted, resumed_from=6)
 
 
+@pytest.mark.slow
 def test_many_stops(train: Train, whole: Whole) -> None:
     """A checkpoint of a checkpoint of a checkpoint, each on other ranks."""
     wanted = whole("contract_tasks:Images", ranks=1, bitwise=True, steps=6)
@@ -185,6 +189,7 @@ def test_other_loader_workers_and_other_checkpoints_change_no_bit(
 # --- across skipped steps -------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("bad", [1, 4])  # before the stop and after it
 def test_a_skipped_step_moves_the_data_and_not_the_schedule(bad: int, train: Train) -> None:
     flags: dict[str, Any] = {"on_bad_step": "skip", "inject": f"nan@step={bad},attempt=-1"}
@@ -213,6 +218,7 @@ def test_what_is_usual_for_a_gradient_is_not_forgotten(train: Train) -> None:
 # --- without bitwise ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.thinned(
     1,
     (
@@ -240,6 +246,7 @@ def test_other_ranks_and_other_strategies_in_fp64(
     assert found.summary["steps"] == 2 * MIDDLE
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.cases(
     ("task", "ranks", "flags"),
     [
@@ -250,19 +257,19 @@ def test_other_ranks_and_other_strategies_in_fp64(
         ("contract_tasks:Words", 2, {"micro_batch": 3, "strategy": "ddp-plain"}),
         ("resume_tasks:Restless", 2, {"strategy": "independent"}),
     ],
-    full=[
+    exhaustive=[
         ("contract_tasks:Pairs", 2, {}),
         ("resume_tasks:Restless", 1, {}),
         ("contract_tasks:Plain", 3, {"strategy": "independent"}),
     ],
 )
 def test_on_as_many_ranks_the_very_same_bits(
-    task: str, ranks: int, flags: dict[str, Any], train: Train, whole: Whole, full: bool
+    task: str, ranks: int, flags: dict[str, Any], train: Train, whole: Whole, exhaustive: bool
 ) -> None:
     """Without bitwise; random numbers of user code in forward, from every generator, go on too."""
     flags = {"ranks": ranks, "threads": 1, **flags}
     wanted = whole(task, steps=2 * MIDDLE, **flags)
-    if full:  # going on shows it too: that the same job gives the same bits
+    if exhaustive:  # going on shows it too: that the same job gives the same bits
         again = train(task, steps=2 * MIDDLE, **flags)
         assert again.summary["weights_sha256"] == wanted.summary["weights_sha256"]
     half = train(task, steps=MIDDLE, checkpoint_every=100, **flags)
@@ -299,6 +306,7 @@ def test_independent_trainings_are_refused_on_other_ranks(train: Train) -> None:
 # --- a loop of one's own ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.thinned(
     1,
     ("worker", ["saved_and_resumed", "state_and_load_state"]),

@@ -39,6 +39,7 @@ def test_every_example_is_in_the_list() -> None:
     assert files and all(f"`{name}`" in listed for name in files if not name.startswith("__"))
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_and_the_same_as_a_task(folder: Path, host: Host) -> None:
     """To the same bits: the loop in one process, the task on two ranks."""
     subprocess.run([sys.executable, "own_loop.py"], cwd=folder, check=True)
@@ -63,6 +64,7 @@ def test_fine_tuning(folder: Path, host: Host) -> None:
     assert not torch.equal(one["head.weight"], two["head.weight"])
 
 
+@pytest.mark.slow
 def test_a_gan_is_its_plain_loop_with_two_optimizers(folder: Path, train: Train) -> None:
     """In float64 on two ranks, beside a loop that knows two Adams; and the points come to the ring."""
     task = find_program(str(folder / "gan.py"), Task)(epochs=1)
@@ -129,6 +131,7 @@ def test_the_area_under_the_curve_is_that_of_the_scores(folder: Path, train: Tra
     assert 0.6 < exact < 0.999 and abs(one.summary["eval"]["auc"] - exact) < 1e-3
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_marked_exported_and_predict(
     folder: Path, train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_a_fault_that_repeats_with_no_step_between_ends_the_job(
     assert len(named(tmp_path / "run", "restart")) == 1, "once it was tried again"
 
 
+@pytest.mark.slow
 def test_a_fault_that_comes_later_each_time_is_tried_again(
     train: Train, tmp_path: Path, undisturbed: str
 ) -> None:
@@ -200,6 +201,7 @@ def test_sys_exit_of_a_program_is_named(train: Train, tmp_path: Path) -> None:
 HUNG_S = 4.0  # a rank of a loaded machine is silent for seconds while it starts
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.thinned(1, ("fault", ["abort", "kill", "exit", "hang", "stop"]), ("rank", [0, 1]))
 def test_whatever_happens_to_a_process_after_it_is_done_the_job_is_done(
     train: Train, tmp_path: Path, undisturbed: str, fault: str, rank: int
@@ -222,13 +224,14 @@ def assert_named_in_time(text: str, path: Path, *, rank: int = 1, at: str) -> No
     assert seconds_to_the_end(path) < HUNG_S + WITHIN_S
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.cases(
     ("inject", "said", "at"),
     [
         ("hang@rank=1,at=evaluate", ["running: computing, or in an endless loop"], "in evaluate"),
         ("slow@rank=1,at=start,seconds=600", ["in `start`", "sleeping"], "in _slow"),
     ],
-    full=[  # `stop` is in `test_after_a_hang_it_is_started_again` too
+    exhaustive=[  # `stop` is in `test_after_a_hang_it_is_started_again` too
         ("stop@rank=1,step=5", ["stopped by a signal"], "in _stop"),
         ("hang@rank=1,step=5", ["running: computing, or in an endless loop"], "in _hang"),
         ("slow@rank=1,step=5,seconds=600", ["sleeping"], "in _slow"),
@@ -246,6 +249,7 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(
     assert whole.startswith("rank 1 (missing): ") and "rank 0: in `exchange`" in whole
 
 
+@pytest.mark.slow
 def test_a_rank_stuck_in_a_save_is_named(train: Train, tmp_path: Path) -> None:
     """All wait in the save; the one at fault stands in the fault, its thread tells."""
     text = failed(
@@ -260,7 +264,8 @@ def test_a_rank_stuck_in_a_save_is_named(train: Train, tmp_path: Path) -> None:
     assert seconds_to_the_end(tmp_path / "run") < HUNG_S + WITHIN_S
 
 
-@pytest.mark.cases("workers", [1], full=[0])
+@pytest.mark.slow
+@pytest.mark.cases("workers", [1], exhaustive=[0])
 def test_a_rank_stuck_in_reading_data_is_named(train: Train, tmp_path: Path, workers: int) -> None:
     with pytest.raises(ProgramError) as error:
         train(
@@ -274,6 +279,7 @@ def test_a_rank_stuck_in_reading_data_is_named(train: Train, tmp_path: Path, wor
     assert ("_try_get_data" if workers else "__getitem__") in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_loop_in_c_that_holds_the_interpreter_is_named(train: Train, tmp_path: Path) -> None:
     with pytest.raises(ProgramError) as error:
         train(
@@ -284,6 +290,7 @@ def test_a_loop_in_c_that_holds_the_interpreter_is_named(train: Train, tmp_path:
     assert "running: computing, or in an endless loop" in str(error.value)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_collective_more_is_told_with_its_rank_and_line(
     train: Train, tmp_path: Path, ranks: int
@@ -305,6 +312,7 @@ def test_a_rank_that_leaves_out_a_collective_is_found(train: Train, tmp_path: Pa
     assert seconds_to_the_end(tmp_path / "run") < HUNG_S + WITHIN_S
 
 
+@pytest.mark.slow
 def test_after_a_hang_it_is_started_again(train: Train, tmp_path: Path, undisturbed: str) -> None:
     # who is asked for its stack goes on for a moment: the steps that are left take longer
     result = run(
@@ -329,6 +337,7 @@ def test_after_a_hang_it_is_started_again(train: Train, tmp_path: Path, undistur
         assert words in restart["report"]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_no_hang(train: Train, tmp_path: Path) -> None:
     """Every step takes a good part of the time-out, the whole longer than it."""
     inject = f"slow@rank=1,seconds={0.3 * HUNG_S}"
@@ -405,6 +414,7 @@ def test_the_kernels_kill_for_want_of_memory_is_told_as_that(
 # --- stragglers -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_straggler_is_told_with_rank_host_and_phase(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +495,7 @@ def _owner_is_dead(name: str) -> bool:
     return number is not None and state_of(int(number[1])) in ("", "Z")
 
 
+@pytest.mark.slow
 def test_a_started_program_that_is_killed_leaves_nothing_either(tmp_path: Path) -> None:
     """The same with everything started, not forked: marks, groups and pipes are the real ones."""
     words = ["train", "failure_tasks:StartsSessions", "--ranks", "2", "--loader-workers", "1"]
@@ -513,6 +524,7 @@ def test_the_death_of_the_fork_server_is_recorded(
     assert "the fork server ended with code -9" in last["report"]
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_somebody_stopped_goes_on(
     launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
@@ -522,6 +534,7 @@ def test_a_fork_server_that_somebody_stopped_goes_on(
     assert going.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_job_that_was_suspended_as_a_whole_is_no_hang(
     launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
@@ -562,6 +575,7 @@ def goes_on(host: Host, folder: Path, *words: str) -> Launch:
     return again
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=lambda n: n.name
 )
@@ -612,6 +626,7 @@ def test_ctrl_c_commits_too_and_is_130(
     assert goes_on(host, tmp_path).summary()["weights_sha256"] == good
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_does_not_wait_for_a_rank_that_hangs(
     launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
@@ -644,6 +659,7 @@ def _ran_s(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_demand_and_training_goes_on(
     launch: Callable[..., Launch], tmp_path: Path, good: str
 ) -> None:
@@ -674,6 +690,7 @@ def test_asked_to_stop_before_anything_is_trained(host: Host, tmp_path: Path, po
     going.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_time_limit_stops_with_a_checkpoint_and_the_rest_is_trained_later(
     host: Host, tmp_path: Path, good: str
 ) -> None:
@@ -685,6 +702,7 @@ def test_a_time_limit_stops_with_a_checkpoint_and_the_rest_is_trained_later(
     assert again.summary()["weights_sha256"] == good
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_is_a_signal_and_no_failure(
     host: Host, tmp_path: Path, good: str
 ) -> None:
@@ -717,6 +735,7 @@ def test_two_jobs_at_once_do_not_disturb_each_other(host: Host, tmp_path: Path, 
         assert going.summary()["weights_sha256"] == good
 
 
+@pytest.mark.slow
 def test_the_same_run_folder_at_once_is_refused_to_the_second(
     launch: Callable[..., Launch], host: Host, tmp_path: Path, good: str
 ) -> None:
@@ -741,9 +760,11 @@ for number in range(10**9):
 """
 
 
-def test_the_job_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path, full: bool) -> None:
+def test_the_job_file_is_whole_whenever_its_writer_is_killed(
+    tmp_path: Path, exhaustive: bool
+) -> None:
     path = tmp_path / "run" / "job.toml"
-    for number in range(8) if full else (0, 3, 7):
+    for number in range(8) if exhaustive else (0, 3, 7):
         command = [sys.executable, "-c", WRITER, str(path.parent)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None and process.stdout.readline() == b"here\n"

@@ -37,6 +37,7 @@ def on_a_small_disk(on_ranks: OnRanks, tmp_path: Path) -> Callable[..., dict[str
     return run
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_kept_elsewhere_and_said(
     on_a_small_disk: Callable[..., dict[str, Any]], train: Train, tmp_path: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_what_does_not_fit_is_kept_elsewhere_and_said(
     assert "metrics.csv" in told["out"]
 
 
+@pytest.mark.slow
 def test_what_can_be_kept_nowhere_is_said_and_the_place_has_failed(
     on_a_small_disk: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_what_keras_would_train_otherwise_is_refused(on_ranks: Callable[..., Any
     on_ranks(1, "keras_tasks:refuse", None)
 
 
+@pytest.mark.slow
 def test_in_float64_keras_layers_compute_in_float64(train: Train) -> None:
     """Else two right runs would differ by the rounding of 32 bits, and BatchNormalization crash."""
     flags: dict[str, Any] = {"threads": 1, "steps": 9, "precision": "fp64"}

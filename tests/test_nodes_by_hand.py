@@ -82,6 +82,7 @@ def listens(host: str, port: int) -> bool:
         return one.connect_ex((host, port)) == 0
 
 
+@pytest.mark.slow
 def test_without_numbers_the_first_that_can_listen_is_node_0(node: Nodes, rendezvous: str) -> None:
     host, _, port = rendezvous.rpartition(":")
     first, deadline = node(-1, *DIGITS), time.monotonic() + WAIT_S
@@ -91,6 +92,7 @@ def test_without_numbers_the_first_that_can_listen_is_node_0(node: Nodes, rendez
     assert [ended(node(-1, *DIGITS))[0], ended(first)[0]] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_stranger_is_refused_and_the_job_goes_on(node: Nodes) -> None:
     head = node(0, *DIGITS)
     stranger = node(1, *DIGITS, key="guessed")
@@ -107,6 +109,7 @@ def test_an_interface_that_is_not_there_is_refused_on_node_0_as_well(node: Nodes
     assert err.count("asked: ") == 1
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_come_is_named(node: Nodes, tmp_path: Path) -> None:
     code, _, err = ended(node(0, *DIGITS, "--join-timeout", "8"))
     assert code == 3
@@ -119,6 +122,7 @@ def test_a_node_without_a_head_says_where_it_looked(node: Nodes, rendezvous: str
     assert code == 3 and f"found nobody at {rendezvous} for 1 s" in err
 
 
+@pytest.mark.slow
 def test_a_run_is_gone_on_with_by_hand(node: Nodes, tmp_path: Path) -> None:
     """Only the head knows the program then: it stands in the run folder."""
     (tmp_path / "own.py").write_text(
@@ -135,6 +139,7 @@ def test_a_run_is_gone_on_with_by_hand(node: Nodes, tmp_path: Path) -> None:
     assert "goes on after step 10" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_ctrl_c_ends_one_that_waits_for_others(
     node: Nodes, number: int, rendezvous: str, tmp_path: Path
@@ -151,6 +156,7 @@ def test_ctrl_c_ends_one_that_waits_for_others(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_signal_to_any_node_stops_the_job_after_a_checkpoint(
     node: Nodes, number: int, tmp_path: Path
@@ -171,6 +177,7 @@ def test_a_signal_to_any_node_stops_the_job_after_a_checkpoint(
     assert stopped["reason"] == "SIGTERM"
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize(
     ("words", "found"),
     [

@@ -103,6 +103,7 @@ def test_a_dry_run_sets_the_ranks_up_and_trains_nothing(server: ForkServer, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_training_records_what_its_ranks_hold(train: Train) -> None:
     run = train(PROGRAM, ranks=2, steps=1, threads=1)
     check_ddp(read_placements(run.run_dir, 2))

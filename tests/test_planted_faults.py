@@ -168,6 +168,7 @@ def check_in_a_copy(
     return code, launch.summary(), launch.err
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, host: Host, tmp_path: Path) -> None:
     fault = FAULTS[name]
@@ -197,6 +198,7 @@ def test_the_engine_as_it_is_has_no_difference(host: Host, tmp_path: Path) -> No
     assert "3 ranks, fp64: 7 steps" in sentences and "not checked: " in sentences
 
 
+@pytest.mark.slow
 @pytest.mark.thinned(1, ("name", list(IN_32_BITS_ONLY)), ("precision", ["fp32", "bf16", "fp16"]))
 def test_the_precision_of_the_job_is_looked_at_as_closely_as_float32(
     name: str, precision: str, host: Host, tmp_path: Path
@@ -212,6 +214,7 @@ def test_the_precision_of_the_job_is_looked_at_as_closely_as_float32(
     assert float(first["size"]) > found["tolerance"], sentences
 
 
+@pytest.mark.slow
 def test_bits_are_looked_at_where_they_are_asked_for(host: Host, tmp_path: Path) -> None:
     planted = FAULTS["one stream for all ranks"]
     options = ("--ranks", "3", "--bitwise", "--steps", "2")

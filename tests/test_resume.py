@@ -147,7 +147,7 @@ def test_from_one_step(train: Train, half: Result, wanted: str) -> None:
     assert found.summary["resumed_from_step"] == 2
 
 
-@pytest.mark.cases("name", ["the best one"], full=["step-00000002"])
+@pytest.mark.cases("name", ["the best one"], exhaustive=["step-00000002"])
 def test_from_a_copy_without_its_run(
     name: str, train: Train, folder: Path, half: Result, wanted: str
 ) -> None:
@@ -207,7 +207,7 @@ def test_epochs_go_before_the_steps_of_the_run(train: Train, half: Result) -> No
 # --- what may be said anew --------------------------------------------------------------------------
 
 
-@pytest.mark.cases("program", ["resume_tasks:Scheduled"], full=[TASK])
+@pytest.mark.cases("program", ["resume_tasks:Scheduled"], exhaustive=[TASK])
 def test_another_rate_takes_effect_and_is_recorded(program: str, train: Train) -> None:
     flags = {"ranks": 2, "checkpoint_every": 1}
     train(program, "lr=0.01", run_dir="run", steps=3, **flags)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from allranks.launcher.processes.ports import Reservation
-from script_table import SCRIPTS, Script, check_output
+from script_table import SCRIPTS, Script, check_output, params
 
 RUN = (sys.executable, "-m", "allranks.cli.main", "run")
 ON_TWO = ("--nodes", "2", "--place", "simulated:link=1gbit", "--show", "all", "--json")
@@ -26,7 +26,7 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RUN, *words], capture_output=True, text=True, cwd=cwd, check=False)
 
 
-@pytest.mark.parametrize("script", SEVERAL, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", params(SEVERAL))
 def test_a_script_runs_unchanged_on_two_nodes(script: Script, tmp_path: Path) -> None:
     done = run(*ON_TWO, "--ranks", str(script.processes), *script.words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,6 +49,7 @@ def test_the_first_to_fail_is_named_with_its_host(tmp_path: Path) -> None:
     assert "stopped because of it: rank 0, 1, 2" in done.stderr
 
 
+@pytest.mark.slow
 def test_nodes_by_hand_in_the_words_of_torchrun(tmp_path: Path) -> None:
     """Without numbers, as torchrun's c10d nodes are started; the stranger has another id."""
     (tmp_path / "where.py").write_text(

@@ -106,6 +106,7 @@ def test_the_first_fault_names_its_host(train_on: Callable[..., Result]) -> None
     assert "Traceback" in str(failed.value) and "stopped because of it: rank 0" in str(failed.value)
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_node_that_hangs_is_named_with_its_stack(
     train_on: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_bad_request_leaves_nothing_on_nodes_either(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "node", "ranks"), [("cut", 1, "2, 3"), ("kill-node", 0, "0, 1")])
 def test_without_a_node_the_job_goes_on_with_what_is_left(
     fault: str, node: int, ranks: str, on_one_rank: str, tmp_path: Path
@@ -148,6 +150,7 @@ def test_without_a_node_the_job_goes_on_with_what_is_left(
     assert f"with rank {ranks}: no word of it for " in restart["report"]
 
 
+@pytest.mark.slow
 def test_without_restarts_the_report_names_the_node(tmp_path: Path) -> None:
     with pytest.raises(PlaceError) as failed:
         alone(tmp_path, steps=10_000, inject="kill-node@node=0,step=5")
@@ -156,6 +159,7 @@ def test_without_restarts_the_report_names_the_node(tmp_path: Path) -> None:
     assert str(failed.value).endswith("stopped because of it: rank 2, 3")
 
 
+@pytest.mark.slow
 def test_a_check_compares_nodes_with_one_process(
     server: ForkServer, nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -251,6 +255,7 @@ def assert_gone(processes: dict[int, str]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_killed_leaves_no_process_and_no_network(
     head: subprocess.Popen[bytes],
 ) -> None:
@@ -261,6 +266,7 @@ def test_a_head_that_is_killed_leaves_no_process_and_no_network(
     assert_gone(below)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_asked_to_stop_commits_a_checkpoint(
     head: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
@@ -271,6 +277,7 @@ def test_a_head_that_is_asked_to_stop_commits_a_checkpoint(
     assert_gone(below)
 
 
+@pytest.mark.slow
 def test_a_node_that_its_scheduler_stops_stops_the_job(
     head: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def until_gone(pids: list[int]) -> None:
     until(lambda: all(state_of(pid) in ("", "Z") for pid in pids), "no process is left")
 
 
+@pytest.mark.slow
 def test_one_that_is_interrupted_leaves_nothing_and_goes_on(
     slow_sweep: Launch, host: Host, train: Train, tmp_path: Path
 ) -> None:

@@ -46,6 +46,6 @@ def test_a_factor_may_have_several_names() -> None:
     assert flat(((1, 2), "a"), [("first,second", []), ("third", [])]) == (1, 2, "a")
 
 
-@pytest.mark.cases("number", [1, 2], full=[3])
-def test_the_others_come_under_full(number: int, full: bool) -> None:
-    assert number in ([1, 2, 3] if full else [1, 2])
+@pytest.mark.cases("number", [1, 2], exhaustive=[3])
+def test_the_others_come_under_exhaustive(number: int, exhaustive: bool) -> None:
+    assert number in ([1, 2, 3] if exhaustive else [1, 2])

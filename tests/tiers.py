@@ -1,15 +1,20 @@
-"""What a run of the tests leaves out for time, and `--full` does not: choosing from products.
+"""Which tests are run when: two tiers, and products of which some cases stand for all.
+
+    @pytest.mark.slow              a test, or a module, that `make test` leaves to `make test-full`
+    @pytest.mark.slow(but=3)       so many of its cases, spread evenly, are run by `make test` too
+
+`--tier quick` and `--tier slow` have no test in common, and leave none out. Of a product
 
     @pytest.mark.thinned(2, ("strategy", EXACT), ("ranks", RANKS), ("task", TASKS))
 
-is the whole product under `--full`. Otherwise it is some of it, in which every two values of
+is the whole under `--exhaustive`. Otherwise it is some of it, in which every two values of
 different factors come together at least once (every value, where the first number is 1): a fault
 that needs one rank count and one task shows, whatever the strategy. `where` says which cases there
 are at all. The choice is the same every time, and gives all values of a factor about the same share.
 
-    @pytest.mark.cases("k", [1, 7], full=[2, 3, 4, 5, 6])
+    @pytest.mark.cases("k", [1, 7], exhaustive=[2, 3, 4, 5, 6])
 
-are the first, and under `--full` the others too.
+are the first, and under `--exhaustive` the others too.
 """
 
 from __future__ import annotations
@@ -23,22 +28,40 @@ import pytest
 
 Factor = tuple[str, Sequence[Any]]
 MARKERS = (
-    "thinned(together, *factors, where): some cases of a product, and all of them under --full",
-    "cases(names, values, full): parametrized by `values`, under --full by those of `full` too",
+    "thinned(together, *factors, where): some cases of a product, and all of them under --exhaustive",
+    "cases(names, values, exhaustive): parametrized by `values`, under --exhaustive by those of `exhaustive` too",
+    "slow(but): for `make test-full`, but for so many cases",
 )
+TIERS = ("quick", "slow")
 
 
-def parametrize(metafunc: pytest.Metafunc, full: bool) -> None:
+def parametrize(metafunc: pytest.Metafunc, exhaustive: bool) -> None:
     """Give a test the cases that its markers ask for."""
     for mark in metafunc.definition.iter_markers("cases"):
         names, values = mark.args
-        metafunc.parametrize(names, [*values, *(mark.kwargs["full"] if full else ())])
+        metafunc.parametrize(names, [*values, *(mark.kwargs["exhaustive"] if exhaustive else ())])
     for mark in metafunc.definition.iter_markers("thinned"):
         together, *factors = mark.args
         found = product([values for _, values in factors], mark.kwargs.get("where"))
-        found = found if full else thinned(found, together)
+        found = found if exhaustive else thinned(found, together)
         names = [name for names, _ in factors for name in names.split(",")]
         metafunc.parametrize(names, [flat(case, factors) for case in found])
+
+
+def slow_ones(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Those of the second tier."""
+    found: set[pytest.Item] = set()
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("slow")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            cases.setdefault((test, mark.kwargs.get("but", 0)), []).append(item)
+    for (_, but), ones in cases.items():
+        ones.sort(key=lambda item: item.nodeid)
+        kept = {len(ones) * (2 * n + 1) // (2 * but) for n in range(but)}
+        found |= {item for n, item in enumerate(ones) if n not in kept}
+    return found
 
 
 def product(

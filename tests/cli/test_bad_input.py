@@ -327,6 +327,7 @@ def whole_process(folder: Path, *words: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow
 def test_a_whole_process_that_refuses_the_loss(folder: Path) -> None:
     done = whole_process(folder, "bad_tasks:ScalarLoss", "--ranks", "2", "--json")
     assert (done.returncode, done.stdout) == (2, "")

@@ -473,6 +473,7 @@ def launch(host: Host, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         going.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_job_on_a_terminal_of_80_columns(launch: Callable[..., Launch], tmux: Tmux) -> None:
     """It is drawn over in its place, also when the terminal becomes narrower, until the end."""
     going = launch(60, tmux.tty)

@@ -182,6 +182,7 @@ def test_a_job_of_slurm_that_is_nearly_over_is_told(
 # --- several nodes ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_on_simulated_nodes_the_matrix_shows_the_link(door: Door, tmp_path: Path) -> None:
     words = ("--nodes", "2", "--ranks-per-node", "2", "--place", "simulated:link=100mbit")
     code, out, _ = door(*words, "--json")
@@ -240,6 +241,7 @@ def test_hosts_without_ssh_are_a_finding(
     assert code == 3 and "needs the command ssh" in out
 
 
+@pytest.mark.slow
 def test_nodes_started_by_hand_are_compared(door: Door, tmp_path: Path) -> None:
     """Two agents on this machine; the second belongs to a command of its own."""
     shared = tmp_path / "shared"

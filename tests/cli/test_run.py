@@ -110,6 +110,7 @@ def test_secrets_among_the_words() -> None:
 TELLS = "print(*sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'])"
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     "words",
     [
@@ -241,6 +242,7 @@ def test_exit_code_1_and_the_report(run: Run) -> None:
     assert report[0].endswith("failed first: exit code 1: ValueError: on purpose")
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("words", "found"),
     [
@@ -316,6 +318,7 @@ def _read_pid(path: Path) -> int:
     return int(path.read_text())
 
 
+@pytest.mark.slow
 def test_the_threads_of_a_warm_script_are_those_of_a_plain_one(run: Run) -> None:
     script = "import torch\nprint(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
     told = [
@@ -366,6 +369,7 @@ print("rank", os.environ["RANK"], "is done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("word", "is_told"), [("apart", True), ("together", False)])
 def test_ranks_that_never_met_are_spoken_of(tmp_path: Path, word: str, is_told: bool) -> None:
     (tmp_path / "train.py").write_text(APART)

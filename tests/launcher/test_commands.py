@@ -204,6 +204,7 @@ for step in range(100):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "fails", "told"),
     [
@@ -325,6 +326,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_who_saves_at_a_signal_has_the_grace_for_it(run: Run, tmp_path: Path) -> None:
     """Rank 1 dies of the signal at once; rank 0 is not hurried because of it."""
     relay = Relay()
@@ -404,6 +406,7 @@ def test_the_time_limit(run: Run) -> None:
         run("time.sleep(600)", time_limit_s=0.5)
 
 
+@pytest.mark.slow
 def test_silence_ends_in_the_stacks_of_all(run: Run, tmp_path: Path) -> None:
     script = """
     import threading
@@ -419,6 +422,7 @@ def test_silence_ends_in_the_stacks_of_all(run: Run, tmp_path: Path) -> None:
     assert written.count("in waits_for_the_other") == 2 and written.count("Thread 0x") == 100
 
 
+@pytest.mark.slow
 def test_who_prints_now_and_then_is_alive(run: Run) -> None:
     script = """
     if os.environ["RANK"] == "0": time.sleep(9); sys.exit()
@@ -441,6 +445,7 @@ def test_the_job_is_done_when_the_chief_is(run: Run, tmp_path: Path) -> None:
     assert log(tmp_path, 0) == "trained\n"
 
 
+@pytest.mark.slow
 def test_an_evaluator_may_finish_when_the_chief_has(run: Run, tmp_path: Path) -> None:
     script = """
     if os.environ["ROLE_NAME"] == "evaluator":

@@ -73,6 +73,7 @@ def test_all_come_in_order_of_their_numbers(listener: socket.socket) -> None:
     assert [comer.code for comer in comers] == [4, 4, 4], "they leave as the job does"
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_late_one_does_not_lose_patience(listener: socket.socket) -> None:
     """The head is silent for long only if it is gone: while nodes come it is there."""
     first = Comer(listener, 0, node_timeout_s=3.0)
@@ -87,6 +88,7 @@ def test_who_waits_for_a_late_one_does_not_lose_patience(listener: socket.socket
     assert [comer.code for comer in (first, *late)] == [0, 0], first.problem
 
 
+@pytest.mark.slow
 def test_a_node_of_another_version_is_turned_away_by_name(listener: socket.socket) -> None:
     with closing(Channel(socket.create_connection(listener.getsockname()))) as other:
         thread = threading.Thread(target=lambda: knock(other, KEY.encode()))
@@ -135,6 +137,7 @@ def test_a_node_does_not_trust_whoever_listens(listener: socket.socket) -> None:
     assert problems == ["whoever listens there does not know the id of this job"]
 
 
+@pytest.mark.slow
 def test_of_two_nodes_with_one_number_one_is_refused(listener: socket.socket) -> None:
     comers = [Comer(listener, 0), Comer(listener, 0)]
     with pytest.raises(PlaceError, match=r"turned away: node 0 from .*: node 0 is here already"):
@@ -144,6 +147,7 @@ def test_of_two_nodes_with_one_number_one_is_refused(listener: socket.socket) ->
     assert sorted(comer.code or 0 for comer in comers) == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_number_that_is_too_large_is_refused(listener: socket.socket) -> None:
     comer = Comer(listener, 7)
     with pytest.raises(PlaceError, match="there are 2 nodes, numbered from 0"):
@@ -275,6 +279,7 @@ def test_nodes_that_do_not_see_the_folder_are_named(
     comer.join()
 
 
+@pytest.mark.slow
 def test_an_address_that_nobody_reaches_is_named(listener: socket.socket) -> None:
     """The first address is closed: the second is taken; with none left, all are named."""
     comers = [Comer(listener, number) for number in range(2)]

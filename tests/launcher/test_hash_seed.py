@@ -58,6 +58,7 @@ def test_a_node_with_another_seed_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         check_hash_seed("0")
 
 
+@pytest.mark.slow
 def test_class_numbers_from_a_set_are_those_of_the_last_run(
     tmp_path: Path, no_seed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

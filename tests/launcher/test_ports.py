@@ -56,11 +56,13 @@ def test_a_store_of_torch_listens_at_a_port_that_is_held(use_libuv: bool) -> Non
         del store, other
 
 
+@pytest.mark.slow
 def test_a_server_of_tensorflow_listens_at_a_port_that_is_held() -> None:
     with Reservation(1) as reservation:
         assert "listens" in output_of(TENSORFLOW, str(reservation.ports[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["127.0.0.1:{}", "[::]:{}"])
 def test_a_coordinator_of_jax_listens_at_a_port_that_is_held(where: str) -> None:
     with Reservation(1) as reservation:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.tensorflow.parameter_server.in_flight import Ahead
+
+pytestmark = pytest.mark.slow
 
 
 @given(

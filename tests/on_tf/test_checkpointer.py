@@ -28,6 +28,8 @@ from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
 from tf_checkpoint_workers import POINTS, STANDS, Seat, assert_same, on_ranks, state
 
+pytestmark = pytest.mark.slow
+
 FILE = "rank-000-of-001.a0.safetensors"
 Told = list[tuple[str, dict[str, Any]]]
 

@@ -19,6 +19,8 @@ from allranks.strategies.torch_cards import CARDS
 from conftest import Train
 from tf_runs import difference, events, rows, weights
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-10
 STEPS = 50
 JOINED: list[dict[str, Any]] = [

@@ -17,6 +17,8 @@ from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
 from allranks.tools.keras_export import export_model
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = str(Path(__file__).parent.parent / "tf_export_tasks.py")
 Fork = Callable[[str, Any], None]
 

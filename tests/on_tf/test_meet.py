@@ -17,6 +17,8 @@ from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.world import World
 from allranks.tensorflow.rendezvous import Held, meet
 
+pytestmark = pytest.mark.slow
+
 RANKS = 3
 Worlds = Callable[[int], World]
 

@@ -22,6 +22,8 @@ from allranks.launcher.supervisor import supervise
 from conftest import Train
 from tf_runs import difference
 
+pytestmark = pytest.mark.slow
+
 TASKS = str(Path(__file__).parent.parent / "tf_tasks.py")
 
 

@@ -13,6 +13,8 @@ from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
 
+pytestmark = pytest.mark.slow
+
 
 def losses_on(server: ForkServer, ranks: int, out: Path) -> list[dict[str, Any]]:
     """What every rank wrote; each knows of the others what torch's launcher tells."""

@@ -19,6 +19,8 @@ from allranks.launcher.supervisor import supervise
 from conftest import Train
 from tf_runs import events, rows, weights
 
+pytestmark = pytest.mark.slow
+
 JOB: dict[str, Any] = {"strategy": "multi-worker-mirrored", "ranks": 2, "threads": 1}
 
 

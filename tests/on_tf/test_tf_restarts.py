@@ -12,6 +12,8 @@ from allranks.launcher.start import Result
 from conftest import Train
 from tf_runs import difference, events, rows
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24
 JOB: dict[str, Any] = {"steps": STEPS, "checkpoint_every": 5, "keep": 2, "precision": "fp64"}
 TOLERANCE = 1e-10
@@ -53,7 +55,7 @@ def assert_same(found: Result, wanted: Result) -> None:
         "kill@rank=0,step=13",
         "kill@rank=0,at=save:rename",
     ],
-    full=[
+    exhaustive=[
         *(f"kill@rank={rank},step={step}" for rank in (0, 1) for step in range(1, STEPS, 3)),
         "kill@rank=1,at=evaluate",
         "fail@rank=1,step=7",

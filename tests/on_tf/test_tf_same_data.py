@@ -9,6 +9,8 @@ import pytest
 from allranks.errors import RequestError
 from conftest import Train
 
+pytestmark = pytest.mark.slow
+
 TASK = f"{Path(__file__).parent.parent / 'tf_tasks.py'}:Differs"
 
 

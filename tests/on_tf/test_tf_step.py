@@ -10,6 +10,8 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("strategy", ["single", "mirrored:replicas=2"])
 @pytest.mark.parametrize("clip_norm", [None, 0.25, 1e6])

@@ -25,6 +25,7 @@ from plain_workers import trained
 OnRanks = Callable[..., Any]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("task", "stop", "setting"),
     [
@@ -113,6 +114,7 @@ def test_complex_weights_are_written_exported_and_read_again(
             torch.testing.assert_close(tensor, written[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["ddp:reduce=bf16", "ddp:reduce=fp16", "ddp"])
 def test_complex_weights_train_in_16_bits(precision: str, strategy: str, train: Train) -> None:

@@ -146,12 +146,14 @@ class Life:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_kills_at_random_times(savers: ForkServer, tmp_path: Path, ranks: int, full: bool) -> None:
+def test_kills_at_random_times(
+    savers: ForkServer, tmp_path: Path, ranks: int, exhaustive: bool
+) -> None:
     """After each kill the newest that was told to stand, or a newer one, is loaded whole.
 
     One in ten is killed while it starts, loads and clears up. Half of all save without waiting.
     """
-    count, chance = (60 if full else 24), random.Random()
+    count, chance = (60 if exhaustive else 24), random.Random()
     for blocking in (False, True):
         place = tmp_path / f"blocking-{blocking}"
         place.mkdir()

@@ -53,12 +53,14 @@ def test_the_digits_are_those_of_torchs_order() -> None:
         assert np.array_equal(found[1], labels[order][part])
 
 
+@pytest.mark.slow
 def test_the_digits_are_learnt_by_ddp(train: Train) -> None:
     result = train("digits-keras", engine="torch", strategy="ddp", ranks=2)
     assert result.summary["eval"]["accuracy"] >= 0.97
     assert "digits/conv1/kernel" in load_file(result.run_dir / "weights.safetensors")
 
 
+@pytest.mark.slow
 def test_ddp_equals_single_in_fp64(train: Train) -> None:
     """BatchNormalization, dropout, an uneven last batch; the loss of every step too."""
     flags = {"engine": "torch", "precision": "fp64", "steps": 50}
@@ -73,6 +75,7 @@ def test_it_equals_a_loop_of_plain_torch(on_ranks: Callable[..., Any]) -> None:
     on_ranks(1, "keras_twins:equals_a_plain_loop", {})
 
 
+@pytest.mark.slow
 def test_the_programs_start_as_their_twins(on_ranks: Callable[..., Any]) -> None:
     on_ranks(1, "keras_twins:twins_start_alike", {})
 
@@ -90,6 +93,7 @@ def test_mnist_with_keras(train: Train, tmp_path: Path) -> None:
     assert losses(result)[-1] < 0.9 * losses(result)[0]
 
 
+@pytest.mark.slow
 def test_equal_bits_on_any_number_of_ranks_and_after_a_kill(train: Train, tmp_path: Path) -> None:
     """A schedule, clipping, an average, a regularizer, weights; killed and resumed in mid-epoch."""
     runs = [train("keras_twins:Rich", ranks=ranks, **BITWISE) for ranks in (1, 2, 3)]
@@ -104,6 +108,7 @@ def test_equal_bits_on_any_number_of_ranks_and_after_a_kill(train: Train, tmp_pa
     assert resumed.summary["weights_sha256"] == wanted and losses(resumed) == losses(runs[0])
 
 
+@pytest.mark.slow
 def test_every_optimizer_of_keras_goes_on(on_ranks: Callable[..., Any]) -> None:
     on_ranks(1, "keras_twins:every_optimizer_goes_on", {})
 
@@ -116,6 +121,7 @@ def test_a_model_is_given_back(on_ranks: Callable[..., Any], tmp_path: Path) -> 
     on_ranks(1, "keras_twins:a_model_is_given_back", {"folder": str(tmp_path)})
 
 
+@pytest.mark.slow
 def test_half_precision_learns(train: Train) -> None:
     flags = {"engine": "torch", "precision": "bf16"}
     result = train("keras_twins:Rich", "clip_norm=none", "ema=none", steps=60, **flags)

@@ -33,6 +33,7 @@ for task in os.listdir("/proc/self/task"):
 """
 
 
+@pytest.mark.slow
 def test_the_threads_of_a_group_are_gone_with_it() -> None:
     """One that is left may drop a tensor while the interpreter ends: SIGABRT after a good training.
 

@@ -38,6 +38,7 @@ def test_a_node_is_asked_for_the_devices_of_its_own_ranks(
     assert row["event"] == ("failed" if code else "described")
 
 
+@pytest.mark.slow
 def test_a_plan_for_devices_needs_none_here() -> None:
     """On the login node of a cluster there are none."""
     resolved = resolve("contract_tasks:Plain", {"ranks": 2, "device": "cuda"}, ())

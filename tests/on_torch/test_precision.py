@@ -23,6 +23,7 @@ from conftest import Train
 OnRanks = Callable[..., Any]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_digits_are_learnt(precision: str, train: Train) -> None:
     result = train("digits", "epochs=14", ranks=2, precision=precision)
@@ -104,6 +105,7 @@ def test_images_in_channels_last_order() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     "flags",
     [

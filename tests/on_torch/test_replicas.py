@@ -121,6 +121,7 @@ def test_one_collective_left_out_shows_in_the_tally(ranks: int, rank: int, train
     assert "the ranks are not at the same step" in text
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.thinned(
     2, ("ranks", [2, 3]), ("strategy", ["ddp", "ddp-plain"]), ("step", [3, 7]), ("rank", [0, 1])
 )

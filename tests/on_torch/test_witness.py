@@ -59,6 +59,7 @@ def said(train: Train, task: str, **job: Any) -> tuple[str, Result | None]:
     return "; ".join(result.summary["witness"]["found"]), result
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("task", NAMED)
 def test_what_follows_the_ranks_is_named(task: str, ranks: int, train: Train) -> None:
@@ -67,6 +68,7 @@ def test_what_follows_the_ranks_is_named(task: str, ranks: int, train: Train) ->
     assert result is not None, "it is a warning"
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("task", MENDABLE)
 def test_it_is_named_or_it_is_equal(task: str, train: Train) -> None:
     text, one = said(train, task)
@@ -153,6 +155,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize(("task", "job"), RIGHT, ids=lambda value: str(value).replace("/", ""))
 def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) -> None:
     job = {"steps": 6, "precision": "fp64", **job}
@@ -166,6 +169,7 @@ def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) 
     )
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("task", "job"),
     [

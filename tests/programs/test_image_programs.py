@@ -66,6 +66,7 @@ def test_the_digits_and_the_garments(train: Train, tmp_path: Path, program: str)
     assert result["steps"] == 4 and result["eval"]["accuracy"] > 0.1
 
 
+@pytest.mark.slow
 def test_cifar10_gives_equal_bits_on_one_and_two_ranks(train: Train, tmp_path: Path) -> None:
     """Augmented, read in the step and beside it, and into a second epoch."""
     cifar(tmp_path / "cifar10")

@@ -59,6 +59,7 @@ def task(tmp_path: Path, content: bytes, **fields: Any) -> Text:
 # --- it trains --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_four_ranks_learn_more_than_how_frequent_each_byte_is(
     train: Train, tmp_path: Path, text: bytes
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_script_is_bash() -> None:
     _check_syntax(files)
 
 
+@pytest.mark.slow
 def test_two_thousand_hostile_names_arrive_as_they_are(tmp_path: Path) -> None:
     """Each is the job's name, a word of its command, and part of its paths; all arrive unchanged."""
     names = hostile(2000)
