@@ -50,7 +50,8 @@ from tiers import MARKERS, TIERS, parametrize, slow_ones
 
 ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # so that ranks can import test workers
-tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="allranks-tests-")
+_AROUND = os.environ.setdefault("ALLRANKS_TESTS_IN", tempfile.gettempdir())  # of all workers
+tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="allranks-tests-", dir=_AROUND)
 os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin for others slow a busy machine down
 # tensorboard imports TensorFlow where it is installed, unless it finds this
 sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))

@@ -6,14 +6,14 @@ one from a script or a notebook, `allranks.check(task)` compares it with one pro
 they are first asked for.
 """
 
+import importlib
 from typing import Any
-
-from allranks.catalog import FUNCTIONS, load
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in FUNCTIONS:
+    if name not in ("check", "launch"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return load(FUNCTIONS[name])
+    catalog = importlib.import_module("allranks.catalog")
+    return catalog.load(catalog.FUNCTIONS[name])
