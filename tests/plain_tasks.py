@@ -287,8 +287,8 @@ class Averaged(Unfrozen):
     ema: float | None = 0.8
 
 
-def plain(task: Base) -> dict[str, Tensor]:
-    """The weights and buffers after `STEPS` of a loop by hand, and the average as `average/…`."""
+def plain(task: Any, steps: int = STEPS) -> dict[str, Tensor]:
+    """The weights and buffers after `steps` of a loop by hand, and the average as `average/…`."""
     torch.manual_seed(0)
     model = task.model()
     model._apply(
@@ -302,7 +302,7 @@ def plain(task: Base) -> dict[str, Tensor]:
     x, y = task.train_data()
     order = Order(len(x), task.batch_size, 0, task.last_batch)
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for step in range(STEPS):
+    for step in range(steps):
         chosen = torch.as_tensor(order.batch(*divmod(step, order.steps_per_epoch)))
         model.train()
         optimizer.zero_grad()
@@ -320,7 +320,8 @@ def plain(task: Base) -> dict[str, Tensor]:
             group["lr"] = rate
         for name, parameter in model.named_parameters():
             average[name].lerp_(parameter.detach(), 1 - (task.ema or 0.0))
-        task.between(step, model, optimizer)
+        if isinstance(task, Base):
+            task.between(step, model, optimizer)
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if task.ema is not None:
         found |= {f"average/{name}": tensor for name, tensor in average.items()}

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import kinds_tasks
+import plain_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
@@ -20,21 +21,7 @@ STEPS = 8
 @pytest.fixture(scope="module")
 def plain() -> dict[str, torch.Tensor]:
     """The weights of a loop of torch alone."""
-    task = kinds_tasks.Tables()
-    with Trainer(task, Job(precision="fp64", steps=STEPS)) as trainer:
-        model = task.model().double()
-        model.load_state_dict(trainer.strategy.model.state_dict())
-        ids = []
-        for batch in trainer.batches():
-            ids.append(torch.as_tensor(batch.ids))
-            trainer.step(batch)
-    words, targets = task.train_data()
-    optimizer = task.optimizer(model)
-    for chosen in ids:
-        optimizer.zero_grad()
-        task.loss(model(words[chosen]), (None, targets[chosen])).mean().backward()
-        optimizer.step()
-    return model.state_dict()
+    return plain_tasks.plain(kinds_tasks.Tables(), STEPS)
 
 
 @pytest.mark.parametrize("flags", [{"ranks": 1}, {"ranks": 1, "micro_batch": 4}, {"ranks": 3}])

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import kinds_tasks
+import plain_tasks
 from allranks.errors import RequestError
-from allranks.job.job import Job
-from allranks.torch import Trainer
 from conftest import Train
 
 STEPS = 9  # an epoch has 7: its last batch is of 5 samples, on 8 shards
@@ -21,21 +20,7 @@ WHOLE = "batchnorm=whole"
 @pytest.fixture(scope="module")
 def plain() -> dict[str, torch.Tensor]:
     """The weights of a loop of torch alone: the whole batch, plain layers."""
-    task = kinds_tasks.Normalised()
-    with Trainer(task, Job(precision="fp64", steps=STEPS)) as trainer:
-        model = task.model().double()
-        model.load_state_dict(trainer.strategy.model.state_dict())
-        ids = []
-        for batch in trainer.batches():
-            ids.append(torch.as_tensor(batch.ids))
-            trainer.step(batch)
-    rows, targets = task.train_data()
-    optimizer = task.optimizer(model)
-    for chosen in ids:
-        optimizer.zero_grad()
-        task.loss(model(rows[chosen]), (None, targets[chosen])).mean().backward()
-        optimizer.step()
-    return model.state_dict()
+    return plain_tasks.plain(kinds_tasks.Normalised(), STEPS)
 
 
 @pytest.mark.parametrize(
