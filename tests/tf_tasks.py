@@ -12,6 +12,7 @@ from keras import ops
 
 from allranks.programs.digits_keras import DigitsKeras
 from allranks.tensorflow import Task
+from small_disk import Filler
 
 SAMPLES = 101  # by 24: four batches and an uneven one of 5, which leaves three shards empty
 
@@ -182,6 +183,13 @@ def save_start(argument: dict[str, Any]) -> None:
     """In a process of its own: the initial weights of `Started`, as Keras writes them."""
     keras.utils.set_random_seed(3)
     Started(start="").model().save_weights(argument["path"])
+
+
+class Filling(DigitsKeras):
+    """The disk of the run folder is full from an early step on."""
+
+    def callbacks(self) -> list[Filler]:
+        return [Filler()]
 
 
 @dataclass(kw_only=True)

@@ -15,8 +15,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from safetensors.numpy import save_file
 
+from allranks.checkpoint.array_snapshot import Snapshot
 from allranks.checkpoint.digest import digest_of_weights
 from allranks.errors import AllranksError
 from allranks.job.config import threads_per_rank
@@ -38,6 +38,7 @@ from allranks.tensorflow.saving import facts
 from allranks.tensorflow.trainer import Trainer
 from allranks.training.callback import Callback
 from allranks.training.failure import exit_code_of, failure_of
+from allranks.training.keeping import Keeping, write_where_room_is
 from allranks.training.keras_task import Task
 from allranks.training.logs import Logs, check_logs, open_logs, open_metrics, row_of
 from allranks.training.progress import StepResult
@@ -115,6 +116,7 @@ class _Run(Callback):
         self.trainer: Trainer | None = None
         self.metrics: JsonLines | None = None
         self.logs = Logs()
+        self.keeping = Keeping(self.run_dir, events.event)
         self.last_step_at = 0.0
         self.first_step = True
         self.resumed_from: int | None = None
@@ -165,10 +167,16 @@ class _Run(Callback):
         trainer.faults.reach("done")
 
     def _save_weights(self, trainer: Trainer) -> None:
-        """A file that is whole or not there: under another name first, then renamed."""
-        beside = self.run_dir / ".weights.safetensors"
-        save_file({name: np.ascontiguousarray(a) for name, a in trainer.weights()}, beside)
-        beside.rename(self.run_dir / "weights.safetensors")
+        """`weights.safetensors`, of a copy of all weights."""
+        taken = Snapshot()
+        taken.take(dict(trainer.weights()))
+        parts = taken.layout.header, taken.data
+        self.keeping.whole(
+            "weights.safetensors",
+            lambda paths: write_where_room_is(
+                paths, sum(map(len, parts)), lambda file: file.writelines(parts)
+            ),
+        )
 
     def _stop(self, trainer: Trainer) -> None:
         """Asked to stop: the checkpoint is committed, or could not be."""
@@ -181,8 +189,11 @@ class _Run(Callback):
 
     def _close_files(self) -> None:
         if self.metrics is not None:
-            self.metrics.close()
-        self.logs.close()
+            self.keeping.rest("metrics.jsonl", self.metrics.close_with_rest())
+        self.keeping.incomplete += self.logs.close()
+        if self.world.is_leader:
+            path = rank_events_path(self.run_dir, self.world.rank)
+            self.keeping.rest(path.name, self.events.take_waiting())
 
     def on_save(self, trainer: Trainer) -> None:
         """No step is saved that the metrics do not know."""
@@ -238,6 +249,7 @@ class _Run(Callback):
             "ended_early": trainer.course.is_over,
             "user_randomness": trainer.built.swapped["user_randomness"],
             "user_buffers": trainer.own_writes.names,
+            **self.keeping.to_data(),
         }
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from allranks.checkpoint.room import Elsewhere
 from allranks.job.run_folder import FULL
@@ -80,6 +80,50 @@ class Keeping:
         where = {"path": str(path), "host": socket.gethostname(), "holds": part}
         self.elsewhere[name] = where
         self._report("kept_elsewhere", file=name, where=where)
+
+
+def write_where_room_is(
+    paths: Iterable[Path], size_bytes: int, write: Callable[[BinaryIO], object]
+) -> Path:
+    """Write a file to the first path with room for all of it; returns that path.
+
+    The file is there whole, or not at all. Its room is taken before `write(file)` is called, once.
+    Raises the `OSError` of the first path if none has room.
+    """
+    path, file = _begun(paths, size_bytes)
+    beside = Path(file.name)
+    try:
+        with file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _begun(paths: Iterable[Path], size_bytes: int) -> tuple[Path, BinaryIO]:
+    first: OSError | None = None
+    for path in paths:
+        beside = path.with_name(f".{path.name}")
+        try:
+            file = open(beside, "wb")
+            try:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+            except BaseException:
+                file.close()
+                beside.unlink()
+                raise
+        except OSError as error:
+            if first is None and error.errno not in FULL:
+                raise
+            first = first or error
+            continue
+        return path, file
+    assert first is not None
+    raise first
 
 
 def _write_new(path: Path, content: bytes) -> None:

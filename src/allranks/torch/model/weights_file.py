@@ -9,7 +9,6 @@ and since each is written by itself, tensors may share memory.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 
 from allranks.checkpoint.tensor_file import COMPLEX, PAIR, Piece, as_written, lay_out
 from allranks.errors import RequestError
-from allranks.job.run_folder import FULL
 from allranks.torch.checkpoint.tree import NAMES
 from allranks.torch.state import saved_names
+from allranks.training.keeping import write_where_room_is
 
 
 class WeightsFile:
@@ -41,47 +40,19 @@ class WeightsFile:
     def write(self, paths: Iterable[Path], tensors: Iterator[tuple[str, Tensor]]) -> Path:
         """Write the tensors as they come, to the first path with room for all of them; returns it.
 
-        The file is there whole, or not at all. Its room is taken before the first tensor is asked
-        for, since they come only once. Raises the `OSError` of the first path if none has room.
+        The room is taken before the first tensor is asked for, since they come only once. Raises
+        the `OSError` of the first path if none has room.
         """
         start = len(self.layout.header)
-        path, file = self._begun(paths)
-        beside = Path(file.name)
-        try:
-            with file:
-                file.write(self.layout.header)
-                for own, tensor in tensors:
-                    for name in self.names[own]:
-                        file.seek(start + self.layout.pieces[name].begin)
-                        file.write(_content(tensor))
-                file.flush()
-                os.fsync(file.fileno())
-            beside.rename(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-        return path
 
-    def _begun(self, paths: Iterable[Path]) -> tuple[Path, BinaryIO]:
-        first: OSError | None = None
-        for path in paths:
-            beside = path.with_name(f".{path.name}")
-            try:
-                file = open(beside, "wb")
-                try:
-                    os.posix_fallocate(file.fileno(), 0, self.size_bytes)
-                except BaseException:
-                    file.close()
-                    beside.unlink()
-                    raise
-            except OSError as error:
-                if first is None and error.errno not in FULL:
-                    raise
-                first = first or error
-                continue
-            return path, file
-        assert first is not None
-        raise first
+        def write(file: BinaryIO) -> None:
+            file.write(self.layout.header)
+            for own, tensor in tensors:
+                for name in self.names[own]:
+                    file.seek(start + self.layout.pieces[name].begin)
+                    file.write(_content(tensor))
+
+        return write_where_room_is(paths, self.size_bytes, write)
 
 
 def _piece(name: str, tensor: Tensor) -> Piece:
