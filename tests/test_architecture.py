@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections import Counter
@@ -140,3 +141,10 @@ def test_the_house_has_few_rooms_and_none_is_crowded() -> None:
     rooms = Counter(path.parent for path in MODULES if path.name != "__init__.py")
     crowded = {str(room): count for room, count in rooms.items() if count > MOST_FILES_IN_A_ROOM}
     assert not crowded, crowded
+
+
+@pytest.mark.parametrize(("old", "new"), [("on_torch", "torch"), ("on_tf", "tensorflow")])
+def test_an_old_public_path_names_the_new_one(old: str, new: str) -> None:
+    for module in (f"allranks.{old}", f"allranks.{old}.task"):
+        with pytest.raises(ImportError, match=rf"from allranks\.{new} import Task"):
+            importlib.import_module(module)
