@@ -22,14 +22,22 @@ from allranks.torch.model.layers import Swapped
 OnRanks = Callable[..., Any]
 
 THREADS_AFTER_LEAVING = """
-import os
+import os, time
 import allranks.torch.comm
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
 dist.destroy_process_group()
-for task in os.listdir("/proc/self/task"):
-    print(open(f"/proc/self/task/{task}/comm").read().strip())
+until = time.monotonic() + 5  # one that was joined is listed for a moment
+names = ["gloo"]
+while "gloo" in " ".join(names) and time.monotonic() < until:
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            names.append(open(f"/proc/self/task/{task}/comm").read().strip())
+        except FileNotFoundError:
+            pass
+print(*names)
 """
 
 
