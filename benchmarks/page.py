@@ -16,7 +16,16 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
 BEGIN = "<!-- the records begin here; written by page.py -->"
 END = "<!-- the records end here -->"
-BENCHMARKS = ("launch", "step", "bitwise", "checkpoint", "restart", "witness", "input", "tensorflow")
+BENCHMARKS = (
+    "launch",
+    "step",
+    "bitwise",
+    "checkpoint",
+    "restart",
+    "witness",
+    "input",
+    "tensorflow",
+)
 
 
 def newest(name: str, folder: Path) -> tuple[str, dict[str, Any]] | None:

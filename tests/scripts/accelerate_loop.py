@@ -32,6 +32,7 @@ def main():
         f"on {socket.gethostname()}: loss {losses[0]:.6f} -> {losses[-1]:.6f}",
         flush=True,
     )
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     accelerator.end_training()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

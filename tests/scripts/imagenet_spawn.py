@@ -87,6 +87,7 @@ def main_worker(device, args):
         f"loss {losses[0]:.6f} -> {losses[-1]:.6f}",
         flush=True,
     )
+    del model  # it is in the group
     dist.destroy_process_group()
 
 
