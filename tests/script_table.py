@@ -50,7 +50,7 @@ class Script:
         return (*roles, *self.options, "--", sys.executable, str(self.path), *self.arguments)
 
 
-QUICK = "ddp", "local_rank_argument"
+QUICK = ("ddp",)
 """Those that `make test` runs: they need torch alone."""
 
 SCRIPTS = (

@@ -79,7 +79,7 @@ def test_no_false_alarm(task: str, how: str, strategy: str, ranks: int, check: C
         assert any("in_proj_bias (8 of 24 elements)" in note for note in verdict.not_checked)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_built_in_tasks_are_equal_in_16_bits(precision: str, check: Check) -> None:
     verdict = check("digits", ranks=3, steps=3, precision=precision)

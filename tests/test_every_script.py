@@ -36,6 +36,7 @@ def test_a_script_runs_unchanged(script: Script, tmp_path: Path) -> None:
     assert (summary["world_size"], summary["restarts"]) == (script.processes, 0)
 
 
+@pytest.mark.slow
 def test_the_other_spelling_of_the_local_rank_in_torchruns_words(tmp_path: Path) -> None:
     script = next(one for one in SCRIPTS if one.name == "local_rank_argument")
     argument = "--local-rank-argument=--local-rank"

@@ -87,7 +87,7 @@ def takes(strategy: str, ranks: int, *_: str) -> bool:
     return ranks == 1 or CARDS[strategy.partition(":")[0]].many_ranks
 
 
-@pytest.mark.slow(but=18)
+@pytest.mark.slow(but=14)
 @pytest.mark.thinned(2, ("strategy", EXACT), ("ranks", RANKS), ("task", TASKS), where=takes)
 def test_exact(
     strategy: str, ranks: int, task: str, train: Train, references: dict[str, Any]
@@ -188,6 +188,7 @@ def test_the_first_bucket_leaves_before_backward_ends(on_ranks: Callable[..., An
     on_ranks(2, "contract_workers:first_bucket_leaves_early", argument)
 
 
+@pytest.mark.slow
 def test_convergence_at_the_default_setting(train: Train) -> None:
     """Every strategy learns, `independent` too, on its part of the data."""
     for strategy in SETTINGS:

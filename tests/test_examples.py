@@ -106,6 +106,7 @@ def batches_of(task: Any, steps: int) -> list[Any]:
     return [[torch.cat(parts).double() for parts in zip(*b, strict=True)] for b in whole]
 
 
+@pytest.mark.slow
 def test_mixup_is_the_same_on_any_ranks_and_learns(folder: Path, train: Train) -> None:
     one, two = (
         train(str(folder / "mixup.py"), "epochs=6", ranks=ranks, bitwise=True) for ranks in (1, 2)

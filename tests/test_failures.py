@@ -201,7 +201,7 @@ def test_sys_exit_of_a_program_is_named(train: Train, tmp_path: Path) -> None:
 HUNG_S = 4.0  # a rank of a loaded machine is silent for seconds while it starts
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.thinned(1, ("fault", ["abort", "kill", "exit", "hang", "stop"]), ("rank", [0, 1]))
 def test_whatever_happens_to_a_process_after_it_is_done_the_job_is_done(
     train: Train, tmp_path: Path, undisturbed: str, fault: str, rank: int

@@ -51,6 +51,7 @@ def test_what_does_not_fit_is_kept_elsewhere_and_said(
     assert_all_is_kept(told, elsewhere, train("digits", ranks=2, steps=STEPS), average=True)
 
 
+@pytest.mark.slow
 def test_a_job_of_tensorflow_keeps_it_too(
     on_a_small_disk: Callable[..., dict[str, Any]], train_tf: Train, tmp_path: Path
 ) -> None:

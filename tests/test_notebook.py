@@ -57,6 +57,7 @@ def test_the_example_holds_no_outputs() -> None:
     assert not any(outputs_of(NOTEBOOK).values())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_notebook_trains_the_task_that_it_defines(tmp_path: Path) -> None:
     homes = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR")

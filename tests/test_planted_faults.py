@@ -168,7 +168,7 @@ def check_in_a_copy(
     return code, launch.summary(), launch.err
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, host: Host, tmp_path: Path) -> None:
     fault = FAULTS[name]

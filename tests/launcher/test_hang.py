@@ -88,6 +88,7 @@ def test_one_that_stands_still_and_waits_for_nobody_is_enough(
     assert found is not None and found.missing == (1,)
 
 
+@pytest.mark.slow
 def test_in_a_save_the_one_whose_thread_waits_for_nobody_is_named(
     sleepers: dict[int, int], files: dict[int, int]
 ) -> None:
@@ -105,6 +106,7 @@ def test_time_in_which_nobody_could_beat_does_not_count(
     assert hang_of(beats, sleepers, files, time.monotonic() - TIMEOUT_S + 1) is None
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_came_up_is_found(
     sleepers: dict[int, int], files: dict[int, int]
 ) -> None:
@@ -122,6 +124,7 @@ def test_ranks_that_are_gone_are_not_looked_at(
     assert hang_of([beat(0), beat(1), beat(2)], {}, files) is None
 
 
+@pytest.mark.slow
 def test_where_each_stood_is_told_even_where_no_stack_could_be_had(
     sleepers: dict[int, int], files: dict[int, int], tmp_path: Path
 ) -> None:

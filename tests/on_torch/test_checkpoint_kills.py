@@ -144,6 +144,7 @@ class Life:
         shutil.rmtree(self.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kills_at_random_times(

@@ -80,6 +80,7 @@ def test_the_programs_start_as_their_twins(on_ranks: Callable[..., Any]) -> None
     on_ranks(1, "keras_twins:twins_start_alike", {})
 
 
+@pytest.mark.slow
 def test_mnist_with_keras(train: Train, tmp_path: Path) -> None:
     """Made images: how bright one is tells its label."""
     (tmp_path / "mnist").mkdir()

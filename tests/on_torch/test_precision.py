@@ -23,7 +23,7 @@ from conftest import Train
 OnRanks = Callable[..., Any]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_digits_are_learnt(precision: str, train: Train) -> None:
     result = train("digits", "epochs=14", ranks=2, precision=precision)

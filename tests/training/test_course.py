@@ -230,6 +230,7 @@ def test_no_blocks_to_compute_again() -> None:
         Trainer(trainer_tasks.Worse(), Job(activation_checkpointing=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what the compiler looks at
 def test_a_compiled_model_gives_the_same() -> None:
     """The layers that belong to shards stay out of the compiler's hands."""
