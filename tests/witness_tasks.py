@@ -146,6 +146,19 @@ class Annealed(Right):
         return self.Model()
 
 
+class AnnealedLater(Right):
+    """The same, once the first update was made: nothing of it shows in the first step."""
+
+    class Model(Annealed.Model):
+        def between(self, hidden: Tensor) -> Tensor:
+            return super().between(hidden) if bool(self.last.bias.any()) else hidden
+
+    def model(self) -> nn.Module:
+        model = self.Model()
+        nn.init.zeros_(model.last.bias)
+        return model
+
+
 class CountsInGlobal(Right):
     """The same, in a global of the program."""
 

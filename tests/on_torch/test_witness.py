@@ -177,6 +177,7 @@ def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) 
         ("contract_tasks:Pictures", {"micro_batch": 4}),
         ("contract_tasks:Words", {"ranks": 3, "bitwise": True}),
         ("witness_tasks:Annealed", {}),
+        ("witness_tasks:AnnealedLater", {}),
         ("witness_tasks:Masked", {"ranks": 2}),
         ("witness_tasks:OwnDraws", {}),
         ("witness_tasks:Drops", {"ranks": 2}),
