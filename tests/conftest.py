@@ -95,7 +95,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tier = config.getoption("tier")
     if tier is not None:
-        slow = slow_ones(items)
+        slow = set(slow_ones(items))
         left_out = [item for item in items if (item in slow) == (tier == "quick")]
         items[:] = [item for item in items if (item in slow) == (tier == "slow")]
         config.hook.pytest_deselected(items=left_out)

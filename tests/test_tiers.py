@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers import flat, parts_of, product, thinned
+from tiers import flat, parts_of, product, slow_ones, thinned
 
 LEVELS = st.lists(st.integers(1, 5).map(range), min_size=2, max_size=4)
 
@@ -49,3 +51,15 @@ def test_a_factor_may_have_several_names() -> None:
 @pytest.mark.cases("number", [1, 2], exhaustive=[3])
 def test_the_others_come_under_exhaustive(number: int, exhaustive: bool) -> None:
     assert number in ([1, 2, 3] if exhaustive else [1, 2])
+
+
+def test_so_many_cases_of_a_slow_test_are_quick_and_always_the_same() -> None:
+    def item(name: str, mark: Any) -> Any:
+        return SimpleNamespace(nodeid=name, get_closest_marker=lambda asked: mark)
+
+    but_two = SimpleNamespace(kwargs={"but": 2})
+    cases = [item(f"a.py::test[{n}]", but_two) for n in range(6)]
+    others = [item("a.py::quick", None), item("a.py::slow", SimpleNamespace(kwargs={}))]
+    for order in ([*cases, *others], [*others, *cases[::-1]]):
+        left = [one.nodeid for one in order if id(one) not in {*map(id, slow_ones(order))}]
+        assert sorted(left) == ["a.py::quick", "a.py::test[1]", "a.py::test[4]"]

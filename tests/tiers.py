@@ -48,9 +48,9 @@ def parametrize(metafunc: pytest.Metafunc, exhaustive: bool) -> None:
         metafunc.parametrize(names, [flat(case, factors) for case in found])
 
 
-def slow_ones(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+def slow_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of the second tier."""
-    found: set[pytest.Item] = set()
+    found: list[pytest.Item] = []
     cases: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
         mark = item.get_closest_marker("slow")
@@ -60,7 +60,7 @@ def slow_ones(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     for (_, but), ones in cases.items():
         ones.sort(key=lambda item: item.nodeid)
         kept = {len(ones) * (2 * n + 1) // (2 * but) for n in range(but)}
-        found |= {item for n, item in enumerate(ones) if n not in kept}
+        found += [item for n, item in enumerate(ones) if n not in kept]
     return found
 
 
