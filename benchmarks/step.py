@@ -174,7 +174,7 @@ def _rank(
     rank: int, plan: Plan, rounds: int, first_turn: int, source: str, folders: list[str]
 ) -> None:
     """In a rank's process: what follows imports torch, which the command itself never does."""
-    sys.path.insert(0, source)
+    sys.path[:0] = [source, str(Path(source).parent / "benchmarks")]  # each tree knows its names
     from step_rank import measure_as_rank  # noqa: PLC0415
 
     names = list(plan.contenders)
