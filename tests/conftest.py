@@ -23,7 +23,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -235,15 +235,25 @@ def _sockets() -> set[str]:
 
 def _shared_memory(ours: set[int]) -> set[str]:
     """The names in /dev/shm, without those of living processes that are none of ours."""
-    found = set(os.listdir("/dev/shm"))
-    if "PYTEST_XDIST_WORKER" in os.environ:  # names of semaphores do not say whose they are
-        found = {name for name in found if not name.startswith("sem.")}
-    names = {name: re.match(r"torch_(\d+)_", name) for name in found}
+    names = {name: re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm")}
+    if any(name.startswith("sem.") for name in names):  # such a name does not say whose it is
+        mapped = _mapped_by_others(ours)
+        names = {name: torchs for name, torchs in names.items() if name not in mapped}
     return {
         name
         for name, torchs in names.items()
         if torchs is None or int(torchs[1]) in ours or state_of(int(torchs[1])) in ("", "Z")
     }
+
+
+def _mapped_by_others(ours: set[int]) -> set[str]:
+    """The names in /dev/shm that processes hold which are none of ours: tests that run beside."""
+    found: set[str] = set()
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        if pid not in ours:
+            with suppress(OSError):
+                found.update(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return found
 
 
 def _torch_settings() -> tuple[Any, ...]:

@@ -33,8 +33,9 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 
 def part_of(module: str) -> str:
-    """`allranks.torch.step.step` -> `on_torch`."""
-    return ([*module.split("."), ""])[1]
+    """`allranks.torch.step.step` -> `torch`; of another package nothing."""
+    root, *rest = [*module.split("."), ""]
+    return rest[0] if root == "allranks" else ""
 
 
 def floor_of(module: str) -> int:

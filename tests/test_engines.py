@@ -44,6 +44,7 @@ main()
         ("torch", "", KERAS, "torch"),
         ("torch", "single", "import allranks.tensorflow\n", "torch"),
         ("", "", "from allranks import tensorflow\n", "tensorflow"),
+        ("", "", "from allranks.training.keras_task import Task\n", "tensorflow"),
         ("", "", "def broken(:\n", "torch"),
         ("", "", "# from allranks.tensorflow import Task\n", "torch"),
     ],

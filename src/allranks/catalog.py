@@ -7,7 +7,6 @@ too, so that asking for help imports nothing but what help needs.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 VERBS = {

@@ -4,7 +4,7 @@ A rank of tf.distribute is a replica, so one copy is the whole state. A second t
 texts beside the training would disturb TensorFlow's collectives, so the thread that writes sends
 nothing: only the leader has one, and the ranks hear how it fared from the thread that trains, when
 they come to the next save, or wait. The commit, the files and the search for the newest whole
-checkpoint are those of all engines (`training.checkpoint`).
+checkpoint are those of all engines (`commit`, `newest`).
 """
 
 from __future__ import annotations

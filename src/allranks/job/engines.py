@@ -22,7 +22,7 @@ from allranks.strategies.choice import parse_choice
 from allranks.strategies.torch_cards import CARDS
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
-KERAS_TASKS = "allranks.tensorflow"
+KERAS_TASKS = "allranks.tensorflow", TASKS["tensorflow"]  # where users import it, where it is
 NEEDS = {"tensorflow": ("tensorflow", "keras")}
 DEFAULTS = {TORCH: ("single", "ddp"), TENSORFLOW: ("single", "multi-worker-mirrored")}
 
@@ -145,7 +145,7 @@ def _file_of(program: str) -> Path | None:
 
 
 def _is_of_keras(name: str) -> bool:
-    return name == KERAS_TASKS or name.startswith(f"{KERAS_TASKS}.")
+    return any(name == place or name.startswith(f"{place}.") for place in KERAS_TASKS)
 
 
 def _imported(node: ast.AST) -> list[str]:

@@ -1,7 +1,7 @@
 """Saves and loads checkpoints, on all ranks together: what is committed, is committed for all.
 
 A save makes training wait for one copy in memory (`storage`); the rest is done by a thread, by the
-protocol that all engines share (`training.checkpoint`). Which tensors a rank reads is in `loading`,
+protocol that all engines share (`allranks.checkpoint`). Which tensors a rank reads is in `loading`,
 who writes what in `plan`, what a tensor of a state may be in `tree`.
 """
 

@@ -1,6 +1,6 @@
 """What a tensor of a state may be, and how the manifest calls its type of number.
 
-A state is taken apart and put together by `training.checkpoint.tree`; here is what is torch's.
+A state is taken apart and put together by `allranks.checkpoint.tree`; here is what is torch's.
 """
 
 from __future__ import annotations
