@@ -23,6 +23,7 @@ from allranks.checkpoint.newest import Loaded
 from allranks.errors import PeerLost, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
+from allranks.strategies.mesh import Agreement
 from allranks.torch.checkpoint.checkpointer import Checkpointer
 from allranks.torch.comm import CPU, Comm, join
 from allranks.torch.saving import Saving
@@ -146,13 +147,19 @@ def load_sharded(argument: dict[str, Any]) -> None:
     comm.leave()
 
 
+SHARDED = Agreement("sharded")
+
+
 @dataclass
 class Halves:
     """Stands in for a strategy that splits its weights over the ranks."""
 
     comm: Comm
     parts: dict[str, DTensor]
-    replicas_agree: bool = True
+    agreement: Agreement = SHARDED
+
+    def own_state(self) -> dict[str, Any]:
+        return {}
 
     def state(self) -> dict[str, Any]:
         return {"model": self.parts, "count": torch.tensor(3)}

@@ -65,6 +65,8 @@ REDUCERS = {
 }
 
 PLANNER = "allranks.torch.checkpoint.dcp"
+DISTRIBUTE = "torch.distributed.tensor:distribute_tensor"
+"""What only jobs pay for whose ranks hold parts of tensors: importing it takes a second."""
 
 PROGRAMS = {
     "cifar10": "allranks.programs.cifar10:Cifar10",

@@ -19,7 +19,8 @@ from allranks.job.job import Job
 from allranks.job.job_file import redacted
 from allranks.job.limits import devices_of
 from allranks.launcher.world import Visible, World
-from allranks.strategies.resolve import crew_of, devices_of_a_rank
+from allranks.strategies.mesh import DATA
+from allranks.strategies.resolve import crew_of, devices_of_a_rank, mesh_of
 from allranks.strategies.roles import Crew
 from allranks.strategies.shards import busy_fraction
 
@@ -139,9 +140,13 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
 def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
     """What the user should know beforehand; raises where a rank or a replica would have no shard."""
     replicas = devices_of_a_rank(job.strategy)
-    workers, what = (job.ranks, "rank") if replicas == 1 else (replicas, "replica")
+    readers = mesh_of(job.strategy, job.ranks).size(DATA)
+    each = job.ranks // readers
+    workers, what = (readers, "rank" if each == 1 else f"group of {each} ranks")
+    if replicas > 1:
+        workers, what = replicas, "replica"
     if workers > shape.shards:
-        asked, fits = f"--ranks {job.ranks}", f"--ranks {shape.shards}"
+        asked, fits = f"--ranks {job.ranks}", f"--ranks {shape.shards * each}"
         if replicas > 1:
             asked, fits = f"--strategy {job.strategy}", f"--strategy dp:replicas={shape.shards}"
         raise RequestError(

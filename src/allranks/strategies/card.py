@@ -14,6 +14,7 @@ from typing import Any
 
 from allranks.errors import RequestError, nearest
 from allranks.strategies.choice import TRUTH, Choice, parse_choice
+from allranks.strategies.mesh import REPLICATED, Agreement, Mesh, replicated_mesh
 from allranks.strategies.roles import Role, trainers
 
 WHOLE = "whole, the same on every rank"
@@ -216,10 +217,16 @@ class Card:
     paper: str = ""
     engines: tuple[str, ...] = ("torch",)
     """Which engines have it."""
-    state: str = WHOLE
-    """What a checkpoint of it holds: strategies with the same words here go on from each other's."""
+    agreement: Agreement = REPLICATED
+    mesh: Callable[[int, dict[str, Any]], Mesh] = lambda ranks, _: replicated_mesh(ranks)
+    """How so many ranks lie along its axes; raises `RequestError` for a number that does not fit."""
     roles: Callable[[int, dict[str, Any]], tuple[Role, ...]] = lambda ranks, _: trainers(ranks)
     """The processes of a job of so many ranks with these options, the leader first."""
+
+    @property
+    def state(self) -> str:
+        """What a checkpoint holds: strategies of which this is the same go on from each other's."""
+        return WHOLE if self.agreement.is_one_training else APART
 
     def guarantee_of(self, options: dict[str, Any]) -> Guarantee:
         """What the strategy promises with these options, as `read_options` gives them."""

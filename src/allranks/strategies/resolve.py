@@ -5,6 +5,7 @@ from __future__ import annotations
 from allranks.errors import RequestError, nearest
 from allranks.strategies.card import Card
 from allranks.strategies.choice import Choice, parse_choice
+from allranks.strategies.mesh import Mesh
 from allranks.strategies.roles import Crew, trainers
 from allranks.strategies.torch_cards import CARDS
 
@@ -44,6 +45,13 @@ def devices_of_a_rank(strategy: str) -> int:
     """How many devices one rank works on: the replicas of `dp`, one of every other strategy."""
     choice = parse_choice(strategy)
     return int(card_for(choice).read_options(choice.options).get("replicas", 1))
+
+
+def mesh_of(strategy: str, ranks: int) -> Mesh:
+    """How so many ranks lie along the axes of a strategy; raises `RequestError` if they do not fit."""
+    choice = parse_choice(strategy)
+    card = card_for(choice)
+    return card.mesh(ranks, card.read_options(choice.options))
 
 
 def crew_of(strategy: str, ranks: int) -> Crew:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from allranks.strategies.card import APART, Card, Exact, Option, Reference, Workload
+from allranks.strategies.card import Card, Exact, Option, Reference, Workload
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes
+from allranks.strategies.mesh import Agreement
 from allranks.strategies.reduction_tree import rounds_of_pairs, subtree_roots, uses_pairs
 from allranks.strategies.shards import owned_shards
 from allranks.strategies.tensorflow_cards import TENSORFLOW_CARDS
@@ -126,7 +127,7 @@ CARDS = {
             memory="weights + gradients + optimizer on every rank",
             many_ranks=True,
             can_be_bitwise=False,
-            state=APART,
+            agreement=Agreement("own", lockstep=False),
         ),
         *TENSORFLOW_CARDS,
     )

@@ -49,6 +49,11 @@ all_gather_single: Callable[..., Any] = (
 )
 
 
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
 def _translated(error: RuntimeError) -> RuntimeError | PeerLost:
     """The error that says what a broken collective means; Gloo names neither rank nor reason."""
     message = str(error)
@@ -104,7 +109,8 @@ class Comm:
 
     `sent` is in bytes, by kind: `gradients` (the data of a step, with what rides on it),
     `outputs` (of a loss over the batch), `batchnorm` (statistics over the whole batch), `rows` (of
-    tables with a `max_norm`), `control` (everything else).
+    tables with a `max_norm`), `control` (everything else). `members` are the ranks of the job that
+    these are, where they are not all.
     """
 
     rank: int = 0
@@ -113,6 +119,7 @@ class Comm:
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     owns_group: bool = False
     group: Any = None
+    members: tuple[int, ...] | None = None
     pulse: Pulse | Aside | None = None
     meetings: Meetings | None = None
     leave_out_next: bool = False
@@ -168,8 +175,7 @@ class Comm:
         """The group of this rank and `partner`; both call this, before they `add_in_pair`."""
         if self.size == 2:
             return dist.group.WORLD
-        members = sorted((self.rank, partner))
-        return dist.new_group(members, timeout=TIMEOUT, use_local_synchronization=True)
+        return _group_of(tuple(sorted((self.rank, partner))))
 
     def add_in_pair(self, tensor: Tensor, pair: Any) -> Pending:
         """Sum `tensor` over the two ranks of `pair`, in place. Sends all of its bytes."""
@@ -180,6 +186,14 @@ class Comm:
         """Every rank's `part`, in rank order, into `whole`. Sends (N-1) times the part."""
         self._count(kind, (self.size - 1) * part.nbytes)
         return self._begin(all_gather_single, whole, part)
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor, kind: str = "gradients") -> Pending:
+        """The sum over all ranks of their `whole`, cut evenly; `part` is this rank's.
+
+        Sends (N-1)/N of the whole.
+        """
+        self._count(kind, (self.size - 1) / self.size * whole.nbytes)
+        return self._begin(reduce_scatter_single, part, whole)
 
     def all_to_all(
         self, received: Tensor, given: Tensor, receive_sizes: list[int], give_sizes: list[int]
@@ -196,7 +210,7 @@ class Comm:
         """The leader's `tensor` on every rank. Counted as one copy sent on by each rank but one."""
         if self.size > 1:
             self._count("control", tensor.nbytes * (self.size - 1) / self.size)
-            self._begin(dist.broadcast, reals(tensor.detach()), src=0).wait()
+            self._begin(dist.broadcast, reals(tensor.detach()), group_src=0).wait()
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -239,6 +253,19 @@ class Comm:
         rows = whole.cpu().numpy().reshape(self.size, -1)
         return [bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
+    def among(self, ranks: tuple[int, ...]) -> Comm:
+        """Some of the ranks, this one too, on a group of their own; each of `ranks` calls this.
+
+        Whoever calls it calls `leave` at the end, unless it is this one. What is sent there is
+        counted here.
+        """
+        if len(ranks) == self.size:
+            return self
+        if len(ranks) == 1:
+            return Comm(device=self.device, sent=self.sent, pulse=self.pulse)
+        group, own = _group_of(ranks), ranks.index(self.rank)
+        return replace(self, rank=own, size=len(ranks), owns_group=True, group=group, members=ranks)
+
     def beside(self) -> Comm:
         """The same ranks on a group of their own, for what is sent while gradients are under way.
 
@@ -247,8 +274,7 @@ class Comm:
         """
         if self.size == 1:
             return Comm(device=self.device, sent=self.sent, pulse=self.pulse)
-        group = dist.new_group(list(range(self.size)), timeout=TIMEOUT)
-        return replace(self, owns_group=True, group=group)
+        return replace(self, owns_group=True, group=self._new_group())
 
     def aside(self) -> Comm:
         """The same ranks on a group of their own, over the host, for a thread beside the training.
@@ -258,9 +284,22 @@ class Comm:
         """
         if self.size == 1:
             return Comm()
-        group = dist.new_group(list(range(self.size)), timeout=TIMEOUT, backend="gloo")
         pulse = self.pulse.aside() if isinstance(self.pulse, Pulse) else None
+        group = self._new_group("gloo")
         return Comm(self.rank, self.size, CPU, owns_group=True, group=group, pulse=pulse)
+
+    def _new_group(self, backend: str | None = None) -> Any:
+        """Another group of the same ranks."""
+        if self.members is None:
+            return dist.new_group(list(range(self.size)), timeout=TIMEOUT, backend=backend)
+        return _group_of(self.members, backend)
+
+
+def _group_of(ranks: tuple[int, ...], backend: str | None = None) -> Any:
+    """A group of these ranks of the job, made by them alone."""
+    return dist.new_group(
+        list(ranks), timeout=TIMEOUT, backend=backend, use_local_synchronization=True
+    )
 
 
 def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
+from allranks.strategies.mesh import DATA
 from allranks.strategies.shards import even_sizes, largest_shard
 from allranks.torch.data.rows import rows_of_ranks
 from allranks.torch.model.layers import normalising_layers, shard_norms
@@ -25,7 +26,7 @@ def check_limits(task: Task, job: Job, strategy: Strategy) -> None:
             why="one sample has no variance, so nothing would ever be normalised",
             do=f"--set shards={max(1, task.batch_size // 2)}, or a larger batch",
         )
-    if not strategy.replicas_agree and task.loss_over == "batch" and ranks > 1:
+    if not strategy.agreement.is_one_training and task.loss_over == "batch" and ranks > 1:
         raise RequestError(
             asked=f'--strategy {job.strategy} with loss_over = "batch"',
             found=f"{ranks} ranks that exchange nothing",
@@ -49,7 +50,7 @@ def check_limits(task: Task, job: Job, strategy: Strategy) -> None:
     judges = [
         flag for flag, rule in (("--best", job.best), ("--early-stop", job.early_stop)) if rule
     ]
-    if not strategy.replicas_agree and judges and ranks > 1:
+    if not strategy.agreement.is_one_training and judges and ranks > 1:
         raise RequestError(
             asked=f"--strategy {job.strategy} with {judges[0]}",
             found=f"{ranks} ranks that each have metrics of their own",
@@ -69,13 +70,13 @@ def check_limits(task: Task, job: Job, strategy: Strategy) -> None:
 def _check_whole_norm(task: Task, job: Job, strategy: Strategy) -> None:
     """Raise `RequestError` unless the whole batch of each rank goes through the model at once."""
     sizes = even_sizes(task.batch_size, task.shards)
-    most = max(rows_of_ranks(sizes, strategy.comm.size))
+    most = max(rows_of_ranks(sizes, strategy.mesh.size(DATA)))
     found = why = do = ""
     if strategy.shard_alone:
         found = "every shard goes through the model by itself"
         why = "its statistics would be those of the shard"
         do = "leave --bitwise (reduce=tree) out, or --set batchnorm=shard"
-    elif not strategy.replicas_agree or strategy.name == "dp":
+    elif not strategy.agreement.is_one_training or strategy.name == "dp":
         found = f"--strategy {job.strategy}"
         why = "its models each normalise what they have, and exchange nothing in forward"
         do = "--strategy ddp, or --set batchnorm=shard"

@@ -77,9 +77,10 @@ class Saving:
     def _parts(self, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What all ranks hold, and what is this rank's own."""
         state = {**self.strategy.state(), **rest}
-        apart = not self.strategy.replicas_agree
-        own = {"random": random_streams(self.strategy.comm.device), **(state if apart else {})}
-        return {} if apart else state, own
+        own = {"random": random_streams(self.strategy.comm.device), **self.strategy.own_state()}
+        if self.strategy.agreement.is_one_training:
+            return state, own
+        return {}, {**own, **state}
 
     def load(self) -> dict[str, Any] | None:
         """Take up the newest good checkpoint; returns the rest of the state, `None` if there is none.
@@ -116,13 +117,13 @@ class Saving:
         is read and found to be of the same job.
         """
         prefix = "common"
-        if not self.strategy.replicas_agree:
+        if not self.strategy.agreement.is_one_training:
             prefix = f"own/{self.strategy.comm.rank}"
         tensors = flatten(self.strategy.state(), prefix)[1]
         return {path: torch.empty_like(t) for path, t in tensors.items() if is_dtensor(t)}
 
     def _state_in(self, loaded: Loaded) -> dict[str, Any]:
-        if self.strategy.replicas_agree:
+        if self.strategy.agreement.is_one_training:
             return dict(loaded.common)
         if loaded.own is None:
             raise RequestError(

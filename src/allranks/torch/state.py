@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,61 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from allranks.catalog import DISTRIBUTE, load
 from allranks.errors import RequestError
+from allranks.torch.checkpoint.tree import is_dtensor
+from allranks.torch.model.reals import reals
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Parameters and buffers by name, those that are not persistent too."""
     return {**dict(model.named_buffers()), **model.state_dict()}
+
+
+def with_parameters(
+    state: dict[str, Any], model: nn.Module, change: Callable[[str, Tensor], Tensor]
+) -> dict[str, Any]:
+    """A state of a training in which `change(name, tensor)` stands for all that follows parameters.
+
+    Those are the weights, what the optimizer keeps in their shape, and their averages.
+    """
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def changed(named: dict[str, Any]) -> dict[str, Any]:
+        return {n: change(n, t) if n in names else t for n, t in named.items()}
+
+    weights, optimizer = state["model"], dict(state["optimizer"])
+    kept = {}
+    for name, values in optimizer["state"].items():
+        shape = weights[name].shape
+        kept[name] = {
+            key: change(name, value) if is_tensor_of(value, shape) else value
+            for key, value in values.items()
+        }
+    optimizer["state"] = kept
+    found = {**state, "model": changed(weights), "optimizer": optimizer}
+    if "average" in state:
+        found["average"] = changed(state["average"])
+    return found
+
+
+def is_tensor_of(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, of which ranks may hold parts; those that do all call this."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def put_whole(target: Tensor, given: Tensor) -> None:
+    """Write a whole tensor into `target`: its part of it, if it is a part. No communication."""
+    if not is_dtensor(target):
+        reals(target).copy_(given)
+        return
+    held: Any = target
+    placed = load(DISTRIBUTE)(given, held.device_mesh, held.placements, src_data_rank=None)
+    held.to_local().copy_(placed.to_local())
 
 
 def not_persistent(model: nn.Module) -> list[str]:

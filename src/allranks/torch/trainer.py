@@ -129,7 +129,7 @@ class Trainer:
             last_epoch = 2**31  # steps were asked for: epochs do not end them
         asked, gave = [f"{n}={v}" for n, v in (("epochs", epochs), ("steps", steps)) if v], False
         upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
-        if self.strategy.replicas_agree:
+        if self.strategy.agreement.lockstep:
             self.task_data.compare_training()
         while not self.course.is_over:
             self.pulse.enter("data")
@@ -181,7 +181,7 @@ class Trainer:
         """The metrics over `data` (the task's own if `None`), exact; every rank calls this."""
         before = self.pulse.enter("evaluate")
         self.faults.reach("evaluate")
-        if self.strategy.replicas_agree:
+        if self.strategy.agreement.is_one_training:
             self.comm.meet(EVALUATE)
         average = self.strategy.step.average
         with nullcontext() if average is None else average.in_place():
@@ -296,7 +296,7 @@ class Trainer:
         step = self.progress.batch_index
         stop = self._ending.is_at(step, result.asked.stop)
         every = self.job.checkpoint_every
-        asked = result.asked.save and self.strategy.replicas_agree
+        asked = result.asked.save and self.strategy.agreement.lockstep
         if asked:
             self.pulse.wants_save()  # heard from another rank first: not again with the next step
         due = every is not None and step % every == 0
@@ -344,7 +344,7 @@ class Trainer:
                 tell_ignored(self.job, self._called, self.progress)
                 if not self._came_to_an_end:
                     self.comm.come_no_more()
-                elif self.strategy.replicas_agree:
+                elif self.strategy.agreement.lockstep:
                     self.comm.meet(AT_THE_END)
                 failed = False
         finally:
@@ -360,11 +360,14 @@ class Trainer:
         taken.left_by(self.comm.leave)
         self._scope = Scope(job.seed, self.device)
         self.strategy = build_strategy(task, job, self.comm, self._scope)
+        taken.left_by(self.strategy.leave)
         self.built = self._place_model()
         step = self.strategy.step
-        self._ending = Ending(self.comm, self.strategy.replicas_agree)
+        self._ending = Ending(self.comm, self.strategy.agreement.lockstep)
         check_limits(task, job, self.strategy)
-        if (whole := whole_norm(task, self.comm, self._scope, self.built.swapped)) is not None:
+        if (
+            whole := whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
+        ) is not None:
             taken.left_by(whole.leave)
         self.model_notes = notes_on(self.strategy.model, task)
         self.guard = guard_of(self.strategy, job, self.world.rank)

@@ -205,7 +205,7 @@ class _Run(Callback):
 
     def on_evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Record an evaluation on the way: the leader's, or each rank's own."""
-        if self.world.is_leader or not trainer.strategy.replicas_agree:
+        if self.world.is_leader or not trainer.strategy.agreement.is_one_training:
             step, best = trainer.progress.batch_index, trainer.course.is_best
             self.events.event("evaluated", step=step, metrics=metrics, best=best)
         self.logs.evaluation(trainer.progress.batch_index, metrics)
@@ -219,7 +219,7 @@ class _Run(Callback):
             self.first_step = False
             total = trainer.total_steps
             self.events.event("training", step=result.batch_index, total_steps=total)
-        alone = not trainer.strategy.replicas_agree
+        alone = not trainer.strategy.agreement.is_one_training
         if result.bad and (self.world.is_leader or alone):
             self.events.event("bad_step", step=result.batch_index, bad=result.bad)
         if self.metrics is None:
@@ -237,7 +237,7 @@ class _Run(Callback):
         seen = torch.tensor(
             [done.samples_seen - self.seen_before], dtype=torch.float64, device=trainer.device
         )
-        if not trainer.strategy.replicas_agree:  # each rank has counted its own
+        if not trainer.strategy.agreement.is_one_training:  # each rank has counted its own
             trainer.comm.all_reduce(seen, "control").wait()
         samples_per_s = float(seen) / seconds if float(seen) else None
         return {

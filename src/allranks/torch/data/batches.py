@@ -70,7 +70,9 @@ class Batch:
 
     `nominal` is what gradients are divided by before they are exchanged, in samples; `sizes` the
     samples of every shard of the job, or `None` where only a stream knows; `ids` the numbers of
-    this rank's samples in the data set, in order (none for a stream).
+    this rank's samples in the data set, in order (none for a stream). With `passes` every rank goes
+    through the model so often, with samples of no weight where it has too few (0: as often as it
+    has micro-batches).
     """
 
     index: int
@@ -80,11 +82,17 @@ class Batch:
     sizes: tuple[int, ...] | None
     leaves: tuple[Leaf, ...]
     ids: Ids
+    passes: int = 0
 
     @property
     def micros(self) -> list[MicroBatch]:
         """What goes through the model of this rank, in order; `data` of each is as collated."""
         return [micro for leaf in self.leaves for micro in leaf.micros]
+
+    @property
+    def passes_without_weight(self) -> int:
+        """How often this rank goes through the model for the others alone."""
+        return max(0, self.passes - len(self.micros))
 
     @property
     def own_samples(self) -> int:
@@ -98,8 +106,8 @@ class GlobalBatches:
 
     `shard_alone` makes every shard a leaf, `collates_alone` a micro-batch; `cut_for` cuts
     micro-batches as so many ranks would; `arithmetic` places the data; `order` is that of a sampler
-    which came with the data. `dry` is set by the trainer once a step of a stream has found no
-    sample on any rank.
+    which came with the data. With `equal_passes` all ranks go through the model equally often.
+    `dry` is set by the trainer once a step of a stream has found no sample on any rank.
     """
 
     source: Source | StreamSource | WholeLoader
@@ -115,11 +123,13 @@ class GlobalBatches:
     prefetch: int = 2
     order: SamplerOrder | None = None
     cut_for: int = 0
+    equal_passes: bool = False
     dry: bool = False
     collates_alone: bool = False
 
     def __post_init__(self) -> None:
         self._leaves_of: dict[tuple[int, ...], tuple[Leaf, ...]] = {}
+        self._passes_of: dict[tuple[int, ...], int] = {}
         self._epoch, self._tried_collate = 0, False
         self._open: weakref.WeakSet[Generator[Batch]] = weakref.WeakSet()
         self.owned = owned_shards(self.shards, self.ranks, self.rank)
@@ -231,7 +241,8 @@ class GlobalBatches:
             chosen = (self.order or own).batch(epoch, step)
             sizes, first, rows = self._cut(len(chosen))
             own_ids = chosen[first : first + rows]
-            yield Batch(index, epoch, step, len(chosen), sizes, self._leaves(sizes), own_ids)
+            leaves, passes = self._leaves(sizes), self._passes(sizes)
+            yield Batch(index, epoch, step, len(chosen), sizes, leaves, own_ids, passes)
             step, index = step + 1, index + 1
 
     def _cut(self, samples: int) -> tuple[tuple[int, ...], int, int]:
@@ -249,20 +260,33 @@ class GlobalBatches:
     def _leaves(self, sizes: tuple[int, ...]) -> tuple[Leaf, ...]:
         """The leaves of this rank for shards of these sizes, data still missing."""
         if sizes not in self._leaves_of:
-            owned = {shard: sizes[shard] for shard in self.owned}
-            groups = [{k: size} for k, size in owned.items()] if self.shard_alone else [owned]
-            self._leaves_of[sizes] = tuple(
-                Leaf(
-                    range(min(group), max(group) + 1),
-                    tuple(
-                        MicroBatch(m, sum(piece.samples for piece in m))
-                        for part in self._parts(group)
-                        for m in self._micros_of(part)
-                    ),
-                )
-                for group in groups
-            )
+            self._leaves_of[sizes] = self._leaves_for(sizes, self.owned)
         return self._leaves_of[sizes]
+
+    def _leaves_for(self, sizes: tuple[int, ...], owned_by_it: range) -> tuple[Leaf, ...]:
+        owned = {shard: sizes[shard] for shard in owned_by_it}
+        groups = [{k: size} for k, size in owned.items()] if self.shard_alone else [owned]
+        return tuple(
+            Leaf(
+                range(min(group), max(group) + 1),
+                tuple(
+                    MicroBatch(m, sum(piece.samples for piece in m))
+                    for part in self._parts(group)
+                    for m in self._micros_of(part)
+                ),
+            )
+            for group in groups
+        )
+
+    def _passes(self, sizes: tuple[int, ...]) -> int:
+        """How often the rank with the most micro-batches goes through the model, if all are to."""
+        if not self.equal_passes:
+            return 0
+        if sizes not in self._passes_of:
+            spans = (owned_shards(self.shards, self.ranks, rank) for rank in range(self.ranks))
+            each = (self._leaves_for(sizes, span) for span in spans)
+            self._passes_of[sizes] = max(sum(len(leaf.micros) for leaf in own) for own in each)
+        return self._passes_of[sizes]
 
     def _micros_of(self, group: dict[int, int]) -> tuple[Micro, ...]:
         """What of these shards goes through the model at once.
@@ -298,7 +322,8 @@ class GlobalBatches:
                 if steps is not None and index >= steps:
                     return
                 sizes, row, _ = self._cut(samples)
-                plan = Batch(index, epoch, step, samples, sizes, self._leaves(sizes), NO_IDS)
+                leaves, passes = self._leaves(sizes), self._passes(sizes)
+                plan = Batch(index, epoch, step, samples, sizes, leaves, NO_IDS, passes)
                 parts = []
                 for micro in plan.micros:
                     parts.append(rows_between(whole, row, row + micro.samples, samples))
@@ -325,7 +350,8 @@ class GlobalBatches:
                     seed_generators(random_key(self.seed, epoch, k, step))
                     read[k] = list(islice(stream, quota[k]))
                 sizes = tuple(len(read.get(k, ())) for k in range(self.shards))
-                plan = Batch(index, epoch, step, self.batch_size, None, self._leaves(sizes), NO_IDS)
+                leaves, passes = self._leaves(sizes), self._passes(tuple(quota))
+                plan = Batch(index, epoch, step, self.batch_size, None, leaves, NO_IDS, passes)
                 if self._collating_draws(source, plan, read):
                     plan = replace(plan, leaves=self._leaves(sizes))
                 collated = (self._collated(source, plan, micro, read) for micro in plan.micros)
@@ -364,6 +390,7 @@ class GlobalBatches:
         self.collates_alone = drawn_from() != before
         if self.collates_alone:
             self._leaves_of.clear()
+            self._passes_of.clear()
             if not self.shard_alone and self.micro_batch != 1:
                 warnings.warn(COLLATES_ALONE, stacklevel=1)
         return self.collates_alone

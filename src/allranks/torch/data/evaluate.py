@@ -34,13 +34,15 @@ def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict
 
     Sends one table of 16 bytes per chunk and metric. `chunk` is in samples.
     """
-    comm = strategy.comm
-    if not strategy.replicas_agree:
+    comm = strategy.data
+    if not strategy.agreement.is_one_training:
         comm = Comm(device=comm.device, pulse=comm.pulse)
     samples = len(source)
     chunks = [range(start, min(start + chunk, samples)) for start in range(0, samples, chunk)]
     own = range(comm.rank, len(chunks), comm.size)
     visited = list(own) or [0]  # a rank without a chunk still has to know the metrics' names
+    if strategy.equal_passes:
+        visited += [0] * (-(-len(chunks) // comm.size) - len(visited))
     wanted = ((0, np.arange(chunks[n].start, chunks[n].stop)) for n in visited)
     table, names = torch.empty(0), list[str]()
     with _evaluating(strategy.model), closing(source.batches(wanted)) as batches:

@@ -65,8 +65,8 @@ class TaskData:
                 shards=self.task.shards,
                 last_batch="drop" if opened.drops_last else self.task.last_batch,
                 seed=self.job.seed,
-                rank=self.strategy.data_rank,
-                ranks=self.strategy.data_size,
+                rank=self.strategy.data.rank,
+                ranks=self.strategy.data.size,
                 micro_batch=self.job.micro_batch,
                 shard_alone=self.strategy.shard_alone,
                 arithmetic=self.strategy.setting.arithmetic,
@@ -74,6 +74,7 @@ class TaskData:
                 order=opened.order,
                 collates_alone=probed.collate_draws,
                 cut_for=self.job.cut_for,
+                equal_passes=self.strategy.equal_passes,
             )
             alone = probed.collate_draws and not self.strategy.shard_alone
             self.notes += filter(None, (self._batches.note, COLLATES_ALONE if alone else ""))
@@ -164,7 +165,7 @@ class TaskData:
     def _compare_evaluation(self, sources: dict[str, Any], *, of_task: bool = True) -> None:
         """Raise where ranks have other evaluation data, that of the task once. Every rank calls this."""
         comm, name = self.strategy.comm, "eval_data" if of_task else "evaluate"
-        if comm.size == 1 or not self.strategy.replicas_agree or name in self._compared:
+        if comm.size == 1 or not self.strategy.agreement.is_one_training or name in self._compared:
             return
         if of_task:
             self._compared.add(name)

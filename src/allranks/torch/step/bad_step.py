@@ -29,6 +29,7 @@ from allranks.training.guard import Guard
 SHOWN = 8  # samples named in one sentence
 FOUND_ENOUGH = 4  # micro-batches of one rank
 ALL_FINITE = "each rank's own part is finite: only their sum is not"
+NOT_SEARCHED = "no rank holds the weights by itself, so none looks for the samples that did it"
 BATCH_FINITE = "the outputs of all ranks are finite: it is the loss over the batch, or its gradient"
 
 
@@ -42,9 +43,13 @@ class Finding:
 
 def guard_of(strategy: Strategy, job: Job, rank: int) -> Guard:
     """The guard of a job, put where the steps of `strategy` find it."""
-    comm = strategy.comm if strategy.replicas_agree else Comm(device=strategy.comm.device)
+    comm = (
+        strategy.comm if strategy.agreement.is_one_training else Comm(device=strategy.comm.device)
+    )
 
     def find(batch: Batch, spiked: bool) -> str:
+        if strategy.equal_passes:
+            return NOT_SEARCHED
         return who(strategy.step, batch, comm, rank, spiked)
 
     strategy.step.guard = Guard(job.on_bad_step, job.spike, find)

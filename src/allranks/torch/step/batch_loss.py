@@ -37,14 +37,19 @@ class BatchLoss:
         self._empty: Rows | None = None  # for a rank that has no sample
 
     def prepare(
-        self, batch: Batch, forward: Callable[[MicroBatch], Any], loss_scale: float = 1.0
+        self,
+        batch: Batch,
+        forward: Callable[[MicroBatch], Any],
+        after_forward: Callable[[], None] = lambda: None,
+        loss_scale: float = 1.0,
     ) -> Take:
-        """Run all forward passes and the loss of the whole batch.
+        """Run all forward passes, then `after_forward`, and the loss of the whole batch.
 
         Returns a function that must be called once for each micro-batch, in order: it gives the
         sums of losses and weights of its rows, and what carries their gradient back.
         """
         outputs = [forward(micro) for micro in batch.micros]
+        after_forward()
         detached = [map_tensors(Tensor.detach, output) for output in outputs]
         whole, rows_before = self._whole(batch, detached)
         output = map_tensors(

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from allranks.errors import RequestError
+from allranks.torch.model.reals import real_type
 from allranks.torch.step.grad_norm import length
+
+
+class Gradients:
+    """The gradient of a step, summed over all ranks, in the `.grad` of `parameters`.
+
+    `flats`, if any, hold the same numbers and nothing else, in fewer tensors. Every rank makes the
+    same calls, because those of a strategy that cuts its weights communicate.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], flats: Sequence[Tensor] = ()) -> None:
+        self.parameters, self.flats = parameters, list(flats)
+
+    def scale_(self, factor: float) -> None:
+        """Multiply all of it."""
+        for gradient in gradients_of(self.parameters):
+            gradient.mul_(factor)
+
+    def norm(self, *, clips: bool, left_out: bool) -> float:
+        """Its length, the same on every rank; not finite exactly if one of its elements is not.
+
+        `clips` asks for what torch clips by; `left_out` says that flats hold what is no gradient.
+        """
+        return norm_of(gradients_of(self.parameters), [] if left_out else self.flats, clips=clips)
+
+    def clip_(self, limit: float, norm: float) -> None:
+        """Scale it down to the length `limit` if its `norm` is more."""
+        total = torch.tensor(norm, dtype=real_type(self.parameters[0].dtype))
+        clip_grads_with_norm_(self.parameters, limit, total.to(self.parameters[0].device))
 
 
 def gradients_of(parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
     forward and backward of every micro-batch                                    `accumulate`
     (the strategy sums gradients and tally over all ranks)
-    division by the weight, regularizer, guard, clipping, update, BatchNorm      `finish`
+    division by the weight, regularizer, guard, clipping, update, BatchNorm      `apply`
 
 The engine owns the division. Losses are per sample: what is differentiated is their weighted sum
 over the nominal samples of the global batch, so a plain sum over micro-batches and ranks is the
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -35,7 +36,8 @@ from allranks.torch.step.apart import Apart
 from allranks.torch.step.batch_loss import BatchLoss, Take, Taken, uses_a_parameter
 from allranks.torch.step.changes import Changes
 from allranks.torch.step.ema import MovingAverage
-from allranks.torch.step.gradients import gradients_of, make_dense, norm_of
+from allranks.torch.step.for_others import PassesForOthers
+from allranks.torch.step.gradients import Gradients, make_dense
 from allranks.torch.step.losses import Unweighted, forward, weighted_losses, weightless
 from allranks.torch.step.probe import Probe
 from allranks.torch.step.rates import Rates
@@ -50,14 +52,29 @@ from allranks.training.progress import NOTHING, StepResult
 LOSS, REGULARIZER, UPDATE = -4, -3, -2  # what the generator is keyed for, beside shards
 
 
+@dataclass(frozen=True)
+class StepParts:
+    """What a strategy brings into its steps; each part is described there (`strategies.base`).
+
+    `comm` are the ranks that read the global batch together. Where several ranks read the same
+    part of it, one of them `counts_samples`. `tally_type` is the type of a tally of its own.
+    """
+
+    comm: Comm
+    sum_apart: Callable[[list[tuple[Span, Tensor]]], Tensor]
+    lay_out: Callable[[], None]
+    watch_gradients: Callable[[list[nn.Parameter], Callable[[int], None]], list[RemovableHandle]]
+    whole_weights: Callable[[], AbstractContextManager[None]]
+    counts_samples: bool = True
+    tally_type: torch.dtype | None = None
+
+
 class SharedStep:
     """The parts of a step that no strategy writes again. One for each strategy.
 
-    `parameters` are those that the optimizer updates, in the order of the model: when others come,
-    `sum_apart` sums their first gradients, and `lay_out` prepares the strategy. `on_gradient`,
+    `parameters` are those that the optimizer updates, in the order of the model. `on_gradient`,
     if set, is called with the position of each whose gradient a backward pass has finished.
-    `asked` is what this rank tells all others with its next step. `flats`, if a strategy has them,
-    hold the gradients of all parameters and nothing else. `call` is what forward passes go
+    `asked` is what this rank tells all others with its next step. `call` is what forward passes go
     through: the model, or what a compiler has made of it; `forward`, where a strategy has one of
     its own, is called with the data of a micro-batch in its place.
     """
@@ -68,8 +85,8 @@ class SharedStep:
         model: nn.Module,
         optimizer: Optimizer,
         scope: Scope,
-        comm: Comm,
         arithmetic: Arithmetic,
+        parts: StepParts,
     ) -> None:
         self.task, self.model, self.optimizer = task, model, optimizer
         self.call: Callable[..., Any] = model
@@ -81,20 +98,20 @@ class SharedStep:
         self.reached: Callable[[str], None] = lambda where: None
         self.asked = NOTHING
         self.on_gradient: Callable[[int], None] | None = None
-        self.comm = comm
+        self.parts, self.comm = parts, parts.comm
         self.apart = Apart()
         self.changes = Changes(model, optimizer)
         self.rates = Rates(task, optimizer)
-        self.sum_apart: Callable[[list[tuple[Span, Tensor]]], Tensor] = lambda leaves: leaves[0][1]
-        self.lay_out: Callable[[], None] = lambda: None
         self.guard = Guard()
         self.user_buffers = UserBuffers(model)
-        self.flats: list[Tensor] = []
+        self.for_others = PassesForOthers(self)
         self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
         self.regularizers = Regularizer(task)
         self._poison_next = self._poisoned = False
         self._unweighted: Unweighted | None = None
-        self._batch_loss = BatchLoss(task, comm, arithmetic) if task.loss_over == "batch" else None
+        self._batch_loss = (
+            BatchLoss(task, self.comm, arithmetic) if task.loss_over == "batch" else None
+        )
         self._hooks: list[RemovableHandle] = []
         self._take_parameters()
 
@@ -106,15 +123,13 @@ class SharedStep:
         self.sparse = SparseRows(
             self.model, self.optimizer, self.parameters, lambda: self.apart.is_on
         )
-        self.layout = TallyLayout(self.model, self.parameters, self.sparse.counts)
+        self.layout = TallyLayout(
+            self.model, self.parameters, self.sparse.counts, self.parts.tally_type
+        )
         self.used = [False] * len(self.parameters)
-        self.flats = []
         self._hooks = [
             *self.sparse.hooks,
-            *(
-                parameter.register_post_accumulate_grad_hook(self.marker(position))
-                for position, parameter in enumerate(self.parameters)
-            ),
+            *self.parts.watch_gradients(self.parameters, self.mark),
         ]
 
     def follow_changes(self) -> None:
@@ -122,22 +137,20 @@ class SharedStep:
         if self.changes.have_come():
             self.changes.lay_out()
             self._take_parameters()
-            self.lay_out()
+            self.parts.lay_out()
 
     def close(self) -> None:
         """Take the hooks off the parameters: the model is the user's own again."""
         for hook in self._hooks:
             hook.remove()
 
-    def marker(self, position: int) -> Callable[[Tensor], None]:
-        def mark(parameter: Tensor) -> None:
-            if self.apart.is_on:
-                return
-            self.used[position] = True
-            if self.on_gradient is not None:
-                self.on_gradient(position)
-
-        return mark
+    def mark(self, position: int) -> None:
+        """A pass has finished the gradient of a parameter."""
+        if self.apart.is_on:
+            return
+        self.used[position] = True
+        if self.on_gradient is not None:
+            self.on_gradient(position)
 
     def accumulate(
         self,
@@ -166,13 +179,17 @@ class SharedStep:
         take = self._take_sample_losses(batch)
         if self._batch_loss is not None:
             take = self._take_batch_losses(batch, self._batch_loss)
+        self.for_others.begin(batch)
         for leaf in batch.leaves:
             tally = tally_of(leaf)
             self.used[:] = [False] * len(self.used)
             self.sparse.forget()
             for micro in leaf.micros:
                 loss, weight, backward = take(micro)
-                tally.add(loss, weight, micro.samples, self.scope)
+                if self.parts.counts_samples:
+                    tally.add(loss, weight, micro.samples, self.scope)
+                else:
+                    self.scope.moments.clear()
                 if leaf is batch.leaves[-1] and micro is leaf.micros[-1]:
                     before_last()
                 calls = dict(self.scope.calls)
@@ -188,6 +205,7 @@ class SharedStep:
                 touched=self.sparse.touched,
             )
             leaf_done(leaf)
+        self.for_others.finish(batch)
         self.scope.leave()
         self.user_buffers.end(batch)
         self.reached("end")
@@ -208,12 +226,19 @@ class SharedStep:
             return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
         return output
 
-    def losses(self, batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """The weighted losses of a micro-batch, a row per sample, and their weights."""
+    def losses(
+        self, batch: Batch, micro: MicroBatch, *, counts: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weighted losses of a micro-batch, a row per sample, and their weights.
+
+        Without `counts` they are no part of the step.
+        """
         with self.apart:
             output = self.output(batch, micro)
             with self.arithmetic.context():
                 losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
+        if not counts:
+            return losses, weights
         if self._poisoned and micro is batch.micros[0]:
             factors = losses.new_ones(losses.shape)
             factors[0] = math.nan
@@ -260,7 +285,8 @@ class SharedStep:
         self.used[:] = [False] * len(self.used)
         loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         self.scope.key(batch.index, LOSS)
-        take_rows = batch_loss.prepare(batch, forward_one, loss_scale)
+        after = partial(self.for_others.forward, batch)
+        take_rows = batch_loss.prepare(batch, forward_one, after, loss_scale)
         if any(self.used):
             raise uses_a_parameter(self.names[self.used.index(True)])
 
@@ -270,10 +296,11 @@ class SharedStep:
 
         return take
 
-    def finish(self, batch: Batch, tally: Tally) -> StepResult:
+    def apply(self, batch: Batch, tally: Tally, gradients: Gradients) -> StepResult:
         """The update, from gradients and tally that are summed over all ranks.
 
-        Sends nothing but which rows of tables with a `max_norm` were looked up, if there are such.
+        Sends nothing of its own but which rows of tables with a `max_norm` were looked up, if there
+        are such; `gradients` may communicate.
         """
         if self.scope.looked_up:
             shorten_alike(self.model, self.scope, self.comm)
@@ -303,12 +330,12 @@ class SharedStep:
         if loss_scale is not None:
             factor /= loss_scale
         if factor != 1:
-            for gradient in gradients_of(self.parameters):
-                gradient.mul_(factor)
+            gradients.scale_(factor)
         loss = totals.loss / weight + self._add_regularizer(batch)
         if self.probe is not None:
             self.probe.gradients("gradient", self.names, self.parameters)
-        norm = self._norm(unused=bool(totals.unused))
+        left_out = bool(totals.unused) and self.regularizers.is_there
+        norm = gradients.norm(clips=self.task.clip_norm is not None, left_out=left_out)
         overflow = self.loss_scale is not None and self.loss_scale.explains(loss, norm)
         updated, text = not overflow, ""
         if overflow:
@@ -316,12 +343,12 @@ class SharedStep:
         elif (bad := self.guard.judge(loss, norm)) is not None:
             text, updated = self._decide(batch, bad)
         if updated:
-            self._update(batch, norm, tally)
+            self._update(batch, norm, tally, gradients)
             tally.update_norms()
         else:
             self.scope.key(batch.index, UPDATE)  # callbacks draw the same on every rank
         if totals.changed:
-            self.lay_out()
+            self.parts.lay_out()
         self._adapt_loss_scale(overflow, updated)
         seen = (*where, loss, *counted)
         return StepResult(*seen, updated, norm, totals.asked, text, loss_scale, overflow)
@@ -334,13 +361,9 @@ class SharedStep:
         elif updated:
             self.loss_scale.went_well()
 
-    def _norm(self, *, unused: bool) -> float:
-        flats = [] if unused and self.regularizers.is_there else self.flats
-        return norm_of(gradients_of(self.parameters), flats, clips=self.task.clip_norm is not None)
-
     def _take_changes(self, batch: Batch) -> None:
         """Other parameters are trained from this step on: sum their gradients over all ranks."""
-        self.changes.settle(self.comm, batch, self.layout.like, self.sum_apart)
+        self.changes.settle(self.comm, batch, self.layout.like, self.parts.sum_apart)
         self._take_parameters()
         if self.average is not None:
             self.average.add(self.names, self.parameters)
@@ -356,10 +379,9 @@ class SharedStep:
             if not update:
                 self.user_buffers.undo()
 
-    def _update(self, batch: Batch, norm: float, tally: Tally) -> None:
+    def _update(self, batch: Batch, norm: float, tally: Tally, gradients: Gradients) -> None:
         if self.task.clip_norm is not None:
-            total = self.layout.like.new_tensor(norm)
-            clip_grads_with_norm_(self.parameters, self.task.clip_norm, total)
+            gradients.clip_(self.task.clip_norm, norm)
             if self.probe is not None:
                 self.probe.gradients("clipped gradient", self.names, self.parameters)
         self._rows.hand_over([tally.tensor[where] for where in tally.layout.rows])
@@ -374,7 +396,8 @@ class SharedStep:
         if not self.regularizers.is_there:
             return None
         self.scope.key(batch.index, REGULARIZER)
-        return self.regularizers.of(self.model)
+        with self.parts.whole_weights():
+            return self.regularizers.of(self.model)
 
     def _add_regularizer(self, batch: Batch) -> float:
         """Add the gradient of the regularizer, alike on every rank; returns its value."""

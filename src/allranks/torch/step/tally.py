@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from allranks.errors import NOT_AT_THE_SAME_STEP, ProgramError
@@ -47,9 +48,15 @@ class TallyLayout:
     """Where each number of the tally stands, for one model and its trainable parameters."""
 
     def __init__(
-        self, model: nn.Module, parameters: list[nn.Parameter], rows: Sequence[int] = ()
+        self,
+        model: nn.Module,
+        parameters: list[nn.Parameter],
+        rows: Sequence[int] = (),
+        kind: torch.dtype | None = None,
     ) -> None:
         self.like = reals(parameters[0].detach())
+        if kind is not None:
+            self.like = self.like.new_empty(0, dtype=kind)
         self.counts = slice(1, 9 + len(parameters))
         self.norms = shard_norms(model)
         self.moments = []

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from allranks.job.loss_scale import LossScale
 from allranks.job.placement import Placed
 from allranks.strategies.card import Card, Workload
+from allranks.strategies.mesh import DATA, Agreement
 from allranks.strategies.reduction_tree import Span
 from allranks.strategies.torch_cards import CARDS
 from allranks.torch.comm import Comm
@@ -34,9 +37,13 @@ from allranks.torch.state import (
     model_state,
     not_persistent,
     optimizer_state,
+    whole,
+    with_parameters,
 )
 from allranks.torch.step.ema import MovingAverage
-from allranks.torch.step.step import SharedStep
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.step import SharedStep, StepParts
+from allranks.torch.step.tally import Tally
 from allranks.torch.task import Task
 from allranks.torch.witness.same_model import check_same_groups, check_same_model
 from allranks.training.progress import StepResult
@@ -56,30 +63,43 @@ class Setting:
 
 
 class Strategy(ABC):
-    """One optimizer step on one global batch, carried out by all ranks together."""
+    """One optimizer step on one global batch, carried out by all ranks together.
+
+    A step is `forward_backward`, then `reduce`, then what all strategies share (`SharedStep.apply`).
+    """
 
     name: ClassVar[str]
-    replicas_agree: ClassVar[bool] = True
-    """Whether all ranks hold the same weights after a step."""
     can_be_compiled: ClassVar[bool] = True
     """Whether forward passes may go through what a compiler made of the model."""
+    equal_passes: ClassVar[bool] = False
+    """Whether all ranks make the same number of passes, because a pass communicates."""
+    tally_type: ClassVar[torch.dtype | None] = None
+    """The type of the tally, where it is a message of its own; else it rides on gradients."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.task, self.comm = setting.task, setting.comm
+        self.mesh = self.card.mesh(self.comm.size, setting.options)
+        self._axes: dict[str, Comm] = {}
 
     @property
     def card(self) -> Card:
         return CARDS[self.name]
 
     @property
-    def data_rank(self) -> int:
-        """Which part of the global batch this rank reads, of `data_size` parts."""
-        return self.comm.rank
+    def agreement(self) -> Agreement:
+        return self.card.agreement
+
+    def axis(self, name: str) -> Comm:
+        """The ranks along an axis of the mesh; every rank calls this for the first time together."""
+        if name not in self._axes:
+            self._axes[name] = self.comm.among(self.mesh.group(self.comm.rank, name))
+        return self._axes[name]
 
     @property
-    def data_size(self) -> int:
-        return self.comm.size
+    def data(self) -> Comm:
+        """The ranks that read the global batch together, each its own part."""
+        return self.axis(DATA)
 
     @property
     def shard_alone(self) -> bool:
@@ -89,29 +109,42 @@ class Strategy(ABC):
     def setup(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> None:
         """Take the model, with equal weights on all ranks from here on; every rank calls this.
 
-        Compares names and shapes, then broadcasts parameters and buffers once, from the leader.
+        Compares names and shapes, then broadcasts parameters and buffers once, from the leader;
+        then the strategy has the model, and then the optimizer is made.
         """
-        self.model = model
         check_same_model(model, self.comm)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 self.comm.broadcast(tensor)
+        model = self.model = self.parallelize(model)
         optimizer = make_optimizer(model)
-        setting = self.setting
-        self.step = SharedStep(
-            self.task, model, optimizer, setting.scope, self.comm, setting.arithmetic
+        setting, one_training = self.setting, self.agreement.is_one_training
+        parts = StepParts(
+            comm=self.data if one_training else Comm(device=self.comm.device),
+            sum_apart=self.sum_apart,
+            lay_out=self.lay_out,
+            watch_gradients=self.watch_gradients,
+            whole_weights=self.whole_weights,
+            counts_samples=self.mesh.is_first_of_its_data(self.comm.rank),
+            tally_type=self.tally_type,
         )
-        if not self.replicas_agree:
-            self.step.comm = Comm(device=self.comm.device)
+        self.step = SharedStep(
+            self.task, model, optimizer, setting.scope, setting.arithmetic, parts
+        )
         check_same_groups(model, optimizer, self.comm)
         self.step.loss_scale = setting.loss_scale
-        self.step.sum_apart = self.sum_apart
         if (decay := self.task.ema) is not None:
             self.step.average = MovingAverage(self.step.names, self.step.parameters, decay)
         self.made = TrainedSet.of(model, optimizer)
         self.prepare()
         self.lay_out()
-        self.step.lay_out = self.lay_out
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """What this rank holds of the model, whole and the same on all ranks until now.
+
+        The optimizer is made for the parameters of what is returned.
+        """
+        return model
 
     def prepare(self) -> None:
         """Make what the strategy needs of its own; the model and `self.step` are there."""
@@ -130,13 +163,45 @@ class Strategy(ABC):
                 tree.add(span, [tensor])
             return tree.total()[0]
         ((_, own),) = leaves
-        if self.replicas_agree:
+        if self.agreement.is_one_training:
             self.comm.all_reduce(own).wait()
         return own
 
-    @abstractmethod
+    def watch_gradients(
+        self, parameters: list[nn.Parameter], mark: Callable[[int], None]
+    ) -> list[RemovableHandle]:
+        """Have `mark` called with the position of each parameter that a pass of this rank used."""
+
+        def watch(position: int, parameter: nn.Parameter) -> RemovableHandle:
+            hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(
+                lambda _: mark(position)
+            )
+            return hook
+
+        return [watch(*pair) for pair in enumerate(parameters)]
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Within, the parameters of the model are whole, for a loss that every rank computes."""
+        return nullcontext()
+
+    @final
     def train_step(self, batch: Batch) -> StepResult:
-        """The whole algorithm of one step; every rank calls this with its part of the batch."""
+        """One step; every rank calls this with its part of the global batch."""
+        local = self.forward_backward(batch)
+        sums, gradients = self.reduce(batch, local)
+        return self.step.apply(batch, sums, gradients)
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        """Forward and backward of this rank's part; the gradients are left in `.grad`."""
+        for parameter in self.step.parameters:
+            parameter.grad = None
+        tally = self.step.layout.tally()
+        self.step.accumulate(batch, lambda leaf: tally)
+        return tally
+
+    @abstractmethod
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        """The sums over all ranks of the tally and of the gradients; every rank calls this."""
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """The output of the model for evaluation data of this rank alone. No communication."""
@@ -158,6 +223,21 @@ class Strategy(ABC):
         step = self.step
         return list(held(self.model, step.names, step.optimizer, step.average, updated=updated))
 
+    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
+        """What stands in a state for a parameter, or for what the optimizer keeps in its shape.
+
+        A DTensor, where this rank holds a part of it.
+        """
+        return tensor
+
+    def as_held(self, name: str, saved: Tensor) -> Tensor:
+        """What `as_saved` was given."""
+        return saved
+
+    def full(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of a parameter, or of its gradient; every rank calls this."""
+        return whole(self.as_saved(name, tensor))
+
     def state(self) -> dict[str, Any]:
         """All that a step depends on but the data: weights, buffers, optimizer."""
         state = {
@@ -169,11 +249,17 @@ class Strategy(ABC):
             },
             "not_persistent": not_persistent(self.model),
         }
-        average = self.step.average
-        return state if average is None else {**state, "average": average.state()}
+        if self.step.average is not None:
+            state["average"] = self.step.average.state()
+        return with_parameters(state, self.model, self.as_saved)
+
+    def own_state(self) -> dict[str, Any]:
+        """What belongs to this rank alone, and is lost where another number of ranks goes on."""
+        return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up a state that `state` returned; every rank calls this."""
+        state = with_parameters(state, self.model, self.as_held)
         load_model_state(self.model, state["model"])
         step, groups = self.step, len(self.made.groups)
         if "trained" in state:  # older checkpoints have none
@@ -186,11 +272,23 @@ class Strategy(ABC):
             step.average.load_state(self.model, state.get("average"))
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer whole, by name in sorted order, one at a time."""
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        for name in sorted(tensors):
-            yield name, tensors[name].detach()
+        """Every parameter and buffer whole, by name in sorted order, one at a time.
+
+        Every rank iterates to the end: a tensor is put together by all that hold parts of it.
+        """
+        parameters, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        for name in sorted({**parameters, **buffers}):
+            if name in parameters:
+                yield name, self.full(name, parameters[name].detach())
+            else:
+                yield name, buffers[name].detach()
 
     def close(self) -> None:
         """Give back what the strategy holds."""
         self.step.close()
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Leave the groups of the axes. Always called."""
+        for comm in self._axes.values():
+            if comm is not self.comm:
+                comm.leave(failed=failed)

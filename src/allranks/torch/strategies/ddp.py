@@ -16,8 +16,9 @@ from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batches import Batch, Leaf
 from allranks.torch.reducers.base import Reducer
 from allranks.torch.reducers.buckets import Buckets
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
-from allranks.training.progress import StepResult
 
 
 class DDP(Strategy):
@@ -42,8 +43,6 @@ class DDP(Strategy):
         )
         self.tally = self.step.layout.tally(self.buckets.tally)
         self.step.on_gradient = self.buckets.gradient_finished
-        if not self.shard_alone:  # there the length too is the same, to the bit, on any ranks
-            self.step.flats = self.buckets.gradients
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         size = leaves[0][1].numel()
@@ -69,7 +68,7 @@ class DDP(Strategy):
         )
         return self.card.bytes_sent(work, self.setting.options)
 
-    def train_step(self, batch: Batch) -> StepResult:
+    def forward_backward(self, batch: Batch) -> Tally:
         self.buckets.begin()
         last = batch.leaves[-1]
 
@@ -83,5 +82,10 @@ class DDP(Strategy):
             leaf_done,
             before_last=lambda: self.buckets.release(last.shards),
         )
-        self.buckets.finish(last.shards)
-        return self.step.finish(batch, self.tally)
+        return self.tally
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        self.buckets.finish(batch.leaves[-1].shards)
+        # by shards the norm too is the same, to the bit, on any ranks: not that of buckets
+        flats = [] if self.shard_alone else self.buckets.gradients
+        return local, Gradients(self.step.parameters, flats)

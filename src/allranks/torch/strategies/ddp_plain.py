@@ -10,9 +10,9 @@ import torch
 
 from allranks.torch.data.batches import Batch
 from allranks.torch.model.reals import reals
-from allranks.torch.step.gradients import all_gradients
+from allranks.torch.step.gradients import Gradients, all_gradients
+from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
-from allranks.training.progress import StepResult
 
 
 class DDPPlain(Strategy):
@@ -20,17 +20,21 @@ class DDPPlain(Strategy):
 
     name = "ddp-plain"
 
-    def train_step(self, batch: Batch) -> StepResult:
-        parameters = self.step.parameters
-        for parameter in parameters:
+    def forward_backward(self, batch: Batch) -> Tally:
+        for parameter in self.step.parameters:
             parameter.grad = torch.zeros_like(parameter)
         tally = self.step.layout.tally()
         self.step.accumulate(batch, lambda leaf: tally)
+        return tally
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        parameters = self.step.parameters
         *gradients, last = all_gradients(parameters)
         for gradient in gradients:
             self.comm.all_reduce(gradient).wait()
         numbers = reals(last)
-        message = torch.cat([numbers.flatten(), tally.tensor])
+        message = torch.cat([numbers.flatten(), local.tensor])
         self.comm.all_reduce(message).wait()
         numbers.copy_(message[: numbers.numel()].view_as(numbers))
-        return self.step.finish(batch, self.step.layout.tally(message[numbers.numel() :]))
+        sums = self.step.layout.tally(message[numbers.numel() :])
+        return sums, Gradients(parameters)

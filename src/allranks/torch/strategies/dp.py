@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +35,12 @@ from allranks.torch.data.batches import Batch
 from allranks.torch.data.nested import concatenated, map_tensors, tensors_in
 from allranks.torch.model.layers import Scope, computed_again
 from allranks.torch.model.placement import held, row
+from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.step import SharedStep
+from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.strategies.model_copy import copy_of, follow
-from allranks.training.progress import StepResult
 
 NAME = "inputs and outputs of a micro-batch"
 
@@ -114,24 +116,24 @@ class DP(Strategy):
             held += own
             for position, weight in enumerate(own):
                 weight.requires_grad_()  # it may be new
-                mark = step.marker(position)
-                self._hooks.append(weight.register_post_accumulate_grad_hook(mark))
+                self._hooks.append(
+                    weight.register_post_accumulate_grad_hook(partial(_mark, step, position))
+                )
             for number, position in enumerate(step.sparse.positions):
                 self._hooks.append(own[position].register_hook(step.sparse.marker(number)))
         step.apart.parameters = held
 
-    def train_step(self, batch: Batch) -> StepResult:
-        for parameter in self.step.parameters:
-            parameter.grad = None
+    def forward_backward(self, batch: Batch) -> Tally:
         for replica in self.copies:
             replica.forget()
         self._weights_are_out = False
-        tally = self.step.layout.tally()
-        self.step.accumulate(batch, lambda leaf: tally)
+        return super().forward_backward(batch)
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         for replica in self.copies:
             replica.check()
             _add_gradients(self.step, replica.model)
-        return self.step.finish(batch, tally)
+        return local, Gradients(self.step.parameters)
 
     def _forward(self, data: Any) -> Any:
         """The output of a micro-batch, on the first device: of its rows, by all replicas."""
@@ -267,6 +269,10 @@ def _check_rows(data: Any, samples: int) -> None:
             why="only tensors are cut for the replicas, so each would get all of it",
             do="let collate make tensors of it, or use --strategy ddp",
         )
+
+
+def _mark(step: SharedStep, position: int, weight: Tensor) -> None:
+    step.mark(position)
 
 
 def _gathered(outputs: list[Any], shares: Sequence[Micro], device: torch.device) -> Any:

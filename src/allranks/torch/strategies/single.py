@@ -10,10 +10,9 @@ import torch
 
 from allranks.torch.data.batches import Batch, Leaf
 from allranks.torch.reducers.tree import TreeSum
-from allranks.torch.step.gradients import all_gradients
+from allranks.torch.step.gradients import Gradients, all_gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
-from allranks.training.progress import StepResult
 
 
 class Single(Strategy):
@@ -21,14 +20,11 @@ class Single(Strategy):
 
     name = "single"
 
-    def train_step(self, batch: Batch) -> StepResult:
-        if self.shard_alone:
-            return self.step.finish(batch, self._along_the_tree(batch))
-        for parameter in self.step.parameters:
-            parameter.grad = None
-        tally = self.step.layout.tally()
-        self.step.accumulate(batch, lambda leaf: tally)
-        return self.step.finish(batch, tally)
+    def forward_backward(self, batch: Batch) -> Tally:
+        return self._along_the_tree(batch) if self.shard_alone else super().forward_backward(batch)
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        return local, Gradients(self.step.parameters)
 
     def _along_the_tree(self, batch: Batch) -> Tally:
         """Leave in `.grad` the sum of the shards' gradients; returns the sum of their tallies."""

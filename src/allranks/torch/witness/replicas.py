@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from allranks.errors import ReplicasDiffer
+from allranks.strategies.mesh import REPLICATE
 from allranks.torch.comm import Comm
 from allranks.torch.strategies.base import Strategy
 
@@ -42,9 +43,15 @@ def compare_replicas(named_tensors: Iterable[tuple[str, Tensor]], comm: Comm) ->
 
 
 def verify(strategy: Strategy) -> None:
-    """Compare the ranks of a strategy, if its replicas are to agree; every rank calls this."""
-    if strategy.replicas_agree:
-        compare_replicas(replicated(strategy), strategy.comm)
+    """Compare the ranks that hold the same of one training; every rank calls this.
+
+    Where weights are cut, ranks with the same part compare it, and all ranks their buffers.
+    """
+    agreement = strategy.agreement
+    if agreement.is_one_training:
+        compare_replicas(replicated(strategy), strategy.axis(REPLICATE))
+    if agreement.weights == "sharded":
+        compare_replicas(_same_buffers(strategy), strategy.comm)
 
 
 def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
@@ -54,13 +61,17 @@ def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
     """
     step = strategy.step
     yield from strategy.model.named_parameters()
-    for name, buffer in strategy.model.named_buffers():
-        if name not in step.user_buffers.written:
-            yield name, buffer
+    yield from _same_buffers(strategy)
     for name, parameter in zip(step.names, step.parameters, strict=True):
         for key, value in step.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 yield f"{key} of {name}, in the optimizer", value
+
+
+def _same_buffers(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in strategy.model.named_buffers():
+        if name not in strategy.step.user_buffers.written:
+            yield name, buffer
 
 
 def digest(tensor: Tensor) -> str:

@@ -25,6 +25,7 @@ from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.torch.data.batches import Batch
 from allranks.torch.model.reals import reals
+from allranks.torch.state import put_whole, whole
 from allranks.torch.strategies.base import Strategy
 from allranks.training.progress import StepResult
 
@@ -78,7 +79,8 @@ class Trace:
         for name, parameter in zip(names, parameters, strict=True):
             if (gradient := parameter.grad) is not None:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
-                self._gradients[f"{stage}/{name}"] = dense.detach().clone()
+                whole = self.strategy.full(name, dense.detach())
+                self._gradients[f"{stage}/{name}"] = whole.clone()
 
     def finished(self, batch: Batch, result: StepResult) -> None:
         """After the step, before the callbacks of the task."""
@@ -107,18 +109,25 @@ class Trace:
         self._rows.close()
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """All that a step starts from and changes, but what the optimizer keeps."""
-        model, average = self.strategy.model, self.strategy.step.average
+        """All that a step starts from and changes, but what the optimizer keeps.
+
+        A tensor that no rank holds whole is a DTensor.
+        """
+        strategy = self.strategy
+        model, average = strategy.model, strategy.step.average
         for kind, named in (
             ("weight", dict(model.named_parameters())),
             ("average", {} if average is None else average.state()),
-            ("buffer", dict(model.named_buffers())),
         ):
             for name, tensor in named.items():
-                yield f"{kind}/{name}", tensor.detach()
+                yield f"{kind}/{name}", strategy.as_saved(name, tensor.detach())
+        for name, tensor in model.named_buffers():
+            yield f"buffer/{name}", tensor.detach()
 
     def _bytes_per_step(self) -> int:
-        trained = sum(parameter.nbytes for parameter in self.strategy.step.parameters)
+        step, strategy = self.strategy.step, self.strategy
+        pairs = zip(step.names, step.parameters, strict=True)
+        trained = sum(strategy.as_saved(name, p.detach()).nbytes for name, p in pairs)
         kinds = 1 if self.strategy.task.clip_norm is None else 2
         return max(1, kinds * trained + sum(tensor.nbytes for _, tensor in self._state()))
 
@@ -127,7 +136,7 @@ class Trace:
         row, self._row = self._row, None
         if row is None:
             return
-        tensors = {**self._gradients, **dict(self._state())}
+        tensors = {**self._gradients, **{name: whole(t) for name, t in self._state()}}
         self._gradients = {}
         row["digests"] = {name: _digest(tensor) for name, tensor in tensors.items()}
         self._rows.row(row)
@@ -145,7 +154,7 @@ class Trace:
         tensors = load_file(tensors_path(trace, step))
         for name, tensor in self._state():
             if name in tensors:  # what the other run does not have is what `check` will say
-                reals(tensor).copy_(tensors[name])
+                put_whole(tensor, tensors[name])
 
 
 def _was_drawn_from(generator: torch.Generator) -> bool:

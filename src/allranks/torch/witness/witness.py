@@ -41,6 +41,7 @@ SO_EARLY = (
     "So early it is the task, most often: it writes weights or clears gradients in forward or loss, "
     "draws from generators of its own in its optimizer, or lets its regularizer read what forward left."
 )
+NEEDS_ALL = "no shard was computed again: no rank holds the weights for it by itself"
 NOT_AGAIN = "no shard was computed again: what was found already would make it another one"
 
 
@@ -75,8 +76,11 @@ class Witness:
     def __init__(self, strategy: Strategy, job: Job, report: Callable[..., None]) -> None:
         self.strategy, self.job, self.report = strategy, job, report
         self.testimony = Testimony(job.witness)
-        apart = not strategy.replicas_agree and strategy.comm.size > 1
+        apart = not strategy.agreement.is_one_training and strategy.comm.size > 1
         self.is_on = job.witness != "off" and not apart
+        self.looks_again = not strategy.equal_passes
+        if self.is_on and not self.looks_again:
+            self.testimony.unseen.append(NEEDS_ALL)
         self.steps = self._at = 0
         self._before_reading: dict[str, Token] | None = None
         self._read: Named = {}
@@ -143,7 +147,7 @@ class Witness:
             self.strategy.step.reached = self._reached
         self._at = batch.index
         is_due = self.steps == 1 or (self.steps > 1 and batch.index % WITNESS_EVERY == 0)
-        if is_due and batches is not None:
+        if is_due and self.looks_again and batches is not None:
             self._look_again(batch, batches)
 
     def after_step(self) -> None:

@@ -1,0 +1,102 @@
+"""The mesh: how the ranks of a job lie along the axes of its strategy. Pure arithmetic.
+
+A mesh is one `arange` over all ranks, with the last axis varying fastest: on
+(replicate 2, shard 3) rank 4 is at (1, 1). `torch.distributed.DeviceMesh` lays ranks out alike.
+Ranks along `data` read different parts of the global batch; ranks that differ along any other axis
+alone read the same part, and share the work on it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+REPLICATE, SHARD, DATA = "replicate", "shard", "data"
+FLATTENED = {DATA: (REPLICATE, SHARD)}
+"""Axes that are several in one: the ranks of a sharded model each read data of their own."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The name and the size of each axis. An axis that is not named here has the size 1."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return math.prod(size for _, size in self.axes)
+
+    def size(self, axis: str) -> int:
+        """How many ranks lie along an axis."""
+        return math.prod(size for name, size in self.axes if name in _parts(axis))
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Where along an axis a rank lies."""
+        found = 0
+        for (name, size), at in zip(self.axes, self._coordinates(rank), strict=True):
+            if name in _parts(axis):
+                found = found * size + at
+        return found
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along this axis alone, and itself, in order."""
+        own = self._coordinates(rank)
+        ways = [
+            range(size) if name in _parts(axis) else (at,)
+            for (name, size), at in zip(self.axes, own, strict=True)
+        ]
+        return tuple(self._rank_at(where) for where in product(*ways))
+
+    def is_first_of_its_data(self, rank: int) -> bool:
+        """Whether a rank is the first of those that read the same part of the global batch.
+
+        What is counted in samples is counted by these ranks alone.
+        """
+        there = zip(self.axes, self._coordinates(rank), strict=True)
+        return all(at == 0 for (name, _), at in there if name not in FLATTENED[DATA])
+
+    def _coordinates(self, rank: int) -> tuple[int, ...]:
+        found = []
+        for _, size in reversed(self.axes):
+            rank, at = divmod(rank, size)
+            found.append(at)
+        return tuple(reversed(found))
+
+    def _rank_at(self, coordinates: tuple[int, ...]) -> int:
+        rank = 0
+        for (_, size), at in zip(self.axes, coordinates, strict=True):
+            rank = rank * size + at
+        return rank
+
+
+def _parts(axis: str) -> tuple[str, ...]:
+    return FLATTENED.get(axis, (axis,))
+
+
+def replicated_mesh(ranks: int) -> Mesh:
+    """Every rank has the whole model, and data of its own."""
+    return Mesh(((REPLICATE, ranks),))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks of a job have in common while it trains.
+
+    `weights`: all ranks hold the same ("replicated"), each a part of every tensor ("sharded") or
+    some of the tensors ("staged"), or each a training of its own ("own"). With `lockstep` all
+    ranks make every step together, and hear in it what one of them was asked.
+    """
+
+    weights: Literal["replicated", "sharded", "staged", "own"] = "replicated"
+    lockstep: bool = True
+
+    @property
+    def is_one_training(self) -> bool:
+        """Whether all ranks train one model, whoever holds it."""
+        return self.weights != "own"
+
+
+REPLICATED = Agreement()
