@@ -278,7 +278,7 @@ class _Run(Callback):
     def _write(self, name: str, trainer: Trainer) -> None:
         weights = trainer.weights()
         if self.world.is_leader:
-            file = WeightsFile(trainer.strategy.model)
+            file = WeightsFile(trainer.strategy.model, trainer.strategy.as_saved)
             self.keeping.whole(name, lambda paths: file.write(paths, weights))
         for _ in weights:
             pass

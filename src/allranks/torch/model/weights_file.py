@@ -9,7 +9,7 @@ and since each is written by itself, tensors may share memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,10 +24,16 @@ from allranks.training.keeping import write_where_room_is
 
 
 class WeightsFile:
-    """Where the weights of `model` go; `write` is called by the rank that writes it."""
+    """Where the weights of `model` go; `write` is called by the rank that writes it.
 
-    def __init__(self, model: nn.Module) -> None:
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    `whole(name, parameter)` has the shape of the whole of which the model holds `parameter`.
+    """
+
+    def __init__(
+        self, model: nn.Module, whole: Callable[[str, Tensor], Tensor] = lambda name, held: held
+    ) -> None:
+        parameters = {name: whole(name, p.detach()) for name, p in model.named_parameters()}
+        named = {**parameters, **dict(model.named_buffers())}
         self.names = saved_names(model)
         tensors = {name: named[own] for own, names in self.names.items() for name in names}
         pairs = sorted(name for name, tensor in tensors.items() if NAMES.get(tensor.dtype) in PAIR)

@@ -106,7 +106,7 @@ class SharedStep:
         self.user_buffers = UserBuffers(model)
         self.for_others = PassesForOthers(self)
         self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
-        self.regularizers = Regularizer(task)
+        self.regularizers = Regularizer(task, parts.whole_weights)
         self._poison_next = self._poisoned = False
         self._unweighted: Unweighted | None = None
         self._batch_loss = (
@@ -175,11 +175,11 @@ class SharedStep:
             marks.zero_()
         if self.scope.whole is not None:
             self.scope.whole.begin(batch.own_samples)
+        self.for_others.begin(batch)
         self.reached("begin")
         take = self._take_sample_losses(batch)
         if self._batch_loss is not None:
             take = self._take_batch_losses(batch, self._batch_loss)
-        self.for_others.begin(batch)
         for leaf in batch.leaves:
             tally = tally_of(leaf)
             self.used[:] = [False] * len(self.used)
@@ -396,8 +396,7 @@ class SharedStep:
         if not self.regularizers.is_there:
             return None
         self.scope.key(batch.index, REGULARIZER)
-        with self.parts.whole_weights():
-            return self.regularizers.of(self.model)
+        return self.regularizers.of(self.model)
 
     def _add_regularizer(self, batch: Batch) -> float:
         """Add the gradient of the regularizer, alike on every rank; returns its value."""

@@ -12,6 +12,8 @@ the tally of the next step shows.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,10 +27,15 @@ ROUNDING = 64  # times the precision of a number: sums of equal numbers over ran
 
 
 class Regularizer:
-    """What `task.regularizer` gives in each step, with its first values looked through."""
+    """What `task.regularizer` gives in each step, with its first values looked through.
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    Within `whole_weights()` the weights of the model are whole.
+    """
+
+    def __init__(
+        self, task: Task, whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self.task, self._whole_weights = task, whole_weights
         self.is_there = task.overrides("regularizer")
         self.was = 0.0
         self._looked_at = 0
@@ -36,10 +43,12 @@ class Regularizer:
     def of(self, model: nn.Module) -> Tensor | None:
         """The regularizer now; `None` if the task has none."""
         if self._looked_at >= LOOKED_AT:
-            return self.task.regularizer(model)
+            with self._whole_weights():
+                return self.task.regularizer(model)
         self._looked_at += 1
         before = newest_node()
-        value = self.task.regularizer(model)
+        with self._whole_weights():
+            value = self.task.regularizer(model)
         if value is not None:
             check_is_of_weights(value, before)
         return value

@@ -1,0 +1,287 @@
+"""A strategy that stands for all that cut their weights: every tensor is halved by hand, on two ranks.
+
+Before each pass the weights are gathered from the two ranks. With `data=each` (as FSDP) these read
+different samples, and backward sums their gradients; with `data=same` (as tensor parallelism) they
+read the same ones, and take their half of the gradient. More ranks are copies of such a pair.
+It is written for the tests, lives beside them, and is slow: what it proves is that a strategy needs
+a file, a card and a line of the catalog, and nothing else of the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
+
+from allranks.catalog import STRATEGIES
+from allranks.errors import RequestError
+from allranks.strategies.card import Card, Exact, Option, Workload
+from allranks.strategies.mesh import REPLICATE, SHARD, Agreement, Mesh
+from allranks.strategies.torch_cards import CARDS
+from allranks.torch.data.batches import Batch
+from allranks.torch.step.gradients import Gradients, gradients_of
+from allranks.torch.step.losses import forward
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.base import Strategy
+
+NAME, TENSOR = "fake-sharded", "tensor"
+HALVES = 2
+
+
+def halves_of(ranks: int, options: dict[str, Any]) -> Mesh:
+    if ranks > 1 and ranks % HALVES:
+        raise RequestError(
+            asked=f"--strategy {NAME} --ranks {ranks}",
+            found="a rank without a partner",
+            why="two ranks hold the halves of every weight",
+            do=f"--ranks {ranks + 1}",
+        )
+    halves = min(ranks, HALVES)
+    axis = SHARD if options["data"] == "each" else TENSOR
+    return Mesh(((REPLICATE, ranks // halves), (axis, halves)))
+
+
+def _bytes(work: Workload, options: dict[str, Any]) -> int:
+    """Weights gathered, gradients scattered, summed over the pairs; and the tally, all by ring."""
+    if work.ranks == 1:
+        return 0
+    weights, gradients, tally = work.messages
+    pairs = work.ranks // HALVES
+    scattered = gradients / HALVES if options["data"] == "each" else 0
+    summed = 2 * (pairs - 1) / pairs * gradients / HALVES
+    return round(weights / HALVES + scattered + summed + 2 * (1 - 1 / work.ranks) * tally)
+
+
+CARD = Card(
+    name=NAME,
+    summary="Every weight in two halves, gathered for each pass.",
+    guarantee=Exact(),
+    bytes_sent=_bytes,
+    bytes_formula="weights/2 + gradients/2 + 2(P-1)/P gradients/2 + 2(N-1)/N tally, P = N/2",
+    memory="half of weights, gradients and optimizer; all weights within a pass",
+    many_ranks=True,
+    can_be_bitwise=False,
+    options=(Option("data", "each", "what the two ranks read", ("each", "same")),),
+    agreement=Agreement("sharded"),
+    mesh=halves_of,
+)
+
+
+def register() -> None:
+    """The card, and the line of the catalog."""
+    CARDS[NAME] = CARD
+    STRATEGIES[NAME] = "fake_sharded:FakeSharded"
+
+
+class FakeSharded(Strategy):
+    """Gather halves, pass, sum halves. Sends what the card says."""
+
+    name = NAME
+    equal_passes = True
+    tally_type = torch.float64
+    can_be_compiled = False
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        self.both_read = self.setting.options["data"] == "each"
+        self.pair = self.axis(SHARD if self.both_read else TENSOR)
+        self.device_mesh: Any = None
+        if self.comm.size > 1:
+            self.device_mesh = init_device_mesh("cpu", tuple(s for _, s in self.mesh.axes))
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
+        self.names_of = {
+            alias: name
+            for name, one in model.named_parameters()
+            for alias, other in model.named_parameters(remove_duplicate=False)
+            if other is one
+        }
+        self.slots: dict[str, list[tuple[nn.Module, str]]] = {}
+        held = {
+            name: nn.Parameter(self._half(p.detach()).clone(), requires_grad=p.requires_grad)
+            for name, p in model.named_parameters()
+        }
+        for path, module in model.named_modules():
+            for attribute, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    name = self.names_of[f"{path}.{attribute}" if path else attribute]
+                    self.slots.setdefault(name, []).append((module, attribute))
+                    module._parameters[attribute] = held[name]
+        self.held = held
+        return model
+
+    def prepare(self) -> None:
+        self.step.forward = self._forward
+
+    def watch_gradients(
+        self, parameters: list[nn.Parameter], mark: Callable[[int], None]
+    ) -> list[RemovableHandle]:
+        positions = {id(parameter): position for position, parameter in enumerate(parameters)}
+        self.mark: dict[str, Callable[[], None]] = {
+            name: lambda at=positions[id(half)]: mark(at)  # type: ignore[misc]
+            for name, half in self.held.items()
+            if id(half) in positions
+        }
+        return []
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        self.comm.all_reduce(local.tensor).wait()
+        for parameter in self.step.parameters:
+            assert parameter.grad is not None
+            self.axis(REPLICATE).all_reduce(parameter.grad).wait()
+        return local, Halved(self)
+
+    def messages(self) -> tuple[int, ...]:
+        item = next(iter(self.held.values())).element_size()
+        trained = [n for n, half in self.held.items() if half.requires_grad]
+        sizes = {name: HALVES * self._rows_of(name) * _width(s) for name, s in self.shapes.items()}
+        tally = self.step.layout.size * 8
+        return item * sum(sizes.values()), item * sum(sizes[name] for name in trained), tally
+
+    # --- whole weights --------------------------------------------------------------------
+
+    def _forward(self, data: Any) -> Any:
+        with self.gathered(sums=self.both_read, kind="gradients"):
+            return forward(self.task, self.step.call, data)
+
+    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
+        with self.gathered(sums=False, kind="control"):
+            return super().eval_step(data, forward)
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        with self.gathered(sums=False, kind="control"):
+            yield
+
+    @contextmanager
+    def gathered(self, *, sums: bool, kind: str) -> Iterator[None]:
+        """Within, the model has whole weights; backward adds to the halves, of both ranks if it sums."""
+        apply: Any = Gather.apply
+        whole = apply(self, sums, kind, *self.held.values())
+        for name, tensor in zip(self.held, whole, strict=True):
+            for module, attribute in self.slots[name]:
+                module._parameters[attribute] = tensor
+        try:
+            yield
+        finally:
+            for name, half in self.held.items():
+                for module, attribute in self.slots[name]:
+                    module._parameters[attribute] = half
+
+    def _half(self, tensor: Tensor) -> Tensor:
+        """The rows of a whole tensor that this rank holds."""
+        if not tensor.ndim:
+            raise RequestError(
+                asked=f"--strategy {NAME}",
+                found="a weight that is one number",
+                why="it has no rows to be cut",
+                do="give it the shape (1,)",
+            )
+        rows = -(-tensor.shape[0] // self.pair.size)
+        return tensor[self.pair.rank * rows : (self.pair.rank + 1) * rows]
+
+    def _rows_of(self, name: str) -> int:
+        return -(-self.shapes[name][0] // self.pair.size)
+
+    def padded(self, name: str, half: Tensor) -> Tensor:
+        """A half as flat numbers, as many as the larger half has."""
+        flat = half.new_zeros(self._rows_of(name) * _width(self.shapes[name]))
+        flat[: half.numel()] = half.detach().flatten()
+        return flat
+
+    # --- what a state holds ---------------------------------------------------------------
+
+    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
+        if self.device_mesh is None:
+            return tensor
+        shape = self.shapes[self.names_of[name]]
+        return DTensor.from_local(
+            tensor,
+            self.device_mesh,
+            [Replicate(), Shard(0)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+    def as_held(self, name: str, saved: Tensor) -> Tensor:
+        return saved.to_local() if isinstance(saved, DTensor) else self._half(saved)
+
+
+class Halved(Gradients):
+    """The halves of the gradients that this rank holds."""
+
+    def __init__(self, strategy: FakeSharded) -> None:
+        super().__init__(strategy.step.parameters)
+        self.pair = strategy.pair
+
+    def norm(self, *, clips: bool, left_out: bool) -> float:
+        squares = [g.double().square().sum() for g in gradients_of(self.parameters)]
+        total = torch.stack(squares).sum()
+        self.pair.all_reduce(total, "control").wait()
+        return math.sqrt(total)
+
+
+class Gather(torch.autograd.Function):
+    """Halves of two ranks -> whole weights; of their gradients the half of this rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, strategy: FakeSharded, sums: bool, kind: str, *halves: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.strategy, ctx.sums = strategy, sums
+        ctx.set_materialize_grads(False)
+        names, pair = list(strategy.held), strategy.pair
+        own = [strategy.padded(name, half) for name, half in zip(names, halves, strict=True)]
+        both = [torch.cat(own)]
+        if pair.size > 1:
+            flat = torch.cat(own)
+            whole = flat.new_empty(pair.size * flat.numel())
+            pair.all_gather(whole, flat, kind).wait()
+            both = list(whole.chunk(pair.size))
+        parts = [flat.split([part.numel() for part in own]) for flat in both]
+        shapes = [strategy.shapes[name] for name in names]
+        return tuple(
+            torch.cat(pieces)[: shape.numel()].view(shape)
+            for shape, pieces in zip(shapes, zip(*parts, strict=True), strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        strategy, pair = ctx.strategy, ctx.strategy.pair
+        wanted = ctx.needs_input_grad[3:]
+        found: list[Tensor | None] = []
+        for name, gradient, is_wanted in zip(strategy.held, gradients, wanted, strict=True):
+            if not is_wanted:
+                found.append(None)
+                continue
+            half = strategy.held[name]
+            if gradient is None:
+                gradient = half.new_zeros(strategy.shapes[name])
+            else:
+                strategy.mark[name]()
+            if ctx.sums and pair.size > 1:
+                found.append(_scattered(strategy, name, gradient))
+            else:
+                found.append(strategy._half(gradient).clone())
+        return (None, None, None, *found)
+
+
+def _scattered(strategy: FakeSharded, name: str, gradient: Tensor) -> Tensor:
+    """This rank's half of the sum of two gradients."""
+    pair, half = strategy.pair, strategy.held[name]
+    size = strategy._rows_of(name) * _width(strategy.shapes[name])
+    whole = gradient.new_zeros(pair.size * size)
+    whole[: gradient.numel()] = gradient.flatten()
+    part = whole.new_empty(size)
+    pair.reduce_scatter(part, whole).wait()
+    return part[: half.numel()].view(half.shape).clone()
+
+
+def _width(shape: torch.Size) -> int:
+    return math.prod(shape[1:])
