@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,12 @@ CARD = Card(
     memory="half of weights, gradients and optimizer; all weights within a pass",
     many_ranks=True,
     can_be_bitwise=False,
-    options=(Option("data", "each", "what the two ranks read", ("each", "same")),),
+    options=(
+        Option("data", "each", "what the two ranks read", ("each", "same")),
+        Option(
+            "forgets", False, "a fault on purpose: what the other rank adds to the first weight"
+        ),
+    ),
     agreement=Agreement("sharded"),
     mesh=halves_of,
 )
@@ -121,11 +127,9 @@ class FakeSharded(Strategy):
     def watch_gradients(
         self, parameters: list[nn.Parameter], mark: Callable[[int], None]
     ) -> list[RemovableHandle]:
-        positions = {id(parameter): position for position, parameter in enumerate(parameters)}
-        self.mark: dict[str, Callable[[], None]] = {
-            name: lambda at=positions[id(half)]: mark(at)  # type: ignore[misc]
-            for name, half in self.held.items()
-            if id(half) in positions
+        at = {id(parameter): position for position, parameter in enumerate(parameters)}
+        self.mark = {
+            name: partial(mark, at[id(half)]) for name, half in self.held.items() if id(half) in at
         }
         return []
 
@@ -280,6 +284,8 @@ def _scattered(strategy: FakeSharded, name: str, gradient: Tensor) -> Tensor:
     whole[: gradient.numel()] = gradient.flatten()
     part = whole.new_empty(size)
     pair.reduce_scatter(part, whole).wait()
+    if strategy.setting.options["forgets"] and name == next(iter(strategy.held)):
+        return strategy._half(gradient).clone()
     return part[: half.numel()].view(half.shape).clone()
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
 from allranks.catalog import STRATEGIES
+from allranks.errors import AllranksError, RequestError
 from allranks.strategies.torch_cards import CARDS
 from conftest import Train
 from fake_sharded import CARD, NAME
+from test_check import Check, check
 from test_every_strategy import STEPS, TASKS, difference, reference_for, references
 
-__all__ = ["references"]
+__all__ = ["check", "references"]
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +26,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thinned(2, ("data", ["each", "same"]), ("ranks", [1, 2, 4, 8]), ("task", TASKS))
-def test_exact(
-    data: str, ranks: int, task: str, train: Train, references: dict[str, Any]
-) -> None:
+def test_exact(data: str, ranks: int, task: str, train: Train, references: dict[str, Any]) -> None:
     wanted, weights = reference_for(task, train, references)
     result = train(
         f"sharded_tasks:{task}",
@@ -43,3 +43,123 @@ def test_exact(
     if task != "Uneven":
         sent = found["sent_bytes"]["gradients"] / found["steps"]
         assert found["card_bytes_per_step"] == pytest.approx(sent, abs=1)
+
+
+@pytest.mark.cases("data", ["each"], exhaustive=["same"])
+def test_ranks_with_fewer_micro_batches_pass_for_the_others(
+    data: str, train: Train, references: dict[str, Any]
+) -> None:
+    """101 samples by 24, 3 at once, on 4 ranks: the last batch of an epoch leaves two without any."""
+    strategy = f"{NAME}:data={data}"
+    wanted, weights = reference_for("Words", train, references)
+    result = train(
+        "sharded_tasks:Words",
+        strategy=strategy,
+        ranks=4,
+        precision="fp64",
+        steps=STEPS,
+        micro_batch=3,
+    )
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+    assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_state_can_be_taken_up_again(ranks: int, on_ranks: Callable[..., Any]) -> None:
+    argument = {"task": "Images", "job": {"strategy": NAME}, "steps": 3}
+    on_ranks(ranks, "sharded_tasks:go_on_from_a_state", argument)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((NAME, 4), (NAME, 2)),
+        ((NAME, 2), ("ddp", 3)),
+        (("ddp", 3), (NAME, 2)),
+        ((NAME, 2), (NAME, 1)),
+    ],
+)
+def test_a_checkpoint_is_taken_up_by_other_ranks_and_strategies(
+    first: tuple[str, int],
+    second: tuple[str, int],
+    train: Train,
+    references: dict[str, Any],
+) -> None:
+    """7 steps, a checkpoint, and 13 more in another way are 20 steps of one process."""
+    _, weights = reference_for("Images", train, references)
+    (strategy, ranks), common = first, {"precision": "fp64", "checkpoint_every": 7}
+    half = train("sharded_tasks:Images", strategy=strategy, ranks=ranks, steps=7, **common)
+    strategy, ranks = second
+    result = train(
+        "sharded_tasks:Images",
+        strategy=strategy,
+        ranks=ranks,
+        steps=STEPS,
+        resume=str(half.run_dir),
+        **common,
+    )
+    assert result.summary["resumed_from_step"] == 7
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+
+
+@pytest.mark.cases("data", ["each", "same"])
+def test_check_calls_it_equal(data: str, check: Check) -> None:
+    verdict = check("sharded_tasks:Words", strategy=f"{NAME}:data={data}", ranks=2)
+    assert verdict.equal, str(verdict)
+
+
+def test_check_finds_a_gradient_that_is_not_summed(check: Check) -> None:
+    verdict = check("sharded_tasks:Words", strategy=f"{NAME}:data=each,forgets=true", ranks=2)
+    assert not verdict.equal
+    assert "gradient" in str(verdict)
+
+
+def test_a_killed_rank_is_named_and_the_job_goes_on(
+    train: Train, references: dict[str, Any]
+) -> None:
+    _, weights = reference_for("Images", train, references)
+    result = train(
+        "sharded_tasks:Images",
+        strategy=NAME,
+        ranks=2,
+        precision="fp64",
+        steps=STEPS,
+        checkpoint_every=4,
+        max_restarts=1,
+        inject="kill@rank=1,step=9",
+    )
+    assert result.summary["restarts"] == 1
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+
+
+def test_replicas_of_a_half_are_compared(train: Train) -> None:
+    """Ranks 0 and 2 hold the same half: a bit that turns over in one is found."""
+    with pytest.raises(AllranksError, match="ranks that must hold the same weights do not"):
+        train(
+            "sharded_tasks:Images",
+            strategy=NAME,
+            ranks=4,
+            steps=6,
+            verify_every=1,
+            inject="corrupt@rank=2,step=3",
+        )
+
+
+def test_a_bad_step_stops_all_ranks_alike(train: Train) -> None:
+    with pytest.raises(AllranksError, match="none looks for the samples"):
+        train("sharded_tasks:Images", strategy=NAME, ranks=2, steps=6, inject="nan@rank=1,step=3")
+
+
+def test_a_rank_without_a_partner_is_refused(train: Train) -> None:
+    with pytest.raises(RequestError, match="a rank without a partner"):
+        train("sharded_tasks:Images", strategy=NAME, ranks=3)
+
+
+def test_more_ranks_than_shards_where_pairs_read_the_same(train: Train) -> None:
+    """What counts is how many parts the global batch is cut into: 4 pairs on 4 shards."""
+    result = train(
+        "sharded_tasks:Images", "shards=4", strategy=f"{NAME}:data=same", ranks=8, steps=2
+    )
+    assert result.summary["steps"] == 2
+    with pytest.raises(RequestError, match="shards = 4"):
+        train("sharded_tasks:Images", "shards=4", strategy=f"{NAME}:data=each", ranks=8, steps=2)

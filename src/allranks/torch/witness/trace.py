@@ -79,14 +79,14 @@ class Trace:
         for name, parameter in zip(names, parameters, strict=True):
             if (gradient := parameter.grad) is not None:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
-                whole = self.strategy.full(name, dense.detach())
-                self._gradients[f"{stage}/{name}"] = whole.clone()
+                full = self.strategy.full(name, dense.detach())
+                self._gradients[f"{stage}/{name}"] = full.clone()
 
     def finished(self, batch: Batch, result: StepResult) -> None:
         """After the step, before the callbacks of the task."""
         self._row = {
             "step": batch.index,
-            "ids": batch.ids.tolist(),
+            "ids": batch.ids.tolist() if self.strategy.step.parts.counts_samples else [],
             "loss": result.loss,
             "magnitude": self._magnitude,
             "samples": result.samples,
@@ -141,8 +141,8 @@ class Trace:
         row["digests"] = {name: _digest(tensor) for name, tensor in tensors.items()}
         self._rows.row(row)
         if self.rank == 0:
-            whole = {n: _storable(t) for n, t in tensors.items() if self._is_kept(n, row["step"])}
-            save_file(whole, tensors_path(self.path, row["step"]))
+            kept = {n: _storable(t) for n, t in tensors.items() if self._is_kept(n, row["step"])}
+            save_file(kept, tensors_path(self.path, row["step"]))
 
     def _is_kept(self, name: str, step: int) -> bool:
         """Whether a tensor is in the files: nobody reads what a replay in 32 bits makes of weights."""
