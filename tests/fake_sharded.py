@@ -26,7 +26,7 @@ from allranks.errors import RequestError
 from allranks.strategies.card import Card, Exact, Option, Workload
 from allranks.strategies.mesh import REPLICATE, SHARD, Agreement, Mesh
 from allranks.strategies.torch_cards import CARDS
-from allranks.torch.data.batches import Batch
+from allranks.torch.data.batch import Batch
 from allranks.torch.step.gradients import Gradients, gradients_of
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally

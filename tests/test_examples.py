@@ -19,7 +19,7 @@ from allranks.cli.main import cli
 from allranks.job.program import find_program
 from allranks.programs.digits import Digits
 from allranks.torch import Task
-from allranks.torch.data.batches import Batch
+from allranks.torch.data.batch import Batch
 from allranks.torch.trainer import Trainer
 from conftest import ROOT, Train
 from launch_host import Host

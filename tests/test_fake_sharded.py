@@ -102,6 +102,20 @@ def test_a_checkpoint_is_taken_up_by_other_ranks_and_strategies(
     assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
 
 
+def test_an_average_crosses_over(train: Train) -> None:
+    """The moving average of the weights is cut as they are: halves on two ranks, whole on one."""
+    common: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 7}
+    program, ema = "sharded_tasks:Images", "ema=0.9"
+    wanted = train(program, ema, strategy="single", steps=12, **common)
+    half = train(program, ema, strategy=NAME, ranks=2, steps=7, **common)
+    found = train(
+        program, ema, strategy="single", ranks=1, steps=12, resume=str(half.run_dir), **common
+    )
+    for name in ("weights", "average"):
+        ours, theirs = (load_file(run.run_dir / f"{name}.safetensors") for run in (found, wanted))
+        assert difference(ours, theirs) < 1e-10, name
+
+
 @pytest.mark.cases("data", ["each", "same"])
 def test_check_calls_it_equal(data: str, check: Check) -> None:
     verdict = check("sharded_tasks:Words", strategy=f"{NAME}:data={data}", ranks=2)

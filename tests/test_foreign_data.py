@@ -25,7 +25,8 @@ import data_tasks
 import foreign_tasks
 from allranks.errors import RequestError
 from allranks.job.run_folder import read_events
-from allranks.torch.data.batches import Batch, GlobalBatches
+from allranks.torch.data.batch import Batch
+from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.open_data import open_data
 from allranks.torch.data.sources import TensorSource
 from allranks.torch.model.precision import Arithmetic

@@ -20,8 +20,8 @@ from allranks.errors import BadStep, ProgramError
 from allranks.job.job import Job
 from allranks.job.run_folder import read_events, read_rows
 from allranks.torch import Trainer
-from allranks.torch.data.batches import Batch
-from allranks.torch.step.grad_norm import length
+from allranks.torch.data.batch import Batch
+from allranks.torch.step.gradients import length
 from allranks.training.guard import ENOUGH, SKIPPED_IN_A_ROW, WINDOW, Bad, Guard
 from allranks.training.order import Order
 from conftest import Train

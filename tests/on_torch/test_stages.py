@@ -20,7 +20,8 @@ import input_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
-from allranks.torch.data.batches import Batch, GlobalBatches
+from allranks.torch.data.batch import Batch
+from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.copying import Copying
 from allranks.torch.data.open_data import open_data
 from allranks.torch.model.precision import Arithmetic

@@ -28,7 +28,7 @@ from allranks.launcher.heartbeat import Pulse
 from allranks.launcher.world import World
 from allranks.torch.build import Built, build_model, build_strategy, compiled, job_for
 from allranks.torch.comm import join
-from allranks.torch.data.batches import Batch
+from allranks.torch.data.batch import Batch
 from allranks.torch.data.task_data import TaskData
 from allranks.torch.keras.task import torch_task
 from allranks.torch.limits import check_limits

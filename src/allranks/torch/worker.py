@@ -21,7 +21,7 @@ from allranks.job.job import Job
 from allranks.job.placement import write_placement
 from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.launcher.world import World
-from allranks.torch.data.batches import Batch
+from allranks.torch.data.batch import Batch
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.fit import fit
 from allranks.torch.keras.task import torch_task

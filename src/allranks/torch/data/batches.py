@@ -23,6 +23,7 @@ import numpy as np
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
+from allranks.torch.data.batch import Batch, Leaf, MicroBatch
 from allranks.torch.data.copying import Copying, OnItsWay
 from allranks.torch.data.loaders import SamplerOrder, WholeLoader, rows_between
 from allranks.torch.data.sources import (
@@ -45,59 +46,6 @@ COLLATES_ALONE = (
     "collate draws random numbers, so each shard is collated, and goes through the model, alone: "
     "what is drawn belongs to the shard, whichever rank has it"
 )
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What goes through the model at once: pieces of shards, and their collated samples."""
-
-    pieces: Micro
-    samples: int
-    data: Any = None
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """Shards whose gradients add up before anything is exchanged, with their micro-batches."""
-
-    shards: range
-    micros: tuple[MicroBatch, ...]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's part of the global batch of one step.
-
-    `nominal` is what gradients are divided by before they are exchanged, in samples; `sizes` the
-    samples of every shard of the job, or `None` where only a stream knows; `ids` the numbers of
-    this rank's samples in the data set, in order (none for a stream). With `passes` every rank goes
-    through the model so often, with samples of no weight where it has too few (0: as often as it
-    has micro-batches).
-    """
-
-    index: int
-    epoch: int
-    step_in_epoch: int
-    nominal: int
-    sizes: tuple[int, ...] | None
-    leaves: tuple[Leaf, ...]
-    ids: Ids
-    passes: int = 0
-
-    @property
-    def micros(self) -> list[MicroBatch]:
-        """What goes through the model of this rank, in order; `data` of each is as collated."""
-        return [micro for leaf in self.leaves for micro in leaf.micros]
-
-    @property
-    def passes_without_weight(self) -> int:
-        """How often this rank goes through the model for the others alone."""
-        return max(0, self.passes - len(self.micros))
-
-    @property
-    def own_samples(self) -> int:
-        """The samples of this rank; those of all ranks are in the `StepResult`."""
-        return sum(micro.samples for micro in self.micros)
 
 
 @dataclass

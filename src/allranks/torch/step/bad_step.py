@@ -17,9 +17,9 @@ import torch
 
 from allranks.job.job import Job
 from allranks.torch.comm import Comm
-from allranks.torch.data.batches import Batch, MicroBatch
+from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.data.nested import tensors_in
-from allranks.torch.step.grad_norm import length
+from allranks.torch.step.gradients import length
 from allranks.torch.step.step import SharedStep
 from allranks.torch.step.user_buffers import put_back
 from allranks.torch.step.watch import Watch, bad_rows, is_finite

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.torch.comm import Comm
-from allranks.torch.data.batches import Batch, MicroBatch
+from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.data.nested import map_tensors, tensors_in
 from allranks.torch.data.rows import Rows, gathered, own_rows, rows_of_ranks
 from allranks.torch.model.precision import Arithmetic

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.torch.data.batches import Batch, MicroBatch
+from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.model.layers import Scope
 from allranks.torch.step.apart import Apart

@@ -11,7 +11,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from allranks.errors import RequestError
 from allranks.torch.model.reals import real_type
-from allranks.torch.step.grad_norm import length
 
 
 class Gradients:
@@ -90,3 +89,16 @@ def gradient_taken(parameter: Tensor) -> RequestError:
         why="the engine sums gradients over micro-batches and ranks, where backward leaves them",
         do="leave `.grad` alone in backward: no zero_grad() and no optimizer in a hook",
     )
+
+
+def length(gradients: list[Tensor], kind: torch.dtype | None = None) -> float:
+    """The norm of all `gradients` together, each squared and summed as `kind` if given."""
+    if not gradients:
+        return 0.0
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    if kind is not None:
+        dense = [g.to(torch.promote_types(g.dtype, kind)) for g in dense]
+    norms = torch._foreach_norm(dense)
+    if norms[0].device.type == "cpu":
+        return math.hypot(*(norm.item() for norm in norms))
+    return math.hypot(*torch.stack(norms).tolist())  # waits for the device once

@@ -1,83 +1,36 @@
 """What every step shares, whatever the strategy: written once here, called by each of them.
 
-    forward and backward of every micro-batch                                    `accumulate`
-    (the strategy sums gradients and tally over all ranks)
-    division by the weight, regularizer, guard, clipping, update, BatchNorm      `apply`
-
-The engine owns the division. Losses are per sample: what is differentiated is their weighted sum
-over the nominal samples of the global batch, so a plain sum over micro-batches and ranks is the
-mean already wherever all weights are 1. Other weights are put right after the sum, once, by the
-ratio samples / weight, which is the same number on every rank.
+forward and backward of every micro-batch                              `accumulate` (`passes`)
+(the strategy sums gradients and tally over all ranks)
+division by the weight, regularizer, guard, clipping, update, BatchNorm      `apply`
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from allranks.job.loss_scale import LossScale
-from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm import Comm
-from allranks.torch.data.batches import Batch, Leaf, MicroBatch
-from allranks.torch.data.nested import map_tensors
+from allranks.torch.data.batch import Batch
 from allranks.torch.model.bounded_tables import shorten_alike
-from allranks.torch.model.layers import Scope, computed_again
+from allranks.torch.model.layers import Scope
 from allranks.torch.model.precision import Arithmetic
-from allranks.torch.step.apart import Apart
-from allranks.torch.step.batch_loss import BatchLoss, Take, Taken, uses_a_parameter
-from allranks.torch.step.changes import Changes
 from allranks.torch.step.ema import MovingAverage
-from allranks.torch.step.for_others import PassesForOthers
 from allranks.torch.step.gradients import Gradients, make_dense
-from allranks.torch.step.losses import Unweighted, forward, weighted_losses, weightless
-from allranks.torch.step.probe import Probe
+from allranks.torch.step.losses import weightless
+from allranks.torch.step.passes import Passes, StepParts
 from allranks.torch.step.rates import Rates
-from allranks.torch.step.sparse import SparseRows
-from allranks.torch.step.tally import Tally, TallyLayout
-from allranks.torch.step.user_buffers import UserBuffers
+from allranks.torch.step.tally import Tally
 from allranks.torch.task import Task
-from allranks.torch.witness.regularizer import Regularizer
 from allranks.training.guard import Bad, Guard
-from allranks.training.progress import NOTHING, StepResult
+from allranks.training.progress import StepResult
 
-LOSS, REGULARIZER, UPDATE = -4, -3, -2  # what the generator is keyed for, beside shards
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """What a strategy brings into its steps; each part is described there (`strategies.base`).
-
-    `comm` are the ranks that read the global batch together. Where several ranks read the same
-    part of it, one of them `counts_samples`. `tally_type` is the type of a tally of its own.
-    """
-
-    comm: Comm
-    sum_apart: Callable[[list[tuple[Span, Tensor]]], Tensor]
-    lay_out: Callable[[], None]
-    watch_gradients: Callable[[list[nn.Parameter], Callable[[int], None]], list[RemovableHandle]]
-    whole_weights: Callable[[], AbstractContextManager[None]]
-    counts_samples: bool = True
-    tally_type: torch.dtype | None = None
+REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
 
 
-class SharedStep:
-    """The parts of a step that no strategy writes again. One for each strategy.
-
-    `parameters` are those that the optimizer updates, in the order of the model. `on_gradient`,
-    if set, is called with the position of each whose gradient a backward pass has finished.
-    `asked` is what this rank tells all others with its next step. `call` is what forward passes go
-    through: the model, or what a compiler has made of it; `forward`, where a strategy has one of
-    its own, is called with the data of a micro-batch in its place.
-    """
+class SharedStep(Passes):
+    """A step that no strategy writes again: its passes, and then the update. One for each strategy."""
 
     def __init__(
         self,
@@ -88,213 +41,10 @@ class SharedStep:
         arithmetic: Arithmetic,
         parts: StepParts,
     ) -> None:
-        self.task, self.model, self.optimizer = task, model, optimizer
-        self.call: Callable[..., Any] = model
-        self.forward: Callable[[Any], Any] | None = None
-        self.scope, self.arithmetic = scope, arithmetic
-        self.loss_scale: LossScale | None = None
+        super().__init__(task, model, optimizer, scope, arithmetic, parts)
         self.average: MovingAverage | None = None
-        self.probe: Probe | None = None
-        self.reached: Callable[[str], None] = lambda where: None
-        self.asked = NOTHING
-        self.on_gradient: Callable[[int], None] | None = None
-        self.parts, self.comm = parts, parts.comm
-        self.apart = Apart()
-        self.changes = Changes(model, optimizer)
-        self.rates = Rates(task, optimizer)
         self.guard = Guard()
-        self.user_buffers = UserBuffers(model)
-        self.for_others = PassesForOthers(self)
-        self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
-        self.regularizers = Regularizer(task, parts.whole_weights)
-        self._poison_next = self._poisoned = False
-        self._unweighted: Unweighted | None = None
-        self._batch_loss = (
-            BatchLoss(task, self.comm, arithmetic) if task.loss_over == "batch" else None
-        )
-        self._hooks: list[RemovableHandle] = []
-        self._take_parameters()
-
-    def _take_parameters(self) -> None:
-        """Train the parameters that `changes` has; what a step needs for each is made."""
-        self.close()
-        self.names, self.parameters = self.changes.names, self.changes.parameters
-        self.apart.parameters = self.parameters
-        self.sparse = SparseRows(
-            self.model, self.optimizer, self.parameters, lambda: self.apart.is_on
-        )
-        self.layout = TallyLayout(
-            self.model, self.parameters, self.sparse.counts, self.parts.tally_type
-        )
-        self.used = [False] * len(self.parameters)
-        self._hooks = [
-            *self.sparse.hooks,
-            *self.parts.watch_gradients(self.parameters, self.mark),
-        ]
-
-    def follow_changes(self) -> None:
-        """Between steps, on all ranks alike: lay out for what the optimizer updates now."""
-        if self.changes.have_come():
-            self.changes.lay_out()
-            self._take_parameters()
-            self.parts.lay_out()
-
-    def close(self) -> None:
-        """Take the hooks off the parameters: the model is the user's own again."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def mark(self, position: int) -> None:
-        """A pass has finished the gradient of a parameter."""
-        if self.apart.is_on:
-            return
-        self.used[position] = True
-        if self.on_gradient is not None:
-            self.on_gradient(position)
-
-    def accumulate(
-        self,
-        batch: Batch,
-        tally_of: Callable[[Leaf], Tally],
-        leaf_done: Callable[[Leaf], None] = lambda leaf: None,
-        before_last: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Forward and backward of every micro-batch; gradients add up in `.grad`.
-
-        For each leaf, the tally that `tally_of` gives is filled and then `leaf_done` is called.
-        `before_last` is called before the last backward pass of the last leaf, if that leaf has
-        any: gradients finished after it may leave.
-        """
-        if self.probe is not None:
-            self.probe.begin(batch)
-        self._poisoned, self._poison_next = self._poison_next, False
-        self.user_buffers.begin()
-        self.changes.begin()
-        self.apart.late, self._rows = self.changes.late, self.sparse
-        for marks in self.scope.looked_up.values():
-            marks.zero_()
-        if self.scope.whole is not None:
-            self.scope.whole.begin(batch.own_samples)
-        self.for_others.begin(batch)
-        self.reached("begin")
-        take = self._take_sample_losses(batch)
-        if self._batch_loss is not None:
-            take = self._take_batch_losses(batch, self._batch_loss)
-        for leaf in batch.leaves:
-            tally = tally_of(leaf)
-            self.used[:] = [False] * len(self.used)
-            self.sparse.forget()
-            for micro in leaf.micros:
-                loss, weight, backward = take(micro)
-                if self.parts.counts_samples:
-                    tally.add(loss, weight, micro.samples, self.scope)
-                else:
-                    self.scope.moments.clear()
-                if leaf is batch.leaves[-1] and micro is leaf.micros[-1]:
-                    before_last()
-                calls = dict(self.scope.calls)
-                backward()
-                if self.scope.moments or self.scope.calls != calls:
-                    raise computed_again()
-            tally.close(
-                batch.index,
-                self.used,
-                self.asked,
-                changed=self.changes.leaf_done(leaf),
-                regularizer=self.regularizers.was,
-                touched=self.sparse.touched,
-            )
-            leaf_done(leaf)
-        self.for_others.finish(batch)
-        self.scope.leave()
-        self.user_buffers.end(batch)
-        self.reached("end")
-
-    def poison_next(self) -> None:
-        """A fault on purpose: the loss of this rank's first sample in its next step is NaN."""
-        self._poison_next = True
-
-    def output(self, batch: Batch, micro: MicroBatch) -> Any:
-        """The output of the model for a micro-batch of a step; the same whenever it is computed."""
-        self.reached("enter")
-        self.scope.enter(batch.index, micro.pieces, micro.samples)
-        self.reached("entered")
-        with self.arithmetic.context():
-            output = (self.forward or partial(forward, self.task, self.call))(micro.data)
-        self.reached("forward")
-        if self._poisoned and self._batch_loss is not None:
-            return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
-        return output
-
-    def losses(
-        self, batch: Batch, micro: MicroBatch, *, counts: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """The weighted losses of a micro-batch, a row per sample, and their weights.
-
-        Without `counts` they are no part of the step.
-        """
-        with self.apart:
-            output = self.output(batch, micro)
-            with self.arithmetic.context():
-                losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
-        if not counts:
-            return losses, weights
-        if self._poisoned and micro is batch.micros[0]:
-            factors = losses.new_ones(losses.shape)
-            factors[0] = math.nan
-            losses = losses * factors
-        if self.probe is not None:
-            self.probe.losses(losses.detach())
-        return losses, weights
-
-    def _take_sample_losses(self, batch: Batch) -> Take:
-        def take(micro: MicroBatch) -> Taken:
-            losses, weights = self.losses(batch, micro)
-            total = losses.sum()
-            if weights is None:
-                self._unweighted = self._unweighted or Unweighted()
-                self._unweighted.see(losses, micro.data)
-            weight = losses.numel() if weights is None else float(weights.sum())
-            scale = self.scale(batch.nominal, total)
-            return total.detach(), weight, lambda: total.backward(scale)
-
-        return take
-
-    def scale(self, nominal: int, like: Tensor) -> Tensor:
-        """By this the sum of losses is scaled before anything is exchanged: 1 / nominal.
-
-        Under fp16 times the loss scale, which the gradients lose again after the exchange.
-        """
-        factor = 1 / nominal if self.loss_scale is None else self.loss_scale.value / nominal
-        key = factor, like.dtype
-        if key not in self._scales:
-            self._scales[key] = like.new_tensor(factor)
-        return self._scales[key]
-
-    def _take_batch_losses(self, batch: Batch, batch_loss: BatchLoss) -> Take:
-        moments = {}
-
-        def forward_one(micro: MicroBatch) -> Any:
-            with self.apart:
-                output = self.output(batch, micro)
-            moments[micro.pieces] = dict(self.scope.moments)
-            self.scope.moments.clear()
-            self.scope.key(batch.index, LOSS)  # every rank computes the loss of the whole batch
-            return output
-
-        self.used[:] = [False] * len(self.used)
-        loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        self.scope.key(batch.index, LOSS)
-        after = partial(self.for_others.forward, batch)
-        take_rows = batch_loss.prepare(batch, forward_one, after, loss_scale)
-        if any(self.used):
-            raise uses_a_parameter(self.names[self.used.index(True)])
-
-        def take(micro: MicroBatch) -> Taken:
-            self.scope.moments.update(moments[micro.pieces])
-            return take_rows(micro)
-
-        return take
+        self.rates = Rates(task, optimizer)
 
     def apply(self, batch: Batch, tally: Tally, gradients: Gradients) -> StepResult:
         """The update, from gradients and tally that are summed over all ranks.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.torch.data.batches import Batch
+from allranks.torch.data.batch import Batch
 from allranks.torch.model.layers import every_layer, shard_norms
 
 Holder = dict[str, Tensor | None]

@@ -24,7 +24,7 @@ from allranks.strategies.mesh import DATA, Agreement
 from allranks.strategies.reduction_tree import Span
 from allranks.strategies.torch_cards import CARDS
 from allranks.torch.comm import Comm
-from allranks.torch.data.batches import Batch
+from allranks.torch.data.batch import Batch
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.placement import held
 from allranks.torch.model.precision import Arithmetic
@@ -42,7 +42,8 @@ from allranks.torch.state import (
 )
 from allranks.torch.step.ema import MovingAverage
 from allranks.torch.step.gradients import Gradients
-from allranks.torch.step.step import SharedStep, StepParts
+from allranks.torch.step.passes import StepParts
+from allranks.torch.step.step import SharedStep
 from allranks.torch.step.tally import Tally
 from allranks.torch.task import Task
 from allranks.torch.witness.same_model import check_same_groups, check_same_model

@@ -13,7 +13,7 @@ from torch import Tensor
 from allranks.catalog import REDUCERS, load
 from allranks.strategies.card import Workload
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.data.batches import Batch, Leaf
+from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.reducers.base import Reducer
 from allranks.torch.reducers.buckets import Buckets
 from allranks.torch.step.gradients import Gradients

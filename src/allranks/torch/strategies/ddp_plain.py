@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from allranks.torch.data.batches import Batch
+from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import reals
 from allranks.torch.step.gradients import Gradients, all_gradients
 from allranks.torch.step.tally import Tally

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from allranks.errors import RequestError
 from allranks.job.placement import GATHERED, Placed
 from allranks.strategies.shards import Micro, owned_shards
-from allranks.torch.data.batches import Batch
+from allranks.torch.data.batch import Batch
 from allranks.torch.data.nested import concatenated, map_tensors, tensors_in
 from allranks.torch.model.layers import Scope, computed_again
 from allranks.torch.model.placement import held, row

@@ -6,7 +6,7 @@ apart are the point; nobody should mistake this for training together.
 
 from __future__ import annotations
 
-from allranks.torch.data.batches import Batch
+from allranks.torch.data.batch import Batch
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy

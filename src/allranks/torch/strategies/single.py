@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from allranks.torch.data.batches import Batch, Leaf
+from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.reducers.tree import TreeSum
 from allranks.torch.step.gradients import Gradients, all_gradients
 from allranks.torch.step.tally import Tally

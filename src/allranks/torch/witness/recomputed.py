@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.shards import Micro, Piece
-from allranks.torch.data.batches import Batch
+from allranks.torch.data.batch import Batch
 from allranks.torch.data.loaders import rows_between
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.data.sources import MapSource, Source
 from allranks.torch.state import kept_random_streams
-from allranks.torch.step.grad_norm import length
+from allranks.torch.step.gradients import length
 from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.step.step import REGULARIZER, SharedStep
 from allranks.torch.step.user_buffers import put_back

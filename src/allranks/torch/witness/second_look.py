@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from allranks.strategies.shards import Piece
-from allranks.torch.data.batches import Batch, GlobalBatches
+from allranks.torch.data.batch import Batch
+from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.loaders import WholeLoader
 from allranks.torch.data.sources import StreamSource
 from allranks.torch.strategies.base import Strategy

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
-from allranks.torch.data.batches import Batch
+from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import reals
 from allranks.torch.state import put_whole, whole
 from allranks.torch.strategies.base import Strategy

@@ -24,7 +24,8 @@ from typing import Any
 
 from allranks.errors import FollowsRanks, ReplicasDiffer, RequestError
 from allranks.job.job import Job
-from allranks.torch.data.batches import Batch, GlobalBatches
+from allranks.torch.data.batch import Batch
+from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.loaders import WholeLoader
 from allranks.torch.data.sources import TensorSource
 from allranks.torch.strategies.base import Strategy
