@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
@@ -33,6 +33,7 @@ from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
 
 NAME, TENSOR = "fake-sharded", "tensor"
+AXES = ("copies", "halves")
 HALVES = 2
 
 
@@ -99,7 +100,10 @@ class FakeSharded(Strategy):
         self.pair = self.axis(SHARD if self.both_read else TENSOR)
         self.device_mesh: Any = None
         if self.comm.size > 1:
-            self.device_mesh = init_device_mesh("cpu", tuple(s for _, s in self.mesh.axes))
+            sizes = [size for _, size in self.mesh.axes]
+            groups = [self.axis(name).counting_group("control") for name, _ in self.mesh.axes]
+            grid = torch.arange(self.comm.size).view(sizes)
+            self.device_mesh = DeviceMesh.from_group(groups, "cpu", grid, mesh_dim_names=AXES)
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         self.names_of = {
             alias: name

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _get_defaul
 from allranks.errors import PeerLost, RequestError
 from allranks.launcher.heartbeat import Aside, Pulse
 from allranks.launcher.world import World, where_to_meet
+from allranks.torch.counting import counting_group
 from allranks.torch.meetings import LASTS, Meetings
 from allranks.torch.model.reals import reals
 
@@ -262,9 +263,24 @@ class Comm:
         if len(ranks) == self.size:
             return self
         if len(ranks) == 1:
-            return Comm(device=self.device, sent=self.sent, pulse=self.pulse)
+            return Comm(device=self.device, sent=self.sent, pulse=self.pulse, members=ranks)
         group, own = _group_of(ranks), ranks.index(self.rank)
         return replace(self, rank=own, size=len(ranks), owns_group=True, group=group, members=ranks)
+
+    def counting_group(self, kind: str) -> Any:
+        """A process group of these ranks for parts of torch that call collectives themselves.
+
+        Every rank calls this. What they send is counted here, as `kind`.
+        """
+
+        def count(sent: float) -> None:
+            self._count(kind, sent)
+            if self.pulse is not None:
+                self.pulse.collective()
+
+        ranks = list(self.members or range(self.size))
+        inner = self.group or (dist.group.WORLD if self.size > 1 else _group_of(tuple(ranks)))
+        return counting_group(inner, ranks, count, self.device.type, TIMEOUT)
 
     def beside(self) -> Comm:
         """The same ranks on a group of their own, for what is sent while gradients are under way.
