@@ -161,6 +161,9 @@ class Halves:
     def own_state(self) -> dict[str, Any]:
         return {}
 
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        assert state == {}
+
     def state(self) -> dict[str, Any]:
         return {"model": self.parts, "count": torch.tensor(3)}
 

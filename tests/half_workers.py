@@ -84,7 +84,10 @@ def _sum(
 ) -> None:
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     reducer = load(REDUCERS[name])(comm, 8)
-    buckets = Buckets(parameters, tally_size=tally_size, bucket_bytes=bucket_bytes, reducer=reducer)
+    names = [str(number) for number in range(len(parameters))]
+    buckets = Buckets(
+        names, parameters, tally_size=tally_size, bucket_bytes=bucket_bytes, reducer=reducer
+    )
     for step in range(STEPS):
         of_all = [made_up(rank, step, tally_size, dtype) for rank in range(comm.size)]
         gradients, tally = of_all[comm.rank]

@@ -56,8 +56,8 @@ FAULTS = {
     ),
     "stale bucket": Fault(
         "torch/reducers/buckets.py",
-        "for flat in self.flats:\n            flat.zero_()",
-        "for flat in self.flats[1:]:\n            flat.zero_()",
+        "for bucket in self.buckets:\n            bucket.flat.zero_()",
+        "for bucket in self.buckets[1:]:\n            bucket.flat.zero_()",
         step=1,
         stage="gradient",
         tensor="9.bias",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from allranks.errors import RequestError
 from allranks.strategies.reduction_tree import Span
@@ -26,19 +26,23 @@ class Notes(Reducer):
         super().__init__(Comm(device=torch.device("cpu")), 8)
         self.left: list[int] = []
 
-    def add(self, bucket: int, flat: Tensor, leaf: Span) -> None:
-        raise AssertionError("one leaf")
-
-    def launch(self, bucket: int, flat: Tensor, leaf: Span) -> None:
+    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
+        assert last
         self.left.append(bucket)
 
-    def finish(self, flats: list[Tensor]) -> None:
+    def finish(self) -> None:
         """There is nothing to wait for."""
+
+
+def named(parameters: list[nn.Parameter]) -> list[str]:
+    return [f"weight-{number}" for number in range(len(parameters))]
 
 
 def made(bucket_bytes: int, parameters: int = 5) -> tuple[Buckets, list[nn.Parameter]]:
     given = [nn.Parameter(torch.full((SIZE,), float(number))) for number in range(parameters)]
-    return Buckets(given, tally_size=TALLY, bucket_bytes=bucket_bytes, reducer=Notes()), given
+    return Buckets(
+        named(given), given, tally_size=TALLY, bucket_bytes=bucket_bytes, reducer=Notes()
+    ), given
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,7 @@ def test_a_gradient_lies_as_its_parameter_does() -> None:
     shape = (2, 3, 2, 2)
     image = nn.Parameter(torch.randn(shape).contiguous(memory_format=torch.channels_last))
     given = [image, nn.Parameter(torch.zeros(5))]
-    buckets = Buckets(given, tally_size=TALLY, bucket_bytes=9**9, reducer=Notes())
+    buckets = Buckets(named(given), given, tally_size=TALLY, bucket_bytes=9**9, reducer=Notes())
     buckets.begin()
     assert image.grad is not None and image.grad.stride() == image.stride()
     image.grad.fill_(1.0)
@@ -124,7 +128,7 @@ def test_every_gradient_begins_where_one_of_its_own_could(kind: torch.dtype) -> 
     sizes = [(3,), (33,), (7, 5), (1,), (16,), (17,)]
     kinds = [kind, kind.to_complex()] * 3
     given = [nn.Parameter(torch.zeros(*n, dtype=k)) for n, k in zip(sizes, kinds, strict=True)]
-    buckets = Buckets(given, tally_size=TALLY, bucket_bytes=9**9, reducer=Notes())
+    buckets = Buckets(named(given), given, tally_size=TALLY, bucket_bytes=9**9, reducer=Notes())
     (flat,) = buckets.flats
     buckets.begin()
     starts = []

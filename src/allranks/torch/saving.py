@@ -77,7 +77,10 @@ class Saving:
     def _parts(self, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What all ranks hold, and what is this rank's own."""
         state = {**self.strategy.state(), **rest}
-        own = {"random": random_streams(self.strategy.comm.device), **self.strategy.own_state()}
+        own = {
+            "random": random_streams(self.strategy.comm.device),
+            "strategy": self.strategy.own_state(),
+        }
         if self.strategy.agreement.is_one_training:
             return state, own
         return {}, {**own, **state}
@@ -95,7 +98,9 @@ class Saving:
         changes = changes_since(loaded, self.task, self.job, facts(self.job), DECIDES_BITS)
         state = self._state_in(loaded)
         self.strategy.load_state(state)
-        random = None if loaded.own is None else loaded.own["random"]
+        own = loaded.own or {}
+        self.strategy.load_own_state(own.get("strategy", {}))
+        random = own.get("random")
         if random is not None:
             set_random_streams(random, self.strategy.comm.device)
         if self.strategy.comm.rank == 0:

@@ -1,13 +1,15 @@
 """What every reducer is: it sums one bucket at a time over all ranks, and may do so in the back.
 
-A bucket is a flat tensor that holds the gradients of some parameters. A step gives it to the
-reducer leaf by leaf; with the last leaf its exchange may begin; at the end the bucket holds the
-sum over all leaves of all ranks, the same on every rank.
+A step gives each bucket to the reducer leaf by leaf; with the last leaf its exchange may begin; at
+the end the bucket holds the sum over all leaves of all ranks, the same on every rank.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -15,31 +17,49 @@ from allranks.strategies.reduction_tree import Span
 from allranks.torch.comm import Comm
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """What is summed in one message: a flat tensor, which begins with the gradients of parameters.
+
+    `views` are these gradients in the shape of their parameters, by name. What follows them in
+    `flat` is the tally: numbers that must never be rounded.
+    """
+
+    flat: Tensor
+    gradients: Tensor
+    views: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 class Reducer(ABC):
     """Sums buckets over the ranks of `comm`. Buckets are told apart by their index."""
 
     def __init__(self, comm: Comm, shards: int) -> None:
         self.comm, self.shards = comm, shards
+        self.buckets: Sequence[Bucket] = ()
 
     @property
     def multiple(self) -> int:
         """The number of elements of a bucket must be a multiple of this."""
         return 1
 
-    def prepare(self, flats: list[Tensor], gradients: list[Tensor]) -> None:
-        """Learn the buckets, whenever they change: each whole, and the gradients it begins with.
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        """Learn the buckets, whenever they change."""
+        self.buckets = buckets
 
-        What follows them in the last bucket is the tally: numbers that must never be rounded.
+    @abstractmethod
+    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
+        """Take in a leaf of this rank, in the same order of buckets on all ranks.
+
+        With the `last` the exchange begins; after any other one the bucket is zero again.
         """
 
     @abstractmethod
-    def add(self, bucket: int, flat: Tensor, leaf: Span) -> None:
-        """Take in a leaf that is not the last of this rank, and leave `flat` zero."""
-
-    @abstractmethod
-    def launch(self, bucket: int, flat: Tensor, leaf: Span) -> None:
-        """Take in the last leaf of this rank and begin the exchange; same order on all ranks."""
-
-    @abstractmethod
-    def finish(self, flats: list[Tensor]) -> None:
+    def finish(self) -> None:
         """Wait until every bucket holds its sum over all ranks."""
+
+    def state(self) -> dict[str, Any]:
+        """What the next steps depend on, of this rank alone: residuals that were not sent yet."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.torch.model.reals import real_type, reals
-from allranks.torch.reducers.base import Reducer
+from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.step.gradients import gradient_taken
 
 ALIGNED_BYTES = 128
@@ -25,6 +25,7 @@ class Buckets:
 
     def __init__(
         self,
+        names: list[str],
         parameters: list[nn.Parameter],
         *,
         tally_size: int,
@@ -32,8 +33,7 @@ class Buckets:
         reducer: Reducer,
     ) -> None:
         self.reducer = reducer
-        self.flats: list[Tensor] = []
-        self.gradients: list[Tensor] = []  # of each bucket, without what rides on it
+        self.buckets: list[Bucket] = []
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         self._bucket_of = [0] * len(parameters)
         self._members: list[int] = []
@@ -45,31 +45,42 @@ class Buckets:
             padded = -(-(size + extra) // reducer.multiple) * reducer.multiple
             flat = reals(parameters[positions[0]].detach()).new_zeros(padded)
             parts = flat[:size].split(sizes)
+            views = {}
             for position, part in zip(positions, parts, strict=True):
-                self._views.append((parameters[position], _laid_out_as(parameters[position], part)))
+                view = views[names[position]] = _laid_out_as(parameters[position], part)
+                self._views.append((parameters[position], view))
                 self._bucket_of[position] = bucket
-            self.flats.append(flat)
-            self.gradients.append(flat[:size])
+            self.buckets.append(Bucket(flat, flat[:size], views))
             self._members.append(len(positions))
-        self.tally = self.flats[-1][size : size + tally_size]
-        reducer.prepare(self.flats, self.gradients)
+        self.tally = self.buckets[-1].flat[size : size + tally_size]
+        reducer.prepare(self.buckets)
         self._pending: list[int] = []
         self._finished: set[int] = set()
         self._left = 0
         self._leaf: range | None = None
 
+    @property
+    def flats(self) -> list[Tensor]:
+        """What is sent, message by message."""
+        return [bucket.flat for bucket in self.buckets]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients of each bucket, without what rides on it."""
+        return [bucket.gradients for bucket in self.buckets]
+
     def begin(self) -> None:
         """All gradients and the tally are zero, and where backward will find them."""
-        for flat in self.flats:
-            flat.zero_()
+        for bucket in self.buckets:
+            bucket.flat.zero_()
         for parameter, view in self._views:
             parameter.grad = view
         self._leaf, self._left = None, 0
 
     def add_leaf(self, shards: range) -> None:
         """Take in a leaf that is not the last; gradients and tally are zero again."""
-        for bucket, flat in enumerate(self.flats):
-            self.reducer.add(bucket, flat, (shards.start, shards.stop))
+        for bucket in range(len(self.buckets)):
+            self.reducer.launch(bucket, (shards.start, shards.stop), last=False)
 
     def release(self, shards: range) -> None:
         """The next backward pass is the last: a bucket may leave once it is finished."""
@@ -90,23 +101,22 @@ class Buckets:
         self._finished.add(position)
         bucket = self._bucket_of[position]
         self._pending[bucket] -= 1
-        last = len(self.flats) - 1  # it carries the tally, which is complete after backward only
+        last = len(self.buckets) - 1  # it carries the tally, which is complete after backward only
         while self._left < last and self._pending[self._left] == 0:
             self._launch(self._leaf)
 
     def finish(self, shards: range) -> None:
         """Let the rest leave and wait: gradients and tally are the sums over all ranks."""
-        while self._left < len(self.flats):
+        while self._left < len(self.buckets):
             self._launch(shards)
         self._leaf = None
         for parameter, view in self._views:
             if parameter.grad is not view:
                 raise gradient_taken(parameter)
-        self.reducer.finish(self.flats)
+        self.reducer.finish()
 
     def _launch(self, shards: range) -> None:
-        flat = self.flats[self._left]
-        self.reducer.launch(self._left, flat, (shards.start, shards.stop))
+        self.reducer.launch(self._left, (shards.start, shards.stop), last=True)
         self._left += 1
 
 

@@ -20,6 +20,7 @@ by the global batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.comm import Comm, Pending
-from allranks.torch.reducers.base import Reducer
+from allranks.torch.reducers.base import Bucket, Reducer
 
 WHOLE = 4  # 16-bit numbers: a row is whole 8 bytes, so that a tally of any type is aligned in it
 
@@ -42,21 +43,21 @@ class Half(Reducer):
         super().__init__(comm, shards)
         self._exchanges: list[_Exchange] = []
 
-    def prepare(self, flats: list[Tensor], gradients: list[Tensor]) -> None:
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        super().prepare(buckets)
         ranks = self.comm.size
         self._exchanges.clear()
-        for flat, own in zip(flats, gradients, strict=True):
-            tally = flat[own.numel() :]
+        for bucket in buckets:
+            own = bucket.gradients
+            tally = bucket.flat[own.numel() :]
             given, received, total = (
                 _rows(count, ranks, own, tally, self.kind) for count in (ranks, ranks, 1)
             )
             matches = [*_matching(own, given.gradients), *_matching(tally, given.tally)]
             self._exchanges.append(_Exchange(given, received, total, matches))
 
-    def add(self, bucket: int, flat: Tensor, leaf: Span) -> None:
-        raise AssertionError("gradients of all shards add up in the bucket: one leaf per rank")
-
-    def launch(self, bucket: int, flat: Tensor, leaf: Span) -> None:
+    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
+        assert last, "gradients of all shards add up in the bucket: one leaf per rank"
         if self.comm.size == 1:
             return
         exchange = self._exchanges[bucket]
@@ -65,7 +66,7 @@ class Half(Reducer):
         sizes = [given.shape[1]] * self.comm.size
         exchange.pending = self.comm.all_to_all(received.view(-1), given.view(-1), sizes, sizes)
 
-    def finish(self, flats: list[Tensor]) -> None:
+    def finish(self) -> None:
         if self.comm.size == 1:
             return
         for exchange in self._exchanges:

@@ -6,8 +6,6 @@ process up to rounding.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.comm import Comm, Pending
 from allranks.torch.reducers.base import Reducer
@@ -20,13 +18,12 @@ class Mean(Reducer):
         super().__init__(comm, shards)
         self._under_way: list[Pending] = []
 
-    def add(self, bucket: int, flat: Tensor, leaf: Span) -> None:
-        raise AssertionError("gradients of all shards add up in the bucket: one leaf per rank")
-
-    def launch(self, bucket: int, flat: Tensor, leaf: Span) -> None:
+    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
+        assert last, "gradients of all shards add up in the bucket: one leaf per rank"
+        flat = self.buckets[bucket].flat
         self._under_way.append(self.comm.all_reduce(flat))
 
-    def finish(self, flats: list[Tensor]) -> None:
+    def finish(self) -> None:
         for pending in self._under_way:
             pending.wait()
         self._under_way.clear()

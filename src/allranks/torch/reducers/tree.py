@@ -75,11 +75,12 @@ class Tree(Reducer):
     def multiple(self) -> int:
         return self.comm.size
 
-    def add(self, bucket: int, flat: Tensor, leaf: Span) -> None:
-        self._trees.setdefault(bucket, TreeSum(self.shards)).add(leaf, [flat])
-        flat.zero_()
-
-    def launch(self, bucket: int, flat: Tensor, leaf: Span) -> None:
+    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
+        flat = self.buckets[bucket].flat
+        if not last:
+            self._trees.setdefault(bucket, TreeSum(self.shards)).add(leaf, [flat])
+            flat.zero_()
+            return
         tree = self._trees.pop(bucket, None)
         if tree is None:  # this rank owns one shard: its root is the bucket itself
             roots = [flat]
@@ -106,7 +107,7 @@ class Tree(Reducer):
         own = [len(roots) * chunk] * self.comm.size
         return _Exchange(flat, received, self.comm.all_to_all(received, given, sizes, own))
 
-    def finish(self, flats: list[Tensor]) -> None:
+    def finish(self) -> None:
         for exchange in self._under_way:
             exchange.pending.wait()
             if self.comm.size > 1 and not exchange.in_pairs:

@@ -258,6 +258,9 @@ class Strategy(ABC):
         """What belongs to this rank alone, and is lost where another number of ranks goes on."""
         return {}
 
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Take up what `own_state` returned, on as many ranks as then."""
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up a state that `state` returned; every rank calls this."""
         state = with_parameters(state, self.model, self.as_held)

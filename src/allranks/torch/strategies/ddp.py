@@ -8,13 +8,15 @@ bucket is summed is the reducer's: `reduce=tree` for equal bits, `bf16` or `fp16
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from allranks.catalog import REDUCERS, load
 from allranks.strategies.card import Workload
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch, Leaf
-from allranks.torch.reducers.base import Reducer
+from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.buckets import Buckets
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -36,6 +38,7 @@ class DDP(Strategy):
 
     def lay_out(self) -> None:
         self.buckets = Buckets(
+            self.step.names,
             self.step.parameters,
             tally_size=self.step.layout.size,
             bucket_bytes=int(self.setting.options["bucket_mb"] * 2**20),
@@ -47,12 +50,19 @@ class DDP(Strategy):
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         size = leaves[0][1].numel()
         flat = leaves[0][1].new_zeros(-(-size // self.reducer.multiple) * self.reducer.multiple)
-        self.reducer.prepare([flat], [flat])  # the buckets are laid out anew after this
+        self.reducer.prepare([Bucket(flat, flat)])  # the buckets are laid out anew after this
         for span, tensor in leaves:
             flat[:size].copy_(tensor)
-            (self.reducer.launch if span is leaves[-1][0] else self.reducer.add)(0, flat, span)
-        self.reducer.finish([flat])
+            self.reducer.launch(0, span, last=span is leaves[-1][0])
+        self.reducer.finish()
         return flat[:size]
+
+    def own_state(self) -> dict[str, Any]:
+        state = self.reducer.state()
+        return {"reducer": state} if state else {}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        self.reducer.load_state(state.get("reducer", {}))
 
     def messages(self) -> tuple[int, ...]:
         return tuple(flat.nbytes for flat in self.buckets.flats)

@@ -1,0 +1,27 @@
+"""A reducer sees the shapes of gradients and keeps state: shown by one that lives in tests alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from allranks.catalog import REDUCERS
+from allranks.strategies.torch_cards import CARDS
+from conftest import Train
+from fake_reducer import NAME, card
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CARDS, "ddp", card())
+    monkeypatch.setitem(REDUCERS, NAME, "fake_reducer:Coarse")
+
+
+def test_what_was_not_sent_is_in_the_checkpoint(train: Train) -> None:
+    """5 steps, a checkpoint and 7 more are 12 steps, to the bit; without the rest they are not."""
+    program, strategy = "sharded_tasks:Images", f"ddp:reduce={NAME}"
+    whole = train(program, strategy=strategy, ranks=2, steps=12)
+    half = train(program, strategy=strategy, ranks=2, steps=5, checkpoint_every=5)
+    resumed = train(program, strategy=strategy, ranks=2, steps=12, resume=str(half.run_dir))
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    exact = train(program, strategy="ddp", ranks=2, steps=12)
+    assert exact.summary["weights_sha256"] != whole.summary["weights_sha256"], "nothing was rounded"
