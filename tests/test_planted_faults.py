@@ -37,7 +37,7 @@ class Fault:
 RANKS = "(torch.distributed.is_initialized() and torch.distributed.get_world_size() or 1)"
 FAULTS = {
     "mean of means": Fault(
-        "torch/step/step.py",
+        "torch/step/passes.py",
         "total.backward(scale)",
         f"(losses.mean() / {RANKS}).backward()",
         step=5,  # the first batch whose samples the ranks cannot share evenly
@@ -46,7 +46,7 @@ FAULTS = {
         hint="mean of means",
     ),
     "sum for mean": Fault(
-        "torch/step/step.py",
+        "torch/step/passes.py",
         "total.backward(scale)",
         f"total.backward(scale * {RANKS})",
         step=0,
@@ -83,10 +83,10 @@ FAULTS = {
         hint="BatchNorm statistics of one rank",
     ),
     "clip before reduce": Fault(
-        "torch/step/step.py",
+        "torch/step/passes.py",
         "        self.scope.leave()\n",
         "        self.scope.leave()\n"
-        "        clip_grads_with_norm_(\n"
+        "        torch.nn.utils.clip_grads_with_norm_(\n"
         "            self.parameters,\n"
         "            0.1,\n"
         "            torch.nn.utils.get_total_norm([p.grad for p in self.parameters]),\n"
@@ -108,7 +108,7 @@ FAULTS = {
         options=("--set", "ema=0.9"),
     ),
     "only where ranks have unlike parts": Fault(
-        "torch/step/step.py",
+        "torch/step/passes.py",
         "total.backward(scale)",
         f"total.backward(scale * (1.01 if {RANKS} == 3 else 1))",
         step=0,
@@ -130,7 +130,7 @@ IN_32_BITS_ONLY = {
         hint="other random numbers",
     ),
     "a thousandth too much": Fault(
-        "torch/step/step.py",
+        "torch/step/passes.py",
         "total.backward(scale)",
         f"total.backward(scale * (1.001 if total.itemsize == 4 and {RANKS} > 1 else 1))",
         step=0,
