@@ -69,7 +69,6 @@ CARD = Card(
     bytes_formula="weights/2 + gradients/2 + 2(P-1)/P gradients/2 + 2(N-1)/N tally, P = N/2",
     memory="half of weights, gradients and optimizer; all weights within a pass",
     many_ranks=True,
-    can_be_bitwise=False,
     options=(
         Option("data", "each", "what the two ranks read", ("each", "same")),
         Option(

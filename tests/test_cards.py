@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from allranks.catalog import REDUCERS, STRATEGIES, TENSORFLOW_STRATEGIES
 from allranks.errors import RequestError
-from allranks.strategies.card import Exact, Reference, Workload
+from allranks.strategies.card import Exact, Option, Reference, Workload
 from allranks.strategies.choice import Choice, parse_choice
 from allranks.strategies.reduction_tree import PAIRS_LIMIT_BYTES
 from allranks.strategies.resolve import TO_COME, card_for, resolved_strategy
@@ -118,6 +119,27 @@ def test_what_a_strategy_cannot_do_is_refused(
     with pytest.raises(RequestError) as refused:
         resolved_strategy(text, ranks=ranks, bitwise=bitwise)
     assert refused.value.do == do
+
+
+ORDERED = (
+    Option("order", "ranks", "how it adds", {"ranks": (), "shards": ()}),
+    Option("strict", False, "wait for all"),
+)
+
+
+def test_the_card_says_what_bitwise_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No option has a name of its own to the one who resolves: here none is called `reduce`."""
+    wanted = {"order": "shards", "strict": "true"}
+    card = replace(CARDS["ddp"], name="made-up", options=ORDERED, bitwise_options=wanted)
+    monkeypatch.setitem(CARDS, "made-up", card)
+    found = resolved_strategy("made-up:strict=YES", ranks=2, bitwise=True)
+    assert str(found) == "made-up:strict=true,order=shards"
+    assert str(resolved_strategy("made-up", ranks=2, bitwise=False)) == "made-up"
+    for given in ("order=ranks", "strict=no"):
+        with pytest.raises(RequestError) as refused:
+            resolved_strategy(f"made-up:{given}", ranks=2, bitwise=True)
+        assert refused.value.found == given
+    assert refused.value.do == "leave strict out, or drop --bitwise"
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero1", "tensor", "pipeline", "fsdp:x=1"])

@@ -64,7 +64,7 @@ def _as_data(card: Card) -> dict[str, Any]:
         "guarantee": str(card.guarantee),
         "bytes_per_step": card.bytes_formula,
         "memory": card.memory,
-        "bitwise": card.can_be_bitwise,
+        "bitwise": card.bitwise_options is not None,
         "many_ranks": card.many_ranks,
         "engines": list(card.engines),
         "options": {
@@ -86,7 +86,7 @@ def _whole(card: Card) -> str:
         f"  engine     {' or '.join(card.engines)}",
         f"  guarantee  {card.guarantee}",
         *(f"             with {what}, {text}" for what, text in _guarantees(card).items()),
-        f"  --bitwise  {'yes' if card.can_be_bitwise else 'no'}",
+        f"  --bitwise  {'no' if card.bitwise_options is None else 'yes'}",
         f"  sends      {card.bytes_formula} bytes per rank and step",
         f"  stores     {card.memory}",
     ]

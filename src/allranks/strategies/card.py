@@ -212,8 +212,9 @@ class Card:
     bytes_formula: str
     memory: str
     many_ranks: bool
-    can_be_bitwise: bool
     options: tuple[Option, ...] = ()
+    bitwise_options: Mapping[str, str] | None = None
+    """What `--bitwise` sets of its options; `None`: it cannot give equal bits on any ranks."""
     paper: str = ""
     engines: tuple[str, ...] = ("torch",)
     """Which engines have it."""
@@ -233,7 +234,7 @@ class Card:
         found = (o.guarantees.get(str(options[o.name])) for o in self.options)
         return next((guarantee for guarantee in found if guarantee is not None), self.guarantee)
 
-    def read_options(self, given: dict[str, str]) -> dict[str, Any]:
+    def read_options(self, given: Mapping[str, str]) -> dict[str, Any]:
         """Every option with its value: what was given, checked, and the defaults for the rest."""
         values = {option.name: option.start for option in self.options}
         for name, text in given.items():

@@ -69,7 +69,7 @@ def _for_many(card: Card) -> str:
 
 
 def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> Choice:
-    """The choice with its options checked; under `bitwise` the reducer is the tree, or refused."""
+    """The choice with its options checked; under `bitwise` with those that it needs, or refused."""
     choice = parse_choice(text)
     card = card_for(choice)
     card.read_options(choice.options)
@@ -80,20 +80,26 @@ def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> Choice:
             why="there would be nothing for the other ranks to do",
             do=f"--ranks 1, or --strategy {_for_many(card)} for {ranks} ranks",
         )
-    if bitwise and not card.can_be_bitwise:
+    return _with_equal_bits(card, choice, f"--strategy {text} --bitwise") if bitwise else choice
+
+
+def _with_equal_bits(card: Card, choice: Choice, asked: str) -> Choice:
+    """The choice with the options that equal bits on any ranks need; raises `RequestError`."""
+    if card.bitwise_options is None:
+        able = [name for name, other in CARDS.items() if other.bitwise_options is not None]
         raise RequestError(
-            asked=f"--strategy {text} --bitwise",
+            asked=asked,
             found=f"{card.name!r} has no fixed order of sums",
             why="equal bits on any number of ranks need one tree over all shards",
-            do="use " + " or ".join(name for name, c in CARDS.items() if c.can_be_bitwise),
+            do="use " + " or ".join(able),
         )
-    if bitwise and choice.options.get("reduce", "tree") != "tree":
-        raise RequestError(
-            asked=f"--strategy {text} --bitwise",
-            found=f"reduce={choice.options['reduce']}",
-            why="only the tree adds in an order that does not follow the ranks",
-            do="leave reduce out, or drop --bitwise",
-        )
-    if bitwise and any(option.name == "reduce" for option in card.options):
-        return Choice(choice.name, {**choice.options, "reduce": "tree"})
-    return choice
+    given, needed = card.read_options(choice.options), card.read_options(card.bitwise_options)
+    for name, text in card.bitwise_options.items():
+        if name in choice.options and given[name] != needed[name]:
+            raise RequestError(
+                asked=asked,
+                found=f"{name}={choice.options[name]}",
+                why=f"only the {text} adds in an order that does not follow the ranks",
+                do=f"leave {name} out, or drop --bitwise",
+            )
+    return Choice(choice.name, {**choice.options, **card.bitwise_options})

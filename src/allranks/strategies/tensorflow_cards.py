@@ -37,7 +37,6 @@ TENSORFLOW_CARDS = (
         bytes_formula=f"0 (between the devices: {RING}, N replicas)",
         memory="weights + gradients + optimizer on every device",
         many_ranks=False,
-        can_be_bitwise=False,
         options=(Option("replicas", 2, REPLICAS, at_least=1),),
         paper=PAPER,
         engines=ENGINES,
@@ -50,7 +49,6 @@ TENSORFLOW_CARDS = (
         bytes_formula=RING,
         memory="weights + gradients + optimizer on every rank",
         many_ranks=True,
-        can_be_bitwise=False,
         options=(
             Option(
                 "collective", "auto", "who sums: auto is nccl on GPUs", ("auto", "ring", "nccl")
@@ -67,7 +65,6 @@ TENSORFLOW_CARDS = (
         bytes_formula="0 (between host and devices: N · (weights + gradients))",
         memory="weights + optimizer once, in host memory; gradients on every device",
         many_ranks=False,
-        can_be_bitwise=False,
         options=(Option("replicas", 2, REPLICAS, at_least=1),),
         paper=PAPER,
         engines=ENGINES,
@@ -85,7 +82,6 @@ TENSORFLOW_CARDS = (
         roles=_served,
         memory="weights + optimizer once, over the servers; weights + gradients on every worker",
         many_ranks=True,
-        can_be_bitwise=False,
         options=(
             Option("servers", 1, "processes that hold the weights, beside the workers", at_least=1),
             Option(
@@ -119,7 +115,6 @@ TENSORFLOW_CARDS = (
         bytes_formula="0 over the network of the hosts",
         memory="weights + gradients + optimizer on every core",
         many_ranks=False,
-        can_be_bitwise=False,
         paper=PAPER,
         engines=ENGINES,
     ),

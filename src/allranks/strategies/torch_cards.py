@@ -64,7 +64,7 @@ CARDS = {
             bytes_formula="0",
             memory="weights + gradients + optimizer; bitwise: log2(shards) more gradients",
             many_ranks=False,
-            can_be_bitwise=True,
+            bitwise_options={},
             engines=("torch", "tensorflow"),
         ),
         Card(
@@ -77,7 +77,6 @@ CARDS = {
             memory="weights + gradients on every device; the first one holds the optimizer too, and "
             "gathers the inputs and outputs of the whole micro-batch",
             many_ranks=False,
-            can_be_bitwise=False,
             options=(
                 Option(
                     "replicas", 2, "how many: on cuda:0, cuda:1, …, or all on the CPU", at_least=1
@@ -92,7 +91,6 @@ CARDS = {
             bytes_formula=RING,
             memory="weights + gradients + optimizer on every rank",
             many_ranks=True,
-            can_be_bitwise=False,
         ),
         Card(
             name="ddp",
@@ -103,7 +101,7 @@ CARDS = {
             memory="weights + gradients + optimizer on every rank; tree: roots + 2 more gradients; "
             "fp16, bf16: 1 more",
             many_ranks=True,
-            can_be_bitwise=True,
+            bitwise_options={"reduce": "tree"},
             options=(
                 Option(
                     "reduce",
@@ -126,7 +124,6 @@ CARDS = {
             bytes_formula="0",
             memory="weights + gradients + optimizer on every rank",
             many_ranks=True,
-            can_be_bitwise=False,
             agreement=Agreement("own", lockstep=False),
         ),
         *TENSORFLOW_CARDS,
