@@ -10,6 +10,7 @@ import click
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve
 from allranks.job.job_file import redacted
+from allranks.job.place import HOSTS, LOCAL
 from allranks.job.units import parse_duration
 from allranks.launcher.nodes.rendezvous import Meeting, checked_meeting
 
@@ -136,10 +137,10 @@ def meeting_from(flags: dict[str, Any]) -> tuple[Meeting, dict[str, Any]]:
     given = {names.get(n, n): flags.pop(n) for n in MEETING_NAMES}
     meeting = Meeting(**{name: value for name, value in given.items() if value is not None})
     said: dict[str, Any] = {}
-    nodes, place = flags.get("nodes") or 1, flags.get("place") or "local"
+    nodes, place = flags.get("nodes") or 1, flags.get("place") or LOCAL
     checked_meeting(meeting, nodes, place)
     if meeting.by_hand or meeting.hosts:
-        said["place"] = "hosts"
+        said["place"] = HOSTS
     if per_node is not None:
         said["ranks"] = _ranks(per_node, nodes, flags.get("ranks"))
     return meeting, said

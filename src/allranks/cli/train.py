@@ -94,7 +94,7 @@ def train(
 
 def _print_plan(resolved: Resolved, meeting: Meeting, placement: bool, as_object: bool) -> None:
     """What would run; with `placement` also what each rank would hold."""
-    if placement and resolved.job.place != "local":
+    if placement and not resolved.job.place_spec.is_here:
         raise RequestError(
             asked=f"--placement --place {resolved.job.place}",
             found="more than this machine",

@@ -16,6 +16,7 @@ from allranks.job.engines import check_program, default_strategy, engine_of
 from allranks.job.job import Job
 from allranks.job.job_file import HIDDEN, NOT_SETTABLE, read_job_file
 from allranks.job.limits import checked
+from allranks.job.place import place_spec
 from allranks.job.resume import Base, base_of, changed
 from allranks.strategies.choice import parse_choice
 from allranks.strategies.resolve import card_for
@@ -94,7 +95,7 @@ def _inherited(
 
 def _forget_the_place(values: dict[str, Any], sources: dict[str, str]) -> None:
     """A run that goes on finds no nodes of its own: those of then are another job's by now."""
-    if sources.get("place", "").startswith("run ") and values["place"] in ("hosts", "slurm"):
+    if sources.get("place", "").startswith("run ") and place_spec(values["place"]).is_lent:
         for name in ("place", "nodes"):
             if sources.get(name, "").startswith("run "):
                 del values[name], sources[name]

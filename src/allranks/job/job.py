@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+from allranks.job.place import LOCAL, PlaceSpec, place_spec
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp64")
 DEVICES = ("cpu", "cuda")
 LOGS = ("csv", "tensorboard")
-PLACES = ("local", "hosts", "simulated", "slurm")
 BAD_STEPS = ("stop", "skip", "warn")
 WITNESS = ("warn", "stop", "off")
 
@@ -64,7 +66,7 @@ class Job:
     strategy: str = ""
     ranks: int = 1
     nodes: int = 1
-    place: str = "local"
+    place: str = LOCAL
     device: str = "cpu"
     precision: str = "fp32"
     bitwise: bool = False
@@ -102,6 +104,11 @@ class Job:
     trace_bytes: int = 0
     replay: str = ""
     cut_for: int = 0
+
+    @cached_property
+    def place_spec(self) -> PlaceSpec:
+        """The place by its name and options; raises `RequestError` for one that is not known."""
+        return place_spec(self.place)
 
     def to_data(self) -> dict[str, Any]:
         """The job as a mapping that JSON and TOML can carry."""

@@ -10,10 +10,10 @@ import re
 
 from allranks.errors import RequestError, nearest
 from allranks.job import faults
-from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PLACES, PRECISIONS, WITNESS, Job
+from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PRECISIONS, WITNESS, Job
 from allranks.job.loss_scale import loss_scale_of
+from allranks.job.place import PlaceSpec
 from allranks.job.simulated_network import network_of
-from allranks.strategies.choice import parse_choice
 from allranks.strategies.resolve import crew_of, devices_of_a_rank, resolved_strategy
 
 LEAST = {  # of each number: the bound, and whether it is allowed itself
@@ -82,8 +82,8 @@ def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
 
 def _check_place(job: Job) -> None:
     """How many nodes there can be, and what is on them."""
-    checked_place(job.place, job.nodes, job.ranks)
-    if parse_choice(job.place, "--place").name == "simulated" and job.device != "cpu":
+    check_place(job.place_spec, job.nodes, job.ranks)
+    if job.place_spec.is_simulated and job.device != "cpu":
         raise RequestError(
             asked=f"--place {job.place} --device {job.device}",
             found="simulated nodes",
@@ -95,20 +95,11 @@ def _check_place(job: Job) -> None:
             _check_fault_of_a_node(job, fault)
 
 
-def checked_place(text: str, nodes: int, ranks: int) -> None:
+def check_place(place: PlaceSpec, nodes: int, ranks: int) -> None:
     """Raise `RequestError` if so many nodes and ranks cannot be at this place."""
-    place = parse_choice(text, "--place")
-    _check_name("place", place.name, PLACES)
-    if place.name == "simulated":
-        network_of(text, nodes)
-    elif place.options:
-        raise RequestError(
-            asked=f"--place {text}",
-            found=f"options of {place.name}",
-            why="only simulated nodes have links that can be chosen",
-            do=f"--place {place.name}, or --place simulated:{str(place).partition(':')[2]}",
-        )
-    if nodes > 1 and place.name == "local":
+    if place.is_simulated:
+        network_of(place.text, nodes)
+    if nodes > 1 and place.is_here:
         raise RequestError(
             asked=f"--nodes {nodes}",
             found="--place local, which is one node",
@@ -126,7 +117,7 @@ def checked_place(text: str, nodes: int, ranks: int) -> None:
 
 
 def _check_fault_of_a_node(job: Job, fault: faults.Fault) -> None:
-    if parse_choice(job.place, "--place").name != "simulated" or not 0 <= fault.node < job.nodes:
+    if not job.place_spec.is_simulated or not 0 <= fault.node < job.nodes:
         raise RequestError(
             asked=f"--inject {fault.action}@node={fault.node}",
             found=f"--place {job.place} --nodes {job.nodes}",

@@ -85,7 +85,7 @@ class OneMachine:
         return None
 
     def plan(self, job: Job, shape: Shape) -> Plan:
-        assert job.place == "local", "what is to run on nodes is not planned for one machine"
+        assert job.place_spec.is_here, "what is to run on nodes is not planned for one machine"
         return plan_of(job, shape, Visible.from_environment())
 
     def again(self, plan: Plan) -> Plan:

@@ -91,7 +91,7 @@ def plan_only(resolved: Resolved, meeting: Meeting) -> Iterator[tuple[Plan, Fork
     check_installed(job.engine, job.program)
     with ForkServer(preload_for(job.program, job.engine)) as server:
         ground = OneMachine(server)
-        if job.place != "local":
+        if not job.place_spec.is_here:
             ground = Foreseen(server, tuple(foreseen(_wanted(job, meeting))))
         shape = describe(ground, dataclasses.replace(job, device="cpu"))
         yield ground.plan(job, shape), server
@@ -104,7 +104,7 @@ def ground_of(
     """Where this job runs: a fork server here, or its nodes, once all have come together."""
     check_installed(job.engine, job.program)
     modules = preload_for(job.program, job.engine)
-    if job.place == "local":
+    if job.place_spec.is_here:
         with ForkServer(modules) as server:
             yield OneMachine(server)
         return

@@ -28,6 +28,7 @@ from typing import Any
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import Resolved
 from allranks.job.job import Job
+from allranks.job.place import LOCAL
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result, run_job
 from allranks.strategies.card import Exact
@@ -40,7 +41,7 @@ from allranks.tools.check.sizes import number_difference
 from allranks.tools.check.tolerances import BITS, CLOSE, FP64, close, coarse
 from allranks.tools.check.verdict import Look, Verdict
 
-HERE: dict[str, Any] = {"nodes": 1, "place": "local"}
+HERE: dict[str, Any] = {"nodes": 1, "place": LOCAL}
 UNDISTURBED: dict[str, Any] = {
     # a job file may say otherwise: both start at step 0 and come to the end
     **{"resume": "", "inject": "", "checkpoint_every": None, "best": "", "max_restarts": 0},
@@ -246,7 +247,7 @@ class _Check:
         job = dataclasses.replace(
             job, trace=True, trace_bytes=self.plan.trace_bytes, run_dir=str(self.folder / name)
         )
-        server = self.server if job.place == "local" else None  # nodes bring their own
+        server = self.server if job.place_spec.is_here else None  # nodes bring their own
         result = run_job(Resolved(job, self.resolved.sources), server)
         self.user_randomness |= set(result.summary["user_randomness"])
         return _Run(result, Trace(result.run_dir / "trace"))

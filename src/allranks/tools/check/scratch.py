@@ -13,6 +13,7 @@ from allranks.catalog import preload_for
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved
 from allranks.job.job import Job
+from allranks.job.place import LOCAL
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.resources import OneMachine
 from allranks.launcher.start import describe
@@ -53,7 +54,7 @@ def checked_in_scratch(
 
 
 def _here(resolved: Resolved) -> Job:
-    return dataclasses.replace(resolved.job, nodes=1, place="local", ranks=1, strategy="single")
+    return dataclasses.replace(resolved.job, nodes=1, place=LOCAL, ranks=1, strategy="single")
 
 
 def _no_trace(engine: str) -> RequestError:
