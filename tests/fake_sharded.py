@@ -10,7 +10,7 @@ a file, a card and a line of the catalog, and nothing else of the engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ AXES = ("copies", "halves")
 HALVES = 2
 
 
-def halves_of(ranks: int, options: dict[str, Any]) -> Mesh:
+def halves_of(ranks: int, options: Mapping[str, Any]) -> Mesh:
     if ranks > 1 and ranks % HALVES:
         raise RequestError(
             asked=f"--strategy {NAME} --ranks {ranks}",
@@ -50,7 +50,7 @@ def halves_of(ranks: int, options: dict[str, Any]) -> Mesh:
     return Mesh(((REPLICATE, ranks // halves), (axis, halves)))
 
 
-def _bytes(work: Workload, options: dict[str, Any]) -> int:
+def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     """Weights gathered, gradients scattered, summed over the pairs; and the tally, all by ring."""
     if work.ranks == 1:
         return 0

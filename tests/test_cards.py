@@ -9,6 +9,7 @@ import pytest
 
 from allranks.catalog import REDUCERS, STRATEGIES, TENSORFLOW_STRATEGIES
 from allranks.errors import RequestError
+from allranks.job.job import Job
 from allranks.strategies.card import Exact, Option, Reference, Workload
 from allranks.strategies.choice import Choice, parse_choice
 from allranks.strategies.reduction_tree import PAIRS_LIMIT_BYTES
@@ -119,6 +120,23 @@ def test_what_a_strategy_cannot_do_is_refused(
     with pytest.raises(RequestError) as refused:
         resolved_strategy(text, ranks=ranks, bitwise=bitwise)
     assert refused.value.do == do
+
+
+def test_a_job_has_its_strategy_as_a_value() -> None:
+    spec = Job(strategy="ddp:bucket_mb=1,reduce=tree", ranks=3).strategy_spec
+    assert (spec.name, spec.crew.size, spec.devices_of_a_rank) == ("ddp", 3, 1)
+    assert spec.options == {"reduce": "tree", "bucket_mb": 1.0}
+    assert spec.adds_shards and not Job(strategy="ddp").strategy_spec.adds_shards
+    assert not Job(strategy="single").strategy_spec.adds_shards
+    with pytest.raises(TypeError):
+        spec.options["bucket_mb"] = 2.0  # type: ignore[index]
+    assert Job(strategy="dp:replicas=3").strategy_spec.devices_of_a_rank == 3
+    assert isinstance(Job(strategy="ddp:reduce=bf16").strategy_spec.guarantee, Reference)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "single"), (2, "ddp")])
+def test_without_a_name_it_is_the_one_of_the_engine(ranks: int, name: str) -> None:
+    assert Job(ranks=ranks).strategy_spec.name == name
 
 
 ORDERED = (

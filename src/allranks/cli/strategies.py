@@ -9,8 +9,7 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.strategies.card import Card, Option
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for
+from allranks.strategies.resolve import card_of
 from allranks.strategies.torch_cards import CARDS
 
 
@@ -19,7 +18,7 @@ from allranks.strategies.torch_cards import CARDS
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def strategies(name: str | None, as_object: bool) -> None:
     """Show what each strategy promises, sends and stores; NAME shows one card whole."""
-    cards = [card_for(parse_choice(name))] if name else list(CARDS.values())
+    cards = [card_of(name)] if name else list(CARDS.values())
     if as_object:
         data = [_as_data(card) for card in cards]
         click.echo(as_json(data[0] if name else data))

@@ -24,7 +24,7 @@ from allranks.job.job import Job
 from allranks.job.job_file import read_job_file
 from allranks.job.place import SLURM, place_spec
 from allranks.job.run_folder import is_in_use
-from allranks.strategies.resolve import devices_of_a_rank
+from allranks.strategies.resolve import strategy_spec
 
 SUBMITTED = ("train", "run")
 OF_SUBMIT = ("dry_run", "placement", "sweep", "slots")
@@ -58,7 +58,7 @@ class Submitted:
     @property
     def devices_per_rank(self) -> int:
         strategy = self.said.get("strategy") if self.verb == "train" else None
-        return devices_of_a_rank(strategy) if strategy else 1
+        return strategy_spec(strategy, 1).devices_of_a_rank if strategy else 1
 
     @property
     def device(self) -> str:

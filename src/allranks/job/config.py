@@ -18,8 +18,6 @@ from allranks.job.job_file import HIDDEN, NOT_SETTABLE, read_job_file
 from allranks.job.limits import checked
 from allranks.job.place import place_spec
 from allranks.job.resume import Base, base_of, changed
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ def _base_of(flags: dict[str, Any]) -> tuple[dict[str, Any], Base | None]:
 def _outgrown(job: Job, sources: dict[str, str]) -> bool:
     """Whether a strategy that nobody asked for this time is one process, and the job now is many."""
     inherited = sources.get("strategy", "").startswith("run ")
-    return inherited and job.ranks > 1 and not card_for(parse_choice(job.strategy)).many_ranks
+    return inherited and job.ranks > 1 and not job.strategy_spec.card.many_ranks
 
 
 def threads_per_rank(job: Job, sharing: int) -> int:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from allranks.catalog import ENGINES, KERAS_PROGRAMS, PROGRAMS, TASKS
 from allranks.errors import RequestError, nearest
-from allranks.strategies.card import Card
-from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import card_of, engines_of
 from allranks.strategies.torch_cards import CARDS
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
@@ -39,13 +38,13 @@ def engine_of(asked: str, strategy: str, program: str) -> str:
             why=f"an engine is the framework that does the arithmetic: {', '.join(ENGINES)}",
             do=nearest(asked, ENGINES),
         )
-    card = CARDS.get(parse_choice(strategy).name) if strategy else None
+    able = engines_of(strategy) if strategy else ()
     if asked:
-        if card is not None and asked not in card.engines:
-            raise _not_there(asked, strategy, card)
+        if able and asked not in able:
+            raise _not_there(asked, strategy)
         return asked
-    if card is not None and len(card.engines) == 1:
-        return card.engines[0]
+    if len(able) == 1:
+        return able[0]
     return TENSORFLOW if _is_keras(program) else TORCH
 
 
@@ -109,7 +108,8 @@ def check_installed(engine: str, program: str = "") -> None:
         )
 
 
-def _not_there(engine: str, strategy: str, card: Card) -> RequestError:
+def _not_there(engine: str, strategy: str) -> RequestError:
+    card = card_of(strategy)
     own = [name for name, other in CARDS.items() if engine in other.engines]
     return RequestError(
         asked=f"--engine {engine} --strategy {strategy}",

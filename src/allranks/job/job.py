@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from allranks.job.engines import default_strategy
 from allranks.job.place import LOCAL, PlaceSpec, place_spec
+from allranks.strategies.resolve import StrategySpec, strategy_spec
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp64")
 DEVICES = ("cpu", "cuda")
@@ -104,6 +106,12 @@ class Job:
     trace_bytes: int = 0
     replay: str = ""
     cut_for: int = 0
+
+    @cached_property
+    def strategy_spec(self) -> StrategySpec:
+        """The strategy with its options and processes; the engine's own where none is named."""
+        text = self.strategy or default_strategy(self.engine, self.ranks)
+        return strategy_spec(text, self.ranks)
 
     @cached_property
     def place_spec(self) -> PlaceSpec:

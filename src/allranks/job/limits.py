@@ -14,7 +14,8 @@ from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PRECISIONS, WITNESS, Job
 from allranks.job.loss_scale import loss_scale_of
 from allranks.job.place import PlaceSpec
 from allranks.job.simulated_network import network_of
-from allranks.strategies.resolve import crew_of, devices_of_a_rank, resolved_strategy
+from allranks.strategies.resolve import resolved_strategy
+from allranks.strategies.roles import Crew
 
 LEAST = {  # of each number: the bound, and whether it is allowed itself
     **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
@@ -48,10 +49,10 @@ def checked(job: Job) -> Job:
     _check_arithmetic(job)
     check_engine(job)
     _check_course(job)
-    choice = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
-    _check_devices(job, devices_of_a_rank(job.strategy))
-    _check_roles(job)
-    return dataclasses.replace(job, strategy=str(choice))
+    spec = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
+    _check_devices(job, spec.devices_of_a_rank)
+    _check_roles(job, spec.crew)
+    return dataclasses.replace(job, strategy=str(spec))
 
 
 def _check_names(job: Job) -> None:
@@ -236,9 +237,8 @@ def check_engine(job: Job) -> None:
         )
 
 
-def _check_roles(job: Job) -> None:
+def _check_roles(job: Job, crew: Crew) -> None:
     """What cannot be where the processes of a job have roles, and work in their own time."""
-    crew = crew_of(job.strategy, job.ranks)
     if crew.are_all_trainers:
         return
     at_once = "workers make several steps at once"
@@ -252,7 +252,7 @@ def _check_roles(job: Job) -> None:
             "steps are handed out one by one, each to the worker that is free",
         ),
         "no --checkpoint-every": (
-            job.checkpoint_every is None and "evaluator" in str(crew),
+            job.checkpoint_every is None and crew.has("evaluator"),
             "the evaluator judges checkpoints, and there would be none",
         ),
     }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from allranks.strategies.card import Card, Exact, Option, Reference, Untried, Workload
+from allranks.strategies.card import Card, Exact, Option, Reference, Untried, Workload, replicas_of
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes
 from allranks.strategies.roles import Role
 
@@ -13,12 +14,12 @@ PAPER = "Abadi et al. 2016, TensorFlow, arXiv 1605.08695"
 REPLICAS = "how many: on GPU 0, 1, …, or on logical devices of the CPU"
 
 
-def _pull_and_push(work: Workload, options: dict[str, Any]) -> int:
+def _pull_and_push(work: Workload, options: Mapping[str, Any]) -> int:
     """A worker pulls every weight and pushes every gradient, once for each step."""
     return 2 * sum(work.messages)
 
 
-def _served(ranks: int, options: dict[str, Any]) -> tuple[Role, ...]:
+def _served(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
     """The ranks are the workers: one that dies is done without, as long as another one is left."""
     roles = (
         Role("chief", 1),
@@ -37,6 +38,7 @@ TENSORFLOW_CARDS = (
         bytes_formula=f"0 (between the devices: {RING}, N replicas)",
         memory="weights + gradients + optimizer on every device",
         many_ranks=False,
+        devices_of_a_rank=replicas_of,
         options=(Option("replicas", 2, REPLICAS, at_least=1),),
         paper=PAPER,
         engines=ENGINES,
@@ -65,6 +67,7 @@ TENSORFLOW_CARDS = (
         bytes_formula="0 (between host and devices: N · (weights + gradients))",
         memory="weights + optimizer once, in host memory; gradients on every device",
         many_ranks=False,
+        devices_of_a_rank=replicas_of,
         options=(Option("replicas", 2, REPLICAS, at_least=1),),
         paper=PAPER,
         engines=ENGINES,

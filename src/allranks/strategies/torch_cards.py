@@ -8,9 +8,10 @@ bytes counted at the process group.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from allranks.strategies.card import Card, Exact, Option, Reference, Workload
+from allranks.strategies.card import Card, Exact, Option, Reference, Workload, replicas_of
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes
 from allranks.strategies.mesh import Agreement
 from allranks.strategies.reduction_tree import rounds_of_pairs, subtree_roots, uses_pairs
@@ -18,7 +19,7 @@ from allranks.strategies.shards import owned_shards
 from allranks.strategies.tensorflow_cards import TENSORFLOW_CARDS
 
 
-def _tree(work: Workload, options: dict[str, Any]) -> int:
+def _tree(work: Workload, options: Mapping[str, Any]) -> int:
     """Each message in rounds of pairs, or by all-to-all of roots and all-gather of sums."""
     if work.ranks == 1:
         return 0
@@ -33,12 +34,12 @@ def _tree(work: Workload, options: dict[str, Any]) -> int:
     return round(sent)
 
 
-def _half(work: Workload, options: dict[str, Any]) -> int:
+def _half(work: Workload, options: Mapping[str, Any]) -> int:
     """An all-to-all and an all-gather, without the few bytes that make all chunks of one size."""
     return round(2 * (work.ranks - 1) / work.ranks * (2 * work.gradients + work.tally))
 
 
-def _by_reducer(work: Workload, options: dict[str, Any]) -> int:
+def _by_reducer(work: Workload, options: Mapping[str, Any]) -> int:
     ways = {"mean": ring_bytes, "tree": _tree, "fp16": _half, "bf16": _half}
     return ways[options["reduce"]](work, options)
 
@@ -77,6 +78,7 @@ CARDS = {
             memory="weights + gradients on every device; the first one holds the optimizer too, and "
             "gathers the inputs and outputs of the whole micro-batch",
             many_ranks=False,
+            devices_of_a_rank=replicas_of,
             options=(
                 Option(
                     "replicas", 2, "how many: on cuda:0, cuda:1, …, or all on the CPU", at_least=1

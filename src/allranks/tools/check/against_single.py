@@ -32,8 +32,7 @@ from allranks.job.place import LOCAL
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result, run_job
 from allranks.strategies.card import Exact
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for, resolved_strategy
+from allranks.strategies.resolve import resolved_strategy
 from allranks.tools.check import hints
 from allranks.tools.check.compare import Difference, Tolerance, Trace, compare, sizes_between
 from allranks.tools.check.plan import Plan
@@ -58,9 +57,7 @@ def check_against_one(resolved: Resolved, folder: Path, server: ForkServer, plan
 
 
 def _check_promise(job: Job, ranks: int) -> None:
-    choice = parse_choice(job.strategy)
-    card = card_for(choice)
-    guarantee = card.guarantee_of(card.read_options(choice.options))
+    guarantee = job.strategy_spec.guarantee
     if ranks > 1 and not isinstance(guarantee, Exact):
         raise RequestError(
             asked=f"check --strategy {job.strategy} --ranks {ranks}",
@@ -171,7 +168,7 @@ class _Check:
         asked = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
         candidate = self._run(f"{job.precision}-{ranks}-ranks", asked)
         look = self._look(asked, reference, candidate, coarse(job.precision))
-        parts = _parts(job.strategy, ranks, self.plan.shards)
+        parts = self.plan.shards if job.strategy_spec.adds_shards else ranks
         if parts > 1 and not candidate.summary["user_buffers"]:
             alike = dataclasses.replace(_in_one(asked), replay=asked.replay, cut_for=parts)
             alike = dataclasses.replace(alike, micro_batch=job.micro_batch)
@@ -277,18 +274,6 @@ class _Check:
 def _in_one(job: Job) -> Job:
     """The same job in one process on this machine, its whole batch at once."""
     return dataclasses.replace(job, strategy="single", ranks=1, micro_batch=None, replay="", **HERE)
-
-
-def _parts(strategy: str, ranks: int, shards: int) -> int:
-    """In how many parts a strategy lets a global batch go through the model; 0 where none can tell.
-
-    `dp` cuts every micro-batch once more, in a way of its own.
-    """
-    choice = parse_choice(strategy)
-    if choice.name == "dp":
-        return 0
-    tree = card_for(choice).read_options(choice.options).get("reduce") == "tree"
-    return shards if tree else ranks
 
 
 def _path(run: _Run) -> str:
