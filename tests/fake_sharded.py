@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
-from allranks.catalog import STRATEGIES
+from allranks.catalog import STRATEGIES, TORCH
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Exact, Option, Workload
 from allranks.strategies.mesh import REPLICATE, SHARD, Agreement, Mesh
@@ -83,7 +83,7 @@ CARD = Card(
 def register() -> None:
     """The card, and the line of the catalog."""
     CARDS[NAME] = CARD
-    STRATEGIES[NAME] = "fake_sharded:FakeSharded"
+    STRATEGIES[TORCH][NAME] = "fake_sharded:FakeSharded"
 
 
 class FakeSharded(Strategy):

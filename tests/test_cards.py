@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from allranks.catalog import REDUCERS, STRATEGIES, TENSORFLOW_STRATEGIES
+from allranks.catalog import ENGINES, REDUCERS, STRATEGIES
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.card import Exact, Option, Reference, Workload
@@ -47,9 +47,8 @@ def test_golden_bytes_of_a_step(name: str, reduce: str) -> None:
 
 def test_every_strategy_has_golden_bytes_a_card_and_a_class() -> None:
     assert {name for name, _ in GOLDEN} == set(CARDS)
-    assert set(CARDS) == set(STRATEGIES) | set(TENSORFLOW_STRATEGIES)
-    for table, engine in ((STRATEGIES, "torch"), (TENSORFLOW_STRATEGIES, "tensorflow")):
-        assert set(table) == {name for name, card in CARDS.items() if engine in card.engines}
+    assert set(CARDS) == {name for table in STRATEGIES.values() for name in table}
+    assert set(STRATEGIES) == set(ENGINES)
     assert {reduce for _, reduce in GOLDEN if reduce} == set(REDUCERS)
     (choices,) = (o.choices for o in CARDS["ddp"].options if o.name == "reduce")
     assert set(choices) == set(REDUCERS)

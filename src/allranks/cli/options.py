@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from allranks.catalog import ENGINES
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve
 from allranks.job.job_file import redacted
@@ -33,7 +34,7 @@ SHARED: Options = (
     (("--ranks",), {"type": int, "help": "World size over all nodes."}),
     (("--nodes",), {"type": int, "help": "Nodes to use (default 1)."}),
     (("--place",), {"help": "local, simulated[:link=1gbit,delay=1ms], or slurm."}),
-    (("--engine",), {"help": "torch or tensorflow (default: what program and strategy need)."}),
+    (("--engine",), {"help": f"{' or '.join(ENGINES)} (default: what program and strategy need)."}),
     (("--device",), {"help": "cpu or cuda."}),
     (("--devices",), {"help": "Numbers of the devices to use, as 0,1,4,5."}),
     (("--precision",), {"help": "fp32, tf32, bf16, fp16 or fp64."}),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from allranks.catalog import TORCH
 from allranks.job.engines import default_strategy
 from allranks.job.place import LOCAL, PlaceSpec, place_spec
 from allranks.strategies.resolve import StrategySpec, strategy_spec
@@ -64,7 +65,7 @@ class Job:
 
     program: str = ""
     task: dict[str, Any] = field(default_factory=dict)
-    engine: str = "torch"
+    engine: str = TORCH
     strategy: str = ""
     ranks: int = 1
     nodes: int = 1

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from allranks.catalog import ENGINES
 from allranks.errors import RequestError, nearest
 from allranks.job import faults
+from allranks.job.engines import trained_also_by
 from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PRECISIONS, WITNESS, Job
 from allranks.job.loss_scale import loss_scale_of
 from allranks.job.place import PlaceSpec
@@ -192,35 +194,18 @@ def _check_arithmetic(job: Job) -> None:
         )
 
 
-NOT_IN_TENSORFLOW = {
-    "bitwise": "tf.distribute has no fixed order of sums, so they follow the replicas",
-    "compile": "its steps are graphs of TensorFlow already",
-    "channels_last": "a Keras model says by itself in which order it takes images",
-    "activation_checkpointing": "Keras has no way to it that works in a graph of TensorFlow",
-    "profile": "its profiler is torch's",
-    "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
-    "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
-}
-
-
 def check_engine(job: Job) -> None:
     """What one of the engines does not have."""
-    if job.engine == "torch" and job.steps_per_call != 1:
-        raise RequestError(
-            asked=f"--steps-per-call {job.steps_per_call}",
-            found="the torch engine",
-            why="it comes back to Python with every step",
-            do="leave it out",
-        )
-    if job.engine == "torch":
-        return
-    for name, why in NOT_IN_TENSORFLOW.items():
+    engine = ENGINES[job.engine]
+    for name, why in engine.lacks.items():
         if getattr(job, name) != getattr(Job(), name):
+            able = [e for e in trained_also_by(job.engine) if name not in ENGINES[e].lacks]
+            others = "".join(f", or train {engine.task} with --engine {e}" for e in able)
             raise RequestError(
-                asked=f"--{name.replace('_', '-')} with the TensorFlow engine",
+                asked=f"--{name.replace('_', '-')} with the {engine.title} engine",
                 found=f"{name} = {getattr(job, name)}",
                 why=why,
-                do="leave it out, or train a Keras task with --engine torch",
+                do=f"leave it out{others}",
             )
     decided = {
         "--precision fp16": job.precision == "fp16",
@@ -264,7 +249,7 @@ def _check_roles(job: Job, crew: Crew) -> None:
                 why=why,
                 do="give --checkpoint-every, or leave the evaluator out"
                 if asked.startswith("no ")
-                else "leave it out, or --strategy multi-worker-mirrored",
+                else f"leave it out, or --strategy {ENGINES[job.engine].many}",
             )
 
 

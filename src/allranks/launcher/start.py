@@ -168,7 +168,7 @@ def run_job(
             with suppress(OSError):  # who only looks on ends no training
                 watcher.started(plan)
             attempts = Attempts(ground, plan, folder, signals, watcher.tick, started_at)
-            summary = attempts.run(f"{ENGINES[plan.job.engine]}:main")
+            summary = attempts.run(f"{ENGINES[plan.job.engine].worker}:main")
         except RequestError:
             folder.remove()
             raise
@@ -213,7 +213,7 @@ def describe(ground: Ground, job: Job, signals: Signals | None = None) -> Shape:
         (run_dir / "logs").mkdir()
         log = rank_log_path(run_dir, 0)
         argument = {**job.to_data(), "run_dir": scratch}
-        process = Process(0, f"{ENGINES[job.engine]}:describe", argument, environment, log)
+        process = Process(0, f"{ENGINES[job.engine].worker}:describe", argument, environment, log)
         ended = supervise(ground.server, [process], signals=signals)
         if ended.interrupted:
             raise Interrupted("interrupted before anything was started")

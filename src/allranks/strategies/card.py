@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from allranks.catalog import STRATEGIES
 from allranks.errors import RequestError, nearest
 from allranks.strategies.choice import TRUTH, Choice, parse_choice
 from allranks.strategies.mesh import REPLICATED, Agreement, Mesh, replicated_mesh
@@ -221,8 +222,6 @@ class Card:
     bitwise_options: Mapping[str, str] | None = None
     """What `--bitwise` sets of its options; `None`: it cannot give equal bits on any ranks."""
     paper: str = ""
-    engines: tuple[str, ...] = ("torch",)
-    """Which engines have it."""
     agreement: Agreement = REPLICATED
     mesh: Callable[[int, Mapping[str, Any]], Mesh] = lambda ranks, _: replicated_mesh(ranks)
     """How so many ranks lie along its axes; raises `RequestError` for a number that does not fit."""
@@ -235,6 +234,11 @@ class Card:
     def state(self) -> str:
         """What a checkpoint holds: strategies of which this is the same go on from each other's."""
         return WHOLE if self.agreement.is_one_training else APART
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Which engines have it."""
+        return tuple(engine for engine, own in STRATEGIES.items() if self.name in own)
 
     def guarantee_of(self, options: Mapping[str, Any]) -> Guarantee:
         """What the strategy promises with these options, as `read_options` gives them."""

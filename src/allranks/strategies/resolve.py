@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from allranks.catalog import ENGINES
 from allranks.errors import RequestError, nearest
 from allranks.strategies.card import Card, Guarantee
 from allranks.strategies.choice import Choice, parse_choice
@@ -111,21 +112,17 @@ def _spec(text: str, choice: Choice, ranks: int) -> StrategySpec:
     return StrategySpec(text, ranks, card, options, Crew(card.roles(ranks, options)))
 
 
-def _for_many(card: Card) -> str:
-    """A strategy of the same engine in which many ranks work together."""
-    return "multi-worker-mirrored" if card.engines == ("tensorflow",) else "ddp"
-
-
 def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> StrategySpec:
     """The strategy, if so many ranks can have it; under `bitwise` with the options that it needs."""
     choice = parse_choice(text)
     spec = _spec(str(choice), choice, ranks)
     if ranks > 1 and not spec.card.many_ranks:
+        many = ENGINES[spec.card.engines[0]].many
         raise RequestError(
             asked=f"--strategy {text} --ranks {ranks}",
             found=f"{spec.name!r} is one process",
             why="there would be nothing for the other ranks to do",
-            do=f"--ranks 1, or --strategy {_for_many(spec.card)} for {ranks} ranks",
+            do=f"--ranks 1, or --strategy {many} for {ranks} ranks",
         )
     if not bitwise:
         return spec

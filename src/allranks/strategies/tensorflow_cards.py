@@ -9,7 +9,6 @@ from allranks.strategies.card import Card, Exact, Option, Reference, Untried, Wo
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes
 from allranks.strategies.roles import Role
 
-ENGINES = ("tensorflow",)
 PAPER = "Abadi et al. 2016, TensorFlow, arXiv 1605.08695"
 REPLICAS = "how many: on GPU 0, 1, …, or on logical devices of the CPU"
 
@@ -41,7 +40,6 @@ TENSORFLOW_CARDS = (
         devices_of_a_rank=replicas_of,
         options=(Option("replicas", 2, REPLICAS, at_least=1),),
         paper=PAPER,
-        engines=ENGINES,
     ),
     Card(
         name="multi-worker-mirrored",
@@ -57,7 +55,6 @@ TENSORFLOW_CARDS = (
             ),
         ),
         paper=PAPER,
-        engines=ENGINES,
     ),
     Card(
         name="central-storage",
@@ -70,7 +67,6 @@ TENSORFLOW_CARDS = (
         devices_of_a_rank=replicas_of,
         options=(Option("replicas", 2, REPLICAS, at_least=1),),
         paper=PAPER,
-        engines=ENGINES,
     ),
     Card(
         name="parameter-server",
@@ -108,7 +104,6 @@ TENSORFLOW_CARDS = (
             Option("evaluator", "no", "a process that evaluates each checkpoint", ("no", "yes")),
         ),
         paper="Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI",
-        engines=ENGINES,
     ),
     Card(
         name="tpu",
@@ -119,6 +114,5 @@ TENSORFLOW_CARDS = (
         memory="weights + gradients + optimizer on every core",
         many_ranks=False,
         paper=PAPER,
-        engines=ENGINES,
     ),
 )

@@ -66,7 +66,6 @@ CARDS = {
             memory="weights + gradients + optimizer; bitwise: log2(shards) more gradients",
             many_ranks=False,
             bitwise_options={},
-            engines=("torch", "tensorflow"),
         ),
         Card(
             name="dp",

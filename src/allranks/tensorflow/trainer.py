@@ -19,9 +19,9 @@ from typing import Any, Self
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from allranks.catalog import TENSORFLOW_STRATEGIES, load
+from allranks.catalog import STRATEGIES, TENSORFLOW, load
 from allranks.errors import RequestError
-from allranks.job.engines import TENSORFLOW, default_strategy
+from allranks.job.engines import default_strategy
 from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.job.limits import check_engine
@@ -381,5 +381,7 @@ def _for_world(job: Job, world: World) -> Job:
 
 def _made_strategy(task: Task, job: Job, world: World) -> Strategy:
     spec = job.strategy_spec
-    made: Strategy = load(TENSORFLOW_STRATEGIES[spec.name])(Setting(task, job, world, spec.options))
+    made: Strategy = load(STRATEGIES[TENSORFLOW][spec.name])(
+        Setting(task, job, world, spec.options)
+    )
     return made

@@ -12,9 +12,10 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
+from allranks.catalog import TENSORFLOW
 from allranks.checkpoint.export import check_free, refused, verified
 from allranks.errors import Interrupted, PlaceError, RequestError
-from allranks.job.engines import TENSORFLOW, check_installed
+from allranks.job.engines import check_installed
 from allranks.job.job import Job
 from allranks.job.job_file import HIDDEN
 from allranks.job.resume import base_of

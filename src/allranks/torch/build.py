@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from allranks.catalog import STRATEGIES, load
+from allranks.catalog import STRATEGIES, TORCH, load
 from allranks.errors import RequestError
-from allranks.job.engines import TORCH, default_strategy
+from allranks.job.engines import default_strategy
 from allranks.job.job import Job
 from allranks.job.loss_scale import loss_scale_of
 from allranks.launcher.world import World
@@ -136,7 +136,7 @@ def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:
         job.bitwise,
         loss_scale_of(job.loss_scale) if job.precision == "fp16" else None,
     )
-    strategy: Strategy = load(STRATEGIES[spec.name])(setting)
+    strategy: Strategy = load(STRATEGIES[TORCH][spec.name])(setting)
     return strategy
 
 

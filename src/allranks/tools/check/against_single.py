@@ -27,6 +27,7 @@ from typing import Any
 
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import Resolved
+from allranks.job.engines import default_strategy
 from allranks.job.job import Job
 from allranks.job.place import LOCAL
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -273,7 +274,8 @@ class _Check:
 
 def _in_one(job: Job) -> Job:
     """The same job in one process on this machine, its whole batch at once."""
-    return dataclasses.replace(job, strategy="single", ranks=1, micro_batch=None, replay="", **HERE)
+    alone = default_strategy(job.engine, 1)
+    return dataclasses.replace(job, strategy=alone, ranks=1, micro_batch=None, replay="", **HERE)
 
 
 def _path(run: _Run) -> str:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from allranks.catalog import ENGINES, TORCH
 from allranks.errors import RequestError
 from allranks.strategies.resolve import card_of
 
 USUAL = 2, 3
+USUAL_STRATEGY = ENGINES[TORCH].many
 STEPS = 20
 TRACE_BYTES = 256 * 2**20
 
