@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from allranks.errors import FaultKind
+
 A_RANK = re.compile(r"; rank (?=\d)")  # in the report of a bad step, before each who brought it in
 
 
@@ -53,7 +55,7 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
     """(rank, what) of an event that tells of something wrong; `None` where no one rank did it."""
     name = event["event"]
     if name == "restart":
-        fault = "no sign of life" if _fault(event).startswith("no sign of life") else "failed"
+        fault = "no sign of life" if _is_hang(event) else "failed"
         again = f"{fault}; all ranks started again from step {event['resumes_from']}"
         return [(event["first_rank"], again)]
     if name == "checkpoint_failed":
@@ -105,6 +107,8 @@ def _slow(event: dict[str, Any]) -> str:
 def _fault(event: dict[str, Any]) -> str:
     """The first line of the report that a restart carries; of a hang, also who is missing."""
     first, *rest = event["report"].splitlines()
-    if first.startswith("no sign of life"):
-        return f"{first}: {next(iter(rest), '')}"
-    return str(first)
+    return f"{first}: {next(iter(rest), '')}" if _is_hang(event) else str(first)
+
+
+def _is_hang(event: dict[str, Any]) -> bool:
+    return event.get("fault_kind") == FaultKind.HANG

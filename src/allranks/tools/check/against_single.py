@@ -134,9 +134,8 @@ class _Check:
         except ProgramError as error:
             if self.job.precision == "fp64":
                 raise
-            lines = [line for line in str(error).splitlines() if "Error" in line]
             self.notes.append(
-                f"float64: one process fails in it ({(lines or [''])[-1].strip()}); a tensor that "
+                f"float64: one process fails in it ({error.cause}); a tensor that "
                 "forward or loss makes must have the type of its input"
             )
             return None
@@ -223,9 +222,7 @@ class _Check:
         except RequestError as error:
             self.notes.append(f"equal bits (--bitwise): refused, {error.found}")
         except ProgramError as error:
-            lines = [line for line in str(error).splitlines() if "Error" in line]
-            failed = (lines or [""])[-1].strip()
-            self.notes.append(f"equal bits (--bitwise): a shard by itself fails, {failed}")
+            self.notes.append(f"equal bits (--bitwise): a shard by itself fails, {error.cause}")
 
     # --- what they share ------------------------------------------------------------------
 
