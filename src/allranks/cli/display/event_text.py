@@ -5,13 +5,10 @@ An event gets its `rank` from the file that it stands in, `None` for what the su
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from allranks.errors import FaultKind
-
-A_RANK = re.compile(r"; rank (?=\d)")  # in the report of a bad step, before each who brought it in
 
 
 def in_words(event: dict[str, Any]) -> list[str]:
@@ -61,12 +58,9 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
     if name == "checkpoint_failed":
         return [(event["rank"], f"no checkpoint of step {event['step']}: {event['error']}")]
     if name == "bad_step":
-        what, *found = A_RANK.split(event["bad"])
-        if not found:
-            return [(event["rank"] or None, what)]
-        step = what.partition(":")[0]
-        named = (re.fullmatch(r"(\d+):? ?(.*)", text, re.S) for text in found)
-        return [(int(m[1]), f"{step}: {m[2]}") for m in named if m is not None]
+        who = event.get("culprits", ())
+        told = [(rank, f"step {event['step']}: {text}") for rank, text in who]
+        return [*told] or [(event["rank"] or None, event["bad"])]
     if name == "witness":
         return [(None, f"follows the ranks: {text}") for text in event["found"]]
     if name == "worker_lost":
