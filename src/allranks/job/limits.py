@@ -227,30 +227,31 @@ def _check_roles(job: Job, crew: Crew) -> None:
     if crew.are_all_trainers:
         return
     at_once = "workers make several steps at once"
-    refused = {
-        f"--precision {job.precision}": (
+    alike = f"leave it out, or --strategy {ENGINES[job.engine].many}"
+    refused = [
+        (
             job.precision == "fp16",
+            f"--precision {job.precision}",
             f"the loss scale of a step follows from the step before it, and {at_once}",
+            alike,
         ),
-        f"--steps-per-call {job.steps_per_call}": (
+        (
             job.steps_per_call > 1,
+            f"--steps-per-call {job.steps_per_call}",
             "steps are handed out one by one, each to the worker that is free",
+            alike,
         ),
-        "no --checkpoint-every": (
+        (
             job.checkpoint_every is None and crew.has("evaluator"),
+            "no --checkpoint-every",
             "the evaluator judges checkpoints, and there would be none",
+            "give --checkpoint-every, or leave the evaluator out",
         ),
-    }
-    for asked, (is_asked, why) in refused.items():
+    ]
+    for is_asked, asked, why, do in refused:
         if is_asked:
-            raise RequestError(
-                asked=f"--strategy {job.strategy} with {asked}",
-                found=str(crew),
-                why=why,
-                do="give --checkpoint-every, or leave the evaluator out"
-                if asked.startswith("no ")
-                else f"leave it out, or --strategy {ENGINES[job.engine].many}",
-            )
+            asked = f"--strategy {job.strategy} with {asked}"
+            raise RequestError(asked=asked, found=str(crew), why=why, do=do)
 
 
 def _check_course(job: Job) -> None:
