@@ -226,7 +226,7 @@ class Comm:
             return
         before = self.pulse.enter("exchange") if self.pulse is not None else ""
         step = self.pulse.step if isinstance(self.pulse, Pulse) else -1
-        self.meetings.come(f"{place} after step {step}" if step >= 0 else place)
+        self.meetings.come(place, step)
         if self.pulse is not None:
             self.pulse.enter(before)
         self.barrier()  # none leaves with the store before all have heard
