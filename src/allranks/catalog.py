@@ -50,7 +50,8 @@ class Engine:
     its own if it is one of `programs`, or takes its `Task` from one of the modules in `tasks`.
     `alone` and `many` are the strategies where nobody says one. `guests` are engines whose tasks it
     trains too, each with what that needs. `lacks` are values of a job that it has nothing for, with
-    the reason; `traces` says whether it records the insides of steps, which `check` compares.
+    the reason; `traces` says whether it records the insides of steps, which `check` compares;
+    `export` writes a model whole, "" where only its weights can be.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Engine:
     guests: Mapping[str, Extra] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
     traces: bool = False
+    export: str = ""
 
 
 ENGINES = {
@@ -105,6 +107,7 @@ ENGINES = {
             "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
             "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
         },
+        export="allranks.tensorflow.export:main",
     ),
 }
 """The first one trains every program that is not another's own."""

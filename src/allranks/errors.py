@@ -47,6 +47,7 @@ class FaultKind(StrEnum):
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
     CHILD_KILLED = "child_killed"
+    TWO_TYPES = "two_types"
 
 
 class AllranksError(Exception):

@@ -40,6 +40,8 @@ def test_every_failure_has_a_kind(error: BaseException, kind: FaultKind) -> None
         (FaultKind.COLLECTIVE_MISMATCH, "recv: Broken pipe", False),
         (FaultKind.TIMED_OUT, "Timed out waiting 1800000ms for recv", True),
         (FaultKind.TIMED_OUT, SIZES, False),
+        (FaultKind.TWO_TYPES, "expected scalar type Double but found Float", True),
+        (FaultKind.TWO_TYPES, "expected scalar type Float but found Half", False),
     ],
 )
 def test_what_a_broken_collective_says(kind: FaultKind, text: str, said: bool) -> None:

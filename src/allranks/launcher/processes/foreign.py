@@ -17,6 +17,9 @@ _SAID = {
     # torch, of a process that reads data: who killed it is not said
     FaultKind.CHILD_KILLED: re.compile(r"by signal: Killed"),
     FaultKind.COLLECTIVE_MISMATCH: re.compile(r"collective mismatch|doesn't match expected size"),
+    FaultKind.TWO_TYPES: re.compile(
+        r"(?=.*\bfloat\b)(?=.*\bdouble\b).*(?:type|found)", re.IGNORECASE | re.DOTALL
+    ),
     FaultKind.TIMED_OUT: re.compile(r"[tT]imed out"),
     FaultKind.PEER_LOST: re.compile(
         # sockets, and what torch's store and Gloo say of them
