@@ -10,7 +10,7 @@ a file, a card and a line of the catalog, and nothing else of the engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
-from allranks.catalog import STRATEGIES
+from allranks.catalog import STRATEGIES, TORCH
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Exact, Option, Workload
 from allranks.strategies.mesh import REPLICATE, SHARD, Agreement, Mesh
@@ -37,7 +37,7 @@ AXES = ("copies", "halves")
 HALVES = 2
 
 
-def halves_of(ranks: int, options: dict[str, Any]) -> Mesh:
+def halves_of(ranks: int, options: Mapping[str, Any]) -> Mesh:
     if ranks > 1 and ranks % HALVES:
         raise RequestError(
             asked=f"--strategy {NAME} --ranks {ranks}",
@@ -50,7 +50,7 @@ def halves_of(ranks: int, options: dict[str, Any]) -> Mesh:
     return Mesh(((REPLICATE, ranks // halves), (axis, halves)))
 
 
-def _bytes(work: Workload, options: dict[str, Any]) -> int:
+def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     """Weights gathered, gradients scattered, summed over the pairs; and the tally, all by ring."""
     if work.ranks == 1:
         return 0
@@ -69,7 +69,6 @@ CARD = Card(
     bytes_formula="weights/2 + gradients/2 + 2(P-1)/P gradients/2 + 2(N-1)/N tally, P = N/2",
     memory="half of weights, gradients and optimizer; all weights within a pass",
     many_ranks=True,
-    can_be_bitwise=False,
     options=(
         Option("data", "each", "what the two ranks read", ("each", "same")),
         Option(
@@ -84,7 +83,7 @@ CARD = Card(
 def register() -> None:
     """The card, and the line of the catalog."""
     CARDS[NAME] = CARD
-    STRATEGIES[NAME] = "fake_sharded:FakeSharded"
+    STRATEGIES[TORCH][NAME] = "fake_sharded:FakeSharded"
 
 
 class FakeSharded(Strategy):

@@ -126,6 +126,20 @@ def test_the_checker_needs_no_framework_but_numpy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_what_is_asked_for_is_taken_apart_in_one_file_each() -> None:
+    """A strategy, the options of a card, a place, a loss scale: all others are given values."""
+    readers = {
+        p.relative_to(SOURCE).as_posix() for p in MODULES if "parse_choice(" in p.read_text()
+    }
+    assert readers == {
+        "job/loss_scale.py",
+        "job/place.py",
+        "strategies/card.py",
+        "strategies/choice.py",
+        "strategies/resolve.py",
+    }
+
+
 def test_files_and_functions_stay_short() -> None:
     for path in MODULES:
         text = path.read_text()

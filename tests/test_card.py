@@ -18,7 +18,6 @@ CARD = Card(
     bytes_formula="0",
     memory="none",
     many_ranks=True,
-    can_be_bitwise=False,
     options=(
         Option("reduce", "mean", "how", ("mean", "tree"), {"tree": Approximate("never")}),
         Option("every", 4, "steps between two exchanges", at_least=1),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from allranks.catalog import REDUCERS, STRATEGIES, TENSORFLOW_STRATEGIES
+from allranks.catalog import ENGINES, REDUCERS, STRATEGIES
 from allranks.errors import RequestError
-from allranks.strategies.card import Exact, Reference, Workload
+from allranks.job.job import Job
+from allranks.strategies.card import Exact, Option, Reference, Workload
 from allranks.strategies.choice import Choice, parse_choice
 from allranks.strategies.reduction_tree import PAIRS_LIMIT_BYTES
 from allranks.strategies.resolve import TO_COME, card_for, resolved_strategy
@@ -45,9 +47,8 @@ def test_golden_bytes_of_a_step(name: str, reduce: str) -> None:
 
 def test_every_strategy_has_golden_bytes_a_card_and_a_class() -> None:
     assert {name for name, _ in GOLDEN} == set(CARDS)
-    assert set(CARDS) == set(STRATEGIES) | set(TENSORFLOW_STRATEGIES)
-    for table, engine in ((STRATEGIES, "torch"), (TENSORFLOW_STRATEGIES, "tensorflow")):
-        assert set(table) == {name for name, card in CARDS.items() if engine in card.engines}
+    assert set(CARDS) == {name for table in STRATEGIES.values() for name in table}
+    assert set(STRATEGIES) == set(ENGINES)
     assert {reduce for _, reduce in GOLDEN if reduce} == set(REDUCERS)
     (choices,) = (o.choices for o in CARDS["ddp"].options if o.name == "reduce")
     assert set(choices) == set(REDUCERS)
@@ -118,6 +119,44 @@ def test_what_a_strategy_cannot_do_is_refused(
     with pytest.raises(RequestError) as refused:
         resolved_strategy(text, ranks=ranks, bitwise=bitwise)
     assert refused.value.do == do
+
+
+def test_a_job_has_its_strategy_as_a_value() -> None:
+    spec = Job(strategy="ddp:bucket_mb=1,reduce=tree", ranks=3).strategy_spec
+    assert (spec.name, spec.crew.size, spec.devices_of_a_rank) == ("ddp", 3, 1)
+    assert spec.options == {"reduce": "tree", "bucket_mb": 1.0}
+    assert spec.adds_shards and not Job(strategy="ddp").strategy_spec.adds_shards
+    assert not Job(strategy="single").strategy_spec.adds_shards
+    with pytest.raises(TypeError):
+        spec.options["bucket_mb"] = 2.0  # type: ignore[index]
+    assert Job(strategy="dp:replicas=3").strategy_spec.devices_of_a_rank == 3
+    assert isinstance(Job(strategy="ddp:reduce=bf16").strategy_spec.guarantee, Reference)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "single"), (2, "ddp")])
+def test_without_a_name_it_is_the_one_of_the_engine(ranks: int, name: str) -> None:
+    assert Job(ranks=ranks).strategy_spec.name == name
+
+
+ORDERED = (
+    Option("order", "ranks", "how it adds", {"ranks": (), "shards": ()}),
+    Option("strict", False, "wait for all"),
+)
+
+
+def test_the_card_says_what_bitwise_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No option has a name of its own to the one who resolves: here none is called `reduce`."""
+    wanted = {"order": "shards", "strict": "true"}
+    card = replace(CARDS["ddp"], name="made-up", options=ORDERED, bitwise_options=wanted)
+    monkeypatch.setitem(CARDS, "made-up", card)
+    found = resolved_strategy("made-up:strict=YES", ranks=2, bitwise=True)
+    assert str(found) == "made-up:strict=true,order=shards"
+    assert str(resolved_strategy("made-up", ranks=2, bitwise=False)) == "made-up"
+    for given in ("order=ranks", "strict=no"):
+        with pytest.raises(RequestError) as refused:
+            resolved_strategy(f"made-up:{given}", ranks=2, bitwise=True)
+        assert refused.value.found == given
+    assert refused.value.do == "leave strict out, or drop --bitwise"
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero1", "tensor", "pipeline", "fsdp:x=1"])

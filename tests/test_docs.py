@@ -32,7 +32,7 @@ from typing import Any
 
 import pytest
 
-from allranks.catalog import WARM
+from allranks.catalog import ENGINES
 from allranks.cli.main import main
 from allranks.job import faults, resume
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -141,7 +141,7 @@ def run(
     monkeypatch.chdir(folder)
 
     def warm(modules: tuple[str, ...]) -> contextlib.AbstractContextManager[ForkServer]:
-        wanted = "torch" if WARM["torch"] in modules else "tensorflow"
+        wanted = "torch" if ENGINES["torch"].preload in modules else "tensorflow"
         return contextlib.nullcontext(servers.get(wanted, servers["torch"]))
 
     for module in ("launcher.start", "tools.keras_export", "tools.check.scratch"):

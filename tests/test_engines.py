@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from allranks.catalog import ENGINES, STRATEGIES, Engine, Extra, preload_for
 from allranks.errors import RequestError
 from allranks.job.config import resolve
-from allranks.job.engines import check_installed, engine_of
+from allranks.job.engines import check_installed, check_program, engine_of, is_only_a_task
+from allranks.job.job import Job
+from allranks.job.limits import check_engine
+from allranks.strategies.torch_cards import CARDS
+from allranks.tools.check.scratch import check_that_it_traces
 
 KERAS = "from allranks.tensorflow import Task\n"
 TORCH = "from allranks.torch import Task\n"
@@ -101,6 +107,79 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_installed("torch", "digits-keras")
     assert "pip install 'allranks[keras]'" in refused.value.do
     check_installed("torch", "digits")
+
+
+STUB = Engine(
+    name="stub",
+    title="Stub",
+    worker="stub.worker",
+    preload="stub.preload",
+    tasks=("stub.tasks",),
+    task="a stub task",
+    models="models of stub",
+    alone="single",
+    many="ddp-plain",
+    needs=Extra("stubs", ("stub_package",)),
+    guests={"tensorflow": Extra("stubs", (), "stub.keras")},
+    lacks={"bitwise": "it adds as it likes", "compile": "it has no compiler"},
+)
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third engine: its row and its strategies, and nothing else."""
+    monkeypatch.setitem(ENGINES, "stub", STUB)
+    monkeypatch.setitem(STRATEGIES, "stub", dict.fromkeys(("single", "ddp-plain"), "stub:Any"))
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_row_is_an_engine_with_its_own_programs_and_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text("from stub.tasks import Task\nclass Mine(Task): pass\n")
+    assert engine_of("", "", str(path)) == engine_of("stub", "", "digits") == "stub"
+    assert engine_of("", "ddp", str(path)) == "torch", "a strategy that it does not have"
+    assert is_only_a_task(path)
+    found = [resolve(str(path), {"ranks": ranks}).job for ranks in (1, 2)]
+    assert [(job.engine, job.strategy) for job in found] == [
+        ("stub", "single"),
+        ("stub", "ddp-plain"),
+    ]
+    assert Job(engine="stub", ranks=2).strategy_spec.name == "ddp-plain"
+    assert CARDS["single"].engines == ("torch", "tensorflow", "stub")
+    assert preload_for("digits-keras", "stub")[:3] == ("stub.preload", "stub.worker", "stub.keras")
+
+
+@pytest.mark.usefixtures("stub")
+def test_what_an_engine_of_a_row_cannot_do_is_refused_in_its_name() -> None:
+    def refused(wrong: Callable[[], object]) -> RequestError:
+        with pytest.raises(RequestError) as error:
+            wrong()
+        return error.value
+
+    why = refused(lambda: engine_of("stub", "dp", "digits")).why
+    assert why == "the stub engine has single, ddp-plain"
+    why = refused(lambda: engine_of("stob", "", "digits")).why
+    assert why.endswith("the arithmetic: torch, tensorflow, stub")
+    lacks = refused(lambda: check_engine(Job(engine="stub", bitwise=True)))
+    assert lacks.asked == "--bitwise with the Stub engine"
+    assert (lacks.why, lacks.do) == ("it adds as it likes", "leave it out")
+    lacks = refused(lambda: check_engine(Job(engine="tensorflow", bitwise=True)))
+    assert lacks.do == "leave it out, or train a Keras task with --engine torch"
+    check_engine(Job(engine="stub", steps_per_call=4))
+    missing = refused(lambda: check_installed("stub", "digits"))
+    assert (missing.found, missing.do) == (
+        "no package stub_package in this Python",
+        "pip install 'allranks[stubs]'",
+    )
+    check_installed("stub", "digits-keras")
+    foreign = refused(lambda: check_program("stub", "digits"))
+    assert (foreign.found, foreign.do) == (
+        "'digits', a program of torch",
+        "one of them, or --engine torch",
+    )
+    check_program("stub", "digits-keras")
+    untraced = refused(lambda: check_that_it_traces("stub"))
+    assert untraced.asked == "check with the stub engine"
 
 
 @pytest.mark.slow

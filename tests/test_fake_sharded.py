@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from allranks.catalog import STRATEGIES
+from allranks.catalog import STRATEGIES, TORCH
 from allranks.errors import AllranksError, RequestError
 from allranks.strategies.torch_cards import CARDS
 from conftest import Train
@@ -22,7 +22,7 @@ __all__ = ["check", "references"]
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CARDS, NAME, CARD)
-    monkeypatch.setitem(STRATEGIES, NAME, "fake_sharded:FakeSharded")
+    monkeypatch.setitem(STRATEGIES[TORCH], NAME, "fake_sharded:FakeSharded")
 
 
 @pytest.mark.thinned(2, ("data", ["each", "same"]), ("ranks", [1, 2, 4, 8]), ("task", TASKS))

@@ -10,7 +10,7 @@ from allranks.job.job import Job
 from allranks.launcher.plan import Shape, plan_of
 from allranks.launcher.resources import for_all_processes
 from allranks.launcher.world import Visible
-from allranks.strategies.resolve import crew_of
+from allranks.strategies.resolve import strategy_spec
 from allranks.strategies.torch_cards import CARDS
 from allranks.tools.placement_preview import place_ranks
 
@@ -19,14 +19,14 @@ ALL = "parameter-server:servers=2,evaluator=yes"
 
 @pytest.mark.parametrize("name", sorted(set(CARDS) - {"parameter-server"}))
 def test_other_strategies_have_trainers_alone(name: str) -> None:
-    crew = crew_of(name, 3)
+    crew = strategy_spec(name, 3).crew
     assert crew.are_all_trainers and crew.size == 3 and not crew.servants
     assert [crew.name_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
     assert not any(crew.goes_on_without(rank, {0, 1, 2}) for rank in range(3))
 
 
 def test_a_job_with_servers_has_all_roles_in_one_order() -> None:
-    crew = crew_of(ALL, 2)
+    crew = strategy_spec(ALL, 2).crew
     assert str(crew) == "1 chief, 2 workers, 2 servers, 1 evaluator"
     assert [crew.name_of(rank) for rank in range(crew.size)] == [
         "chief (rank 0)",
@@ -37,11 +37,11 @@ def test_a_job_with_servers_has_all_roles_in_one_order() -> None:
         "evaluator (rank 5)",
     ]
     assert crew.servants == {1, 2, 3, 4}
-    assert crew_of("parameter-server", 1).size == 3
+    assert strategy_spec("parameter-server", 1).crew.size == 3
 
 
 def test_a_worker_is_spared_while_another_is_left_and_a_server_never() -> None:
-    crew = crew_of(ALL, 2)
+    crew = strategy_spec(ALL, 2).crew
     everyone = set(range(crew.size))
     assert [crew.goes_on_without(rank, everyone - {rank}) for rank in range(crew.size)] == [
         *(False, True, True, False, False, True)

@@ -1,12 +1,14 @@
 """What can be named: tables from a name to `module:Class`, and the one place that imports by name.
 
-Adding a strategy is a file, a card and a line here. The command line loads its verbs through here
+Adding a strategy is a file, a card and a line here; adding an engine is a row of `ENGINES`. The command line loads its verbs through here
 too, so that asking for help imports nothing but what help needs.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 VERBS = {
@@ -28,33 +30,104 @@ FUNCTIONS = {
 }
 """What `allranks.NAME` is, loaded when it is first asked for."""
 
-ENGINES = {"torch": "allranks.torch.worker", "tensorflow": "allranks.tensorflow.worker"}
+TORCH, TENSORFLOW = "torch", "tensorflow"
 
-TASKS = {"torch": "allranks.torch.task", "tensorflow": "allranks.training.keras_task"}
-"""Where the base class of the tasks of each engine stands."""
 
-WARM = {"torch": "allranks.torch.preload", "tensorflow": "allranks.tensorflow.preload"}
-"""What a fork server of each engine imports besides."""
+@dataclass(frozen=True)
+class Extra:
+    """What must be installed: packages, the extra of allranks that has them; what is preloaded."""
 
-WARM_FOR_KERAS = "allranks.torch.keras.preload"
-KERAS_PROGRAMS = ("digits-keras", "mnist-keras")
-"""Programs that either engine trains; before the torch engine imports one, Keras is told of it."""
+    name: str = ""
+    packages: tuple[str, ...] = ()
+    preload: str = ""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A framework that does the arithmetic, and all that others must know of it.
+
+    `worker` is the module of its ranks, `preload` what a fork server imports besides. A program is
+    its own if it is one of `programs`, or takes its `Task` from one of the modules in `tasks`.
+    `alone` and `many` are the strategies where nobody says one. `guests` are engines whose tasks it
+    trains too, each with what that needs. `lacks` are values of a job that it has nothing for, with
+    the reason; `traces` says whether it records the insides of steps, which `check` compares;
+    `export` writes a model whole, "" where only its weights can be.
+    """
+
+    name: str
+    title: str
+    worker: str
+    preload: str
+    tasks: tuple[str, ...]
+    task: str
+    models: str
+    alone: str
+    many: str
+    needs: Extra = Extra()
+    programs: tuple[str, ...] = ()
+    guests: Mapping[str, Extra] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    traces: bool = False
+    export: str = ""
+
+
+ENGINES = {
+    TORCH: Engine(
+        name=TORCH,
+        title="torch",
+        worker="allranks.torch.worker",
+        preload="allranks.torch.preload",
+        tasks=("allranks.torch", "allranks.torch.task"),
+        task="a torch task",
+        models="models of torch",
+        alone="single",
+        many="ddp",
+        guests={TENSORFLOW: Extra("keras", ("keras",), "allranks.torch.keras.preload")},
+        lacks={"steps_per_call": "it comes back to Python with every step"},
+        traces=True,
+    ),
+    TENSORFLOW: Engine(
+        name=TENSORFLOW,
+        title="TensorFlow",
+        worker="allranks.tensorflow.worker",
+        preload="allranks.tensorflow.preload",
+        tasks=("allranks.tensorflow", "allranks.training.keras_task"),
+        task="a Keras task",
+        models="Keras models",
+        alone="single",
+        many="multi-worker-mirrored",
+        needs=Extra("tensorflow", ("tensorflow", "keras")),
+        programs=("digits-keras", "mnist-keras"),
+        lacks={
+            "bitwise": "tf.distribute has no fixed order of sums, so they follow the replicas",
+            "compile": "its steps are graphs of TensorFlow already",
+            "channels_last": "a Keras model says by itself in which order it takes images",
+            "activation_checkpointing": "Keras has no way to it that works in a graph of TensorFlow",
+            "profile": "its profiler is torch's",
+            "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
+            "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
+        },
+        export="allranks.tensorflow.export:main",
+    ),
+}
+"""The first one trains every program that is not another's own."""
 
 STRATEGIES = {
-    "single": "allranks.torch.strategies.single:Single",
-    "dp": "allranks.torch.strategies.dp:DP",
-    "ddp-plain": "allranks.torch.strategies.ddp_plain:DDPPlain",
-    "ddp": "allranks.torch.strategies.ddp:DDP",
-    "independent": "allranks.torch.strategies.independent:Independent",
-}
-
-TENSORFLOW_STRATEGIES = {
-    "single": "allranks.tensorflow.strategies.one_process:Single",
-    "mirrored": "allranks.tensorflow.strategies.one_process:Mirrored",
-    "central-storage": "allranks.tensorflow.strategies.one_process:CentralStorage",
-    "multi-worker-mirrored": "allranks.tensorflow.strategies.multi_worker:MultiWorkerMirrored",
-    "parameter-server": "allranks.tensorflow.strategies.parameter_server:ParameterServer",
-    "tpu": "allranks.tensorflow.strategies.one_process:TPU",
+    TORCH: {
+        "single": "allranks.torch.strategies.single:Single",
+        "dp": "allranks.torch.strategies.dp:DP",
+        "ddp-plain": "allranks.torch.strategies.ddp_plain:DDPPlain",
+        "ddp": "allranks.torch.strategies.ddp:DDP",
+        "independent": "allranks.torch.strategies.independent:Independent",
+    },
+    TENSORFLOW: {
+        "single": "allranks.tensorflow.strategies.one_process:Single",
+        "mirrored": "allranks.tensorflow.strategies.one_process:Mirrored",
+        "central-storage": "allranks.tensorflow.strategies.one_process:CentralStorage",
+        "multi-worker-mirrored": "allranks.tensorflow.strategies.multi_worker:MultiWorkerMirrored",
+        "parameter-server": "allranks.tensorflow.strategies.parameter_server:ParameterServer",
+        "tpu": "allranks.tensorflow.strategies.one_process:TPU",
+    },
 }
 
 REDUCERS = {
@@ -88,9 +161,9 @@ def load(path: str) -> Any:
     return getattr(imported, name) if name else imported
 
 
-def preload_for(program: str, engine: str = "torch") -> tuple[str, ...]:
+def preload_for(program: str, engine: str = TORCH) -> tuple[str, ...]:
     """Modules that the fork server may import before it forks: ours, never a user's file."""
-    modules: tuple[str, ...] = (WARM[engine], ENGINES[engine])
-    if program in KERAS_PROGRAMS and engine == "torch":
-        modules = (*modules, WARM_FOR_KERAS)
+    row = ENGINES[engine]
+    guests = (extra for name, extra in row.guests.items() if program in ENGINES[name].programs)
+    modules = (row.preload, row.worker, *(extra.preload for extra in guests))
     return (*modules, PROGRAMS[program].partition(":")[0]) if program in PROGRAMS else modules

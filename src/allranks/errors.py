@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import Any
 
 LONGEST_PART = 2000  # characters of one part of a request's error that are shown
 LONGEST_NAME = 60  # no name of ours is longer, and looking for the nearest takes its time
-NOT_AT_THE_SAME_STEP = "the ranks are not at the same step"
 
 EXIT_DONE = 0
 EXIT_PROGRAM_FAILED = 1
@@ -34,10 +34,27 @@ EXIT_DIFFERENCE_FOUND = 5
 EXIT_INTERRUPTED = 130
 
 
+class FaultKind(StrEnum):
+    """What a failure is, for programs that decide by it: the message of an error is for people."""
+
+    PROGRAM = "program"
+    REQUEST = "request"
+    PLACE = "place"
+    HANG = "hang"
+    PEER_LOST = "peer_lost"
+    NOT_AT_THE_SAME_STEP = "not_at_the_same_step"
+    COLLECTIVE_MISMATCH = "collective_mismatch"
+    TIMED_OUT = "timed_out"
+    OUT_OF_MEMORY = "out_of_memory"
+    CHILD_KILLED = "child_killed"
+    TWO_TYPES = "two_types"
+
+
 class AllranksError(Exception):
     """The root: what a person reads is `str(error)`; the process ends with `exit_code`."""
 
     exit_code = EXIT_PROGRAM_FAILED
+    fault_kind = FaultKind.PROGRAM
     passing = True
     """Whether another attempt of the same may go better."""
 
@@ -46,6 +63,7 @@ class RequestError(AllranksError):
     """Something was asked that cannot be done; the message has the four parts, each one line."""
 
     exit_code = EXIT_BAD_REQUEST
+    fault_kind = FaultKind.REQUEST
     passing = False
 
     def __init__(self, *, asked: str, found: str, why: str, do: str) -> None:
@@ -67,11 +85,28 @@ class RequestError(AllranksError):
 
 
 class ProgramError(AllranksError):
-    """The program failed while it ran; the message is the first-fault report."""
+    """The program failed while it ran; the message is the first-fault report.
+
+    `cause` is why the first rank failed, in one line, where one did.
+    """
+
+    def __init__(
+        self, message: str = "", *, fault_kind: FaultKind | None = None, cause: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.fault_kind = fault_kind or type(self).fault_kind
+        self.cause = cause
+
+    def with_more(self, line: str) -> ProgramError:
+        """The same with a line below it, which may be empty."""
+        text = f"{self}\n{line}".rstrip()
+        return ProgramError(text, fault_kind=self.fault_kind, cause=self.cause)
 
 
 class PeerLost(ProgramError):
     """A collective failed because another rank went away: this rank is a victim of the fault."""
+
+    fault_kind = FaultKind.PEER_LOST
 
 
 class BadStep(ProgramError):
@@ -94,6 +129,7 @@ class PlaceError(AllranksError):
     """The machine, the scheduler or the network could not do what was planned."""
 
     exit_code = EXIT_PLACE_FAILED
+    fault_kind = FaultKind.PLACE
 
 
 class Stopped(AllranksError):

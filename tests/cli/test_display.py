@@ -229,8 +229,9 @@ def test_anomalies_carry_the_number_of_their_rank(made: Callable[..., Made]) -> 
     slow = {"phase": "data", "seconds_per_step": 0.2, "usual_seconds_per_step": 0.01}
     job.event(None, "straggler", rank=2, host="here", **slow)
     bad = "the loss is nan; rank 1: the loss of sample 4 (shard 3) is nan; rank 2: of sample 9"
+    culprits = [(1, "the loss of sample 4 (shard 3) is nan"), (2, "of sample 9")]
     for step in (7, 8):
-        job.event(0, "bad_step", step=step, bad=f"step {step}: {bad}")
+        job.event(0, "bad_step", step=step, bad=f"step {step}: {bad}", culprits=culprits)
     job.event(0, "bad_step", step=9, bad="step 9: the gradient is not finite")
     job.event(0, "checkpoint_failed", step=20, rank=1, error="No space left on device")
     assert job.look() == [

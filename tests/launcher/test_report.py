@@ -12,6 +12,7 @@ import pytest
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import JsonLines, rank_events_path, rank_log_path
 from allranks.launcher.fault_report import error_of, first_fault
+from allranks.launcher.processes.foreign import kind_said_in
 from allranks.launcher.processes.process import Exit
 from allranks.launcher.supervisor import Ended
 
@@ -40,9 +41,11 @@ def failed(folder: Path, rank: int, monotonic: float, **values: Any) -> None:
         "updates": 0,
         "step": None,
     }
+    event |= values
+    said = kind_said_in(f"{event['kind']}: {event['message']}")
     with JsonLines(rank_events_path(folder, rank)) as lines:
         lines.row({"event": "ready", "time": 0.0, "monotonic": 0.0})
-        lines.row({**event, **values})
+        lines.row({"fault_kind": said, **event})
 
 
 def rank_of_first_fault(found: Ended, folder: Path) -> int | None:

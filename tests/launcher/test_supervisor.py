@@ -21,7 +21,7 @@ from allranks.launcher.heartbeat import Pulses
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit, Process, Stand
 from allranks.launcher.supervisor import Care, Ended, supervise
-from allranks.strategies.resolve import crew_of
+from allranks.strategies.resolve import strategy_spec
 from launch_workers import read_pid, write_pid
 
 PATIENCE_S = 120
@@ -180,7 +180,7 @@ def test_one_that_can_be_spared_stops_nobody_and_servants_end_with_their_leader(
 def test_the_last_of_its_role_is_a_fault_that_is_called_by_its_name(
     ranks_server: ForkServer, tmp_path: Path
 ) -> None:
-    crew = crew_of("parameter-server", 1)
+    crew = strategy_spec("parameter-server", 1).crew
     named = [
         dataclasses.replace(process, name=crew.name_of(process.rank))
         for process in processes(tmp_path, "waits", "is_killed", "waits")

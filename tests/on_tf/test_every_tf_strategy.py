@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from allranks.catalog import TENSORFLOW_STRATEGIES
+from allranks.catalog import STRATEGIES, TENSORFLOW
 from allranks.errors import RequestError
 from allranks.launcher.start import Result
 from allranks.strategies.card import Exact
@@ -65,7 +65,7 @@ def assert_equal(found: Result, wanted: Result) -> None:
 
 def test_every_strategy_of_the_engine_has_a_card_and_a_class() -> None:
     names = {name for name, card in CARDS.items() if "tensorflow" in card.engines}
-    assert names == set(TENSORFLOW_STRATEGIES)
+    assert names == set(STRATEGIES[TENSORFLOW])
     exact = {parse for parse in names if isinstance(CARDS[parse].guarantee, Exact)}
     tried = {str(flags["strategy"]).partition(":")[0] for flags in JOINED}
     assert exact - {"tpu"} == tried | {"single"}

@@ -373,6 +373,8 @@ def test_a_job_that_skips_goes_on_and_records_it(train: Train) -> None:
     assert [row["step"] for row in rows if "bad" in row] == [3]
     events = [e for e in read_events(result.run_dir) if e["event"] == "bad_step"]
     assert [(e["rank"], e["step"], e["bad"]) for e in events] == [(0, 3, rows[3]["bad"])]
+    ((rank, found),) = events[0]["culprits"]
+    assert rank == 1 and rows[3]["bad"].endswith(f"; rank 1: {found}")
 
 
 def test_a_poisoned_loss_over_the_batch_names_the_rank(train: Train) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 
-from allranks.catalog import WARM_FOR_KERAS
+from allranks.catalog import ENGINES, TENSORFLOW, TORCH
 from allranks.errors import ProgramError, RequestError
 from allranks.job.run_folder import read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -27,7 +27,8 @@ BITWISE = {"engine": "torch", "bitwise": True, "steps": 8}
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
     """A fork server that has imported Keras once, as one does for a Keras program."""
-    with ForkServer((*MODULES, WARM_FOR_KERAS, "keras_twins")) as running:
+    keras = ENGINES[TORCH].guests[TENSORFLOW].preload
+    with ForkServer((*MODULES, keras, "keras_twins")) as running:
         yield running
 
 

@@ -10,7 +10,7 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.cli.options import job_options, resolved_from
 from allranks.errors import EXIT_DIFFERENCE_FOUND
-from allranks.tools.check.plan import STEPS, default_ranks
+from allranks.tools.check.plan import STEPS, USUAL_STRATEGY, default_ranks
 from allranks.tools.check.scratch import checked_in_scratch
 
 
@@ -33,7 +33,7 @@ def check(program: str | None, keep_runs: str | None, as_object: bool, **flags: 
     bounded = flags["steps"] is None
     flags["steps"] = flags["steps"] or STEPS
     if flags["job_file"] is None:
-        flags["strategy"] = flags["strategy"] or "ddp"
+        flags["strategy"] = flags["strategy"] or USUAL_STRATEGY
         if not given:
             flags["ranks"] = default_ranks(flags["strategy"])
     resolved = resolved_from(program, flags)

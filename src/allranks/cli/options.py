@@ -7,9 +7,11 @@ from typing import Any
 
 import click
 
+from allranks.catalog import ENGINES
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve
 from allranks.job.job_file import redacted
+from allranks.job.place import HOSTS, LOCAL
 from allranks.job.units import parse_duration
 from allranks.launcher.nodes.rendezvous import Meeting, checked_meeting
 
@@ -32,7 +34,7 @@ SHARED: Options = (
     (("--ranks",), {"type": int, "help": "World size over all nodes."}),
     (("--nodes",), {"type": int, "help": "Nodes to use (default 1)."}),
     (("--place",), {"help": "local, simulated[:link=1gbit,delay=1ms], or slurm."}),
-    (("--engine",), {"help": "torch or tensorflow (default: what program and strategy need)."}),
+    (("--engine",), {"help": f"{' or '.join(ENGINES)} (default: what program and strategy need)."}),
     (("--device",), {"help": "cpu or cuda."}),
     (("--devices",), {"help": "Numbers of the devices to use, as 0,1,4,5."}),
     (("--precision",), {"help": "fp32, tf32, bf16, fp16 or fp64."}),
@@ -136,10 +138,10 @@ def meeting_from(flags: dict[str, Any]) -> tuple[Meeting, dict[str, Any]]:
     given = {names.get(n, n): flags.pop(n) for n in MEETING_NAMES}
     meeting = Meeting(**{name: value for name, value in given.items() if value is not None})
     said: dict[str, Any] = {}
-    nodes, place = flags.get("nodes") or 1, flags.get("place") or "local"
+    nodes, place = flags.get("nodes") or 1, flags.get("place") or LOCAL
     checked_meeting(meeting, nodes, place)
     if meeting.by_hand or meeting.hosts:
-        said["place"] = "hosts"
+        said["place"] = HOSTS
     if per_node is not None:
         said["ranks"] = _ranks(per_node, nodes, flags.get("ranks"))
     return meeting, said

@@ -25,7 +25,8 @@ from allranks.cli.options import (
 )
 from allranks.errors import RequestError, nearest, printable
 from allranks.job.engines import is_only_a_task
-from allranks.job.limits import checked_place
+from allranks.job.limits import check_place
+from allranks.job.place import LOCAL, place_spec
 from allranks.launcher.nodes.cluster import gathered, is_head, take_part
 from allranks.launcher.places.start_agents import Wanted, foreseen_hosts
 from allranks.launcher.scripts.plan import (
@@ -135,7 +136,7 @@ def run(words: tuple[str, ...], dry_run: bool, as_object: bool, **flags: Any) ->
 
 def _run(request: CommandRequest, wanted: Wanted, watcher: CommandWatcher) -> CommandResult:
     """On this machine, or on nodes that come together for it."""
-    if wanted.place == "local":
+    if place_spec(wanted.place).is_here:
         return run_command(request, watcher=watcher)
     request = dataclasses.replace(request, run_dir=run_dir_of(request))
     shared, modules = Path(request.run_dir).parent, WARM.get(request.warm, ())
@@ -186,9 +187,9 @@ def _wanted(flags: dict[str, Any], asked: Asked, same: tuple[str, ...]) -> Wante
     meeting, said = meeting_from({**flags, "ranks_per_node": None, "nodes": nodes})
     for name in MEETING_NAMES:
         flags.pop(name, None)
-    place = said.get("place") or flags["place"] or "local"
+    place = said.get("place") or flags["place"] or LOCAL
     ranks = _ranks(flags, asked, nodes)
-    checked_place(place, nodes, ranks)
+    check_place(place_spec(place), nodes, ranks)
     return Wanted(place, nodes, ranks, meeting, words=same)
 
 
@@ -305,7 +306,8 @@ def _watcher(output: RankOutput) -> CommandWatcher:
 def _print_plan(request: CommandRequest, wanted: Wanted, as_object: bool) -> None:
     """What would run. Ports, and addresses of nodes that are not there yet, are chosen at a start."""
     check_warm(request)
-    hosts = this_host(request)() if wanted.place == "local" else nullcontext(foreseen_hosts(wanted))
+    is_here = place_spec(wanted.place).is_here
+    hosts = this_host(request)() if is_here else nullcontext(foreseen_hosts(wanted))
     with hosts as found:
         plan = plan_command(request, found, os.environ, "RUN")
     click.echo(as_json(plan.to_data()) if as_object else str(plan))

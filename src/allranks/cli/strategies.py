@@ -9,8 +9,7 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.strategies.card import Card, Option
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for
+from allranks.strategies.resolve import card_of
 from allranks.strategies.torch_cards import CARDS
 
 
@@ -19,7 +18,7 @@ from allranks.strategies.torch_cards import CARDS
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def strategies(name: str | None, as_object: bool) -> None:
     """Show what each strategy promises, sends and stores; NAME shows one card whole."""
-    cards = [card_for(parse_choice(name))] if name else list(CARDS.values())
+    cards = [card_of(name)] if name else list(CARDS.values())
     if as_object:
         data = [_as_data(card) for card in cards]
         click.echo(as_json(data[0] if name else data))
@@ -64,7 +63,7 @@ def _as_data(card: Card) -> dict[str, Any]:
         "guarantee": str(card.guarantee),
         "bytes_per_step": card.bytes_formula,
         "memory": card.memory,
-        "bitwise": card.can_be_bitwise,
+        "bitwise": card.bitwise_options is not None,
         "many_ranks": card.many_ranks,
         "engines": list(card.engines),
         "options": {
@@ -86,7 +85,7 @@ def _whole(card: Card) -> str:
         f"  engine     {' or '.join(card.engines)}",
         f"  guarantee  {card.guarantee}",
         *(f"             with {what}, {text}" for what, text in _guarantees(card).items()),
-        f"  --bitwise  {'yes' if card.can_be_bitwise else 'no'}",
+        f"  --bitwise  {'no' if card.bitwise_options is None else 'yes'}",
         f"  sends      {card.bytes_formula} bytes per rank and step",
         f"  stores     {card.memory}",
     ]

@@ -22,11 +22,11 @@ from allranks.errors import RequestError, nearest
 from allranks.job.config import Resolved
 from allranks.job.job import Job
 from allranks.job.job_file import read_job_file
+from allranks.job.place import SLURM, place_spec
 from allranks.job.run_folder import is_in_use
-from allranks.strategies.resolve import devices_of_a_rank
+from allranks.strategies.resolve import strategy_spec
 
 SUBMITTED = ("train", "run")
-PLACE = "slurm"
 OF_SUBMIT = ("dry_run", "placement", "sweep", "slots")
 OF_OTHER_PLACES = ("hosts", "node_rank", "rendezvous", "nnodes", "nproc_per_node", "master_addr")
 BESIDES = ("settings", "job_file", "epochs", "inject")  # what `resolved_from` takes out itself
@@ -58,7 +58,7 @@ class Submitted:
     @property
     def devices_per_rank(self) -> int:
         strategy = self.said.get("strategy") if self.verb == "train" else None
-        return devices_of_a_rank(strategy) if strategy else 1
+        return strategy_spec(strategy, 1).devices_of_a_rank if strategy else 1
 
     @property
     def device(self) -> str:
@@ -187,10 +187,10 @@ def complete(
     submitted: Submitted, *, nodes: int, ranks: int, run_dir: str, per_rank: bool
 ) -> tuple[str, ...]:
     """The words that the batch script runs: those of the user, and what it decides."""
-    place = submitted.parameters.get("place")
-    if "place" in submitted.given and place != PLACE:
-        raise _disagree("a job of Slurm", f"--place {place}", submitted.verb, "--place")
-    added = ["--place", PLACE]
+    if "place" in submitted.given and place_spec(submitted.said["place"]).name != SLURM:
+        found = f"--place {submitted.said['place']}"
+        raise _disagree("a job of Slurm", found, submitted.verb, "--place")
+    added = ["--place", SLURM]
     values = {"nodes": str(nodes), "ranks": str(ranks)}
     for name, value in values.items():
         if name not in submitted.given and not (name == "ranks" and _says_per_node(submitted)):
@@ -220,7 +220,7 @@ def check_job(submitted: Submitted, *, nodes: int, ranks: int, run_dir: str) -> 
         return None
     known = {field.name for field in dataclasses.fields(Job)} | set(BESIDES)
     flags = {n: v for n, v in submitted.parameters.items() if n in known and n != "program"}
-    flags |= {"place": PLACE, "nodes": nodes, "ranks": ranks, "run_dir": run_dir}
+    flags |= {"place": SLURM, "nodes": nodes, "ranks": ranks, "run_dir": run_dir}
     return resolved_from(submitted.parameters.get("program"), flags)
 
 

@@ -70,13 +70,7 @@ def train(
     if not is_head(meeting):
         sys.exit(take_part(meeting, words, program or ""))
     resolved = resolved_from(program, {**flags, **said})
-    if placement and not dry_run:
-        raise RequestError(
-            asked="--placement",
-            found="no --dry-run",
-            why="a training records by itself what each rank holds, after its first update",
-            do="--dry-run --placement, or after the start: allranks show RUN --placement",
-        )
+    _check_placement(placement, dry_run)
     if dry_run:
         _print_plan(resolved, meeting, placement, as_object)
         return
@@ -92,9 +86,19 @@ def train(
         raise PlaceError(lost_in(result.summary))
 
 
+def _check_placement(placement: bool, dry_run: bool) -> None:
+    if placement and not dry_run:
+        raise RequestError(
+            asked="--placement",
+            found="no --dry-run",
+            why="a training records by itself what each rank holds, after its first update",
+            do="--dry-run --placement, or after the start: allranks show RUN --placement",
+        )
+
+
 def _print_plan(resolved: Resolved, meeting: Meeting, placement: bool, as_object: bool) -> None:
     """What would run; with `placement` also what each rank would hold."""
-    if placement and resolved.job.place != "local":
+    if placement and not resolved.job.place_spec.is_here:
         raise RequestError(
             asked=f"--placement --place {resolved.job.place}",
             found="more than this machine",

@@ -16,9 +16,8 @@ from allranks.job.engines import check_program, default_strategy, engine_of
 from allranks.job.job import Job
 from allranks.job.job_file import HIDDEN, NOT_SETTABLE, read_job_file
 from allranks.job.limits import checked
+from allranks.job.place import place_spec
 from allranks.job.resume import Base, base_of, changed
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def _inherited(
 
 def _forget_the_place(values: dict[str, Any], sources: dict[str, str]) -> None:
     """A run that goes on finds no nodes of its own: those of then are another job's by now."""
-    if sources.get("place", "").startswith("run ") and values["place"] in ("hosts", "slurm"):
+    if sources.get("place", "").startswith("run ") and place_spec(values["place"]).is_lent:
         for name in ("place", "nodes"):
             if sources.get(name, "").startswith("run "):
                 del values[name], sources[name]
@@ -153,7 +152,7 @@ def _base_of(flags: dict[str, Any]) -> tuple[dict[str, Any], Base | None]:
 def _outgrown(job: Job, sources: dict[str, str]) -> bool:
     """Whether a strategy that nobody asked for this time is one process, and the job now is many."""
     inherited = sources.get("strategy", "").startswith("run ")
-    return inherited and job.ranks > 1 and not card_for(parse_choice(job.strategy)).many_ranks
+    return inherited and job.ranks > 1 and not job.strategy_spec.card.many_ranks
 
 
 def threads_per_rank(job: Job, sharing: int) -> int:

@@ -5,7 +5,7 @@
     the program           what its file imports: `allranks.tensorflow`, or else torch
 
 A Keras task (`allranks.tensorflow.Task`) can be trained by either engine; one of torch by torch alone.
-Nothing is imported to find out: a file is only read.
+What each engine is stands in `catalog.ENGINES`. Nothing is imported to find out: a file is only read.
 """
 
 from __future__ import annotations
@@ -15,16 +15,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from allranks.catalog import ENGINES, KERAS_PROGRAMS, PROGRAMS, TASKS
+from allranks.catalog import ENGINES, PROGRAMS, STRATEGIES, Engine
 from allranks.errors import RequestError, nearest
-from allranks.strategies.card import Card
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.torch_cards import CARDS
-
-TORCH, TENSORFLOW = "torch", "tensorflow"
-KERAS_TASKS = "allranks.tensorflow", TASKS["tensorflow"]  # where users import it, where it is
-NEEDS = {"tensorflow": ("tensorflow", "keras")}
-DEFAULTS = {TORCH: ("single", "ddp"), TENSORFLOW: ("single", "multi-worker-mirrored")}
+from allranks.strategies.resolve import card_of, engines_of
 
 
 def engine_of(asked: str, strategy: str, program: str) -> str:
@@ -39,27 +32,28 @@ def engine_of(asked: str, strategy: str, program: str) -> str:
             why=f"an engine is the framework that does the arithmetic: {', '.join(ENGINES)}",
             do=nearest(asked, ENGINES),
         )
-    card = CARDS.get(parse_choice(strategy).name) if strategy else None
+    able = engines_of(strategy) if strategy else ()
     if asked:
-        if card is not None and asked not in card.engines:
-            raise _not_there(asked, strategy, card)
+        if able and asked not in able:
+            raise _not_there(asked, strategy)
         return asked
-    if card is not None and len(card.engines) == 1:
-        return card.engines[0]
-    return TENSORFLOW if _is_keras(program) else TORCH
+    if len(able) == 1:
+        return able[0]
+    return engine_of_program(program)
 
 
 def check_program(engine: str, program: str) -> None:
-    """Raise `RequestError` for a built-in program that TensorFlow cannot train: name its twin."""
-    if engine != TENSORFLOW or program not in PROGRAMS or program in KERAS_PROGRAMS:
+    """Raise `RequestError` for a built-in program that the engine cannot train: name its twin."""
+    row, owner = ENGINES[engine], engine_of_program(program)
+    if program not in PROGRAMS or owner in (engine, *row.guests):
         return
-    twin = f"{program}-keras"
-    theirs = " and ".join(KERAS_PROGRAMS)
+    twin = next((name for name in row.programs if name.startswith(f"{program}-")), "")
     raise RequestError(
-        asked=f"to train {program} with the {TENSORFLOW} engine",
-        found=f"{program!r}, a program of torch",
-        why=f"TensorFlow trains Keras models: the programs with one are {theirs}",
-        do=f"allranks train {twin}" if twin in KERAS_PROGRAMS else "one of them, or --engine torch",
+        asked=f"to train {program} with the {engine} engine",
+        found=f"{program!r}, a program of {owner}",
+        why=f"{row.title} trains {row.models}: the programs with one are "
+        + (" and ".join(row.programs) or "none"),
+        do=f"allranks train {twin}" if twin else f"one of them, or --engine {owner}",
     )
 
 
@@ -70,14 +64,14 @@ def is_only_a_task(file: Path) -> bool:
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     names = {name for node in ast.walk(tree) for name in _imported(node)}
-    of_a_task = any(
-        name in (f"{place}.Task", "allranks.torch.Task", "allranks.tensorflow.Task")
-        for place in TASKS.values()
-        for name in names
-    )
+    tasks = {f"{module}.Task" for engine in ENGINES.values() for module in engine.tasks}
     texts = [n for n in tree.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
     defines = all(isinstance(node, ONLY_DEFINES) or node in texts for node in tree.body)
-    return of_a_task and defines and any(isinstance(node, ast.ClassDef) for node in tree.body)
+    return (
+        bool(names & tasks)
+        and defines
+        and any(isinstance(node, ast.ClassDef) for node in tree.body)
+    )
 
 
 ONLY_DEFINES = (
@@ -88,49 +82,58 @@ ONLY_DEFINES = (
 
 def default_strategy(engine: str, ranks: int) -> str:
     """The strategy where nobody says one."""
-    alone, many = DEFAULTS[engine]
-    return many if ranks > 1 else alone
+    return ENGINES[engine].many if ranks > 1 else ENGINES[engine].alone
+
+
+def trained_also_by(engine: str) -> tuple[str, ...]:
+    """The other engines that train the tasks of this one."""
+    return tuple(name for name, other in ENGINES.items() if engine in other.guests)
 
 
 def check_installed(engine: str, program: str = "") -> None:
     """Raise `RequestError` unless what trains `program` is in this Python; imports nothing."""
-    extra: str = engine
-    packages: tuple[str, ...] = NEEDS.get(engine, ())
-    if engine == TORCH and _is_keras(program):
-        extra, packages = "keras", ("keras",)
-    missing = [name for name in packages if find_spec(name) is None]
+    row = ENGINES[engine]
+    needs = row.guests.get(engine_of_program(program), row.needs)
+    missing = [name for name in needs.packages if find_spec(name) is None]
     if missing:
-        other = ", or --engine torch for a Keras task" if engine == TENSORFLOW else ""
+        others = "".join(f", or --engine {e} for {row.task}" for e in trained_also_by(engine))
         raise RequestError(
-            asked=f"to train {program or 'a Keras task'} with the {engine} engine",
+            asked=f"to train {program or row.task} with the {engine} engine",
             found=f"no package {' and '.join(missing)} in this Python",
             why="it is an extra: who trains with torch alone installs nothing of it",
-            do=f"pip install 'allranks[{extra}]'{other}",
+            do=f"pip install 'allranks[{needs.name}]'{others}",
         )
 
 
-def _not_there(engine: str, strategy: str, card: Card) -> RequestError:
-    own = [name for name, other in CARDS.items() if engine in other.engines]
+def _not_there(engine: str, strategy: str) -> RequestError:
+    card = card_of(strategy)
     return RequestError(
         asked=f"--engine {engine} --strategy {strategy}",
         found=f"{card.name!r} is a strategy of {' and '.join(card.engines)}",
-        why=f"the {engine} engine has {', '.join(own)}",
+        why=f"the {engine} engine has {', '.join(STRATEGIES[engine])}",
         do=f"--engine {card.engines[0]}, or one of those strategies",
     )
 
 
-def _is_keras(program: str) -> bool:
-    """Whether a program is a Keras task, as far as its name or the text of its file tells."""
+def engine_of_program(program: str) -> str:
+    """The engine of a program's task, as far as its name or the text of its file tells."""
+    usual, *others = ENGINES.values()
     if program in PROGRAMS:
-        return program in KERAS_PROGRAMS
+        return next((one.name for one in others if program in one.programs), usual.name)
     path = _file_of(program)
     if path is None:
-        return False
+        return usual.name
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return False  # what is wrong with it is said when it is loaded
-    return any(_is_of_keras(name) for node in ast.walk(tree) for name in _imported(node))
+        return usual.name  # what is wrong with it is said when it is loaded
+    names = [name for node in ast.walk(tree) for name in _imported(node)]
+    return next((one.name for one in others if _takes_a_task(names, one)), usual.name)
+
+
+def _takes_a_task(names: list[str], engine: Engine) -> bool:
+    """Whether one of the imported names is in a module that holds the tasks of the engine."""
+    return any(f"{name}.".startswith(f"{module}.") for name in names for module in engine.tasks)
 
 
 def _file_of(program: str) -> Path | None:
@@ -142,10 +145,6 @@ def _file_of(program: str) -> Path | None:
         place = here if spec is None else spec.origin or ""
     path = Path(place)
     return path if path.suffix == ".py" and path.is_file() else None
-
-
-def _is_of_keras(name: str) -> bool:
-    return any(name == place or name.startswith(f"{place}.") for place in KERAS_TASKS)
 
 
 def _imported(node: ast.AST) -> list[str]:

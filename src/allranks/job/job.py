@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+from allranks.catalog import TORCH
+from allranks.job.engines import default_strategy
+from allranks.job.place import LOCAL, PlaceSpec, place_spec
+from allranks.strategies.resolve import StrategySpec, strategy_spec
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp64")
 DEVICES = ("cpu", "cuda")
 LOGS = ("csv", "tensorboard")
-PLACES = ("local", "hosts", "simulated", "slurm")
 BAD_STEPS = ("stop", "skip", "warn")
 WITNESS = ("warn", "stop", "off")
 
@@ -60,11 +65,11 @@ class Job:
 
     program: str = ""
     task: dict[str, Any] = field(default_factory=dict)
-    engine: str = "torch"
+    engine: str = TORCH
     strategy: str = ""
     ranks: int = 1
     nodes: int = 1
-    place: str = "local"
+    place: str = LOCAL
     device: str = "cpu"
     precision: str = "fp32"
     bitwise: bool = False
@@ -102,6 +107,17 @@ class Job:
     trace_bytes: int = 0
     replay: str = ""
     cut_for: int = 0
+
+    @cached_property
+    def strategy_spec(self) -> StrategySpec:
+        """The strategy with its options and processes; the engine's own where none is named."""
+        text = self.strategy or default_strategy(self.engine, self.ranks)
+        return strategy_spec(text, self.ranks)
+
+    @cached_property
+    def place_spec(self) -> PlaceSpec:
+        """The place by its name and options; raises `RequestError` for one that is not known."""
+        return place_spec(self.place)
 
     def to_data(self) -> dict[str, Any]:
         """The job as a mapping that JSON and TOML can carry."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from allranks.catalog import ENGINES
 from allranks.errors import RequestError, nearest
 from allranks.job import faults
-from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PLACES, PRECISIONS, WITNESS, Job
+from allranks.job.engines import trained_also_by
+from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PRECISIONS, WITNESS, Job
 from allranks.job.loss_scale import loss_scale_of
+from allranks.job.place import PlaceSpec
 from allranks.job.simulated_network import network_of
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import crew_of, devices_of_a_rank, resolved_strategy
+from allranks.strategies.resolve import resolved_strategy
+from allranks.strategies.roles import Crew
 
 LEAST = {  # of each number: the bound, and whether it is allowed itself
     **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
@@ -48,10 +51,10 @@ def checked(job: Job) -> Job:
     _check_arithmetic(job)
     check_engine(job)
     _check_course(job)
-    choice = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
-    _check_devices(job, devices_of_a_rank(job.strategy))
-    _check_roles(job)
-    return dataclasses.replace(job, strategy=str(choice))
+    spec = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
+    _check_devices(job, spec.devices_of_a_rank)
+    _check_roles(job, spec.crew)
+    return dataclasses.replace(job, strategy=str(spec))
 
 
 def _check_names(job: Job) -> None:
@@ -82,8 +85,8 @@ def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
 
 def _check_place(job: Job) -> None:
     """How many nodes there can be, and what is on them."""
-    checked_place(job.place, job.nodes, job.ranks)
-    if parse_choice(job.place, "--place").name == "simulated" and job.device != "cpu":
+    check_place(job.place_spec, job.nodes, job.ranks)
+    if job.place_spec.is_simulated and job.device != "cpu":
         raise RequestError(
             asked=f"--place {job.place} --device {job.device}",
             found="simulated nodes",
@@ -95,20 +98,11 @@ def _check_place(job: Job) -> None:
             _check_fault_of_a_node(job, fault)
 
 
-def checked_place(text: str, nodes: int, ranks: int) -> None:
+def check_place(place: PlaceSpec, nodes: int, ranks: int) -> None:
     """Raise `RequestError` if so many nodes and ranks cannot be at this place."""
-    place = parse_choice(text, "--place")
-    _check_name("place", place.name, PLACES)
-    if place.name == "simulated":
-        network_of(text, nodes)
-    elif place.options:
-        raise RequestError(
-            asked=f"--place {text}",
-            found=f"options of {place.name}",
-            why="only simulated nodes have links that can be chosen",
-            do=f"--place {place.name}, or --place simulated:{str(place).partition(':')[2]}",
-        )
-    if nodes > 1 and place.name == "local":
+    if place.is_simulated:
+        network_of(place.text, nodes)
+    if nodes > 1 and place.is_here:
         raise RequestError(
             asked=f"--nodes {nodes}",
             found="--place local, which is one node",
@@ -126,7 +120,7 @@ def checked_place(text: str, nodes: int, ranks: int) -> None:
 
 
 def _check_fault_of_a_node(job: Job, fault: faults.Fault) -> None:
-    if parse_choice(job.place, "--place").name != "simulated" or not 0 <= fault.node < job.nodes:
+    if not job.place_spec.is_simulated or not 0 <= fault.node < job.nodes:
         raise RequestError(
             asked=f"--inject {fault.action}@node={fault.node}",
             found=f"--place {job.place} --nodes {job.nodes}",
@@ -200,35 +194,18 @@ def _check_arithmetic(job: Job) -> None:
         )
 
 
-NOT_IN_TENSORFLOW = {
-    "bitwise": "tf.distribute has no fixed order of sums, so they follow the replicas",
-    "compile": "its steps are graphs of TensorFlow already",
-    "channels_last": "a Keras model says by itself in which order it takes images",
-    "activation_checkpointing": "Keras has no way to it that works in a graph of TensorFlow",
-    "profile": "its profiler is torch's",
-    "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
-    "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
-}
-
-
 def check_engine(job: Job) -> None:
     """What one of the engines does not have."""
-    if job.engine == "torch" and job.steps_per_call != 1:
-        raise RequestError(
-            asked=f"--steps-per-call {job.steps_per_call}",
-            found="the torch engine",
-            why="it comes back to Python with every step",
-            do="leave it out",
-        )
-    if job.engine == "torch":
-        return
-    for name, why in NOT_IN_TENSORFLOW.items():
+    engine = ENGINES[job.engine]
+    for name, why in engine.lacks.items():
         if getattr(job, name) != getattr(Job(), name):
+            able = [e for e in trained_also_by(job.engine) if name not in ENGINES[e].lacks]
+            others = "".join(f", or train {engine.task} with --engine {e}" for e in able)
             raise RequestError(
-                asked=f"--{name.replace('_', '-')} with the TensorFlow engine",
+                asked=f"--{name.replace('_', '-')} with the {engine.title} engine",
                 found=f"{name} = {getattr(job, name)}",
                 why=why,
-                do="leave it out, or train a Keras task with --engine torch",
+                do=f"leave it out{others}",
             )
     decided = {
         "--precision fp16": job.precision == "fp16",
@@ -245,36 +222,36 @@ def check_engine(job: Job) -> None:
         )
 
 
-def _check_roles(job: Job) -> None:
+def _check_roles(job: Job, crew: Crew) -> None:
     """What cannot be where the processes of a job have roles, and work in their own time."""
-    crew = crew_of(job.strategy, job.ranks)
     if crew.are_all_trainers:
         return
     at_once = "workers make several steps at once"
-    refused = {
-        f"--precision {job.precision}": (
+    alike = f"leave it out, or --strategy {ENGINES[job.engine].many}"
+    refused = [
+        (
             job.precision == "fp16",
+            f"--precision {job.precision}",
             f"the loss scale of a step follows from the step before it, and {at_once}",
+            alike,
         ),
-        f"--steps-per-call {job.steps_per_call}": (
+        (
             job.steps_per_call > 1,
+            f"--steps-per-call {job.steps_per_call}",
             "steps are handed out one by one, each to the worker that is free",
+            alike,
         ),
-        "no --checkpoint-every": (
-            job.checkpoint_every is None and "evaluator" in str(crew),
+        (
+            job.checkpoint_every is None and crew.has("evaluator"),
+            "no --checkpoint-every",
             "the evaluator judges checkpoints, and there would be none",
+            "give --checkpoint-every, or leave the evaluator out",
         ),
-    }
-    for asked, (is_asked, why) in refused.items():
+    ]
+    for is_asked, asked, why, do in refused:
         if is_asked:
-            raise RequestError(
-                asked=f"--strategy {job.strategy} with {asked}",
-                found=str(crew),
-                why=why,
-                do="give --checkpoint-every, or leave the evaluator out"
-                if asked.startswith("no ")
-                else "leave it out, or --strategy multi-worker-mirrored",
-            )
+            asked = f"--strategy {job.strategy} with {asked}"
+            raise RequestError(asked=asked, found=str(crew), why=why, do=do)
 
 
 def _check_course(job: Job) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from allranks.catalog import PROGRAMS, TASKS
+from allranks.catalog import ENGINES, PROGRAMS
 from allranks.errors import RequestError, nearest
 from allranks.job.loaded import remember_program
 
@@ -62,11 +62,12 @@ def find_program(program: str, *bases: type) -> Any:
 
 def _of_another_engine(module: ModuleType) -> str:
     """What to do about a file without a task of this engine: there may be one of another."""
-    for engine, place in TASKS.items():
+    for engine in ENGINES.values():
         for name, value in sorted(vars(module).items()):
             bases = value.__mro__[1:] if isinstance(value, type) else ()
-            if any((base.__module__, base.__qualname__) == (place, "Task") for base in bases):
-                return f"{name} is a task of {engine}: --engine {engine}, and its strategies"
+            if any(b.__module__ in engine.tasks and b.__qualname__ == "Task" for b in bases):
+                asked = f"--engine {engine.name}"
+                return f"{name} is a task of {engine.name}: {asked}, and its strategies"
     return "write a class derived from Task in it"
 
 

@@ -22,9 +22,8 @@ from allranks.checkpoint.manifest import BadCheckpoint, read_manifest
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.job_file import FOR_CHECK, job_values, read_job_file, redacted
-from allranks.strategies.card import APART, Card
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for
+from allranks.strategies.card import APART
+from allranks.strategies.resolve import card_of
 
 CHECKPOINTS = FOLDER
 FREE = (
@@ -137,7 +136,7 @@ def changed_fields(base: Base, fields: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _check_strategies(base: Base, job: Job) -> None:
-    was, now = _card(base.values.get("strategy", job.strategy)), _card(job.strategy)
+    was, now = card_of(base.values.get("strategy", job.strategy)), job.strategy_spec.card
     if was.state != now.state:
         raise RequestError(
             asked=f"--strategy {job.strategy}, from {base.path}",
@@ -152,10 +151,6 @@ def _check_strategies(base: Base, job: Job) -> None:
             f"{base.values.get('ranks', 1)} ranks that trained apart",
             "--ranks",
         )
-
-
-def _card(strategy: str) -> Card:
-    return card_for(parse_choice(strategy))
 
 
 def _refused(base: Base, asked: str, found: str, flag: str) -> RequestError:

@@ -8,19 +8,14 @@ from one to the other crosses a link, as slow and as late as asked. What stays o
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from allranks.errors import RequestError, nearest
-from allranks.strategies.choice import parse_choice
+from allranks.errors import RequestError
+from allranks.job.place import place_spec
 
-NAME = "simulated"
 INSIDE = "eth0"
-OPTIONS = ("link", "delay")
 MOST_NODES = 200
-_RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
-_DELAY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 
 
 @dataclass(frozen=True)
@@ -74,15 +69,7 @@ class Network:
 
 def network_of(place: str, nodes: int) -> Network:
     """The network that `simulated:link=…,delay=…` describes; raises `RequestError`."""
-    choice = parse_choice(place, "--place")
-    for name in choice.options:
-        if name not in OPTIONS:
-            raise RequestError(
-                asked=f"--place {place}",
-                found=f"no option {name!r} of simulated nodes",
-                why="a misspelt one would be passed over, and the links be faster than asked",
-                do=nearest(name, OPTIONS),
-            )
+    options = place_spec(place).options
     if nodes > MOST_NODES:
         raise RequestError(
             asked=f"--place {place} --nodes {nodes}",
@@ -90,39 +77,4 @@ def network_of(place: str, nodes: int) -> Network:
             why=f"one bridge joins up to {MOST_NODES} of them here",
             do=f"--nodes {MOST_NODES} or fewer",
         )
-    link = str(choice.options.get("link", ""))
-    delay = str(choice.options.get("delay", ""))
-    return Network(nodes, Link(_rate(link, place), _delay(delay, place)))
-
-
-def rate_of(text: str, asked: str) -> float:
-    """Bits per second of a text like 100mbit; raises `RequestError`."""
-    return _rate(text, asked)
-
-
-def _rate(text: str, asked: str) -> float:
-    if not text:
-        return 0.0
-    found = _RATE.fullmatch(text)
-    if found is None or float(found[1]) == 0:
-        raise RequestError(
-            asked=f"--place {asked}" if asked.startswith(NAME) else asked,
-            found=f"link={text}",
-            why="a link carries so many bits per second",
-            do="for example link=1gbit, link=100mbit or link=2.5gbit",
-        )
-    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
-
-
-def _delay(text: str, asked: str) -> float:
-    if not text:
-        return 0.0
-    found = _DELAY.fullmatch(text)
-    if found is None:
-        raise RequestError(
-            asked=f"--place {asked}",
-            found=f"delay={text}",
-            why="a delay is added to every packet",
-            do="for example delay=1ms or delay=500us",
-        )
-    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+    return Network(nodes, Link(options.get("link", 0.0), options.get("delay", 0.0)))

@@ -17,7 +17,8 @@ from typing import Any
 
 from allranks.checkpoint.folder import candidates, committed, step_of
 from allranks.errors import (
-    NOT_AT_THE_SAME_STEP,
+    AllranksError,
+    FaultKind,
     Interrupted,
     PlaceError,
     ProgramError,
@@ -99,8 +100,8 @@ class Attempts:
             last = attempt == first + restarts or not error.passing
             again = fault is not None and fault.repeats(before)
             if again and not last:
-                error = ProgramError(f"{error}\n{AGAIN}")
-            values = {"first_rank": first_rank, "report": str(error), "exits": exits}
+                error = ProgramError(f"{error}\n{AGAIN}", fault_kind=error.fault_kind)
+            values = {"first_rank": first_rank, **_told(error), "exits": exits}
             if last or again or (fault is not None and not fault.is_passing):
                 self.folder.events.event("failed", **values, attempt=attempt)
                 raise error
@@ -114,7 +115,7 @@ class Attempts:
         try:
             self.plan = self.ground.again(self.plan)
         except PlaceError as error:
-            self.folder.events.event("failed", report=str(error), attempt=attempt)
+            self.folder.events.event("failed", **_told(error), attempt=attempt)
             raise
         now = self.plan.job
         if now.ranks != before:
@@ -149,7 +150,7 @@ class Attempts:
             return supervise(self.ground.server, processes, tick, care, self.signals)
         except PlaceError as error:
             if self._summary(attempt) is None:
-                self.folder.events.event("failed", report=str(error), attempt=attempt)
+                self.folder.events.event("failed", **_told(error), attempt=attempt)
                 raise
             return Ended({}, frozenset())  # the fork server died after the job was done
         finally:
@@ -160,7 +161,7 @@ class Attempts:
             self._programs.look(attempt, [rank.host for rank in self.plan.ranks], at_once)
         except PlaceError as error:
             if at_once:  # else `_try` tells it
-                self.folder.events.event("failed", report=str(error), attempt=attempt)
+                self.folder.events.event("failed", **_told(error), attempt=attempt)
             raise
 
     def _stop_at(self) -> float:
@@ -229,14 +230,15 @@ class Attempts:
             hosts = [rank.host for rank in self.plan.ranks]
             name_of = ended.name_of
             report = hang_report(ended.hang, self.folder.path, attempt, hosts, name_of)
-            return ProgramError(report), next(iter(ended.hang.missing), None)
+            hung = ProgramError(report, fault_kind=FaultKind.HANG)
+            return hung, next(iter(ended.hang.missing), None)
         lost = self.ground.lost() if fault is None or fault.is_victim else ""
         if lost:  # the peers were quicker to see it than the head
             return PlaceError(lost), None
         if fault is not None:
             error = error_of(fault, ended, self.folder.path)
-            if fault.event is not None and NOT_AT_THE_SAME_STEP in fault.event["message"]:
-                error = ProgramError(f"{error}\n{left_out(beats)}".rstrip())
+            if isinstance(error, ProgramError) and fault.kind == FaultKind.NOT_AT_THE_SAME_STEP:
+                error = error.with_more(left_out(beats))
             if isinstance(error, RequestError) and attempt > self.first:
                 error = ProgramError(str(error))  # ranks have trained: the run folder stays
             return error, fault.rank
@@ -272,3 +274,8 @@ class Attempts:
             resumes_from=step,
             lost_steps=max(0, reached - step),
         )
+
+
+def _told(error: AllranksError) -> dict[str, Any]:
+    """What an event says of an error: its kind for programs, its message for people."""
+    return {"fault_kind": error.fault_kind, "report": str(error)}

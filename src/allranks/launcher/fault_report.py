@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.errors import PlaceError, ProgramError, RequestError
+from allranks.errors import FaultKind, PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
 from allranks.job.units import format_bytes
 from allranks.launcher.folding import folded
@@ -26,15 +26,8 @@ from allranks.launcher.log_tail import LastWords, last_words
 from allranks.launcher.mismatch import told_of_mismatch
 from allranks.launcher.supervisor import Ended
 
-NO_TRACEBACK = "; it could leave no traceback"
 SPEAKS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 ENDED_WELL = ("done", "stopped", "described")
-OUT_OF_MEMORY = (
-    "MemoryError",
-    "OutOfMemoryError",
-    "can't allocate memory",
-    "annot allocate memory",
-)
 
 
 @dataclass(frozen=True)
@@ -55,6 +48,11 @@ class Fault:
     alike: tuple[int, ...] = ()
     host: str = ""
     lost: str = ""
+
+    @property
+    def kind(self) -> FaultKind:
+        """What it was, as the rank itself has told it."""
+        return FaultKind.PROGRAM if self.event is None else FaultKind(self.event["fault_kind"])
 
     @property
     def words(self) -> tuple[Any, ...] | None:
@@ -98,35 +96,13 @@ def first_fault(
     A rank ended well if it said so in this attempt, whatever happened to its process afterwards.
     Without `must_say_so` an exit code of 0 is enough.
     """
-    faults = []
-    for rank, exit_ in ended.exits.items():
-        if rank in ended.spared:
-            continue
-        events = events_of(run_dir, rank, attempt)
-        event = next((row for row in events if row["event"] == "failed"), None)
-        if ended_well(events):
-            continue
-        told_to = rank in ended.stopped and event is None and not exit_.lost
-        if (exit_.code == 0 and not must_say_so) or told_to:
-            continue
-        said_at = event["monotonic"] - exit_.clock_ahead_s if event else exit_.monotonic
-        when = min(exit_.monotonic, said_at)
-        counted = memory if exit_.memory is None else exit_.memory
-        killed = counted if exit_.code == -signal.SIGKILL or _lost_a_child(event) else ""
-        beat = next((beat for beat in beats if beat.rank == rank), None)
-        faults.append(
-            Fault(
-                rank,
-                exit_.code,
-                when,
-                event,
-                killed,
-                exit_.peak_bytes,
-                beat,
-                host=exit_.host,
-                lost=exit_.lost,
-            )
-        )
+    found = (
+        _fault_of(rank, ended, run_dir, attempt, memory, must_say_so)
+        for rank in ended.exits
+        if rank not in ended.spared
+    )
+    last = {beat.rank: beat for beat in beats}
+    faults = [dataclasses.replace(f, beat=last.get(f.rank)) for f in found if f is not None]
     first = min(faults, key=lambda fault: (fault.is_victim, fault.monotonic), default=None)
     if first is None or first.words is None or first.is_victim:
         return first
@@ -134,9 +110,28 @@ def first_fault(
     return dataclasses.replace(first, alike=alike)
 
 
-def _lost_a_child(event: dict[str, Any] | None) -> bool:
-    """Whether the rank says that a process of its own was killed, as a loader worker may be."""
-    return event is not None and "by signal: Killed" in str(event["message"])
+def _fault_of(
+    rank: int, ended: Ended, run_dir: Path, attempt: int, memory: str, must_say_so: bool
+) -> Fault | None:
+    """How one rank failed, by its exit and its own words; `None` if it ended well."""
+    exit_, events = ended.exits[rank], events_of(run_dir, rank, attempt)
+    event = next((row for row in events if row["event"] == "failed"), None)
+    told_to = rank in ended.stopped and event is None and not exit_.lost
+    if ended_well(events) or told_to or (exit_.code == 0 and not must_say_so):
+        return None
+    said_at = event["monotonic"] - exit_.clock_ahead_s if event else exit_.monotonic
+    counted = memory if exit_.memory is None else exit_.memory
+    lost_a_child = event is not None and event["fault_kind"] == FaultKind.CHILD_KILLED
+    return Fault(
+        rank,
+        exit_.code,
+        min(exit_.monotonic, said_at),
+        event,
+        counted if exit_.code == -signal.SIGKILL or lost_a_child else "",
+        exit_.peak_bytes,
+        host=exit_.host,
+        lost=exit_.lost,
+    )
 
 
 def ended_well(events: list[dict[str, Any]]) -> bool:
@@ -157,7 +152,8 @@ def error_of(fault: Fault, ended: Ended, run_dir: Path) -> RequestError | Progra
     event = fault.event or {}
     if event.get("request") and not event.get("updates"):
         return RequestError.from_data(event["request"])
-    return ProgramError(_report(fault, ended, run_dir))
+    report = _report(fault, ended, run_dir)
+    return ProgramError(report, fault_kind=fault.kind, cause=cause_of(fault).partition("\n")[0])
 
 
 def _lost_node(fault: Fault, ended: Ended) -> str:
@@ -203,10 +199,9 @@ def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
     who = f"{ended.name_of(fault.rank)} on {fault.host} failed first"
     if fault.alike:  # they all saw the same: who did it stands in the words
         who = f"ranks {_listed(fault.rank, *fault.alike)} ended the job together"
-    lines = [f"{who}{step}: {cause_of(fault)}"]
     words = _last_words(fault, run_dir)
-    if words is not None and words.text:
-        lines[0] = lines[0].replace(NO_TRACEBACK, f": {words.error}")
+    lines = [f"{who}{step}: {cause_of(fault, words)}"]
+    if words is not None:
         lines += ["", words.text, ""]
         lines += told_of_mismatch(words.error, words.text, _stacks(fault, ended, run_dir))
     if event.get("traceback"):
@@ -237,7 +232,8 @@ def _last_words(fault: Fault, run_dir: Path) -> LastWords | None:
     """What stands in its log, of a rank that a fault in native code ended: its own, not a kill."""
     if fault.event is not None or -fault.code not in SPEAKS:
         return None
-    return last_words(rank_log_path(run_dir, fault.rank))
+    words = last_words(rank_log_path(run_dir, fault.rank))
+    return words if words.text else None
 
 
 def left_out(beats: Sequence[Beat]) -> str:
@@ -254,11 +250,11 @@ def _listed(*ranks: int) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-def cause_of(fault: Fault) -> str:
-    """Why a rank ended, in its own words or in those of the kernel."""
+def cause_of(fault: Fault, words: LastWords | None = None) -> str:
+    """Why a rank ended, in its own words, in those of the kernel, or in the last of its log."""
     if fault.event is not None:
         cause = f"{fault.event['kind']}: {fault.event['message']}"
-        said = "out of memory" if any(sign in cause for sign in OUT_OF_MEMORY) else fault.memory
+        said = "out of memory" if fault.kind == FaultKind.OUT_OF_MEMORY else fault.memory
         return f"{said}: {cause}" if said else cause
     if fault.code < 0:
         known = {number.value: number.name for number in signal.Signals}
@@ -266,7 +262,8 @@ def cause_of(fault: Fault) -> str:
         held = f"it held {format_bytes(fault.peak_bytes)} at most"
         if fault.memory:
             return f"{fault.memory} ({held})"
-        return f"killed by {name}{NO_TRACEBACK} ({held})"
+        left = "; it could leave no traceback" if words is None else f": {words.error}"
+        return f"killed by {name}{left} ({held})"
     if fault.code == 0:
         return "it left with exit code 0 before the training was done: who calls os._exit?"
     return f"it left with exit code {fault.code} without a word"

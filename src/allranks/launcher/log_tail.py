@@ -11,6 +11,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from allranks.errors import FaultKind
+from allranks.launcher.processes.foreign import is_said
+
 MOST_BYTES = 1 << 17
 MOST_LINES = 60
 FEW_LINES = 12
@@ -19,29 +22,6 @@ NO_FRAME = "<no Python frame>"
 EXTENSIONS = "Extension modules: "  # which faulthandler adds
 CURRENT = "Current thread 0x"
 FATAL = ("Fatal Python error:", CURRENT, "Thread 0x")
-OUT_OF_MEMORY = (
-    "MemoryError",
-    "OutOfMemoryError",
-    "can't allocate memory",
-    "annot allocate memory",
-    "CUDA out of memory",
-    "RESOURCE_EXHAUSTED: Out of memory",
-    "std::bad_alloc",
-)
-LOST_A_PEER = re.compile(
-    # sockets, and what torch's store and Gloo say of them
-    r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|socket closed"
-    r"|Connection(?:Reset|Refused|Aborted)Error|BrokenPipeError|DistNetworkError|DistStoreError"
-    r"|recvValue failed|failed to recv|pair closure|timed out waiting .{0,40}for (?:recv|send)"
-    r"|timed out after .{0,60}waiting for clients|wait timeout after"
-    # NCCL
-    r"|remote process exited|ncclRemoteError|NCCL communicator was aborted|watchdog caught"
-    # gRPC, TensorFlow and JAX
-    r"|failed to connect to all addresses|stopped sending heartbeats|UNAVAILABLE:|UnavailableError"
-    r"|collective ops is aborted|another task died|the coordination service|coordination service agent"
-    r"|peer .{0,40}(?:closed|gone|lost|exited)|CANCELLED:",
-    re.IGNORECASE,
-)
 _RANK = re.compile(r"^\[(?:rank)?\d+\]:\s?")  # torch puts it before each line of a traceback
 _ERROR = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
 
@@ -76,8 +56,8 @@ def last_words(log: Path, start: int = 0) -> LastWords:
     return LastWords(
         "\n".join(found),
         error,
-        LOST_A_PEER.search(error if _is_traceback(found) and error else said) is not None,
-        any(sign in said for sign in OUT_OF_MEMORY),
+        is_said(FaultKind.PEER_LOST, error if _is_traceback(found) and error else said),
+        is_said(FaultKind.OUT_OF_MEMORY, said),
     )
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-MISMATCH = re.compile(r"collective mismatch|doesn't match expected size")
+from allranks.errors import FaultKind
+from allranks.launcher.processes.foreign import is_said
+
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.M)
 _OURS = __file__.rpartition("/launcher/")[0] + "/"
@@ -22,7 +24,7 @@ def told_of_mismatch(said: str, own: str, stacks: Mapping[int, str]) -> list[str
     `said` is what the rank that died wrote, `own` its stack, `stacks` are those of the others: as
     they stood, or the traceback with which they left.
     """
-    if not MISMATCH.search(said):
+    if not is_said(FaultKind.COLLECTIVE_MISMATCH, said):
         return []
     its_own = place_of_users_collective(own)
     others = {rank: place_of_users_collective(stack) for rank, stack in stacks.items()}

@@ -20,7 +20,6 @@ from allranks.job.job_file import redacted
 from allranks.job.limits import devices_of
 from allranks.launcher.world import Visible, World
 from allranks.strategies.mesh import DATA
-from allranks.strategies.resolve import crew_of, devices_of_a_rank, mesh_of
 from allranks.strategies.roles import Crew
 from allranks.strategies.shards import busy_fraction
 
@@ -68,7 +67,7 @@ class Plan:
     @property
     def crew(self) -> Crew:
         """What the processes are to each other."""
-        return crew_of(self.job.strategy, self.job.ranks)
+        return self.job.strategy_spec.crew
 
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data, for `--dry-run --json`; without secrets."""
@@ -99,7 +98,7 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
     them, where they meet is known only when an attempt begins. Of the devices that are `visible`, ranks see
     those that the job names; local rank r uses the r-th of them.
     """
-    crew = crew_of(job.strategy, job.ranks)
+    crew = job.strategy_spec.crew
     notes = _notes(job, shape) if crew.are_all_trainers else (f"processes: {crew}",)
     store = str(Path(job.run_dir) / STORE) if crew.size > 1 and not seats else ""
     seats = seats or [Seat()] * crew.size
@@ -139,8 +138,8 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
 
 def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
     """What the user should know beforehand; raises where a rank or a replica would have no shard."""
-    replicas = devices_of_a_rank(job.strategy)
-    readers = mesh_of(job.strategy, job.ranks).size(DATA)
+    replicas = job.strategy_spec.devices_of_a_rank
+    readers = job.strategy_spec.mesh.size(DATA)
     each = job.ranks // readers
     workers, what = (readers, "rank" if each == 1 else f"group of {each} ranks")
     if replicas > 1:
@@ -148,7 +147,8 @@ def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
     if workers > shape.shards:
         asked, fits = f"--ranks {job.ranks}", f"--ranks {shape.shards * each}"
         if replicas > 1:
-            asked, fits = f"--strategy {job.strategy}", f"--strategy dp:replicas={shape.shards}"
+            asked = f"--strategy {job.strategy}"
+            fits = f"--strategy {job.strategy_spec.name}:replicas={shape.shards}"
         raise RequestError(
             asked=asked,
             found=f"the task cuts its batch into shards = {shape.shards}",

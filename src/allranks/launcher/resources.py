@@ -19,7 +19,6 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Processes
 from allranks.launcher.supervisor import EVIDENCE_S
 from allranks.launcher.world import Visible
-from allranks.strategies.resolve import crew_of
 from allranks.strategies.roles import RANKS
 
 T = TypeVar("T")
@@ -85,7 +84,7 @@ class OneMachine:
         return None
 
     def plan(self, job: Job, shape: Shape) -> Plan:
-        assert job.place == "local", "what is to run on nodes is not planned for one machine"
+        assert job.place_spec.is_here, "what is to run on nodes is not planned for one machine"
         return plan_of(job, shape, Visible.from_environment())
 
     def again(self, plan: Plan) -> Plan:
@@ -111,7 +110,8 @@ def for_all_processes(job: Job, of_ranks: Sequence[T]) -> list[T]:
 
     Where there are roles the ranks are the workers, and all others are where the first of them is.
     """
-    crew, ranks = crew_of(job.strategy, len(of_ranks)), iter(of_ranks)
+    ranks = iter(of_ranks)
+    crew = dataclasses.replace(job, ranks=len(of_ranks)).strategy_spec.crew
     return [next(ranks) if one.role.name in RANKS else of_ranks[0] for one in crew.members]
 
 

@@ -91,7 +91,7 @@ def plan_only(resolved: Resolved, meeting: Meeting) -> Iterator[tuple[Plan, Fork
     check_installed(job.engine, job.program)
     with ForkServer(preload_for(job.program, job.engine)) as server:
         ground = OneMachine(server)
-        if job.place != "local":
+        if not job.place_spec.is_here:
             ground = Foreseen(server, tuple(foreseen(_wanted(job, meeting))))
         shape = describe(ground, dataclasses.replace(job, device="cpu"))
         yield ground.plan(job, shape), server
@@ -104,7 +104,7 @@ def ground_of(
     """Where this job runs: a fork server here, or its nodes, once all have come together."""
     check_installed(job.engine, job.program)
     modules = preload_for(job.program, job.engine)
-    if job.place == "local":
+    if job.place_spec.is_here:
         with ForkServer(modules) as server:
             yield OneMachine(server)
         return
@@ -156,23 +156,34 @@ def run_job(
         folder = RunFolder(Path(plan.job.run_dir), goes_on=_goes_on(resolved))
         stack.callback(folder.close)
         try:
-            fields = dataclasses.replace(plan.job, task=plan.shape.fields)
-            folder.write_job(Resolved(fields, resolved.sources))
-            folder.events.event(
-                "started",
-                ranks=plan.job.ranks,
-                notes=list(plan.notes),
-                changes=changes,
-                environment=recorded_environment(ground.server.hash_seed),
-            )
+            _record_start(folder, resolved, plan, changes, ground.server.hash_seed)
             with suppress(OSError):  # who only looks on ends no training
                 watcher.started(plan)
             attempts = Attempts(ground, plan, folder, signals, watcher.tick, started_at)
-            summary = attempts.run(f"{ENGINES[plan.job.engine]}:main")
+            summary = attempts.run(f"{ENGINES[plan.job.engine].worker}:main")
         except RequestError:
             folder.remove()
             raise
         return Result(folder.path, {"run_dir": str(folder.path), **summary})
+
+
+def _record_start(
+    folder: RunFolder,
+    resolved: Resolved,
+    plan: Plan,
+    changes: dict[str, list[Any]],
+    hash_seed: str,
+) -> None:
+    """Write the job as it was resolved, and under what it starts."""
+    job = dataclasses.replace(plan.job, task=plan.shape.fields)
+    folder.write_job(Resolved(job, resolved.sources))
+    folder.events.event(
+        "started",
+        ranks=plan.job.ranks,
+        notes=list(plan.notes),
+        changes=changes,
+        environment=recorded_environment(hash_seed),
+    )
 
 
 def recorded_environment(hash_seed: str) -> dict[str, str]:
@@ -213,7 +224,7 @@ def describe(ground: Ground, job: Job, signals: Signals | None = None) -> Shape:
         (run_dir / "logs").mkdir()
         log = rank_log_path(run_dir, 0)
         argument = {**job.to_data(), "run_dir": scratch}
-        process = Process(0, f"{ENGINES[job.engine]}:describe", argument, environment, log)
+        process = Process(0, f"{ENGINES[job.engine].worker}:describe", argument, environment, log)
         ended = supervise(ground.server, [process], signals=signals)
         if ended.interrupted:
             raise Interrupted("interrupted before anything was started")

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from allranks.catalog import STRATEGIES
 from allranks.errors import RequestError, nearest
 from allranks.strategies.choice import TRUTH, Choice, parse_choice
 from allranks.strategies.mesh import REPLICATED, Agreement, Mesh, replicated_mesh
@@ -197,6 +198,11 @@ def read_all(
     return values
 
 
+def replicas_of(options: Mapping[str, Any]) -> int:
+    """The devices of a rank where it has a replica of the model on each."""
+    return int(options["replicas"])
+
+
 @dataclass(frozen=True)
 class Card:
     """The promise of one strategy.
@@ -208,32 +214,38 @@ class Card:
     name: str
     summary: str
     guarantee: Guarantee
-    bytes_sent: Callable[[Workload, dict[str, Any]], int]
+    bytes_sent: Callable[[Workload, Mapping[str, Any]], int]
     bytes_formula: str
     memory: str
     many_ranks: bool
-    can_be_bitwise: bool
     options: tuple[Option, ...] = ()
+    bitwise_options: Mapping[str, str] | None = None
+    """What `--bitwise` sets of its options; `None`: it cannot give equal bits on any ranks."""
     paper: str = ""
-    engines: tuple[str, ...] = ("torch",)
-    """Which engines have it."""
     agreement: Agreement = REPLICATED
-    mesh: Callable[[int, dict[str, Any]], Mesh] = lambda ranks, _: replicated_mesh(ranks)
+    mesh: Callable[[int, Mapping[str, Any]], Mesh] = lambda ranks, _: replicated_mesh(ranks)
     """How so many ranks lie along its axes; raises `RequestError` for a number that does not fit."""
-    roles: Callable[[int, dict[str, Any]], tuple[Role, ...]] = lambda ranks, _: trainers(ranks)
+    roles: Callable[[int, Mapping[str, Any]], tuple[Role, ...]] = lambda ranks, _: trainers(ranks)
     """The processes of a job of so many ranks with these options, the leader first."""
+    devices_of_a_rank: Callable[[Mapping[str, Any]], int] = lambda _: 1
+    """How many devices one rank works on with these options."""
 
     @property
     def state(self) -> str:
         """What a checkpoint holds: strategies of which this is the same go on from each other's."""
         return WHOLE if self.agreement.is_one_training else APART
 
-    def guarantee_of(self, options: dict[str, Any]) -> Guarantee:
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Which engines have it."""
+        return tuple(engine for engine, own in STRATEGIES.items() if self.name in own)
+
+    def guarantee_of(self, options: Mapping[str, Any]) -> Guarantee:
         """What the strategy promises with these options, as `read_options` gives them."""
         found = (o.guarantees.get(str(options[o.name])) for o in self.options)
         return next((guarantee for guarantee in found if guarantee is not None), self.guarantee)
 
-    def read_options(self, given: dict[str, str]) -> dict[str, Any]:
+    def read_options(self, given: Mapping[str, str]) -> dict[str, Any]:
         """Every option with its value: what was given, checked, and the defaults for the rest."""
         values = {option.name: option.start for option in self.options}
         for name, text in given.items():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from allranks.catalog import ENGINES
 from allranks.errors import RequestError, nearest
-from allranks.strategies.card import Card
+from allranks.strategies.card import Card, Guarantee
 from allranks.strategies.choice import Choice, parse_choice
 from allranks.strategies.mesh import Mesh
-from allranks.strategies.roles import Crew, trainers
+from allranks.strategies.roles import Crew
 from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
@@ -41,59 +47,106 @@ def card_for(choice: Choice) -> Card:
     return CARDS[choice.name]
 
 
-def devices_of_a_rank(strategy: str) -> int:
-    """How many devices one rank works on: the replicas of `dp`, one of every other strategy."""
-    choice = parse_choice(strategy)
-    return int(card_for(choice).read_options(choice.options).get("replicas", 1))
+@dataclass(frozen=True)
+class StrategySpec:
+    """A strategy as a job asks for it: its card, its options with their values, its processes.
+
+    `text` is how it is written, with what was resolved.
+    """
+
+    text: str
+    ranks: int
+    card: Card
+    options: Mapping[str, Any]
+    crew: Crew
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def mesh(self) -> Mesh:
+        """How its ranks lie along its axes; raises `RequestError` where they do not fit."""
+        return self.card.mesh(self.ranks, self.options)
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What it promises with these options."""
+        return self.card.guarantee_of(self.options)
+
+    @property
+    def devices_of_a_rank(self) -> int:
+        """How many devices one rank works on: the replicas of `dp`, one of most others."""
+        return self.card.devices_of_a_rank(self.options)
+
+    @property
+    def adds_shards(self) -> bool:
+        """Whether its options ask for the order of sums of `--bitwise`, in which shards are added."""
+        needed = self.card.bitwise_options or {}
+        values = self.card.read_options(needed)
+        return bool(needed) and all(self.options[name] == values[name] for name in needed)
+
+    def __str__(self) -> str:
+        return self.text
 
 
-def mesh_of(strategy: str, ranks: int) -> Mesh:
-    """How so many ranks lie along the axes of a strategy; raises `RequestError` if they do not fit."""
-    choice = parse_choice(strategy)
+def card_of(text: str) -> Card:
+    """The card of the strategy that a text names, whatever its options."""
+    return card_for(parse_choice(text))
+
+
+def engines_of(text: str) -> tuple[str, ...]:
+    """The engines that have the strategy; none for a name that no card has."""
+    card = CARDS.get(parse_choice(text).name)
+    return () if card is None else card.engines
+
+
+def strategy_spec(text: str, ranks: int) -> StrategySpec:
+    """The strategy that a text describes, for so many ranks; raises `RequestError`."""
+    return _spec(text, parse_choice(text), ranks)
+
+
+def _spec(text: str, choice: Choice, ranks: int) -> StrategySpec:
     card = card_for(choice)
-    return card.mesh(ranks, card.read_options(choice.options))
+    options = MappingProxyType(card.read_options(choice.options))
+    return StrategySpec(text, ranks, card, options, Crew(card.roles(ranks, options)))
 
 
-def crew_of(strategy: str, ranks: int) -> Crew:
-    """The processes of a job of so many ranks: trainers, or the roles that its strategy has."""
-    if not strategy:
-        return Crew(trainers(ranks))
-    choice = parse_choice(strategy)
-    card = card_for(choice)
-    return Crew(card.roles(ranks, card.read_options(choice.options)))
-
-
-def _for_many(card: Card) -> str:
-    """A strategy of the same engine in which many ranks work together."""
-    return "multi-worker-mirrored" if card.engines == ("tensorflow",) else "ddp"
-
-
-def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> Choice:
-    """The choice with its options checked; under `bitwise` the reducer is the tree, or refused."""
+def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> StrategySpec:
+    """The strategy, if so many ranks can have it; under `bitwise` with the options that it needs."""
     choice = parse_choice(text)
-    card = card_for(choice)
-    card.read_options(choice.options)
-    if ranks > 1 and not card.many_ranks:
+    spec = _spec(str(choice), choice, ranks)
+    if ranks > 1 and not spec.card.many_ranks:
+        many = ENGINES[spec.card.engines[0]].many
         raise RequestError(
             asked=f"--strategy {text} --ranks {ranks}",
-            found=f"{card.name!r} is one process",
+            found=f"{spec.name!r} is one process",
             why="there would be nothing for the other ranks to do",
-            do=f"--ranks 1, or --strategy {_for_many(card)} for {ranks} ranks",
+            do=f"--ranks 1, or --strategy {many} for {ranks} ranks",
         )
-    if bitwise and not card.can_be_bitwise:
+    if not bitwise:
+        return spec
+    choice = _with_equal_bits(spec.card, choice, f"--strategy {text} --bitwise")
+    return _spec(str(choice), choice, ranks)
+
+
+def _with_equal_bits(card: Card, choice: Choice, asked: str) -> Choice:
+    """The choice with the options that equal bits on any ranks need; raises `RequestError`."""
+    if card.bitwise_options is None:
+        able = [name for name, other in CARDS.items() if other.bitwise_options is not None]
         raise RequestError(
-            asked=f"--strategy {text} --bitwise",
+            asked=asked,
             found=f"{card.name!r} has no fixed order of sums",
             why="equal bits on any number of ranks need one tree over all shards",
-            do="use " + " or ".join(name for name, c in CARDS.items() if c.can_be_bitwise),
+            do="use " + " or ".join(able),
         )
-    if bitwise and choice.options.get("reduce", "tree") != "tree":
-        raise RequestError(
-            asked=f"--strategy {text} --bitwise",
-            found=f"reduce={choice.options['reduce']}",
-            why="only the tree adds in an order that does not follow the ranks",
-            do="leave reduce out, or drop --bitwise",
-        )
-    if bitwise and any(option.name == "reduce" for option in card.options):
-        return Choice(choice.name, {**choice.options, "reduce": "tree"})
-    return choice
+    given, needed = card.read_options(choice.options), card.read_options(card.bitwise_options)
+    for name, text in card.bitwise_options.items():
+        if name in choice.options and given[name] != needed[name]:
+            raise RequestError(
+                asked=asked,
+                found=f"{name}={choice.options[name]}",
+                why=f"only the {text} adds in an order that does not follow the ranks",
+                do=f"leave {name} out, or drop --bitwise",
+            )
+    return Choice(choice.name, {**choice.options, **card.bitwise_options})

@@ -58,6 +58,9 @@ class Crew:
     def are_all_trainers(self) -> bool:
         return all(role.name == TRAINER for role in self.roles)
 
+    def has(self, role: str) -> bool:
+        return any(one.name == role for one in self.roles)
+
     @property
     def servants(self) -> frozenset[int]:
         """The processes that are ended when the leader is done."""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from allranks.strategies.card import Card, Exact, Option, Reference, Untried, Workload
+from allranks.strategies.card import Card, Exact, Option, Reference, Untried, Workload, replicas_of
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes
 from allranks.strategies.roles import Role
 
-ENGINES = ("tensorflow",)
 PAPER = "Abadi et al. 2016, TensorFlow, arXiv 1605.08695"
 REPLICAS = "how many: on GPU 0, 1, …, or on logical devices of the CPU"
 
 
-def _pull_and_push(work: Workload, options: dict[str, Any]) -> int:
+def _pull_and_push(work: Workload, options: Mapping[str, Any]) -> int:
     """A worker pulls every weight and pushes every gradient, once for each step."""
     return 2 * sum(work.messages)
 
 
-def _served(ranks: int, options: dict[str, Any]) -> tuple[Role, ...]:
+def _served(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
     """The ranks are the workers: one that dies is done without, as long as another one is left."""
     roles = (
         Role("chief", 1),
@@ -37,10 +37,9 @@ TENSORFLOW_CARDS = (
         bytes_formula=f"0 (between the devices: {RING}, N replicas)",
         memory="weights + gradients + optimizer on every device",
         many_ranks=False,
-        can_be_bitwise=False,
+        devices_of_a_rank=replicas_of,
         options=(Option("replicas", 2, REPLICAS, at_least=1),),
         paper=PAPER,
-        engines=ENGINES,
     ),
     Card(
         name="multi-worker-mirrored",
@@ -50,14 +49,12 @@ TENSORFLOW_CARDS = (
         bytes_formula=RING,
         memory="weights + gradients + optimizer on every rank",
         many_ranks=True,
-        can_be_bitwise=False,
         options=(
             Option(
                 "collective", "auto", "who sums: auto is nccl on GPUs", ("auto", "ring", "nccl")
             ),
         ),
         paper=PAPER,
-        engines=ENGINES,
     ),
     Card(
         name="central-storage",
@@ -67,10 +64,9 @@ TENSORFLOW_CARDS = (
         bytes_formula="0 (between host and devices: N · (weights + gradients))",
         memory="weights + optimizer once, in host memory; gradients on every device",
         many_ranks=False,
-        can_be_bitwise=False,
+        devices_of_a_rank=replicas_of,
         options=(Option("replicas", 2, REPLICAS, at_least=1),),
         paper=PAPER,
-        engines=ENGINES,
     ),
     Card(
         name="parameter-server",
@@ -85,7 +81,6 @@ TENSORFLOW_CARDS = (
         roles=_served,
         memory="weights + optimizer once, over the servers; weights + gradients on every worker",
         many_ranks=True,
-        can_be_bitwise=False,
         options=(
             Option("servers", 1, "processes that hold the weights, beside the workers", at_least=1),
             Option(
@@ -109,7 +104,6 @@ TENSORFLOW_CARDS = (
             Option("evaluator", "no", "a process that evaluates each checkpoint", ("no", "yes")),
         ),
         paper="Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI",
-        engines=ENGINES,
     ),
     Card(
         name="tpu",
@@ -119,8 +113,6 @@ TENSORFLOW_CARDS = (
         bytes_formula="0 over the network of the hosts",
         memory="weights + gradients + optimizer on every core",
         many_ranks=False,
-        can_be_bitwise=False,
         paper=PAPER,
-        engines=ENGINES,
     ),
 )

@@ -8,9 +8,10 @@ bytes counted at the process group.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from allranks.strategies.card import Card, Exact, Option, Reference, Workload
+from allranks.strategies.card import Card, Exact, Option, Reference, Workload, replicas_of
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes
 from allranks.strategies.mesh import Agreement
 from allranks.strategies.reduction_tree import rounds_of_pairs, subtree_roots, uses_pairs
@@ -18,7 +19,7 @@ from allranks.strategies.shards import owned_shards
 from allranks.strategies.tensorflow_cards import TENSORFLOW_CARDS
 
 
-def _tree(work: Workload, options: dict[str, Any]) -> int:
+def _tree(work: Workload, options: Mapping[str, Any]) -> int:
     """Each message in rounds of pairs, or by all-to-all of roots and all-gather of sums."""
     if work.ranks == 1:
         return 0
@@ -33,12 +34,12 @@ def _tree(work: Workload, options: dict[str, Any]) -> int:
     return round(sent)
 
 
-def _half(work: Workload, options: dict[str, Any]) -> int:
+def _half(work: Workload, options: Mapping[str, Any]) -> int:
     """An all-to-all and an all-gather, without the few bytes that make all chunks of one size."""
     return round(2 * (work.ranks - 1) / work.ranks * (2 * work.gradients + work.tally))
 
 
-def _by_reducer(work: Workload, options: dict[str, Any]) -> int:
+def _by_reducer(work: Workload, options: Mapping[str, Any]) -> int:
     ways = {"mean": ring_bytes, "tree": _tree, "fp16": _half, "bf16": _half}
     return ways[options["reduce"]](work, options)
 
@@ -64,8 +65,7 @@ CARDS = {
             bytes_formula="0",
             memory="weights + gradients + optimizer; bitwise: log2(shards) more gradients",
             many_ranks=False,
-            can_be_bitwise=True,
-            engines=("torch", "tensorflow"),
+            bitwise_options={},
         ),
         Card(
             name="dp",
@@ -77,7 +77,7 @@ CARDS = {
             memory="weights + gradients on every device; the first one holds the optimizer too, and "
             "gathers the inputs and outputs of the whole micro-batch",
             many_ranks=False,
-            can_be_bitwise=False,
+            devices_of_a_rank=replicas_of,
             options=(
                 Option(
                     "replicas", 2, "how many: on cuda:0, cuda:1, …, or all on the CPU", at_least=1
@@ -92,7 +92,6 @@ CARDS = {
             bytes_formula=RING,
             memory="weights + gradients + optimizer on every rank",
             many_ranks=True,
-            can_be_bitwise=False,
         ),
         Card(
             name="ddp",
@@ -103,7 +102,7 @@ CARDS = {
             memory="weights + gradients + optimizer on every rank; tree: roots + 2 more gradients; "
             "fp16, bf16: 1 more",
             many_ranks=True,
-            can_be_bitwise=True,
+            bitwise_options={"reduce": "tree"},
             options=(
                 Option(
                     "reduce",
@@ -126,7 +125,6 @@ CARDS = {
             bytes_formula="0",
             memory="weights + gradients + optimizer on every rank",
             many_ranks=True,
-            can_be_bitwise=False,
             agreement=Agreement("own", lockstep=False),
         ),
         *TENSORFLOW_CARDS,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from allranks.catalog import TENSORFLOW_STRATEGIES, load
+from allranks.catalog import STRATEGIES, TENSORFLOW, load
 from allranks.tensorflow.quiet import quietly
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -15,6 +15,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # no page of notes in the lo
 
 with quietly():
     keras, tensorflow = load("keras"), load("tensorflow")
-    for path in TENSORFLOW_STRATEGIES.values():
+    for path in STRATEGIES[TENSORFLOW].values():
         load(path)
     _ = (keras.optimizers, keras.layers, tensorflow.distribute, tensorflow.data)  # made when named

@@ -19,15 +19,14 @@ from typing import Any, Self
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from allranks.catalog import TENSORFLOW_STRATEGIES, load
+from allranks.catalog import STRATEGIES, TENSORFLOW, load
 from allranks.errors import RequestError
-from allranks.job.engines import TENSORFLOW, default_strategy
+from allranks.job.engines import default_strategy
 from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.job.limits import check_engine
 from allranks.launcher.heartbeat import Pulse
 from allranks.launcher.world import World
-from allranks.strategies.choice import parse_choice
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import TRAINER
 from allranks.tensorflow.build import build, let_sum_again
@@ -375,14 +374,14 @@ def _alike(one: Batch, other: Batch) -> bool:
 def _for_world(job: Job, world: World) -> Job:
     """The job as these ranks run it, its strategy resolved."""
     name = job.strategy or default_strategy(TENSORFLOW, world.size)
-    choice = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise)
+    spec = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise)
     ranks = world.size if world.role == TRAINER else job.ranks
-    return dataclasses.replace(job, engine=TENSORFLOW, ranks=ranks, strategy=str(choice))
+    return dataclasses.replace(job, engine=TENSORFLOW, ranks=ranks, strategy=str(spec))
 
 
 def _made_strategy(task: Task, job: Job, world: World) -> Strategy:
-    choice = parse_choice(job.strategy)
-    strategy_class = load(TENSORFLOW_STRATEGIES[choice.name])
-    options = strategy_class.card_of().read_options(choice.options)
-    made: Strategy = strategy_class(Setting(task, job, world, options))
+    spec = job.strategy_spec
+    made: Strategy = load(STRATEGIES[TENSORFLOW][spec.name])(
+        Setting(task, job, world, spec.options)
+    )
     return made

@@ -217,7 +217,8 @@ class _Run(Callback):
             total = trainer.total_steps
             self.events.event("training", step=result.batch_index, total_steps=total)
         if result.bad and self.world.is_leader:
-            self.events.event("bad_step", step=result.batch_index, bad=result.bad)
+            told = {"bad": result.bad, "culprits": result.culprits}
+            self.events.event("bad_step", step=result.batch_index, **told)
         if self.metrics is not None:
             row = row_of(result)
             self.metrics.row(row)

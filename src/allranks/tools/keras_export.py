@@ -12,9 +12,10 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
+from allranks.catalog import ENGINES
 from allranks.checkpoint.export import check_free, refused, verified
 from allranks.errors import Interrupted, PlaceError, RequestError
-from allranks.job.engines import TENSORFLOW, check_installed
+from allranks.job.engines import check_installed
 from allranks.job.job import Job
 from allranks.job.job_file import HIDDEN
 from allranks.job.resume import base_of
@@ -27,7 +28,6 @@ from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
 
 FORMATS = ("keras", "saved-model")
-TARGET = "allranks.tensorflow.export:main"
 ENDING = ".keras"
 
 
@@ -44,7 +44,7 @@ def export_model(folder: Path, target: Path, form: str, server: ForkServer | Non
         raise refused(target, f"a name without {ENDING}", "Keras knows its files by that ending")
     verified(folder)
     job = _job_of(folder, target, form)
-    check_installed(TENSORFLOW)
+    check_installed(job.engine)
     beside = target.with_name(f".{os.getpid()}.{target.name}")  # Keras looks at how a name ends
     with ExitStack() as stack:
         stack.callback(_remove, beside)
@@ -65,7 +65,7 @@ def _job_of(folder: Path, target: Path, form: str) -> Job:
     base = base_of(folder, goes_on=False)
     task = {name: value for name, value in base.task.items() if value != HIDDEN}
     job = Job(**base.values, task=task)
-    if job.engine != TENSORFLOW or not job.program:
+    if not ENGINES[job.engine].export or not job.program:
         what = f"a run of the {job.engine} engine"
         raise RequestError(
             asked=f"to export to {target} with --format {form}",
@@ -95,7 +95,8 @@ def _exported(
             "beside": str(beside.absolute()),
             "form": form,
         }
-        ended = supervise(server, [Process(0, TARGET, argument, environment, log)])
+        exporter = ENGINES[job.engine].export
+        ended = supervise(server, [Process(0, exporter, argument, environment, log)])
         if ended.interrupted:
             raise Interrupted(f"interrupted ({ended.reason}): nothing was written to {target}")
         fault = first_fault(ended, run_dir)

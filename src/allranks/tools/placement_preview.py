@@ -51,4 +51,5 @@ def _process(plan: Plan, rank: RankPlan, run_dir: Path) -> Process:
     world = dataclasses.replace(rank.world, store=store)
     environment = {**rank.environment, **world.variables()}
     log = rank_log_path(run_dir, world.rank)
-    return Process(world.rank, f"{ENGINES[job.engine]}:place", job.to_data(), environment, log)
+    target = f"{ENGINES[job.engine].worker}:place"
+    return Process(world.rank, target, job.to_data(), environment, log)

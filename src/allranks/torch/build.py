@@ -15,14 +15,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from allranks.catalog import STRATEGIES, load
+from allranks.catalog import STRATEGIES, TORCH, load
 from allranks.errors import RequestError
+from allranks.job.engines import default_strategy
 from allranks.job.job import Job
 from allranks.job.loss_scale import loss_scale_of
 from allranks.launcher.world import World
-from allranks.strategies.choice import parse_choice
 from allranks.strategies.resolve import resolved_strategy
-from allranks.strategies.torch_cards import CARDS
 from allranks.torch.comm import Comm
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.keras.layers import check_keras
@@ -120,24 +119,24 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def job_for(job: Job, world: World) -> Job:
     """The job as the ranks of `world` run it, its strategy resolved."""
-    name = job.strategy or ("ddp" if world.size > 1 else "single")
-    choice = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise)
-    return dataclasses.replace(job, ranks=world.size, strategy=str(choice))
+    name = job.strategy or default_strategy(TORCH, world.size)
+    spec = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise)
+    return dataclasses.replace(job, ranks=world.size, strategy=str(spec))
 
 
 def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:
     """The strategy that the job names, with the options of its card; it has no model yet."""
-    choice = parse_choice(job.strategy)
+    spec = job.strategy_spec
     setting = Setting(
         task,
         comm,
         scope,
-        CARDS[choice.name].read_options(choice.options),
+        spec.options,
         arithmetic_of(job, comm.device),
         job.bitwise,
         loss_scale_of(job.loss_scale) if job.precision == "fp16" else None,
     )
-    strategy: Strategy = load(STRATEGIES[choice.name])(setting)
+    strategy: Strategy = load(STRATEGIES[TORCH][spec.name])(setting)
     return strategy
 
 

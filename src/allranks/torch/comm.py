@@ -26,8 +26,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
-from allranks.errors import PeerLost, RequestError
+from allranks.errors import FaultKind, PeerLost, RequestError
 from allranks.launcher.heartbeat import Aside, Pulse
+from allranks.launcher.processes.foreign import is_said
 from allranks.launcher.world import World, where_to_meet
 from allranks.torch.counting import counting_group
 from allranks.torch.meetings import LASTS, Meetings
@@ -37,8 +38,6 @@ CPU = torch.device("cpu")
 KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")
 _joins, _trainings = itertools.count(), itertools.count()
 TIMEOUT = timedelta(minutes=40)  # longer than --hang-timeout usually is: it names who is missing
-PEER_LOST = ("onnection closed", "onnection reset", "roken pipe", "onnection refused")
-TIMED_OUT = "imed out"
 
 all_gather_single: Callable[..., Any] = (
     getattr(
@@ -58,12 +57,12 @@ reduce_scatter_single: Callable[..., Any] = (
 def _translated(error: RuntimeError) -> RuntimeError | PeerLost:
     """The error that says what a broken collective means; Gloo names neither rank nor reason."""
     message = str(error)
-    if TIMED_OUT in message:
+    if is_said(FaultKind.TIMED_OUT, message):
         waited = f"{TIMEOUT.total_seconds():.0f} s"
         return PeerLost(
             f"another rank did not take part in a collective within {waited}: {message}"
         )
-    return PeerLost(message) if any(sign in message for sign in PEER_LOST) else error
+    return PeerLost(message) if is_said(FaultKind.PEER_LOST, message) else error
 
 
 @dataclass
@@ -227,7 +226,7 @@ class Comm:
             return
         before = self.pulse.enter("exchange") if self.pulse is not None else ""
         step = self.pulse.step if isinstance(self.pulse, Pulse) else -1
-        self.meetings.come(f"{place} after step {step}" if step >= 0 else place)
+        self.meetings.come(place, step)
         if self.pulse is not None:
             self.pulse.enter(before)
         self.barrier()  # none leaves with the store before all have heard

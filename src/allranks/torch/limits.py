@@ -33,7 +33,7 @@ def check_limits(task: Task, job: Job, strategy: Strategy) -> None:
             why="the loss would need the outputs of all of them",
             do="--strategy ddp",
         )
-    if strategy.setting.scope.looked_up and strategy.setting.options.get("replicas", 1) > 1:
+    if strategy.setting.scope.looked_up and job.strategy_spec.devices_of_a_rank > 1:
         raise RequestError(
             asked=f"--strategy {job.strategy}",
             found="a table with max_norm, whose rows are shortened where they are looked up",
@@ -76,7 +76,7 @@ def _check_whole_norm(task: Task, job: Job, strategy: Strategy) -> None:
         found = "every shard goes through the model by itself"
         why = "its statistics would be those of the shard"
         do = "leave --bitwise (reduce=tree) out, or --set batchnorm=shard"
-    elif not strategy.agreement.is_one_training or strategy.name == "dp":
+    elif not strategy.agreement.is_one_training or not strategy.has_one_model:
         found = f"--strategy {job.strategy}"
         why = "its models each normalise what they have, and exchange nothing in forward"
         do = "--strategy ddp, or --set batchnorm=shard"

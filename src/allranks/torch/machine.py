@@ -11,7 +11,6 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.loaded import program_facts
 from allranks.launcher.world import World
-from allranks.strategies.resolve import devices_of_a_rank
 
 DECIDES_BITS = ("torch", "cpu_capability", "threads", "deterministic")
 
@@ -29,10 +28,14 @@ def check_devices(job: Job, local_size: int) -> None:
     """Raise `RequestError` unless this node has a device for each of its ranks, or replicas."""
     if job.device != "cuda":
         return
-    found, replicas = torch.cuda.device_count(), devices_of_a_rank(job.strategy)
+    found, replicas = torch.cuda.device_count(), job.strategy_spec.devices_of_a_rank
     if found < local_size * replicas:
         asked = f"--ranks {local_size}" if replicas == 1 else f"--strategy {job.strategy}"
-        fits = f"--ranks {found}" if replicas == 1 else f"--strategy dp:replicas={found}"
+        fits = (
+            f"--ranks {found}"
+            if replicas == 1
+            else f"--strategy {job.strategy_spec.name}:replicas={found}"
+        )
         raise RequestError(
             asked=f"--device cuda {asked}",
             found=f"{found} CUDA devices"

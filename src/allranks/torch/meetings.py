@@ -7,7 +7,7 @@ the same collectives and meetings in the same order. Being slow proves nothing, 
 
     <n>/<rank>  where a rank came to meeting n, and how many collectives it had begun
     <n>/came    how many came
-    <n>/said    the verdict, one for all: `ALIKE`, or what was found
+    <n>/said    the verdict, one for all: who is apart, and nobody where all came
     <n>/left    a rank that left in place of coming
 
 Ranks with GPUs do not look: their waits return at once, and what lasts is the device's. Nor does a
@@ -18,18 +18,30 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
 from allranks.errors import PeerLost, RequestError
 
-ALIKE = "alike"
 EVALUATE = "evaluate()"
 AT_THE_END = "the end of the training"
 LASTS = timedelta(seconds=5)  # a wait that is longer looks into the store, which takes 0.1 ms
 SOONEST_S, LATEST_S = 0.0005, 0.05  # between two looks of a rank that meets
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank is: a `place` to which all must come ("" for none), and that in `words`."""
+
+    rank: int
+    place: str
+    words: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {'at ' if self.place else ''}{self.words}"
 
 
 @dataclass
@@ -43,21 +55,21 @@ class Meetings:
     begun: int = 0
     held: int = 0
 
-    def come(self, place: str) -> None:
-        """Return when all ranks came to the same `place`; every rank calls this.
+    def come(self, place: str, step: int) -> None:
+        """Return when all ranks came to the same `place` after the same step; every rank calls this.
 
         Raises `RequestError` if they did not, and `PeerLost` if one left. Costs some round trips
         to the store.
         """
         try:
-            said = self._verdict(place)
-            if said == ALIKE and self.held:  # all came to this one: none reads of the last
+            apart = self._verdict(_here(self.rank, place, step))
+            if not apart and self.held:  # all came to this one: none reads of the last
                 for key in (self.rank, *(("came", "said") if self.rank == 0 else ())):
                     self.store.delete_key(f"{self.held - 1}/{key}")
         except RuntimeError as error:
             raise PeerLost(f"the store in which the ranks meet is gone: {error}") from error
-        if said != ALIKE:
-            raise not_together(said)
+        if apart:
+            raise not_together(apart)
         self.held += 1
 
     def look(self, where: str) -> None:
@@ -74,18 +86,16 @@ class Meetings:
         with suppress(RuntimeError):
             self.store.set(f"{self.held}/left", json.dumps([self.rank, failed]))
 
-    def _verdict(self, place: str) -> str:
-        """What is said of the next meeting, by whoever can say it first."""
-        self.store.set(f"{self.held}/{self.rank}", json.dumps([place, self.begun]))
+    def _verdict(self, own: Stand) -> list[Stand]:
+        """Who is apart at the next meeting, by whoever can say it first; nobody if all came."""
+        self.store.set(f"{self.held}/{self.rank}", json.dumps([*astuple(own), self.begun]))
         if self.store.add(f"{self.held}/came", 1) == self.size:
-            places = [str(self._of(rank)[0]) for rank in range(self.size)]
-            other = next((rank for rank, own in enumerate(places) if own != places[0]), None)
-            if other is None:
-                return self._say(ALIKE)
-            return self._say(f"rank 0 at {places[0]}, rank {other} at {places[other]}")
-        return self._heard(place)
+            first, *others = (self._of(rank)[0] for rank in range(self.size))
+            other = next((one for one in others if one.words != first.words), None)
+            return self._say([] if other is None else [first, other])
+        return self._heard(own)
 
-    def _heard(self, place: str) -> str:
+    def _heard(self, own: Stand) -> list[Stand]:
         """What others say of the next meeting."""
         until = time.monotonic() + self.timeout.total_seconds()
         said, left, pause = f"{self.held}/said", f"{self.held}/left", SOONEST_S
@@ -93,37 +103,49 @@ class Meetings:
             time.sleep(pause)
             pause = min(1.5 * pause, LATEST_S)
             if self.store.check([said]):
-                return str(self.store.get(said).decode())
+                return _read(self.store.get(said))
             if self.store.check([left]):
                 rank, failed = json.loads(self.store.get(left))
                 if failed:
-                    raise PeerLost(f"rank {rank} has failed, and comes not to {place}")
-                return self._say(f"rank {self.rank} at {place}, rank {rank} has left the trainer")
-        raise PeerLost(f"not all ranks came to {place} within {self.timeout.total_seconds():.0f} s")
+                    raise PeerLost(f"rank {rank} has failed, and comes not to {own.words}")
+                return self._say([own, Stand(rank, "", "has left the trainer")])
+        waited = f"{self.timeout.total_seconds():.0f} s"
+        raise PeerLost(f"not all ranks came to {own.words} within {waited}")
 
-    def _contradiction(self, where: str) -> str | None:
+    def _contradiction(self, where: str) -> list[Stand] | None:
         """A rank that waits at the next meeting, before what this rank has begun."""
         if not self.store.check([f"{self.held}/came"]):
             return None
         for rank in range(self.size):
             if rank != self.rank and self.store.check([f"{self.held}/{rank}"]):
-                place, begun = self._of(rank)
+                other, begun = self._of(rank)
                 if begun < self.begun:
-                    return f"rank {rank} at {place}, rank {self.rank} {where}"
+                    return [other, Stand(self.rank, "", where)]
         return None
 
-    def _of(self, rank: int) -> list[Any]:
-        found: list[Any] = json.loads(self.store.get(f"{self.held}/{rank}"))
-        return found
+    def _of(self, rank: int) -> tuple[Stand, int]:
+        """Where a rank has come to, and how many collectives it had begun."""
+        *stand, begun = json.loads(self.store.get(f"{self.held}/{rank}"))
+        return Stand(*stand), begun
 
-    def _say(self, verdict: str) -> str:
+    def _say(self, apart: list[Stand]) -> list[Stand]:
         """The verdict of the next meeting is what was said first; returns it."""
-        return str(self.store.compare_set(f"{self.held}/said", "", verdict).decode())
+        told = json.dumps([astuple(one) for one in apart])
+        return _read(self.store.compare_set(f"{self.held}/said", "", told))
 
 
-def not_together(found: str) -> RequestError:
+def _read(told: bytes) -> list[Stand]:
+    return [Stand(*one) for one in json.loads(told)]
+
+
+def _here(rank: int, place: str, step: int) -> Stand:
+    return Stand(rank, place, f"{place} after step {step}" if step >= 0 else place)
+
+
+def not_together(apart: Sequence[Stand]) -> RequestError:
     """What to say where some ranks are at a place to which all must come."""
-    if f"at {EVALUATE}" in found:
+    found = ", ".join(map(str, apart))
+    if any(one.place == EVALUATE for one in apart):
         return RequestError(
             asked="evaluate() on some ranks alone",
             found=found,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch.optim import SGD
 
-from allranks.catalog import REDUCERS, STRATEGIES, load
+from allranks.catalog import REDUCERS, STRATEGIES, TORCH, load
 
 SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
-for path in (*STRATEGIES.values(), *REDUCERS.values()):
+for path in (*STRATEGIES[TORCH].values(), *REDUCERS.values()):
     load(path)

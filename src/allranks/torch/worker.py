@@ -221,7 +221,8 @@ class _Run(Callback):
             self.events.event("training", step=result.batch_index, total_steps=total)
         alone = not trainer.strategy.agreement.is_one_training
         if result.bad and (self.world.is_leader or alone):
-            self.events.event("bad_step", step=result.batch_index, bad=result.bad)
+            told = {"bad": result.bad, "culprits": result.culprits}
+            self.events.event("bad_step", step=result.batch_index, **told)
         if self.metrics is None:
             return
         row = row_of(result)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,11 +42,30 @@ class Bad:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What is done with a bad step, and what there is to say of it."""
+class Finding:
+    """One thing that was found of a bad step; `rank` `None`: it is the same on all of them.
+
+    `size` is the length of a gradient. With `is_verb` the text goes on after the name of the rank.
+    """
 
     text: str
-    update: bool
+    rank: int | None = None
+    size: float = 0.0
+    is_verb: bool = False
+
+    def __str__(self) -> str:
+        if self.rank is None:
+            return self.text
+        return f"rank {self.rank}{' ' if self.is_verb else ': '}{self.text}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is done with a step, and what there is to say of a bad one: also rank by rank."""
+
+    text: str = ""
+    update: bool = True
+    culprits: tuple[tuple[int, str], ...] = ()
 
 
 class Guard:
@@ -56,7 +75,7 @@ class Guard:
         self,
         policy: str = "stop",
         spike: float | None = None,
-        find: Callable[[Any, bool], str] = lambda batch, spiked: "",
+        find: Callable[[Any, bool], Sequence[Finding]] = lambda batch, spiked: (),
     ) -> None:
         self.policy, self.spike, self.find = policy, spike, find
         self.skipped_in_a_row = 0
@@ -84,10 +103,11 @@ class Guard:
     def decide(self, batch: Batch, bad: Bad) -> Verdict:
         """What is done with this step; all ranks that share weights call this. Raises `BadStep`."""
         found = self.find(batch, bad.spiked)
-        text = f"step {batch.index}: {bad.what}" + (f"; {found}" if found else "")
+        text = "; ".join(dict.fromkeys([f"step {batch.index}: {bad.what}", *map(str, found)]))
+        culprits = tuple((one.rank, one.text) for one in found if one.rank is not None)
         if self.policy == "warn":
             self.skipped_in_a_row = 0
-            return Verdict(text, update=True)
+            return Verdict(text, update=True, culprits=culprits)
         if self.policy == "stop":
             raise BadStep(
                 f"{text}. Nothing was updated. Started again, it would go bad again: mend the data "
@@ -99,7 +119,7 @@ class Guard:
                 f"{text}. It is the last of {SKIPPED_IN_A_ROW} bad steps in a row, which were all "
                 "skipped: nothing is learnt any more."
             )
-        return Verdict(text, update=False)
+        return Verdict(text, update=False, culprits=culprits)
 
     def state(self) -> dict[str, Any]:
         """What later decisions depend on, as plain values."""

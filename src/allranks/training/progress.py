@@ -58,7 +58,8 @@ class StepResult:
     `samples` 0 means that no rank had a sample: a stream has ended, `loss` is nan, and `taken` is
     false, so leave this result out of what you add up. `updated` is false where the
     weights were left as they were; `grad_norm` is the length of the gradient before clipping.
-    `asked` is what the supervisor of any rank wants; `bad` says what is wrong with a bad step.
+    `asked` is what the supervisor of any rank wants; `bad` says what is wrong with a bad step, and
+    `culprits` which rank brought in what.
     `loss_scale` is that of this step under fp16; with `overflow` it was too large, and is smaller now.
     """
 
@@ -74,6 +75,7 @@ class StepResult:
     bad: str = ""
     loss_scale: float | None = None
     overflow: bool = False
+    culprits: tuple[tuple[int, str], ...] = ()
 
     @property
     def taken(self) -> bool:

@@ -5,11 +5,10 @@ An event gets its `rank` from the file that it stands in, `None` for what the su
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-A_RANK = re.compile(r"; rank (?=\d)")  # in the report of a bad step, before each who brought it in
+from allranks.errors import FaultKind
 
 
 def in_words(event: dict[str, Any]) -> list[str]:
@@ -53,18 +52,15 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
     """(rank, what) of an event that tells of something wrong; `None` where no one rank did it."""
     name = event["event"]
     if name == "restart":
-        fault = "no sign of life" if _fault(event).startswith("no sign of life") else "failed"
+        fault = "no sign of life" if _is_hang(event) else "failed"
         again = f"{fault}; all ranks started again from step {event['resumes_from']}"
         return [(event["first_rank"], again)]
     if name == "checkpoint_failed":
         return [(event["rank"], f"no checkpoint of step {event['step']}: {event['error']}")]
     if name == "bad_step":
-        what, *found = A_RANK.split(event["bad"])
-        if not found:
-            return [(event["rank"] or None, what)]
-        step = what.partition(":")[0]
-        named = (re.fullmatch(r"(\d+):? ?(.*)", text, re.S) for text in found)
-        return [(int(m[1]), f"{step}: {m[2]}") for m in named if m is not None]
+        who = event.get("culprits", ())
+        told = [(rank, f"step {event['step']}: {text}") for rank, text in who]
+        return [*told] or [(event["rank"] or None, event["bad"])]
     if name == "witness":
         return [(None, f"follows the ranks: {text}") for text in event["found"]]
     if name == "worker_lost":
@@ -105,6 +101,8 @@ def _slow(event: dict[str, Any]) -> str:
 def _fault(event: dict[str, Any]) -> str:
     """The first line of the report that a restart carries; of a hang, also who is missing."""
     first, *rest = event["report"].splitlines()
-    if first.startswith("no sign of life"):
-        return f"{first}: {next(iter(rest), '')}"
-    return str(first)
+    return f"{first}: {next(iter(rest), '')}" if _is_hang(event) else str(first)
+
+
+def _is_hang(event: dict[str, Any]) -> bool:
+    return event.get("fault_kind") == FaultKind.HANG

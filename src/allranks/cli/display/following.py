@@ -20,8 +20,6 @@ from allranks.cli.display.event_text import anomalies_in, in_words
 from allranks.job.run_folder import rank_events_path, rank_log_path
 from allranks.launcher.plan import Plan
 from allranks.strategies.card import APART
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for
 
 MOST_AT_ONCE = 1 << 20
 LONGEST_LINE = 1 << 16
@@ -91,7 +89,7 @@ class Follower:
         """The run folder is there and the ranks are about to start."""
         job, run_dir = plan.job, Path(plan.job.run_dir)
         epochs = None if job.steps is not None else plan.shape.fields.get("epochs")
-        agree = job.ranks == 1 or card_for(parse_choice(job.strategy)).state != APART
+        agree = job.ranks == 1 or job.strategy_spec.card.state != APART
         self.state = State(job.ranks, agree, total_steps=job.steps, epochs=epochs)
         self._log = _Tail(rank_log_path(run_dir, 0))
         self._metrics = _Tail(run_dir / "metrics.jsonl")

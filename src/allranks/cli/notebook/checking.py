@@ -18,7 +18,7 @@ from allranks.cli.notebook.launch import (
 )
 from allranks.cli.notebook.program import program_of
 from allranks.job.config import resolve
-from allranks.tools.check.plan import STEPS, default_ranks
+from allranks.tools.check.plan import STEPS, USUAL_STRATEGY, default_ranks
 from allranks.tools.check.scratch import checked_in_scratch
 from allranks.tools.check.verdict import Verdict
 
@@ -42,7 +42,7 @@ def check(
     check_that_this_is_no_rank(task)
     flags = flags_of(task, job, "check")
     given, bounded = "ranks" in flags or "nodes" in flags, "steps" not in flags
-    strategy = flags.get("strategy") or "ddp"
+    strategy = flags.get("strategy") or USUAL_STRATEGY
     defaults = {"steps": STEPS, "strategy": strategy}
     if not given:
         defaults["ranks"] = default_ranks(strategy)

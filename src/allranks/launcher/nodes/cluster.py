@@ -18,7 +18,8 @@ from pathlib import Path
 from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
 from allranks.job import faults
 from allranks.job.job import Job
-from allranks.job.simulated_network import Link, rate_of
+from allranks.job.place import rate_of
+from allranks.job.simulated_network import Link
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.nodes.agent import serve
 from allranks.launcher.nodes.interfaces import candidates

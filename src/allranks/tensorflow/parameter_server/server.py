@@ -24,7 +24,6 @@ from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.heartbeat import Pulse
 from allranks.launcher.world import World
-from allranks.strategies.resolve import crew_of
 from allranks.strategies.roles import LEADER, WORKER, Crew
 from allranks.tensorflow.machine import take_devices
 from allranks.tensorflow.rendezvous import meet
@@ -55,7 +54,7 @@ def serve(job: Job, world: World, events: JsonLines) -> NoReturn:
     else:
         tf.config.set_visible_devices([], "GPU")
     held = meet(world)
-    cluster = cluster_of(crew_of(job.strategy, job.ranks), held.addresses)
+    cluster = cluster_of(job.strategy_spec.crew, held.addresses)
     name = IN_TENSORFLOW[world.role]
     _ = tf.distribute.Server(
         tf.train.ClusterSpec(cluster),

@@ -12,7 +12,7 @@ from allranks.job.job import Job
 from allranks.job.loss_scale import loss_scale_of
 from allranks.tensorflow.data.batches import Batch
 from allranks.tensorflow.step.step import Found
-from allranks.training.guard import Guard
+from allranks.training.guard import Finding, Guard
 from allranks.training.progress import Asked, StepResult
 
 
@@ -63,12 +63,12 @@ class Judge:
             overflow,
         )
 
-    def _who(self, batch: Any, spiked: bool) -> str:
+    def _who(self, batch: Any, spiked: bool) -> tuple[Finding, ...]:
         """Which replicas brought a bad step in, as they said themselves with the sum."""
         if spiked or not self._bad:
-            return ""
+            return ()
         names = ", ".join(f"{self.whose} {number}" for number in self._bad)
-        return f"it came in with {names}"
+        return (Finding(f"it came in with {names}"),)
 
     def state(self) -> dict[str, Any]:
         """What later judgements depend on, as plain values."""

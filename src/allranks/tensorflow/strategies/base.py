@@ -7,6 +7,7 @@ variables lie, who computes, and by which of TensorFlow's strategies the replica
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ class Setting:
     task: Task
     job: Job
     world: World
-    options: dict[str, Any]
+    options: Mapping[str, Any]
 
 
 class Strategy(ABC):

@@ -14,14 +14,13 @@ variables, so each part is a variable of its own for them (`trained`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from allranks.errors import RequestError
-from allranks.strategies.resolve import crew_of
 from allranks.tensorflow.parameter_server.server import CHIEF, FAIL_FAST, cluster_of
 from allranks.tensorflow.rendezvous import meet
 from allranks.tensorflow.strategies.base import Strategy
@@ -46,7 +45,7 @@ class ParameterServer(Strategy):
         tf.config.set_visible_devices([], "GPU")  # the chief computes no step
         os.environ.update(FAIL_FAST)
         held = meet(world)
-        crew = crew_of(self.job.strategy, self.job.ranks)
+        crew = self.job.strategy_spec.crew
         accelerators = {"GPU": 1} if self.job.device == "cuda" else {}
         self.distribution = tf.distribute.get_strategy()
         self.served = tf.distribute.ParameterServerStrategy(
@@ -80,7 +79,7 @@ class ParameterServer(Strategy):
         ]
 
 
-def partitioner(options: dict[str, Any]) -> Any:
+def partitioner(options: Mapping[str, Any]) -> Any:
     """TensorFlow's partitioner for the options of the card; `None` cuts nothing."""
     servers, part_bytes = options["servers"], int(options["part_kb"] * KIB)
     there = tf.distribute.experimental.partitioners

@@ -27,12 +27,13 @@ from typing import Any
 
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import Resolved
+from allranks.job.engines import default_strategy
 from allranks.job.job import Job
+from allranks.job.place import LOCAL
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result, run_job
 from allranks.strategies.card import Exact
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for, resolved_strategy
+from allranks.strategies.resolve import resolved_strategy
 from allranks.tools.check import hints
 from allranks.tools.check.compare import Difference, Tolerance, Trace, compare, sizes_between
 from allranks.tools.check.plan import Plan
@@ -40,7 +41,7 @@ from allranks.tools.check.sizes import number_difference
 from allranks.tools.check.tolerances import BITS, CLOSE, FP64, close, coarse
 from allranks.tools.check.verdict import Look, Verdict
 
-HERE: dict[str, Any] = {"nodes": 1, "place": "local"}
+HERE: dict[str, Any] = {"nodes": 1, "place": LOCAL}
 UNDISTURBED: dict[str, Any] = {
     # a job file may say otherwise: both start at step 0 and come to the end
     **{"resume": "", "inject": "", "checkpoint_every": None, "best": "", "max_restarts": 0},
@@ -57,9 +58,7 @@ def check_against_one(resolved: Resolved, folder: Path, server: ForkServer, plan
 
 
 def _check_promise(job: Job, ranks: int) -> None:
-    choice = parse_choice(job.strategy)
-    card = card_for(choice)
-    guarantee = card.guarantee_of(card.read_options(choice.options))
+    guarantee = job.strategy_spec.guarantee
     if ranks > 1 and not isinstance(guarantee, Exact):
         raise RequestError(
             asked=f"check --strategy {job.strategy} --ranks {ranks}",
@@ -135,9 +134,8 @@ class _Check:
         except ProgramError as error:
             if self.job.precision == "fp64":
                 raise
-            lines = [line for line in str(error).splitlines() if "Error" in line]
             self.notes.append(
-                f"float64: one process fails in it ({(lines or [''])[-1].strip()}); a tensor that "
+                f"float64: one process fails in it ({error.cause}); a tensor that "
                 "forward or loss makes must have the type of its input"
             )
             return None
@@ -170,7 +168,7 @@ class _Check:
         asked = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
         candidate = self._run(f"{job.precision}-{ranks}-ranks", asked)
         look = self._look(asked, reference, candidate, coarse(job.precision))
-        parts = _parts(job.strategy, ranks, self.plan.shards)
+        parts = self.plan.shards if job.strategy_spec.adds_shards else ranks
         if parts > 1 and not candidate.summary["user_buffers"]:
             alike = dataclasses.replace(_in_one(asked), replay=asked.replay, cut_for=parts)
             alike = dataclasses.replace(alike, micro_batch=job.micro_batch)
@@ -224,9 +222,7 @@ class _Check:
         except RequestError as error:
             self.notes.append(f"equal bits (--bitwise): refused, {error.found}")
         except ProgramError as error:
-            lines = [line for line in str(error).splitlines() if "Error" in line]
-            failed = (lines or [""])[-1].strip()
-            self.notes.append(f"equal bits (--bitwise): a shard by itself fails, {failed}")
+            self.notes.append(f"equal bits (--bitwise): a shard by itself fails, {error.cause}")
 
     # --- what they share ------------------------------------------------------------------
 
@@ -246,7 +242,7 @@ class _Check:
         job = dataclasses.replace(
             job, trace=True, trace_bytes=self.plan.trace_bytes, run_dir=str(self.folder / name)
         )
-        server = self.server if job.place == "local" else None  # nodes bring their own
+        server = self.server if job.place_spec.is_here else None  # nodes bring their own
         result = run_job(Resolved(job, self.resolved.sources), server)
         self.user_randomness |= set(result.summary["user_randomness"])
         return _Run(result, Trace(result.run_dir / "trace"))
@@ -275,19 +271,8 @@ class _Check:
 
 def _in_one(job: Job) -> Job:
     """The same job in one process on this machine, its whole batch at once."""
-    return dataclasses.replace(job, strategy="single", ranks=1, micro_batch=None, replay="", **HERE)
-
-
-def _parts(strategy: str, ranks: int, shards: int) -> int:
-    """In how many parts a strategy lets a global batch go through the model; 0 where none can tell.
-
-    `dp` cuts every micro-batch once more, in a way of its own.
-    """
-    choice = parse_choice(strategy)
-    if choice.name == "dp":
-        return 0
-    tree = card_for(choice).read_options(choice.options).get("reduce") == "tree"
-    return shards if tree else ranks
+    alone = default_strategy(job.engine, 1)
+    return dataclasses.replace(job, strategy=alone, ranks=1, micro_batch=None, replay="", **HERE)
 
 
 def _path(run: _Run) -> str:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from allranks.catalog import ENGINES, TORCH
 from allranks.errors import RequestError
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for
+from allranks.strategies.resolve import card_of
 
 USUAL = 2, 3
+USUAL_STRATEGY = ENGINES[TORCH].many
 STEPS = 20
 TRACE_BYTES = 256 * 2**20
 
@@ -34,7 +35,7 @@ class Plan:
 
 def default_ranks(strategy: str) -> int:
     """The ranks of a check that nobody gave a number to; raises `RequestError` for no strategy."""
-    return USUAL[0] if card_for(parse_choice(strategy)).many_ranks else 1
+    return USUAL[0] if card_of(strategy).many_ranks else 1
 
 
 def ranks_to_check(ranks: int, shards: int, *, given: bool) -> tuple[tuple[int, ...], int]:

@@ -9,10 +9,12 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
-from allranks.catalog import preload_for
+from allranks.catalog import ENGINES, preload_for
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved
+from allranks.job.engines import trained_also_by
 from allranks.job.job import Job
+from allranks.job.place import LOCAL
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.resources import OneMachine
 from allranks.launcher.start import describe
@@ -29,8 +31,7 @@ def checked_in_scratch(
     `given` says whether the number of ranks was asked for; `bounded` that the steps may be fewer,
     so that what is recorded of a large model does not fill the disk.
     """
-    if resolved.job.engine != "torch":
-        raise _no_trace(resolved.job.engine)
+    check_that_it_traces(resolved.job.engine)
     with (
         tempfile.TemporaryDirectory(prefix="allranks-check-") as scratch,
         ForkServer(preload_for(resolved.job.program, resolved.job.engine)) as server,
@@ -53,14 +54,22 @@ def checked_in_scratch(
 
 
 def _here(resolved: Resolved) -> Job:
-    return dataclasses.replace(resolved.job, nodes=1, place="local", ranks=1, strategy="single")
+    return dataclasses.replace(
+        resolved.job, nodes=1, place=LOCAL, ranks=1, strategy=ENGINES[resolved.job.engine].alone
+    )
 
 
-def _no_trace(engine: str) -> RequestError:
-    return RequestError(
+def check_that_it_traces(engine: str) -> None:
+    """Raise `RequestError` for an engine whose steps cannot be compared."""
+    if ENGINES[engine].traces:
+        return
+    task = ENGINES[engine].task
+    able = [name for name in trained_also_by(engine) if ENGINES[name].traces]
+    others = "".join(f"--engine {name} for {task}; or " for name in able)
+    raise RequestError(
         asked=f"check with the {engine} engine",
         found="no record of the insides of its steps",
         why="a check compares samples, gradients and weights of every step with one process",
-        do="--engine torch for a Keras task; or compare `weights_sha256` and `train_loss` of "
+        do=f"{others}compare `weights_sha256` and `train_loss` of "
         "`train --strategy single` with those of the other strategy",
     )

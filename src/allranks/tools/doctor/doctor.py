@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 from allranks.errors import EXIT_DONE, EXIT_PLACE_FAILED, PlaceError, RequestError
+from allranks.job.place import HOSTS, LOCAL, SIMULATED, SLURM, place_spec
 from allranks.launcher.nodes.facts import facts
 from allranks.launcher.nodes.interfaces import Interface, interfaces
 from allranks.launcher.nodes.join import Call, Gathering, choose_addresses
@@ -79,14 +80,17 @@ def diagnose(question: Question, tell: Callable[[str], None] = lambda text: None
     wanted = question.wanted
     left_s = _time_left_s()
     try:
-        if wanted.place == "slurm" and Allocation.from_environment(os.environ) is None:
+        if (
+            place_spec(wanted.place).name == SLURM
+            and Allocation.from_environment(os.environ) is None
+        ):
             raise PlaceError(_NO_JOB)
         with _together(wanted) as place:
             diagnosis = _looked_at(question, place, left_s, tell)
             place.code = EXIT_PLACE_FAILED if diagnosis.stops else EXIT_DONE
             return diagnosis
     except PlaceError as error:
-        if wanted.place == "local":
+        if place_spec(wanted.place).is_here:
             raise
         return _this_machine_only(question, error, tell)
 
@@ -127,9 +131,9 @@ def _this_machine_only(
 ) -> Diagnosis:
     """The nodes did not come together: why, and what there is here."""
     wanted = question.wanted
-    here = Wanted("local", 1, 1, wanted.meeting, wanted.program)
+    here = Wanted(LOCAL, 1, 1, wanted.meeting, wanted.program)
     with _together(here) as place:
-        do = _DO_ABOUT[wanted.place.partition(":")[0]]
+        do = _DO_ABOUT[place_spec(wanted.place).name]
         place.problems.append(Finding(STOP, _NOT_TOGETHER, "", str(error), do))
         seen = _looked_at(Question(here, question.folder), place, None, tell)
     return dataclasses.replace(
@@ -140,9 +144,9 @@ def _this_machine_only(
 _NOT_TOGETHER = "the nodes did not come together"
 _NO_JOB = "there is no Slurm job around this process (SLURM_JOB_ID is not set)"
 _DO_ABOUT = {
-    "simulated": "mend what stands here; --place local needs nothing of it",
-    "slurm": "allranks submit -- …, or start it in a batch script or under salloc",
-    "hosts": "start every node with the same words; `ssh HOST true` must work without a password, "
+    SIMULATED: "mend what stands here; --place local needs nothing of it",
+    SLURM: "allranks submit -- …, or start it in a batch script or under salloc",
+    HOSTS: "start every node with the same words; `ssh HOST true` must work without a password, "
     "and the port of --rendezvous be open",
 }
 
@@ -151,7 +155,7 @@ _DO_ABOUT = {
 def _together(wanted: Wanted) -> Iterator[_Place]:
     """The nodes that are wanted, or this machine, as the place of a diagnosis."""
     with ExitStack() as stack:
-        if wanted.place == "local":
+        if place_spec(wanted.place).is_here:
             server = stack.enter_context(ForkServer((MODULE,)))
             listener = stack.enter_context(socket.create_server((LOOPBACK.address, 0)))
             found = {one.name: one.address for one in interfaces()}

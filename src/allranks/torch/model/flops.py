@@ -19,7 +19,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from allranks.job.job import Job
-from allranks.strategies.resolve import devices_of_a_rank
 
 TERA = 1e12
 OTHERS = re.compile(r"\b(NVL|MIG)\b")  # of these names, with other numbers
@@ -58,7 +57,9 @@ class Meter:
     def __init__(self, job: Job, peak: float | None) -> None:
         self.peak = peak
         self.flops_per_sample: float | None = None
-        hidden = job.compile or job.activation_checkpointing or devices_of_a_rank(job.strategy) > 1
+        hidden = (
+            job.compile or job.activation_checkpointing or job.strategy_spec.devices_of_a_rank > 1
+        )
         self._waits = peak is not None and not hidden
 
     @contextmanager

@@ -11,7 +11,6 @@ Micikevicius et al. 2017, Mixed Precision Training, arXiv 1710.03740.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from allranks.errors import FaultKind
 from allranks.job.job import Job
+from allranks.launcher.processes.foreign import is_said
 from allranks.torch.data.nested import map_tensors
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-TWO_TYPES = re.compile(r"(?i)(?=.*\bfloat\b)(?=.*\bdouble\b).*(type|found)", re.DOTALL)
 IMAGE_DIMS = 4  # (sample, channel, height, width)
 
 
@@ -84,7 +84,7 @@ def _explained(kind: torch.dtype) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if TWO_TYPES.match(str(error)):
+        if is_said(FaultKind.TWO_TYPES, str(error)):
             error.add_note(
                 f"This job computes in {kind}: weights and batches are of that type. A tensor that "
                 "forward or loss makes itself is not, unless it says so: x.new_zeros(…), "

@@ -24,7 +24,7 @@ from allranks.torch.step.step import SharedStep
 from allranks.torch.step.user_buffers import put_back
 from allranks.torch.step.watch import Watch, bad_rows, is_finite
 from allranks.torch.strategies.base import Strategy
-from allranks.training.guard import Guard
+from allranks.training.guard import Finding, Guard
 
 SHOWN = 8  # samples named in one sentence
 FOUND_ENOUGH = 4  # micro-batches of one rank
@@ -33,42 +33,34 @@ NOT_SEARCHED = "no rank holds the weights by itself, so none looks for the sampl
 BATCH_FINITE = "the outputs of all ranks are finite: it is the loss over the batch, or its gradient"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that a rank found, as a sentence; `size` is the length of a gradient."""
-
-    text: str
-    size: float = 0.0
-
-
 def guard_of(strategy: Strategy, job: Job, rank: int) -> Guard:
     """The guard of a job, put where the steps of `strategy` find it."""
     comm = (
         strategy.comm if strategy.agreement.is_one_training else Comm(device=strategy.comm.device)
     )
 
-    def find(batch: Batch, spiked: bool) -> str:
+    def find(batch: Batch, spiked: bool) -> tuple[Finding, ...]:
         if strategy.equal_passes:
-            return NOT_SEARCHED
+            return (Finding(NOT_SEARCHED),)
         return who(strategy.step, batch, comm, rank, spiked)
 
     strategy.step.guard = Guard(job.on_bad_step, job.spike, find)
     return strategy.step.guard
 
 
-def who(step: SharedStep, batch: Batch, comm: Comm, rank: int, spiked: bool) -> str:
+def who(step: SharedStep, batch: Batch, comm: Comm, rank: int, spiked: bool) -> tuple[Finding, ...]:
     """Who brought a bad step in; every rank of `comm` calls this. Sends what each has found."""
     try:
         with _set_aside(step), Watch(step.model) as watch:
             own = _Search(step, batch, rank, watch).run(spiked)
     except Exception as error:  # the others wait for this rank's text
-        own = [Finding(f"rank {rank} cannot say: {type(error).__name__}: {error}")]
+        own = [Finding(f"cannot say: {type(error).__name__}: {error}", rank, is_verb=True)]
     texts = comm.gather_texts(json.dumps([dataclasses.asdict(finding) for finding in own]))
     found = [Finding(**row) for text in texts for row in json.loads(text)]
-    if spiked and found:
-        return max(found, key=lambda finding: finding.size).text
+    if spiked:
+        return (max(found, key=lambda finding: finding.size),) if found else ()
     nothing = BATCH_FINITE if step.task.loss_over == "batch" else ALL_FINITE
-    return "; ".join(dict.fromkeys(f.text for f in found)) or ("" if spiked else nothing)
+    return tuple(dict.fromkeys(found)) or (Finding(nothing),)
 
 
 @contextmanager
@@ -193,14 +185,14 @@ class _Search:
             start += micro.samples
         size = length([p.grad for p in self.step.parameters if p.grad is not None])
         text = f"adds most, {size:.4g}; its largest loss is {largest:.4g},{whose}"
-        return [Finding(f"rank {self.rank} {text}", size)]
+        return [Finding(text, self.rank, size, is_verb=True)]
 
     def _bad_gradients(self) -> list[str]:
         named = zip(self.step.names, self.step.parameters, strict=True)
         return [name for name, p in named if p.grad is not None and not is_finite(p.grad)]
 
     def _finding(self, text: str) -> Finding:
-        return Finding(f"rank {self.rank}: {text}")
+        return Finding(text, self.rank)
 
     def _of(self, micro: MicroBatch, start: int, rows: list[int]) -> str:
         """The samples in these rows and their shards; the whole micro-batch for no rows."""

@@ -23,7 +23,7 @@ from allranks.torch.step.passes import Passes, StepParts
 from allranks.torch.step.rates import Rates
 from allranks.torch.step.tally import Tally
 from allranks.torch.task import Task
-from allranks.training.guard import Bad, Guard
+from allranks.training.guard import Bad, Guard, Verdict
 from allranks.training.progress import StepResult
 
 REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
@@ -87,21 +87,22 @@ class SharedStep(Passes):
         left_out = bool(totals.unused) and self.regularizers.is_there
         norm = gradients.norm(clips=self.task.clip_norm is not None, left_out=left_out)
         overflow = self.loss_scale is not None and self.loss_scale.explains(loss, norm)
-        updated, text = not overflow, ""
+        verdict = Verdict(update=not overflow)
         if overflow:
             self.user_buffers.undo()
         elif (bad := self.guard.judge(loss, norm)) is not None:
-            text, updated = self._decide(batch, bad)
-        if updated:
+            verdict = self._decide(batch, bad)
+        if verdict.update:
             self._update(batch, norm, tally, gradients)
             tally.update_norms()
         else:
             self.scope.key(batch.index, UPDATE)  # callbacks draw the same on every rank
         if totals.changed:
             self.parts.lay_out()
-        self._adapt_loss_scale(overflow, updated)
-        seen = (*where, loss, *counted)
-        return StepResult(*seen, updated, norm, totals.asked, text, loss_scale, overflow)
+        self._adapt_loss_scale(overflow, verdict.update)
+        seen, judged = (*where, loss, *counted), (verdict.text, loss_scale, overflow)
+        done = verdict.update, norm, totals.asked
+        return StepResult(*seen, *done, *judged, verdict.culprits)
 
     def _adapt_loss_scale(self, overflow: bool, updated: bool) -> None:
         if self.loss_scale is None:
@@ -118,13 +119,13 @@ class SharedStep(Passes):
         if self.average is not None:
             self.average.add(self.names, self.parameters)
 
-    def _decide(self, batch: Batch, bad: Bad) -> tuple[str, bool]:
+    def _decide(self, batch: Batch, bad: Bad) -> Verdict:
         """What there is to say of a bad step, and whether it updates; if not, it never was."""
         update = False
         try:
             verdict = self.guard.decide(batch, bad)
             update = verdict.update
-            return verdict.text, update
+            return verdict
         finally:
             if not update:
                 self.user_buffers.undo()

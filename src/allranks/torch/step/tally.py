@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from allranks.errors import NOT_AT_THE_SAME_STEP, ProgramError
+from allranks.errors import FaultKind, ProgramError
 from allranks.torch.model.layers import Scope, shard_norms
 from allranks.torch.model.reals import reals
 from allranks.training.progress import NOTHING, Asked
@@ -144,9 +144,10 @@ class Tally:
         usual = self.layout.leaves = self.layout.leaves or leaves
         if leaves != usual or position != leaves * (step % POSITIONS):
             raise ProgramError(
-                f"{NOT_AT_THE_SAME_STEP}: this one is at {step}, and was given the sums "
-                "of another. A rank left out a collective, or made one more than the others: look "
-                "for a call of torch.distributed in the task that not every rank makes."
+                f"the ranks are not at the same step: this one is at {step}, and was given the "
+                "sums of another. A rank left out a collective, or made one more than the others: "
+                "look for a call of torch.distributed in the task that not every rank makes.",
+                fault_kind=FaultKind.NOT_AT_THE_SAME_STEP,
             )
         unused = () if min(flags) > 0 else tuple(i for i, flag in enumerate(flags) if not flag)
         asked = Asked(stop > 0, save > 0)

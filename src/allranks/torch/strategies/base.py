@@ -7,7 +7,7 @@ card, its ranks from `comm`, and the parts of a step that all share from `Shared
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, final
@@ -57,7 +57,7 @@ class Setting:
     task: Task
     comm: Comm
     scope: Scope
-    options: dict[str, Any]
+    options: Mapping[str, Any]
     arithmetic: Arithmetic
     bitwise: bool = False
     loss_scale: LossScale | None = None
@@ -72,6 +72,8 @@ class Strategy(ABC):
     name: ClassVar[str]
     can_be_compiled: ClassVar[bool] = True
     """Whether forward passes may go through what a compiler made of the model."""
+    has_one_model: ClassVar[bool] = True
+    """Whether a rank has one model: copies in threads meet in no forward."""
     equal_passes: ClassVar[bool] = False
     """Whether all ranks make the same number of passes, because a pass communicates."""
     tally_type: ClassVar[torch.dtype | None] = None

@@ -85,6 +85,7 @@ class DP(Strategy):
 
     name = "dp"
     can_be_compiled = False
+    has_one_model = False
 
     def prepare(self) -> None:
         count, device = self.setting.options["replicas"], self.comm.device

@@ -49,7 +49,7 @@ class Observer:
         self.contents = contents
         self._changes: dict[str, int] = {}
         self._passes = 0
-        self._tensors: dict[str, str] = {}
+        self._tensors: dict[tuple[str, str], str] = {}
         self._plain: dict[str, Token] = {}
         self._begun: dict[str, Token] = {}
         self._states: dict[str, bytes] = {}
@@ -110,14 +110,15 @@ class Observer:
             states["torch"] += torch.cuda.get_rng_state(self.step.scope.device).numpy().tobytes()
         return states
 
-    def _digests(self) -> Iterator[tuple[str, str]]:
+    def _digests(self) -> Iterator[tuple[tuple[str, str], str]]:
+        """(what it is, its name) and the digest of each tensor that is the same on all ranks."""
         model = self.step.model
         bounded = {id(m.weight) for m in model.modules() if isinstance(m, BoundedTable)}
         for name, parameter in model.named_parameters():
             if id(parameter) not in bounded:  # those the engine writes, alike on all ranks
-                yield f"the weight {name!r}", digest(parameter)
+                yield ("weight", name), digest(parameter)
         for name, buffer in self.step.user_buffers.named():
-            yield f"the buffer {name!r}", digest(buffer)
+            yield ("buffer", name), digest(buffer)
 
     def _compare(self) -> None:
         """The passes are over."""
@@ -125,10 +126,11 @@ class Observer:
             now = dict(self._digests())
             written = {n for n, before in self._tensors.items() if now.get(n) != before}
             buffers = self.step.user_buffers
-            buffers.written |= {n for n, _ in buffers.named() if f"the buffer {n!r}" in written}
-            for name in sorted(written):
-                if name.startswith("the weight"):
-                    self.found[name] = f"forward or backward writes {name}: {SAMPLES}"
+            buffers.written |= {n for n, _ in buffers.named() if ("buffer", n) in written}
+            for what, name in sorted(written):
+                if what == "weight":
+                    weight = f"the weight {name!r}"
+                    self.found[weight] = f"forward or backward writes {weight}: {SAMPLES}"
             for name in sorted(buffers.written):  # those too that hold the same, written once more
                 self.found[name] = f"the model writes {name!r} in its forward pass: {SAMPLES}"
         for name, token in self._plain.items():

@@ -1,0 +1,106 @@
+"""Where a job runs, as its words say it: `local`, `slurm`, `simulated:link=1gbit,delay=1ms`. Pure.
+
+The text of `--place` is taken apart here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from allranks.errors import RequestError, nearest
+from allranks.strategies.choice import Choice, parse_choice
+
+LOCAL, HOSTS, SIMULATED, SLURM = PLACES = ("local", "hosts", "simulated", "slurm")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
+_DELAY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
+
+
+@dataclass(frozen=True)
+class PlaceSpec:
+    """A place by its name, and its options with their values; `text` is how it is written.
+
+    Options are those of simulated nodes: `link` in bits per second, `delay` in seconds.
+    """
+
+    name: str = LOCAL
+    options: Mapping[str, float] = field(default_factory=dict)
+    text: str = LOCAL
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all ranks are on this machine, and no node has to be found."""
+        return self.name == LOCAL
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.name == SIMULATED
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether its nodes are those of one start: a later one has others."""
+        return self.name in (HOSTS, SLURM)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def place_spec(text: str) -> PlaceSpec:
+    """The place that a text names; raises `RequestError` for one that is not known."""
+    choice = parse_choice(text, "--place")
+    if choice.name not in PLACES:
+        raise RequestError(
+            asked=f"--place {choice.name}",
+            found="no place of that name in this version",
+            why=f"place is one of {', '.join(PLACES)}",
+            do=nearest(choice.name, PLACES),
+        )
+    if choice.name != SIMULATED and choice.options:
+        raise RequestError(
+            asked=f"--place {text}",
+            found=f"options of {choice.name}",
+            why="only simulated nodes have links that can be chosen",
+            do=f"--place {choice.name}, or --place {Choice(SIMULATED, choice.options)}",
+        )
+    for name in choice.options:
+        if name not in _READERS:
+            raise RequestError(
+                asked=f"--place {text}",
+                found=f"no option {name!r} of simulated nodes",
+                why="a misspelt one would be passed over, and the links be faster than asked",
+                do=nearest(name, _READERS),
+            )
+    given = [(name, read) for name, read in _READERS.items() if name in choice.options]
+    options = {name: read(choice.options[name], f"--place {text}") for name, read in given}
+    return PlaceSpec(choice.name, options, text)
+
+
+def rate_of(text: str, asked: str) -> float:
+    """Bits per second of a text like 100mbit, 0 (no bound) of none; raises `RequestError`."""
+    if not text:
+        return 0.0
+    found = _RATE.fullmatch(text)
+    if found is None or float(found[1]) == 0:
+        raise RequestError(
+            asked=asked,
+            found=f"link={text}",
+            why="a link carries so many bits per second",
+            do="for example link=1gbit, link=100mbit or link=2.5gbit",
+        )
+    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+
+
+def _delay(text: str, asked: str) -> float:
+    found = _DELAY.fullmatch(text)
+    if found is None:
+        raise RequestError(
+            asked=asked,
+            found=f"delay={text}",
+            why="a delay is added to every packet",
+            do="for example delay=1ms or delay=500us",
+        )
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+
+
+_READERS: dict[str, Callable[[str, str], float]] = {"link": rate_of, "delay": _delay}

@@ -1,0 +1,56 @@
+"""What Python, torch, Gloo, NCCL, gRPC and TensorFlow say of a failure, and the kind of it.
+
+Their sentences are matched here and nowhere else: everybody else asks for the kind.
+"""
+
+from __future__ import annotations
+
+import re
+
+from allranks.errors import AllranksError, FaultKind
+
+_SAID = {
+    FaultKind.OUT_OF_MEMORY: re.compile(
+        r"MemoryError|OutOfMemoryError|[cC]an't allocate memory|[cC]annot allocate memory"
+        r"|CUDA out of memory|RESOURCE_EXHAUSTED: Out of memory|std::bad_alloc"
+    ),
+    # torch, of a process that reads data: who killed it is not said
+    FaultKind.CHILD_KILLED: re.compile(r"by signal: Killed"),
+    FaultKind.COLLECTIVE_MISMATCH: re.compile(r"collective mismatch|doesn't match expected size"),
+    FaultKind.TWO_TYPES: re.compile(
+        r"(?=.*\bfloat\b)(?=.*\bdouble\b).*(?:type|found)", re.IGNORECASE | re.DOTALL
+    ),
+    FaultKind.TIMED_OUT: re.compile(r"[tT]imed out"),
+    FaultKind.PEER_LOST: re.compile(
+        # sockets, and what torch's store and Gloo say of them
+        r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|socket closed"
+        r"|Connection(?:Reset|Refused|Aborted)Error|BrokenPipeError|DistNetworkError|DistStoreError"
+        r"|recvValue failed|failed to recv|pair closure|timed out waiting .{0,40}for (?:recv|send)"
+        r"|timed out after .{0,60}waiting for clients|wait timeout after"
+        # NCCL
+        r"|remote process exited|ncclRemoteError|NCCL communicator was aborted|watchdog caught"
+        # gRPC, TensorFlow and JAX
+        r"|failed to connect to all addresses|stopped sending heartbeats|UNAVAILABLE:"
+        r"|UnavailableError|collective ops is aborted|another task died|the coordination service"
+        r"|coordination service agent|peer .{0,40}(?:closed|gone|lost|exited)|CANCELLED:",
+        re.IGNORECASE,
+    ),
+}
+
+
+def is_said(kind: FaultKind, text: str) -> bool:
+    """Whether words that are not ours tell of a failure of this kind."""
+    return _SAID[kind].search(text) is not None
+
+
+def kind_of(error: BaseException) -> FaultKind:
+    """The kind of a failure: an error of ours has one, of another its words tell."""
+    if isinstance(error, AllranksError) and error.fault_kind != FaultKind.PROGRAM:
+        return error.fault_kind
+    return kind_said_in(f"{type(error).__name__}: {error}")
+
+
+def kind_said_in(text: str) -> FaultKind:
+    """What ended a process, by its own words; a peer that it lost is told by its collective."""
+    kinds = (FaultKind.OUT_OF_MEMORY, FaultKind.CHILD_KILLED)
+    return next((kind for kind in kinds if is_said(kind, text)), FaultKind.PROGRAM)

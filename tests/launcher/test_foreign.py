@@ -1,0 +1,54 @@
+"""What others say of a failure is read in one place, and given its kind there."""
+
+from __future__ import annotations
+
+import pytest
+
+from allranks.errors import BadStep, FaultKind, PeerLost, PlaceError, ProgramError, RequestError
+from allranks.launcher.processes.foreign import is_said, kind_of
+
+SIZES = "data size (800) doesn't match expected size (400)"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError(), FaultKind.OUT_OF_MEMORY),
+        (OSError(12, "Cannot allocate memory"), FaultKind.OUT_OF_MEMORY),
+        (ProgramError("RESOURCE_EXHAUSTED: Out of memory"), FaultKind.OUT_OF_MEMORY),
+        (RuntimeError("DataLoader worker is killed by signal: Killed."), FaultKind.CHILD_KILLED),
+        (RuntimeError("Connection closed by peer"), FaultKind.PROGRAM),
+        (PeerLost("Cannot allocate memory"), FaultKind.PEER_LOST),
+        (BadStep("step 3: the loss is nan"), FaultKind.PROGRAM),
+        (PlaceError("no node"), FaultKind.PLACE),
+        (RequestError(asked="a", found="b", why="c", do="d"), FaultKind.REQUEST),
+        (ProgramError("x", fault_kind=FaultKind.HANG), FaultKind.HANG),
+        (KeyError("hang"), FaultKind.PROGRAM),
+    ],
+)
+def test_every_failure_has_a_kind(error: BaseException, kind: FaultKind) -> None:
+    assert kind_of(error) is kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        (FaultKind.PEER_LOST, "Connection closed by peer [127.0.0.1]:1", True),
+        (FaultKind.PEER_LOST, "recv: Broken pipe", True),
+        (FaultKind.PEER_LOST, SIZES, False),
+        (FaultKind.COLLECTIVE_MISMATCH, SIZES, True),
+        (FaultKind.COLLECTIVE_MISMATCH, "recv: Broken pipe", False),
+        (FaultKind.TIMED_OUT, "Timed out waiting 1800000ms for recv", True),
+        (FaultKind.TIMED_OUT, SIZES, False),
+        (FaultKind.TWO_TYPES, "expected scalar type Double but found Float", True),
+        (FaultKind.TWO_TYPES, "expected scalar type Float but found Half", False),
+    ],
+)
+def test_what_a_broken_collective_says(kind: FaultKind, text: str, said: bool) -> None:
+    assert is_said(kind, text) is said
+
+
+def test_a_line_below_changes_neither_kind_nor_cause() -> None:
+    error = ProgramError("report", fault_kind=FaultKind.HANG, cause="why").with_more("more")
+    assert (str(error), error.fault_kind, error.cause) == ("report\nmore", FaultKind.HANG, "why")
+    assert str(error.with_more("")) == str(error)
