@@ -14,10 +14,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from allranks.checkpoint.commit import Ranks
-from allranks.checkpoint.leader_checkpointer import Checkpointer
+from allranks.checkpoint.array_snapshot import ArrayCopies
+from allranks.checkpoint.checkpointer import Checkpointer
+from allranks.checkpoint.writers import LeaderAlone
 from allranks.job.job import Job
 from allranks.job.loaded import program_facts
+from allranks.tensorflow.comm import Comm
+from allranks.tensorflow.state import State
 from allranks.training.keras_task import Task
 from allranks.training.resume_checks import (
     about_of,
@@ -48,15 +51,18 @@ class Saving:
         self,
         task: Task,
         job: Job,
-        comm: Ranks,
+        comm: Comm,
+        state: State,
         attempt: int,
         reach: Callable[[str, int], None],
         report: Callable[..., None],
     ) -> None:
-        self.task, self.job, self.comm, self.report = task, job, comm, report
+        self.task, self.job, self.comm, self.state = task, job, comm, state
+        self.report = report
         self.checkpointer = Checkpointer(
             sources_for(job)[0],
-            comm,
+            LeaderAlone(comm),
+            ArrayCopies(),
             keep=job.keep,
             best=job.best,
             attempt=attempt,
@@ -64,21 +70,19 @@ class Saving:
             report=report,
         )
 
-    def save(
-        self, step: int, state: dict[str, Any], rest: dict[str, Any], metrics: dict[str, float]
-    ) -> None:
-        """Save what the strategy holds and the `rest` of the training; a thread goes on with it.
-
-        `state` has the arrays: `model`, `optimizer`. Only the leader's is looked at.
-        """
+    def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save the variables and the `rest` of the training; a thread of the leader goes on."""
         about = about_of(self.task, self.job, rest["progress"], facts(self.job), metrics)
-        self.checkpointer.save(step, {**state, **rest}, about)
+        self.checkpointer.save(step, {**self.state.arrays(), **rest}, None, about)
+
+    def prepare(self, rest: dict[str, Any]) -> None:
+        """Nothing: the first save takes the memory that all use."""
 
     def load(self) -> dict[str, Any] | None:
-        """The state of the newest good checkpoint, with its `step`; `None` if there is none.
+        """Take up the newest good checkpoint; returns its state with its `step`, `None` without one.
 
         That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
-        the job is another one. Setting the variables is up to the caller.
+        the job is another one.
         """
         loaded = self.checkpointer.load(sources_for(self.job))
         if loaded is None:
@@ -95,6 +99,7 @@ class Saving:
                 differs=changes.facts,
                 random_streams_restored="random" in loaded.common,
             )
+        self.state.load(loaded.common)
         return {**loaded.common, "step": loaded.step}
 
 
