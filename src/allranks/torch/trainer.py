@@ -329,13 +329,9 @@ class Trainer:
             attempt, reach = self.world.attempt, self.faults.reach
             self._saving = Saving(task, job, self.strategy, attempt, reach, report)
             taken.left_by(self._saving.checkpointer.close)
-        self._between = BetweenSteps(
-            self._saving,
-            Ending(self.comm, self.strategy.agreement.lockstep),
-            self.guard,
-            step.loss_scale,
-            self.witness.compare_replicas,  # what differs between ranks is never saved
-        )
+        check = self.witness.compare_replicas  # what differs between ranks is never saved
+        ending = Ending(self.comm, self.strategy.agreement.lockstep)
+        self._between = BetweenSteps(self._saving, ending, self.guard, step.loss_scale, check)
 
     def _place_model(self) -> Built:
         """Build the model and hand it to the strategy."""
