@@ -16,18 +16,13 @@ import tensorflow as tf
 
 from allranks.checkpoint.array_snapshot import ArrayCopies
 from allranks.checkpoint.checkpointer import Checkpointer
+from allranks.checkpoint.commit import Ranks
 from allranks.checkpoint.writers import LeaderAlone
 from allranks.job.job import Job
 from allranks.job.loaded import program_facts
-from allranks.tensorflow.comm import Comm
 from allranks.tensorflow.state import State
+from allranks.training.engine.saved_job import SavedJob
 from allranks.training.keras_task import Task
-from allranks.training.resume_checks import (
-    about_of,
-    changes_since,
-    check_not_asked_for,
-    sources_for,
-)
 
 DECIDES_BITS = ("tensorflow", "keras", "instructions", "threads", "device")
 INSTRUCTIONS = (
@@ -51,54 +46,39 @@ class Saving:
         self,
         task: Task,
         job: Job,
-        comm: Comm,
+        comm: Ranks,
         state: State,
         attempt: int,
         reach: Callable[[str, int], None],
         report: Callable[..., None],
     ) -> None:
-        self.task, self.job, self.comm, self.state = task, job, comm, state
-        self.report = report
+        self.saved = SavedJob(task, job, facts, DECIDES_BITS, attempt, reach, report)
+        self.comm, self.state = comm, state
+        own_folder, *_ = self.saved.sources
         self.checkpointer = Checkpointer(
-            sources_for(job)[0],
-            LeaderAlone(comm),
-            ArrayCopies(),
-            keep=job.keep,
-            best=job.best,
-            attempt=attempt,
-            reach=reach,
-            report=report,
+            own_folder, LeaderAlone(comm), ArrayCopies(), **self.saved.rules
         )
 
     def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
         """Save the variables and the `rest` of the training; a thread of the leader goes on."""
-        about = about_of(self.task, self.job, rest["progress"], facts(self.job), metrics)
-        self.checkpointer.save(step, {**self.state.arrays(), **rest}, None, about)
+        state = {**self.state.arrays(), **rest}
+        self.checkpointer.save(step, state, None, self.saved.about(rest, metrics))
 
     def prepare(self, rest: dict[str, Any]) -> None:
         """Nothing: the first save takes the memory that all use."""
 
     def load(self) -> dict[str, Any] | None:
-        """Take up the newest good checkpoint; returns its state with its `step`, `None` without one.
+        """Take up the newest good checkpoint; returns its state with its `step`, if there is one.
 
-        That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
-        the job is another one.
+        Raises `RequestError` if it is of another job.
         """
-        loaded = self.checkpointer.load(sources_for(self.job))
-        if loaded is None:
-            check_not_asked_for(self.job)
+        loaded = self.checkpointer.load(self.saved.sources)
+        changes = self.saved.changes(loaded)
+        if loaded is None or changes is None:
             return None
-        changes = changes_since(loaded, self.task, self.job, facts(self.job), DECIDES_BITS)
         if self.comm.rank == 0:
-            self.report(
-                "resumed",
-                step=loaded.step,
-                path=str(loaded.path),
-                ranks_were=loaded.manifest.ranks,
-                changes=changes.job,
-                differs=changes.facts,
-                random_streams_restored="random" in loaded.common,
-            )
+            has_streams = "random" in loaded.common
+            self.saved.resumed(loaded, changes, random_streams_restored=has_streams)
         self.state.load(loaded.common)
         return {**loaded.common, "step": loaded.step}
 
