@@ -31,7 +31,7 @@ def fail_during_a_save(argument: dict[str, Any]) -> int:
     never = threading.Event()
     with suppress(ZeroDivisionError), Trainer(trainer_tasks.Worse(), Job(**argument)) as trainer:
         assert trainer._saving is not None
-        trainer._saving.checkpointer._thread.start(lambda: never.wait() and None)
+        trainer._saving.checkpointer.writers.thread.start(lambda: never.wait() and None)
         raise ZeroDivisionError
     never.set()
     return 0

@@ -14,8 +14,8 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
-from allranks.torch.fit import fit
 from allranks.torch.model.reals import write_tensors
+from allranks.training.fit import fit
 
 
 def trained(task: Any, job: Job, world: World) -> dict[str, torch.Tensor]:

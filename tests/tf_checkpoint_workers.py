@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from allranks.checkpoint.about import About
-from allranks.checkpoint.commit import ALONE
-from allranks.checkpoint.leader_checkpointer import Checkpointer
+from allranks.checkpoint.array_snapshot import ArrayCopies
+from allranks.checkpoint.checkpointer import Checkpointer
+from allranks.checkpoint.commit import ALONE, Ranks
+from allranks.checkpoint.writers import LeaderAlone
 from allranks.job.faults import POINTS as ALL_POINTS
 from allranks.job.faults import Faults
 from small_disk import small_disk
@@ -57,6 +59,11 @@ def assert_same(found: Any, wanted: Any) -> None:
             assert_same(one, other)
     else:
         assert found == wanted or found != found != wanted != wanted
+
+
+def checkpointer(folder: Path, ranks: Ranks = ALONE, **rules: Any) -> Checkpointer:
+    """One whose leader writes for all."""
+    return Checkpointer(folder, LeaderAlone(ranks), ArrayCopies(), **rules)
 
 
 class Meeting:
@@ -108,9 +115,9 @@ def on_ranks(size: int, act: Callable[[Seat], Any]) -> list[Any]:
 def dies_at(argument: dict[str, Any]) -> int:
     """Commit step 1, then be killed at a point of the save of step 2."""
     faults = Faults.of(f"kill@step=2,at={argument['point']}", 0, 0)
-    saver = Checkpointer(Path(argument["folder"]), ALONE, reach=faults.reach)
-    saver.save(1, state(1), About(), blocking=True)
-    saver.save(2, state(2), About(), blocking=argument["blocking"])
+    saver = checkpointer(Path(argument["folder"]), ALONE, reach=faults.reach)
+    saver.save(1, state(1), None, About(), blocking=True)
+    saver.save(2, state(2), None, About(), blocking=argument["blocking"])
     saver.wait()
     signal.pause()  # nothing was reached: this never ends well
     return os.EX_SOFTWARE
@@ -122,10 +129,10 @@ def fills_the_disk(argument: dict[str, Any]) -> None:
     small_disk(argument["folder"], "640k")
     folder = Path(argument["folder"]) / "checkpoints"
     told: list[tuple[str, dict[str, Any]]] = []
-    saver = Checkpointer(folder, ALONE, report=lambda event, **values: told.append((event, values)))
+    saver = checkpointer(folder, ALONE, report=lambda event, **values: told.append((event, values)))
 
     def save(step: int, count: int) -> bool:
-        saver.save(step, {"mine": np.full(count, step, np.uint8)}, About())
+        saver.save(step, {"mine": np.full(count, step, np.uint8)}, None, About())
         return saver.wait()
 
     assert save(1, 400_000)

@@ -26,6 +26,19 @@ from allranks.training.task_fields import task_of
 INPUTS = np.linspace(-1, 1, 40, dtype=np.float32).reshape(5, 8)
 
 
+class Held:
+    """Variables of no model."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def arrays(self) -> dict[str, Any]:
+        return self.values
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
 def saves(argument: dict[str, Any]) -> None:
     """A checkpoint of a model that was made second in its process, and the logits of that model."""
     job = Job.from_data(argument)
@@ -40,9 +53,11 @@ def saves(argument: dict[str, Any]) -> None:
     }
     assert "sequential_1/dense_2/kernel" in values, "its layers are numbered on"
     set_weights(model, values)
-    saving = Saving(task, job, ALONE, 0, lambda point, step: None, lambda event, **values: None)
-    rest = {"progress": {"batch_index": 3}}
-    saving.save(3, {"model": values_of(names_of(model)), "optimizer": {}}, rest, {})
+    state: Any = Held({"model": values_of(names_of(model)), "optimizer": {}})
+    saving = Saving(
+        *(task, job, ALONE, state, 0, lambda point, step: None), lambda event, **values: None
+    )
+    saving.save(3, {"progress": {"batch_index": 3}}, {})
     assert saving.checkpointer.wait()
     np.save(Path(job.run_dir) / "logits.npy", np.asarray(model(INPUTS, training=False)))
 
@@ -51,12 +66,14 @@ def goes_on(argument: dict[str, Any]) -> None:
     """Load what `saves` saved; the events tell what has changed."""
     job = Job.from_data(argument["job"])
     told: list[tuple[str, dict[str, Any]]] = []
+    held: Any = Held({})
     saving = Saving(
-        *(task_of(job, Task), job, ALONE, 1, lambda point, step: None),
+        *(task_of(job, Task), job, ALONE, held, 1, lambda point, step: None),
         lambda event, **values: told.append((event, values)),
     )
     state = saving.load()
     assert state is not None and state["step"] == state["progress"]["batch_index"] == 3
+    assert held.values["model"].keys() == state["model"].keys() != set()
     ((event, values),) = told
     assert event == "resumed" and values["changes"] == argument["changes"], values
     assert values["differs"] == {} and values["ranks_were"] == 1

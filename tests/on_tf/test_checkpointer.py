@@ -16,17 +16,25 @@ from safetensors.numpy import load_file
 
 from allranks.checkpoint.about import About
 from allranks.checkpoint.array_snapshot import KINDS
+from allranks.checkpoint.checkpointer import Checkpointer
 from allranks.checkpoint.commit import ALONE
 from allranks.checkpoint.export import export_weights
 from allranks.checkpoint.folder import committed, uncommitted, verify_files
-from allranks.checkpoint.leader_checkpointer import Checkpointer
 from allranks.checkpoint.manifest import NAME, read_manifest, step_folder
 from allranks.errors import PeerLost, RequestError
 from allranks.job.faults import flip_bit
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
-from tf_checkpoint_workers import POINTS, STANDS, Seat, assert_same, on_ranks, state
+from tf_checkpoint_workers import (
+    POINTS,
+    STANDS,
+    Seat,
+    assert_same,
+    checkpointer,
+    on_ranks,
+    state,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -50,19 +58,19 @@ def run_fork(forks: ForkServer, target: str, argument: Any, folder: Path) -> int
 
 
 def saved(folder: Path, *steps: int, **values: Any) -> Checkpointer:
-    saver = Checkpointer(folder, ALONE, **values)
+    saver = checkpointer(folder, ALONE, **values)
     for step in steps:
-        saver.save(step, state(step), About())
+        saver.save(step, state(step), None, About())
     assert saver.wait()
     return saver
 
 
 def test_a_state_comes_back_whole_and_its_weights_are_exported(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    saver = Checkpointer(folder, ALONE)
+    saver = checkpointer(folder, ALONE)
     about = About({"program": "x"}, {"epoch": 1}, {"keras": "3"}, {"loss": 2.0})
-    saver.save(7, state(7), about, blocking=True)
-    loaded = Checkpointer(folder, ALONE).load([folder])
+    saver.save(7, state(7), None, about, blocking=True)
+    loaded = checkpointer(folder, ALONE).load([folder])
     assert loaded is not None and (loaded.step, loaded.path) == (7, step_folder(folder, 7))
     assert_same(loaded.common, state(7))
     manifest = loaded.manifest
@@ -73,7 +81,7 @@ def test_a_state_comes_back_whole_and_its_weights_are_exported(tmp_path: Path) -
     assert names == sorted(read) == sorted(state(7)["model"])
     for name, array in state(7)["model"].items():
         assert_same(np.array(read[name]), array)
-    assert Checkpointer(tmp_path / "none", ALONE).load([tmp_path / "none"]) is None
+    assert checkpointer(tmp_path / "none", ALONE).load([tmp_path / "none"]) is None
 
 
 def test_every_type_of_number_in_any_shape(tmp_path: Path) -> None:
@@ -86,9 +94,9 @@ def test_every_type_of_number_in_any_shape(tmp_path: Path) -> None:
     }
     swapped = {"swapped": np.arange(5, dtype=">f4"), "wide": np.broadcast_to(np.int16(3), (2, 4))}
     values = {"tuple": (1, [2.5, None], "text"), 7: {"-1": float("-inf")}, "yes": np.bool_(True)}
-    saver = Checkpointer(tmp_path, ALONE)
+    saver = checkpointer(tmp_path, ALONE)
     whole = {"arrays": arrays, **swapped, **values}
-    saver.save(1, whole, About(), blocking=True)
+    saver.save(1, whole, None, About(), blocking=True)
     loaded = saver.load([tmp_path])
     assert loaded is not None
     assert_same(loaded.common, whole)
@@ -98,9 +106,9 @@ def test_every_type_of_number_in_any_shape(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(
     tmp_path: Path, wrong: Any
 ) -> None:
-    saver = Checkpointer(tmp_path / "checkpoints", ALONE)
+    saver = checkpointer(tmp_path / "checkpoints", ALONE)
     with pytest.raises(RequestError, match="without pickle"):
-        saver.save(1, {"model": wrong}, About())
+        saver.save(1, {"model": wrong}, None, About())
     assert not (tmp_path / "checkpoints").exists()
     saver.close()
 
@@ -114,18 +122,18 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
             writing.set()
             go_on.wait()
 
-    saver = Checkpointer(
+    saver = checkpointer(
         tmp_path, ALONE, reach=reach, report=lambda event, **values: told.append(event)
     )
     changing = state(1)
-    saver.save(1, changing, About())
+    saver.save(1, changing, None, About())
     writing.wait()
     for array in changing["model"].values():
         array.fill(99)
     changing["progress"]["batch_index"] = 99
     assert told == [] and committed(tmp_path) == []
     go_on.set()
-    saver.save(2, state(2), About())
+    saver.save(2, state(2), None, About())
     assert step_folder(tmp_path, 1) in committed(tmp_path), "a save waits for the one before it"
     saver.close()
     loaded = saver.load([step_folder(tmp_path, 1)])
@@ -142,7 +150,7 @@ def test_the_points_are_reached_in_order_and_the_event_tells(tmp_path: Path) -> 
         reach=lambda point, step: reached.append(point),
         report=lambda event, **values: told.append((event, values)),
     )
-    saver.save(3, state(3), About(), blocking=True)
+    saver.save(3, state(3), None, About(), blocking=True)
     assert reached == POINTS, "and a step that is there is not saved again"
     ((event, values),) = told
     assert event == "checkpoint" and values["step"] == 3
@@ -157,7 +165,7 @@ def test_a_kill_at_any_point(forks: ForkServer, tmp_path: Path, point: str, bloc
     argument = {"folder": str(folder), "point": point, "blocking": blocking}
     assert run_fork(forks, "dies_at", argument, tmp_path) == -signal.SIGKILL
     told: list[str] = []
-    again = Checkpointer(
+    again = checkpointer(
         folder, ALONE, attempt=1, report=lambda event, **values: told.append(event)
     )
     loaded = again.load([folder])
@@ -165,7 +173,7 @@ def test_a_kill_at_any_point(forks: ForkServer, tmp_path: Path, point: str, bloc
     assert_same(loaded.common, state(loaded.step))
     assert told == [], "a kill makes no checkpoint bad"
     assert uncommitted(folder) == [], "what was begun is swept away"
-    again.save(3, state(3), About(), blocking=True)
+    again.save(3, state(3), None, About(), blocking=True)
     assert again.wait() and len(committed(folder)) == len(list(folder.iterdir()))
 
 
@@ -183,7 +191,7 @@ def test_a_flipped_bit_is_found_and_the_older_one_is_loaded(
     saved(tmp_path, 1, 2)
     flip_bit(step_folder(tmp_path, 2) / name, at)
     told: Told = []
-    again = Checkpointer(
+    again = checkpointer(
         tmp_path, ALONE, report=lambda event, **values: told.append((event, values))
     )
     loaded = again.load([tmp_path])
@@ -196,22 +204,22 @@ def test_a_flipped_bit_is_found_and_the_older_one_is_loaded(
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
-    saver = Checkpointer(tmp_path, ALONE, keep=2, best="min:loss")
+    saver = checkpointer(tmp_path, ALONE, keep=2, best="min:loss")
     for step, loss in enumerate([3.0, 1.0, 2.0, float("nan"), 4.0]):
-        saver.save(step, state(step), About(metrics={"loss": loss}))
+        saver.save(step, state(step), None, About(metrics={"loss": loss}))
     saver.close()
     assert [read_manifest(folder).step for folder in committed(tmp_path)] == [4, 3, 1]
     with pytest.raises(RequestError, match="max:accuracy"):
-        Checkpointer(tmp_path, ALONE, best="accuracy")
+        checkpointer(tmp_path, ALONE, best="accuracy")
 
 
 def test_the_leader_writes_for_all_and_any_number_of_ranks_loads(tmp_path: Path) -> None:
     """Saves and waits cost one exchange each, from the thread that trains (`Seat` looks)."""
 
     def save(comm: Seat) -> tuple[bool, int]:
-        saver = Checkpointer(tmp_path, comm)
+        saver = checkpointer(tmp_path, comm)
         for step in (1, 2):
-            saver.save(step, state(step) if comm.rank == 0 else None, About())
+            saver.save(step, state(step) if comm.rank == 0 else None, None, About())
         return saver.wait() and saver.wait(), comm.hears
 
     assert on_ranks(2, save) == [(True, 2), (True, 2)]
@@ -220,7 +228,7 @@ def test_the_leader_writes_for_all_and_any_number_of_ranks_loads(tmp_path: Path)
     assert verify_files(step_folder(tmp_path, 2), manifest, manifest.files) == []
 
     def load(comm: Seat) -> Any:
-        loaded = Checkpointer(tmp_path, comm).load([tmp_path])
+        loaded = checkpointer(tmp_path, comm).load([tmp_path])
         assert loaded is not None and loaded.step == 2 and loaded.own is None
         return loaded.common
 
@@ -238,7 +246,7 @@ def test_ranks_that_see_other_manifests_agree_on_an_older_one(tmp_path: Path) ->
     def load(comm: Seat) -> int:
         if comm.rank == 1:
             comm.twisted = lambda text: other if comm.hears == 2 else text
-        saver = Checkpointer(
+        saver = checkpointer(
             tmp_path, comm, report=lambda event, **values: told.append((event, values))
         )
         loaded = saver.load([tmp_path])
@@ -262,17 +270,17 @@ def test_all_ranks_hear_of_a_save_that_failed(tmp_path: Path) -> None:
 
     def save(comm: Seat) -> list[bool]:
         found = []
-        saver = Checkpointer(
+        saver = checkpointer(
             tmp_path, comm, reach=reach, report=lambda event, **v: told.append((event, v["step"]))
         )
         for step in (1, 2, 2, 3):
-            saver.save(step, state(step), About())
+            saver.save(step, state(step), None, About())
             found.append(saver.wait())
         assert not step_folder(tmp_path, 2).exists()
-        saver.save(4, state(4), About())
+        saver.save(4, state(4), None, About())
         error = RuntimeError if comm.rank == 0 else PeerLost
         with pytest.raises(error, match="no disk at all"):
-            saver.save(5, state(5), About())
+            saver.save(5, state(5), None, About())
         return found
 
     assert on_ranks(2, save) == [[True, False, False, True]] * 2
@@ -287,9 +295,9 @@ def test_an_error_that_nobody_waited_for_is_reported_when_it_is_closed(tmp_path:
         if point == "save:prune":
             raise RuntimeError("no disk at all")
 
-    saver = Checkpointer(
+    saver = checkpointer(
         tmp_path, ALONE, reach=reach, report=lambda event, **values: told.append((event, values))
     )
-    saver.save(1, state(1), About())
+    saver.save(1, state(1), None, About())
     saver.close()
     assert told[-1] == ("checkpoint_failed", {"step": None, "rank": 0, "error": "no disk at all"})

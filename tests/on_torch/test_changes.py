@@ -16,9 +16,9 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
-from allranks.torch.fit import fit
 from allranks.torch.model.reals import read_tensors
 from allranks.torch.step.ema import MovingAverage
+from allranks.training.fit import fit
 from conftest import Train
 from plain_workers import trained
 

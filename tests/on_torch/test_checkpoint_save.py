@@ -229,3 +229,15 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
         checkpointer.save(1, {"model": object()}, None, About())
     assert not (tmp_path / "checkpoints").exists()
     checkpointer.close()
+
+
+def test_a_state_that_is_refused_was_not_saved_though_the_one_before_it_was(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, Comm())
+    checkpointer.save(1, state(1), None, About(), blocking=True)
+    with pytest.raises(RequestError, match="without pickle"):
+        checkpointer.save(2, {"model": object()}, None, About())
+    assert not checkpointer.wait()
+    checkpointer.save(2, state(2), None, About())
+    assert checkpointer.wait()
+    loaded = Checkpointer(tmp_path, Comm()).load([tmp_path])
+    assert loaded is not None and loaded.step == 2

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import SCALARS, Even
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, keep_rows, rank_events_path, read_rows
-from allranks.training.logs import STEP_COLUMNS, GrowingFile, Logs, check_logs, open_logs
+from allranks.training.record.logs import STEP_COLUMNS, GrowingFile, Logs, check_logs, open_logs
 from conftest import Train
 
 

@@ -6,15 +6,19 @@ ml_dtypes, which comes with TensorFlow; here they are called by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allranks.checkpoint import tree
+from allranks.checkpoint.checkpointer import Planned
+from allranks.checkpoint.commit import Ranks
 from allranks.checkpoint.manifest import Chunk, Manifest, SavedTensor
-from allranks.checkpoint.newest import is_below
+from allranks.checkpoint.newest import Loaded, is_below, values_of
 from allranks.checkpoint.tensor_file import Piece, lay_out
 from allranks.checkpoint.tensors import TensorFiles
 from allranks.checkpoint.tree import refused
@@ -28,6 +32,7 @@ KINDS = {
     **{"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"},
     **{"F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn"},
 }
+COMMON = "common"
 NAMES = {kind: name for name, kind in KINDS.items()}
 
 
@@ -97,6 +102,37 @@ def read_arrays(files: TensorFiles, manifest: Manifest, prefix: str) -> dict[str
         for path, saved in manifest.tensors.items()
         if is_below(path, prefix)
     }
+
+
+def read_checkpoint(folder: Path, manifest: Manifest) -> Loaded:
+    """What a checkpoint whose digests hold has in it; raises `BadCheckpoint`.
+
+    Its `common` is the state that was saved; each rank reads all of it.
+    """
+    common, _ = values_of(manifest)
+    with TensorFiles(folder) as files:
+        arrays = read_arrays(files, manifest, COMMON)
+    return Loaded(manifest.step, folder, manifest, tree.unflatten(common, arrays), None)
+
+
+class ArrayCopies:
+    """Copies of a state that all ranks hold: nested dicts, lists and tuples of numpy arrays.
+
+    Whoever writes, writes all of it; nothing is a rank's own.
+    """
+
+    def __init__(self) -> None:
+        self._snapshot = Snapshot()
+
+    def plan(self, ranks: Ranks, step: int, common: Any, own: None) -> Planned:
+        """Sends nothing."""
+        skeleton, arrays = flatten(common, COMMON)
+        take = partial(self._snapshot.take, arrays)
+        return Planned(skeleton, None, self._snapshot.tensors, self._snapshot, take)
+
+    def reader(self, ranks: Ranks, templates: None) -> Callable[[Path, Manifest], Loaded]:
+        """Reads into arrays of their own."""
+        return read_checkpoint
 
 
 def _dtype(path: str, name: str) -> np.dtype[Any]:

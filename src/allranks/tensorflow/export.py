@@ -26,8 +26,8 @@ from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.tensorflow.machine import set_arithmetic
 from allranks.tensorflow.names import set_weights
-from allranks.training.failure import exit_code_of, failure_of
 from allranks.training.keras_task import Task
+from allranks.training.record.failure import exit_code_of, failure_of
 from allranks.training.task_fields import task_of
 
 

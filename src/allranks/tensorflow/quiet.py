@@ -1,7 +1,8 @@
 """What TensorFlow's C++ says to standard error while it begins: kept back, and told if it fails.
 
 Its notes on instructions and on drivers that are not there cannot be turned off, and would stand
-above every run. They are written past Python, so the file descriptor itself is turned aside.
+above every run. They are written past Python, so the file descriptor itself is turned aside. This
+file imports no TensorFlow: `preload` needs it for that import.
 """
 
 from __future__ import annotations

@@ -14,17 +14,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from allranks.checkpoint.array_snapshot import ArrayCopies
+from allranks.checkpoint.checkpointer import Checkpointer
 from allranks.checkpoint.commit import Ranks
-from allranks.checkpoint.leader_checkpointer import Checkpointer
+from allranks.checkpoint.writers import LeaderAlone
 from allranks.job.job import Job
 from allranks.job.loaded import program_facts
+from allranks.tensorflow.state import State
+from allranks.training.engine.saved_job import SavedJob
 from allranks.training.keras_task import Task
-from allranks.training.resume_checks import (
-    about_of,
-    changes_since,
-    check_not_asked_for,
-    sources_for,
-)
 
 DECIDES_BITS = ("tensorflow", "keras", "instructions", "threads", "device")
 INSTRUCTIONS = (
@@ -49,52 +47,39 @@ class Saving:
         task: Task,
         job: Job,
         comm: Ranks,
+        state: State,
         attempt: int,
         reach: Callable[[str, int], None],
         report: Callable[..., None],
     ) -> None:
-        self.task, self.job, self.comm, self.report = task, job, comm, report
+        self.saved = SavedJob(task, job, facts, DECIDES_BITS, attempt, reach, report)
+        self.comm, self.state = comm, state
+        own_folder, *_ = self.saved.sources
         self.checkpointer = Checkpointer(
-            sources_for(job)[0],
-            comm,
-            keep=job.keep,
-            best=job.best,
-            attempt=attempt,
-            reach=reach,
-            report=report,
+            own_folder, LeaderAlone(comm), ArrayCopies(), **self.saved.rules
         )
 
-    def save(
-        self, step: int, state: dict[str, Any], rest: dict[str, Any], metrics: dict[str, float]
-    ) -> None:
-        """Save what the strategy holds and the `rest` of the training; a thread goes on with it.
+    def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save the variables and the `rest` of the training; a thread of the leader goes on."""
+        state = {**self.state.arrays(), **rest}
+        self.checkpointer.save(step, state, None, self.saved.about(rest, metrics))
 
-        `state` has the arrays: `model`, `optimizer`. Only the leader's is looked at.
-        """
-        about = about_of(self.task, self.job, rest["progress"], facts(self.job), metrics)
-        self.checkpointer.save(step, {**state, **rest}, about)
+    def prepare(self, rest: dict[str, Any]) -> None:
+        """Nothing: the first save takes the memory that all use."""
 
     def load(self) -> dict[str, Any] | None:
-        """The state of the newest good checkpoint, with its `step`; `None` if there is none.
+        """Take up the newest good checkpoint; returns its state with its `step`, if there is one.
 
-        That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
-        the job is another one. Setting the variables is up to the caller.
+        Raises `RequestError` if it is of another job.
         """
-        loaded = self.checkpointer.load(sources_for(self.job))
-        if loaded is None:
-            check_not_asked_for(self.job)
+        loaded = self.checkpointer.load(self.saved.sources)
+        changes = self.saved.changes(loaded)
+        if loaded is None or changes is None:
             return None
-        changes = changes_since(loaded, self.task, self.job, facts(self.job), DECIDES_BITS)
         if self.comm.rank == 0:
-            self.report(
-                "resumed",
-                step=loaded.step,
-                path=str(loaded.path),
-                ranks_were=loaded.manifest.ranks,
-                changes=changes.job,
-                differs=changes.facts,
-                random_streams_restored="random" in loaded.common,
-            )
+            has_streams = "random" in loaded.common
+            self.saved.resumed(loaded, changes, random_streams_restored=has_streams)
+        self.state.load(loaded.common)
         return {**loaded.common, "step": loaded.step}
 
 

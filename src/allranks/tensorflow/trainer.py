@@ -20,7 +20,6 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from allranks.catalog import STRATEGIES, TENSORFLOW, load
-from allranks.errors import RequestError
 from allranks.job.engines import default_strategy
 from allranks.job.faults import Faults
 from allranks.job.job import Job
@@ -44,6 +43,8 @@ from allranks.tensorflow.step.step_result import Judge
 from allranks.tensorflow.step.user_variables import OwnWrites
 from allranks.tensorflow.strategies.base import Setting, Strategy
 from allranks.training.callback import Callback
+from allranks.training.engine.between_steps import BetweenSteps, total_steps
+from allranks.training.engine.stopping import Ending
 from allranks.training.evaluation_plan import Course
 from allranks.training.keras_task import Task
 from allranks.training.order import random_key
@@ -59,6 +60,8 @@ class Trainer:
     `report(event, **values)` hears of checkpoints, from another thread too; `fit` calls `callbacks`
     before those of the task.
     """
+
+    model_notes: Sequence[str] = ()
 
     def __init__(
         self,
@@ -89,11 +92,12 @@ class Trainer:
             self.judge = Judge(self.job, "rank" if self.comm.size > 1 else "replica")
             self.graphs = self._made_graphs()
             self.own_writes = OwnWrites(self.built.model)
-            self.state_of = State(self.built)
             self.task_data = TaskData(task, self.job, self.strategy, self.built.model)
             self.faults.corrupt = lambda: flip_one_bit(self.built.model.trainable_variables[0])
             self.faults.poison = self._poison_next
             self._saving = self._made_saving(report) if self.job.run_dir else None
+            ending, judge = Ending(self.comm, together=True), self.judge
+            self._between = BetweenSteps(self._saving, ending, judge.guard, judge.loss_scale)
         except BaseException:
             self._undo()
             raise
@@ -110,6 +114,13 @@ class Trainer:
             options=strategy.collective_options,
             updates_bad=self.judge.updates_bad,
         )
+
+    def _made_state(self) -> State:
+        return State(self.built)
+
+    def _made_saving(self, report: Callable[..., None]) -> Saving:
+        attempt, reach = self.world.attempt, self.faults.reach
+        return Saving(self.task, self.job, self.comm, self._made_state(), attempt, reach, report)
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -234,23 +245,21 @@ class Trainer:
 
     def evaluate_if_due(self) -> dict[str, float] | None:
         """After a step: evaluate where the job asks for it; `None` where it does not."""
-        if not self.course.is_due(self.progress, self.task_data.batches.steps_per_epoch):
-            return None
-        metrics = self.evaluate()
-        self.course.take(metrics, self.progress)
-        return metrics
+        return self._between.evaluate_if_due(self)
 
     @property
     def total_steps(self) -> int | None:
         """The optimizer steps of the whole job; `None` where the data does not say its length."""
-        per_epoch = self.task_data.batches.steps_per_epoch
-        if self.job.steps is not None:
-            return self.job.steps
-        return None if per_epoch is None else per_epoch * self.task.epochs
+        return total_steps(self)
 
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update."""
         self.task_data.rehearse()
+
+    @property
+    def user_buffers(self) -> list[str]:
+        """The variables that forward itself has written."""
+        return self.own_writes.names
 
     def weights(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """Every variable of the model as an array, by name in sorted order."""
@@ -267,17 +276,7 @@ class Trainer:
         is waited for. Returns whether what was waited for is committed. Where the job keeps the
         best checkpoint it evaluates first, unless `in_a_hurry`.
         """
-        saving = self._saves()
-        metrics = self.course.metrics_of(self.progress)
-        if metrics is None:
-            metrics = self.evaluate() if self.job.best and not in_a_hurry else {}
-        before = self.pulse.enter("save")
-        for callback in self.callbacks:
-            callback.on_save(self)
-        saving.save(self.progress.batch_index, self.state_of.arrays(), self._rest(), metrics)
-        committed = saving.checkpointer.wait() if wait else True
-        self.pulse.enter(before)
-        return committed
+        return self._between.save(self, wait=wait, in_a_hurry=in_a_hurry)
 
     def resume(self) -> int | None:
         """Go on from the newest good checkpoint; every rank calls this, before the first step.
@@ -285,53 +284,15 @@ class Trainer:
         Returns the global batches that are done, or `None` where there is no checkpoint. Raises
         `RequestError` if it belongs to another job.
         """
-        before = self.pulse.enter("save")
-        state = self._saves().load()
-        self.pulse.enter(before)
-        if state is None:
-            return None
-        self.state_of.load(state)
-        self.progress = Progress(**state["progress"])
-        self.judge.load_state(state)
-        self.course.load_state(state["course"])
-        return int(state["step"])
-
-    def _rest(self) -> dict[str, Any]:
-        """What of the state is no array."""
-        return {
-            "progress": dataclasses.asdict(self.progress),
-            "course": self.course.state(),
-            **self.judge.state(),
-        }
+        return self._between.resume(self)
 
     def save_if_due(self, result: StepResult) -> bool:
         """After a step: save where the job or a signal asks for it. Returns whether to stop now."""
-        step, every = self.progress.batch_index, self.job.checkpoint_every
-        if result.asked.save:
-            self.pulse.wants_save()  # heard from another rank first: not again with the next step
-        due = every is not None and step % every == 0
-        stop = result.asked.stop
-        if stop or result.asked.save or due or self.course.wants_save(self.progress):
-            self.save(wait=stop, in_a_hurry=stop)
-        return stop
+        return self._between.save_if_due(self, result)
 
-    def come_to_the_end(self) -> None:
-        """After the last step: save, where checkpoints are made."""
-        if self.job.checkpoint_every is not None:
-            self.save()
-
-    def _saves(self) -> Saving:
-        if self._saving is None:
-            raise RequestError(
-                asked="to save or resume a training",
-                found="no run folder in its job",
-                why="checkpoints live in the run folder",
-                do='Trainer(task, Job(run_dir="runs/mine"))',
-            )
-        return self._saving
-
-    def _made_saving(self, report: Callable[..., None]) -> Saving:
-        return Saving(self.task, self.job, self.comm, self.world.attempt, self.faults.reach, report)
+    def come_to_the_end(self) -> bool:
+        """After the last step: save, where checkpoints are made. Returns whether it is a stop."""
+        return self._between.come_to_the_end(self)
 
     def close(self) -> None:
         """Leave the other ranks, and give model and process back as they were."""

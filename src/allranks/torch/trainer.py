@@ -41,17 +41,18 @@ from allranks.torch.model.layers import Scope, restore_layers
 from allranks.torch.model.model_notes import notes_on
 from allranks.torch.model.precision import set_kernels
 from allranks.torch.model.whole_norm import whole_norm
-from allranks.torch.saving import Saving, no_run_folder
+from allranks.torch.saving import Saving
 from allranks.torch.state import random_streams, set_random_streams
 from allranks.torch.step.bad_step import guard_of
 from allranks.torch.step.trainable import check_no_scheduler
 from allranks.torch.step.user_buffers import written_in_forward
-from allranks.torch.stopping import Ending
 from allranks.torch.taken import Taken
 from allranks.torch.task import Task, task_of_parts
 from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
 from allranks.training.callback import Callback
+from allranks.training.engine.between_steps import BetweenSteps, total_steps
+from allranks.training.engine.stopping import Ending
 from allranks.training.evaluation_plan import Course
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import Asked, Progress, StepResult
@@ -177,6 +178,14 @@ class Trainer:
         self.faults.reach("stepped", batch.index)
         return result
 
+    def calls(self) -> Iterator[list[Batch]]:
+        """The batches that come next, as the loop `fit` takes them: one at a time."""
+        return ([batch] for batch in self.batches())
+
+    def steps(self, batches: list[Batch]) -> list[StepResult]:
+        """Several steps, one after the other."""
+        return [self.step(batch) for batch in batches]
+
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """The metrics over `data` (the task's own if `None`), exact; every rank calls this."""
         before = self.pulse.enter("evaluate")
@@ -192,19 +201,12 @@ class Trainer:
     def evaluate_if_due(self) -> dict[str, float] | None:
         """After a step: evaluate where the job asks for it; `None` where it does not."""
         self._called.add("evaluate_if_due")
-        if not self.course.is_due(self.progress, self.task_data.batches.steps_per_epoch):
-            return None
-        metrics = self.evaluate()
-        self.course.take(metrics, self.progress)
-        return metrics
+        return self._between.evaluate_if_due(self)
 
     @property
     def total_steps(self) -> int | None:
         """The optimizer steps of the whole job; `None` for a stream that is read to its end."""
-        per_epoch = self.task_data.batches.steps_per_epoch
-        if self.job.steps is not None:
-            return self.job.steps
-        return None if per_epoch is None else per_epoch * self.task.epochs
+        return total_steps(self)
 
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update."""
@@ -221,32 +223,15 @@ class Trainer:
         check_no_scheduler(self.strategy.step.optimizer, "the state of a training")
         state = copy.deepcopy(self.strategy.state())  # training goes on in the tensors themselves
         random = {"ranks": self.comm.size, **random_streams(self.device)}
-        return {"strategy": state, "random": random, **self._rest()}
+        return {"strategy": state, "random": random, **self._between.rest(self)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state` returned, on any number of ranks; every rank calls this."""
         _ = self.task_data.batches
         self.strategy.load_state(copy.deepcopy(state["strategy"]))
-        self._load_rest(state)
+        self._between.load_rest(self, state)
         if state["random"]["ranks"] == self.comm.size:
             set_random_streams(state["random"], self.device)
-
-    def _rest(self) -> dict[str, Any]:
-        """What of the state is not the strategy's."""
-        scale = self.strategy.step.loss_scale
-        return {
-            "progress": dataclasses.asdict(self.progress),
-            "guard": self.guard.state(),
-            "course": self.course.state(),
-            "loss_scale": None if scale is None else scale.state(),
-        }
-
-    def _load_rest(self, state: dict[str, Any]) -> None:
-        self.progress = Progress(**state["progress"])
-        self.guard.load_state(state["guard"])
-        self.course.load_state(state["course"])
-        if self.strategy.step.loss_scale is not None:
-            self.strategy.step.loss_scale.load_state(state["loss_scale"])
 
     # --- checkpoints ----------------------------------------------------------------------
 
@@ -257,18 +242,7 @@ class Trainer:
         Returns whether what was waited for is committed: a full disk costs a checkpoint, not the
         training. Where the job keeps the best checkpoint it evaluates first, unless `in_a_hurry`.
         """
-        saving = self._saves()
-        metrics = self.course.metrics_of(self.progress)
-        if metrics is None:
-            metrics = self.evaluate() if self.job.best and not in_a_hurry else {}
-        before = self.pulse.enter("save")
-        for callback in self.callbacks:
-            callback.on_save(self)
-        self.witness.compare_replicas()  # what differs between ranks is never saved
-        saving.save(self.progress.batch_index, self._rest(), metrics)
-        committed = saving.checkpointer.wait() if wait else True
-        self.pulse.enter(before)
-        return committed
+        return self._between.save(self, wait=wait, in_a_hurry=in_a_hurry)
 
     def resume(self) -> int | None:
         """Go on from the newest good checkpoint; every rank calls this, before the first step.
@@ -277,14 +251,7 @@ class Trainer:
         global batches that are done, or `None` where there is no checkpoint. Raises `RequestError`
         if it belongs to another job.
         """
-        before = self.pulse.enter("save")
-        _ = self.task_data.batches  # opening it seeds the streams that the checkpoint brings back
-        state = self._saves().load()
-        self.pulse.enter(before)
-        if state is None:
-            return None
-        self._load_rest(state)
-        return int(state["step"])
+        return self._between.resume(self)
 
     def save_if_due(self, result: StepResult) -> bool:
         """After a step: save where the job or a signal asks for it. Returns whether to stop now.
@@ -293,18 +260,7 @@ class Trainer:
         stop together after the last of the steps that they have reached.
         """
         self._called.add("save_if_due")
-        step = self.progress.batch_index
-        stop = self._ending.is_at(step, result.asked.stop)
-        every = self.job.checkpoint_every
-        asked = result.asked.save and self.strategy.agreement.lockstep
-        if asked:
-            self.pulse.wants_save()  # heard from another rank first: not again with the next step
-        due = every is not None and step % every == 0
-        if stop or asked or due or self.course.wants_save(self.progress):
-            self.save(wait=stop, in_a_hurry=stop)
-        elif every is not None and not self._saves().is_prepared:
-            self._saves().prepare(self._rest())
-        return stop
+        return self._between.save_if_due(self, result)
 
     def come_to_the_end(self) -> bool:
         """After the last step: save, where checkpoints are made. Returns whether it is a stop.
@@ -312,15 +268,7 @@ class Trainer:
         It is one if ranks that train apart were asked to stop before they came to theirs: all ranks
         save then, and all end as stopped.
         """
-        stop = self._ending.at_own_end(self.progress.batch_index)
-        if stop or self.job.checkpoint_every is not None:
-            self.save(in_a_hurry=stop)
-        return stop
-
-    def _saves(self) -> Saving:
-        if self._saving is None:
-            raise no_run_folder()
-        return self._saving
+        return self._between.come_to_the_end(self)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the other ranks, and give model and process back as they were.
@@ -363,7 +311,6 @@ class Trainer:
         taken.left_by(self.strategy.leave)
         self.built = self._place_model()
         step = self.strategy.step
-        self._ending = Ending(self.comm, self.strategy.agreement.lockstep)
         check_limits(task, job, self.strategy)
         if (
             whole := whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
@@ -382,6 +329,9 @@ class Trainer:
             attempt, reach = self.world.attempt, self.faults.reach
             self._saving = Saving(task, job, self.strategy, attempt, reach, report)
             taken.left_by(self._saving.checkpointer.close)
+        check = self.witness.compare_replicas  # what differs between ranks is never saved
+        ending = Ending(self.comm, self.strategy.agreement.lockstep)
+        self._between = BetweenSteps(self._saving, ending, self.guard, step.loss_scale, check)
 
     def _place_model(self) -> Built:
         """Build the model and hand it to the strategy."""

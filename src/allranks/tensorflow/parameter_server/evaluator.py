@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from allranks.checkpoint.array_snapshot import read_checkpoint
 from allranks.checkpoint.folder import committed, step_of, verify_files
-from allranks.checkpoint.leader_checkpointer import read_checkpoint
 from allranks.checkpoint.manifest import BadCheckpoint, read_manifest
 from allranks.job.job import Job
 from allranks.job.resume import CHECKPOINTS

@@ -51,7 +51,6 @@ class ServedTrainer(Trainer):
         super().__init__(task, job, **more)
         most = self.strategy.most_under_way
         self._ahead = Ahead[Batch, Handed](most, self._hand_out, self._holds_back)
-        self.state_of = ServedState(self.built)
         if any(len(pieces_of(v.value)) > 1 for v in self.built.model.trainable_variables):
             _check_optimizer(self.built.optimizer)
 
@@ -66,6 +65,9 @@ class ServedTrainer(Trainer):
         )
         graphs.serve(self.strategy.coordinator, self.strategy.trained(self.built.model))
         return graphs
+
+    def _made_state(self) -> State:
+        return ServedState(self.built)
 
     # --- the loop -------------------------------------------------------------------------
 

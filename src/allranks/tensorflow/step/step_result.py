@@ -70,20 +70,6 @@ class Judge:
         names = ", ".join(f"{self.whose} {number}" for number in self._bad)
         return (Finding(f"it came in with {names}"),)
 
-    def state(self) -> dict[str, Any]:
-        """What later judgements depend on, as plain values."""
-        scale = self.loss_scale
-        return {
-            "guard": self.guard.state(),
-            "loss_scale": None if scale is None else scale.state(),
-        }
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned."""
-        self.guard.load_state(state["guard"])
-        if self.loss_scale is not None:
-            self.loss_scale.load_state(state["loss_scale"])
-
 
 def _weightless(batch: Batch, weight: float) -> RequestError:
     return RequestError(

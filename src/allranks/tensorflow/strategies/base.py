@@ -38,7 +38,6 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
-    replicas_agree: ClassVar[bool] = True
 
     distribution: Any
     replicas: int = 1

@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from allranks.catalog import PLANNER, load
+from allranks.checkpoint.commit import Ranks
 from allranks.checkpoint.manifest import Chunk, SavedTensor
 from allranks.checkpoint.tensor_file import Piece
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.parts import WHOLE, Part, Read, holds
 from allranks.torch.checkpoint.tree import NAMES, is_dtensor
-from allranks.torch.comm import Comm
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Planner:
     Every rank calls `plan` for the same step. Each call sends a digest; a new plan is sent whole.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Ranks) -> None:
         self.comm = comm
         self._looks: list[Any] = []
         self._text = ""

@@ -20,7 +20,7 @@ from allranks.checkpoint.tensor_file import COMPLEX, PAIR, Piece, as_written, la
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import NAMES
 from allranks.torch.state import saved_names
-from allranks.training.keeping import write_where_room_is
+from allranks.training.record.keeping import write_where_room_is
 
 
 class WeightsFile:

@@ -27,6 +27,7 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import reals
 from allranks.torch.state import put_whole, whole
 from allranks.torch.strategies.base import Strategy
+from allranks.training.callback import Callback
 from allranks.training.progress import StepResult
 
 START = -1
@@ -39,7 +40,7 @@ def tensors_path(trace: Path, step: int) -> Path:
     return trace / "tensors" / f"{name}.safetensors"
 
 
-class Trace:
+class Trace(Callback):
     """Writes the trace of one rank. It is the probe of the strategy's shared step.
 
     `steps` is how many the job is to make: as asked, or as many as the space for tensors allows.
@@ -82,8 +83,8 @@ class Trace:
                 full = self.strategy.full(name, dense.detach())
                 self._gradients[f"{stage}/{name}"] = full.clone()
 
-    def finished(self, batch: Batch, result: StepResult) -> None:
-        """After the step, before the callbacks of the task."""
+    def on_step(self, trainer: Any, batch: Batch, result: StepResult) -> None:
+        """After the step."""
         self._row = {
             "step": batch.index,
             "ids": batch.ids.tolist() if self.strategy.step.parts.counts_samples else [],
@@ -97,15 +98,12 @@ class Trace:
             "draws": self._drawn,
         }
 
-    def complete(self) -> None:
+    def on_end(self, trainer: Any) -> None:
         """No step follows. What is evaluated after a replay is what the other run evaluated."""
         last = START if self._row is None else self._row["step"]
         self._write()
         if self.replay is not None:
             self._take_over(last, self.replay)
-
-    def close(self) -> None:
-        self._write()
         self._rows.close()
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:

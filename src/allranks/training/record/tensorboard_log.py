@@ -17,7 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from allranks.training.logs import GrowingFile, counted
+from allranks.training.record.logs import GrowingFile, counted
 
 VERSION = "brain.Event:2"
 NO_SCALARS = ("step", "monotonic")

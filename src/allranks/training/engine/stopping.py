@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 
-from allranks.torch.comm import Comm
+from allranks.checkpoint.commit import Ranks
 
 
 class Ending:
     """Where the steps end, for one rank of `comm`; `together` says whether all ranks step as one."""
 
-    def __init__(self, comm: Comm, together: bool) -> None:
+    def __init__(self, comm: Ranks, together: bool) -> None:
         self.comm, self.together = comm, together
         self._at: int | None = None
 

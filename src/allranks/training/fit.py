@@ -5,10 +5,10 @@ A loop of one's own may leave out what it does not need; every call here is a pu
 
 from __future__ import annotations
 
-from allranks.tensorflow.trainer import Trainer
+from allranks.training.engine.trainer import Loop
 
 
-def fit(trainer: Trainer) -> bool:
+def fit(trainer: Loop) -> bool:
     """Train to the end: the loop of `allranks train`. Returns False if it was asked to stop before."""
     finished = _fit(trainer)
     for callback in trainer.callbacks:
@@ -16,20 +16,20 @@ def fit(trainer: Trainer) -> bool:
     return finished
 
 
-def _fit(trainer: Trainer) -> bool:
+def _fit(trainer: Loop) -> bool:
     callbacks = trainer.callbacks
     for callback in callbacks:
         callback.on_start(trainer)
     for batches in trainer.calls():
         results = trainer.steps(batches)
         for batch, result in zip(batches, results, strict=True):
-            for callback in callbacks:
-                callback.on_step(trainer, batch, result)
+            if result.taken:
+                for callback in callbacks:
+                    callback.on_step(trainer, batch, result)
         metrics = trainer.evaluate_if_due()
         if metrics is not None:
             for callback in callbacks:
                 callback.on_evaluation(trainer, metrics)
         if trainer.save_if_due(results[-1]):
             return False
-    trainer.come_to_the_end()
-    return True
+    return not trainer.come_to_the_end()

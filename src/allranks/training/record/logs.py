@@ -36,8 +36,8 @@ from allranks.job.run_folder import (
 from allranks.training.progress import StepResult
 
 LOGS = {
-    "csv": "allranks.training.logs:CsvLog",
-    "tensorboard": "allranks.training.tensorboard_log:TensorBoardLog",
+    "csv": "allranks.training.record.logs:CsvLog",
+    "tensorboard": "allranks.training.record.tensorboard_log:TensorBoardLog",
 }
 STEP_COLUMNS = (
     *("step", "epoch", "loss", "samples", "learning_rate", "monotonic"),

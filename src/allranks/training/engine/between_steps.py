@@ -1,0 +1,158 @@
+"""What a trainer does between its steps: evaluate and save where the job asks for it, stop, go on.
+
+The trainer of every engine has one, and hands itself in from its public methods of these names;
+what each means to a user is said there. How a state is put away is the engine's (`Saves`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from allranks.errors import RequestError
+from allranks.job.loss_scale import LossScale
+from allranks.training.engine.stopping import Ending
+from allranks.training.engine.trainer import Trainer
+from allranks.training.guard import Guard
+from allranks.training.progress import Progress, StepResult
+
+
+class Waits(Protocol):
+    """What a save under way is waited for with."""
+
+    def wait(self) -> bool:
+        """Return when it is over: whether it was committed."""
+        ...
+
+
+class Saves(Protocol):
+    """The checkpoints of one training."""
+
+    @property
+    def checkpointer(self) -> Waits: ...
+
+    def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save what the engine holds, and the `rest` of the training; a thread goes on with it."""
+        ...
+
+    def prepare(self, rest: dict[str, Any]) -> None:
+        """Once, after a step that is not saved: take the memory that saves need."""
+        ...
+
+    def load(self) -> dict[str, Any] | None:
+        """Take up what the engine holds; returns the rest with its `step`, if there is any."""
+        ...
+
+
+class BetweenSteps:
+    """What is done between the steps of one training; `saving` is `None` without a run folder.
+
+    `check` is called before each save: it raises for what must not be saved.
+    """
+
+    def __init__(
+        self,
+        saving: Saves | None,
+        ending: Ending,
+        guard: Guard,
+        loss_scale: LossScale | None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._saving, self._ending, self._check = saving, ending, check
+        self._guard, self._loss_scale = guard, loss_scale
+        self._is_prepared = False
+
+    @property
+    def saving(self) -> Saves:
+        """The checkpoints; raises `RequestError` where they have no folder."""
+        if self._saving is None:
+            raise RequestError(
+                asked="to save or resume a training",
+                found="no run folder in its job",
+                why="checkpoints live in the run folder",
+                do='Trainer(task, Job(run_dir="runs/mine"))',
+            )
+        return self._saving
+
+    def evaluate_if_due(self, trainer: Trainer) -> dict[str, float] | None:
+        """The metrics, where the job asks for an evaluation after the step that was made last."""
+        if not trainer.course.is_due(trainer.progress, trainer.task_data.batches.steps_per_epoch):
+            return None
+        metrics = trainer.evaluate()
+        trainer.course.take(metrics, trainer.progress)
+        return metrics
+
+    def save(self, trainer: Trainer, *, wait: bool, in_a_hurry: bool) -> bool:
+        """Save, after an evaluation if the best is kept. Whether what was waited for is committed."""
+        saving, metrics = self.saving, trainer.course.metrics_of(trainer.progress)
+        if metrics is None:
+            metrics = trainer.evaluate() if trainer.job.best and not in_a_hurry else {}
+        before = trainer.pulse.enter("save")
+        for callback in trainer.callbacks:
+            callback.on_save(trainer)
+        self._check()
+        saving.save(trainer.progress.batch_index, self.rest(trainer), metrics)
+        committed = saving.checkpointer.wait() if wait else True
+        trainer.pulse.enter(before)
+        return committed
+
+    def resume(self, trainer: Trainer) -> int | None:
+        """Go on from the newest good checkpoint: how many global batches are done with it."""
+        before = trainer.pulse.enter("save")
+        _ = (
+            trainer.task_data.batches
+        )  # opening it seeds the streams that the checkpoint brings back
+        state = self.saving.load()
+        trainer.pulse.enter(before)
+        if state is None:
+            return None
+        self.load_rest(trainer, state)
+        return int(state["step"])
+
+    def save_if_due(self, trainer: Trainer, result: StepResult) -> bool:
+        """Save where the job or a signal asks for it after this step. Whether to stop now."""
+        step, every = trainer.progress.batch_index, trainer.job.checkpoint_every
+        stop = self._ending.is_at(step, result.asked.stop)
+        asked = result.asked.save and self._ending.together
+        if asked:
+            trainer.pulse.wants_save()  # heard from another rank first: not again with the next step
+        due = every is not None and step % every == 0
+        if stop or asked or due or trainer.course.wants_save(trainer.progress):
+            trainer.save(wait=stop, in_a_hurry=stop)
+        elif every is not None and not self._is_prepared:
+            self.saving.prepare(self.rest(trainer))
+            self._is_prepared = True
+        return stop
+
+    def come_to_the_end(self, trainer: Trainer) -> bool:
+        """Save after the last step, where checkpoints are made. Whether it is a stop."""
+        stop = self._ending.at_own_end(trainer.progress.batch_index)
+        if stop or trainer.job.checkpoint_every is not None:
+            trainer.save(in_a_hurry=stop)
+        return stop
+
+    def rest(self, trainer: Trainer) -> dict[str, Any]:
+        """What of the state of a training is not the engine's, as plain values."""
+        return {
+            "progress": dataclasses.asdict(trainer.progress),
+            "guard": self._guard.state(),
+            "course": trainer.course.state(),
+            "loss_scale": None if self._loss_scale is None else self._loss_scale.state(),
+        }
+
+    def load_rest(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Take up what `rest` returned."""
+        trainer.progress = Progress(**state["progress"])
+        self._guard.load_state(state["guard"])
+        trainer.course.load_state(state["course"])
+        if self._loss_scale is not None:
+            self._loss_scale.load_state(state["loss_scale"])
+
+
+def total_steps(trainer: Trainer) -> int | None:
+    """The optimizer steps of the whole job; `None` where nobody knows how long an epoch is."""
+    per_epoch = trainer.task_data.batches.steps_per_epoch
+    if trainer.job.steps is not None:
+        return trainer.job.steps
+    return None if per_epoch is None else int(per_epoch * trainer.task.epochs)

@@ -1,0 +1,105 @@
+"""What the trainer of any engine has, for the loop and the program of a rank that all engines share.
+
+An engine writes its own class; nothing derives from this. The public names mean in each what its
+docstrings say: see the `Trainer` of `allranks.torch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from allranks.checkpoint.commit import Ranks
+from allranks.job.faults import Faults
+from allranks.job.job import Job
+from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.world import World
+from allranks.training.callback import Callback
+from allranks.training.evaluation_plan import Course
+from allranks.training.progress import Progress, StepResult
+from allranks.training.task_fields import TaskFields
+
+
+class Comm(Ranks, Protocol):
+    """The ranks that train together."""
+
+    def barrier(self) -> None:
+        """Return when every rank has called this."""
+        ...
+
+
+class Loop(Protocol):
+    """What the loop of a training needs. A call is one step, or several that the engine makes at once."""
+
+    @property
+    def callbacks(self) -> Sequence[Callback]: ...
+
+    def calls(self) -> Iterator[list[Any]]:
+        """The batches that come next, in groups for one call."""
+        ...
+
+    def steps(self, batches: list[Any]) -> list[StepResult]:
+        """The steps of one call."""
+        ...
+
+    def evaluate_if_due(self) -> dict[str, float] | None: ...
+
+    def save_if_due(self, result: StepResult) -> bool: ...
+
+    def come_to_the_end(self) -> bool: ...
+
+
+class Trainer(Loop, Protocol):
+    """What the program of a rank needs besides, from `rehearse` to `close`.
+
+    `weights` gives all of them by name in sorted order, each with its `nbytes`; every rank calls it.
+    """
+
+    progress: Progress
+
+    @property
+    def job(self) -> Job: ...
+    @property
+    def task(self) -> TaskFields: ...
+    @property
+    def world(self) -> World: ...
+    @property
+    def comm(self) -> Comm: ...
+    @property
+    def course(self) -> Course: ...
+    @property
+    def pulse(self) -> Pulse: ...
+    @property
+    def faults(self) -> Faults: ...
+    @property
+    def built(self) -> Any: ...
+    @property
+    def task_data(self) -> Any: ...
+    @property
+    def model_notes(self) -> Sequence[str]: ...
+    @property
+    def user_buffers(self) -> list[str]: ...
+    @property
+    def total_steps(self) -> int | None: ...
+
+    def rehearse(self) -> None: ...
+
+    def resume(self) -> int | None: ...
+
+    def evaluate(self) -> dict[str, float]: ...
+
+    def weights(self) -> Iterator[tuple[str, Any]]: ...
+
+    def save(self, *, wait: bool = True, in_a_hurry: bool = False) -> bool: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None: ...

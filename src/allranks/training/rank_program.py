@@ -1,0 +1,204 @@
+"""The program of one rank: a job comes in, a record goes out. Started by the launcher, by name.
+
+`describe` loads the task and says what a place must know of it; `main` trains; `place` sets the
+rank up as `main` does, and says what it holds. A failure is written as an event before the process
+leaves, so that the supervisor can tell who was first. An engine derives from `RankProgram` and
+writes what is its own: how it loads a task, its trainer, its numbers.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from allranks.errors import AllranksError
+from allranks.job.config import threads_per_rank
+from allranks.job.job import Job
+from allranks.job.placement import Placed, write_placement
+from allranks.job.run_folder import JsonLines, rank_events_path
+from allranks.launcher.world import World
+from allranks.training.callback import Callback
+from allranks.training.engine.trainer import Trainer
+from allranks.training.fit import fit
+from allranks.training.record.failure import exit_code_of, failure_of
+from allranks.training.record.keeping import Keeping
+from allranks.training.record.logs import check_logs
+from allranks.training.record.rank_record import RankRecord
+from allranks.training.task_fields import TaskFields, shape_of
+
+DIGEST_LIMIT_BYTES = 16 * 2**30
+
+T = TypeVar("T", bound=Trainer)
+Role = Callable[[Job, World, JsonLines], None]
+
+
+class RankProgram(ABC, Generic[T]):
+    """One rank of `job`. A worker of an engine names `describe`, `main` and `place` of its own."""
+
+    roles: ClassVar[Mapping[str, Role]] = {}
+    """What runs in a process that has another role than to train."""
+
+    def __init__(self, job: Job, world: World, events: JsonLines) -> None:
+        self.job, self.world = job, world
+        self.record = RankRecord(job, world, events)
+        self.trainer: T | None = None
+
+    # --- what an engine writes ------------------------------------------------------------
+
+    @staticmethod
+    @abstractmethod
+    def load_task(job: Job) -> TaskFields:
+        """The task of a job with its fields set; raises `RequestError`."""
+
+    @staticmethod
+    def check_machine(job: Job) -> None:
+        """Raise `RequestError` where this node lacks what the ranks of `job` need."""
+
+    @staticmethod
+    @abstractmethod
+    def set_threads(threads: int, /) -> None:
+        """Compute with so many threads."""
+
+    @staticmethod
+    @abstractmethod
+    def facts(job: Job) -> dict[str, Any]:
+        """What decides which bits come out, beside the job."""
+
+    @staticmethod
+    def cause_of(error: BaseException) -> BaseException:
+        """The error that `error` is about."""
+        return error
+
+    @abstractmethod
+    def make_trainer(self, task: Any, **more: Any) -> T:
+        """The trainer of `task`; `more` are `report` and `callbacks`, where it is to train."""
+
+    def callbacks(self) -> list[Callback]:
+        """Who hears of the steps before the callbacks of the task."""
+        return [self.record]
+
+    @abstractmethod
+    def placement(self, trainer: T) -> Iterable[Placed]:
+        """What this rank holds once it has made an update; the trainer trains no more."""
+
+    @abstractmethod
+    def save_weights(self, trainer: T, keeping: Keeping) -> None:
+        """Keep the files of weights of a training that came to its end; every rank calls this."""
+
+    @staticmethod
+    @abstractmethod
+    def sha256(weights: Iterator[tuple[str, Any]]) -> str:
+        """The digest of all weights, as `trainer.weights` gives them."""
+
+    @abstractmethod
+    def figures(self, trainer: T, samples_per_s: float | None) -> dict[str, Any]:
+        """What this engine adds to the summary, or knows of it."""
+
+    # --- what all share -------------------------------------------------------------------
+
+    @classmethod
+    def describe(cls, argument: dict[str, Any]) -> int:
+        """Load the task and write the event `described`, or `failed`."""
+        job = Job.from_data(argument)
+        with JsonLines(rank_events_path(Path(job.run_dir), 0)) as events:
+            try:
+                task = cls.load_task(job)
+                cls.check_machine(job)
+                check_logs(job)
+            except AllranksError as error:
+                events.event("failed", **failure_of(error, 0, None))
+                return error.exit_code
+            events.event("described", shape=shape_of(task))
+        return 0
+
+    @classmethod
+    def main(cls, argument: dict[str, Any]) -> int:
+        """Train as one rank, or do what its role is; returns the exit code of the process."""
+        return cls._run(argument, cls._act)
+
+    @classmethod
+    def place(cls, argument: dict[str, Any]) -> int:
+        """Set this rank up, write what it will hold once it has made an update, and leave."""
+        return cls._run(argument, cls._place)
+
+    @classmethod
+    def _run(cls, argument: dict[str, Any], act: Callable[[Self], None]) -> int:
+        job, world = Job.from_data(argument), World.from_environment()
+        cls.set_threads(threads_per_rank(job, world.on_machine or world.local_size))
+        path = rank_events_path(Path(job.run_dir), world.rank)
+        with JsonLines(path, attempt=world.attempt) as events:
+            run = cls(job, world, events)
+            try:
+                act(run)
+            except BaseException as error:
+                cause, trainer = cls.cause_of(error), run.trainer
+                step = trainer.progress.batch_index if trainer else None
+                updates = trainer.progress.updates if trainer else 0
+                events.event("failed", **failure_of(cause, updates, step))
+                return exit_code_of(cause)
+        return 0
+
+    def _act(self) -> None:
+        role = self.roles.get(self.world.role)
+        if role is None:
+            self.train()
+        else:
+            role(self.job, self.world, self.record.events)
+
+    def _place(self) -> None:
+        with self.make_trainer(self.load_task(self.job)) as trainer:
+            write_placement(self.record.run_dir, self.world.rank, self.placement(trainer))
+            trainer.comm.barrier()
+
+    def train(self) -> None:
+        """From the job to the event `done` with its summary, or `stopped` with its checkpoint."""
+        report, leads = self.record.events.event, self.world.is_leader
+        task = self.load_task(self.job)
+        trainer = self.trainer = self.make_trainer(task, report=report, callbacks=self.callbacks())
+        report(
+            "ready",
+            host=socket.gethostname(),
+            swapped=trainer.built.swapped,
+            not_pretrained=trainer.built.not_pretrained,
+            machine=self.facts(self.job),
+        )
+        if trainer.model_notes and leads:
+            report("model_notes", notes=trainer.model_notes)
+        trainer.rehearse()
+        if trainer.task_data.notes and leads:
+            report("data_notes", notes=trainer.task_data.notes)
+        self.record.open(trainer, trainer.resume())
+        trainer.comm.barrier()
+        trainer.faults.reach("start")
+        self.record.begin()
+        if fit(trainer):
+            self._conclude(trainer)
+        else:
+            self._stop(trainer)
+
+    def _conclude(self, trainer: T) -> None:
+        self.save_weights(trainer, self.record.keeping)
+        evaluation = trainer.evaluate()
+        self.record.close()
+        size = sum(tensor.nbytes for _, tensor in trainer.weights())
+        digest = self.sha256(trainer.weights()) if size <= DIGEST_LIMIT_BYTES else None
+        summary = self.record.summary(trainer, evaluation, digest)
+        summary |= self.figures(trainer, summary["samples_per_s"])
+        trainer.comm.barrier()
+        trainer.close()
+        self.record.events.event("done", summary=summary, seconds=trainer.pulse.seconds)
+        trainer.pulse.enter("done")
+        trainer.faults.reach("done")
+
+    def _stop(self, trainer: T) -> None:
+        """Asked to stop: the checkpoint is committed, or could not be."""
+        self.record.close()
+        committed = trainer.save(in_a_hurry=True)  # the same step: known to all, not written again
+        trainer.comm.barrier()
+        trainer.close()
+        step = trainer.progress.batch_index
+        self.record.events.event("stopped", step=step, checkpoint=committed)
+        trainer.pulse.enter("done")

@@ -1,0 +1,119 @@
+"""The record of one rank: its events, and of the leader the metrics, the logs, the summary."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from allranks.job.job import Job
+from allranks.job.run_folder import JsonLines, rank_events_path
+from allranks.launcher.world import World
+from allranks.strategies.card import APART
+from allranks.strategies.choice import parse_choice
+from allranks.strategies.resolve import card_for
+from allranks.training.callback import Callback
+from allranks.training.engine.trainer import Trainer
+from allranks.training.progress import StepResult
+from allranks.training.record.keeping import Keeping
+from allranks.training.record.logs import Logs, open_logs, open_metrics, row_of
+
+
+class RankRecord(Callback):
+    """What one rank of `job` writes down while it trains."""
+
+    def __init__(self, job: Job, world: World, events: JsonLines) -> None:
+        self.job, self.world, self.events = job, world, events
+        self.run_dir = Path(job.run_dir)
+        self.keeping = Keeping(self.run_dir, events.event)
+        self.resumed_from: int | None = None
+        self._metrics: JsonLines | None = None
+        self._logs = Logs()
+        self._began_at = self._last_step_at = 0.0
+        self._first_step = True
+        self._speaks = self._trains_apart = False
+        self._seen_before = 0
+
+    def open(self, trainer: Trainer, resumed_from: int | None) -> None:
+        """Before the first step: the leader's files, without what came after the checkpoint."""
+        card = card_for(parse_choice(trainer.job.strategy))
+        self._trains_apart = card.state == APART
+        self._speaks = self.world.is_leader or self._trains_apart
+        self.resumed_from = resumed_from
+        self._seen_before = trainer.progress.samples_seen
+        if self.world.is_leader:
+            self._metrics = open_metrics(self.run_dir, trainer.progress.batch_index)
+            self._logs = open_logs(self.job, trainer.progress.batch_index)
+
+    def begin(self) -> None:
+        """The time of the training counts from here."""
+        self._began_at = self._last_step_at = time.perf_counter()
+
+    def close(self) -> None:
+        """No more is written but events; what found no room in the run folder is kept elsewhere."""
+        if self._metrics is not None:
+            self.keeping.rest("metrics.jsonl", self._metrics.close_with_rest())
+        self.keeping.incomplete += self._logs.close()
+        if self.world.is_leader:
+            path = rank_events_path(self.run_dir, self.world.rank)
+            self.keeping.rest(path.name, self.events.take_waiting())
+
+    def on_save(self, trainer: Trainer) -> None:
+        """No step is saved that the metrics do not know."""
+        if self._metrics is not None:
+            self._metrics.flush()
+        self._logs.flush()
+
+    def on_evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Record an evaluation on the way: the leader's, or each rank's own."""
+        step, best = trainer.progress.batch_index, trainer.course.is_best
+        if self._speaks:
+            self.events.event("evaluated", step=step, metrics=metrics, best=best)
+        self._logs.evaluation(step, metrics)
+
+    def on_step(self, trainer: Trainer, batch: Any, result: StepResult) -> None:
+        """Record a step."""
+        self._last_step_at = time.perf_counter()
+        if self._first_step:
+            self._first_step = False
+            total = trainer.total_steps
+            self.events.event("training", step=result.batch_index, total_steps=total)
+        if result.bad and self._speaks:
+            told = {"bad": result.bad, "culprits": result.culprits}
+            self.events.event("bad_step", step=result.batch_index, **told)
+        if self._metrics is not None:
+            row = row_of(result)
+            self._metrics.row(row)
+            self._logs.row(row)
+
+    def samples_per_s(self, trainer: Trainer) -> float | None:
+        """The samples of all ranks in a second, up to the last step; every rank calls this."""
+        seen = trainer.progress.samples_seen - self._seen_before
+        if self._trains_apart:  # each rank has counted its own
+            seen = sum(map(int, trainer.comm.gather_texts(str(seen))))
+        return seen / (self._last_step_at - self._began_at) if seen else None
+
+    def summary(
+        self, trainer: Trainer, evaluation: dict[str, float], sha256: str | None
+    ) -> dict[str, Any]:
+        """What the event `done` says of a training, whatever engine made it."""
+        return {
+            "world_size": trainer.job.ranks,
+            "nodes": self.job.nodes,
+            "strategy": self.job.strategy,
+            "steps": trainer.progress.updates,
+            "train_loss": trainer.progress.mean_loss,
+            "eval": evaluation,
+            "samples_per_s": self.samples_per_s(trainer),
+            "flops_per_sample": None,
+            "mfu": None,
+            "weights_sha256": sha256,
+            "restarts": 0,
+            "resumed_from_step": self.resumed_from,
+            "sent_bytes": None,
+            "card_bytes_per_step": None,
+            "ended_early": trainer.course.is_over,
+            "user_randomness": trainer.built.swapped["user_randomness"],
+            "user_buffers": trainer.user_buffers,
+            **self.keeping.to_data(),
+        }
