@@ -25,6 +25,7 @@ from allranks.torch.data.nested import map_tensors
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TWO_TYPES = re.compile(r"(?i)(?=.*\bfloat\b)(?=.*\bdouble\b).*(type|found)", re.DOTALL)
+WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)  # types that stay what they are
 IMAGE_DIMS = 4  # (sample, channel, height, width)
 
 
@@ -46,7 +47,13 @@ class Arithmetic:
     def placed(self, data: Any) -> Any:
         """A collated batch on the device, its floating-point tensors as the parameters are."""
 
+        device, keeps_layout = self.device, not self.channels_last
+
         def place(tensor: Tensor) -> Tensor:
+            kind = tensor.dtype
+            is_so = kind is self.parameters or kind in WHOLE
+            if is_so and keeps_layout and tensor.device == device:
+                return tensor
             if not tensor.is_floating_point():
                 return tensor.to(self.device, self._kind_of(tensor))
             tensor = tensor.to(self.device, self.parameters)

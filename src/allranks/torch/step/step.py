@@ -71,7 +71,8 @@ class SharedStep(Passes):
             raise weightless(batch.index, weight)
         for position in totals.unused:  # as in one process: no gradient, not one of zeros
             self.parameters[position].grad = None
-        make_dense(self.parameters, len(totals.unused))
+        if not self.flats:  # what lies in them is there, and dense
+            make_dense(self.parameters, len(totals.unused))
         self.regularizers.check(totals.regularizer, self.layout.like.dtype)
         if totals.changed:
             self._take_changes(batch)
