@@ -22,6 +22,7 @@ from allranks.torch.step.losses import weightless
 from allranks.torch.step.passes import Passes, StepParts
 from allranks.torch.step.rates import Rates
 from allranks.torch.step.tally import Tally
+from allranks.torch.step.trainable import update
 from allranks.torch.task import Task
 from allranks.training.guard import Bad, Guard
 from allranks.training.progress import StepResult
@@ -71,8 +72,7 @@ class SharedStep(Passes):
             raise weightless(batch.index, weight)
         for position in totals.unused:  # as in one process: no gradient, not one of zeros
             self.parameters[position].grad = None
-        if not self.flats:  # what lies in them is there, and dense
-            make_dense(self.parameters, len(totals.unused))
+        make_dense(self.parameters, len(totals.unused))
         self.regularizers.check(totals.regularizer, self.layout.like.dtype)
         if totals.changed:
             self._take_changes(batch)
@@ -137,7 +137,7 @@ class SharedStep(Passes):
                 self.probe.gradients("clipped gradient", self.names, self.parameters)
         self._rows.hand_over([tally.tensor[where] for where in tally.layout.rows])
         self.scope.key(batch.index, UPDATE)
-        self.optimizer.step()
+        update(self.optimizer)
         self.rates.see()
         if self.average is not None:
             self.average.update()
