@@ -57,10 +57,12 @@ def main() -> None:
     """Measure, and write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=15, help="pairs of runs for each case")
-    pairs = parser.parse_args().pairs
+    parser.add_argument("--workload", default="", help="only this one, by the start of its name")
+    asked = parser.parse_args()
+    pairs = asked.pairs
     record = start_record("witness", {"steps": STEPS, "pairs": pairs})
     comparisons, samples = [], {}
-    for workload in WORKLOADS:
+    for workload in (name for name in WORKLOADS if name.startswith(asked.workload)):
         for ranks in (1, 2):
             what = f"{workload}, {ranks} rank{'s' * (ranks > 1)}"
             found: dict[str, list[float]] = {kind: [] for kind in KINDS}

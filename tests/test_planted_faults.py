@@ -38,7 +38,7 @@ RANKS = "(torch.distributed.is_initialized() and torch.distributed.get_world_siz
 FAULTS = {
     "mean of means": Fault(
         "torch/step/passes.py",
-        "total.backward(scale)",
+        "run_backward(total, scale)",
         f"(losses.mean() / {RANKS}).backward()",
         step=5,  # the first batch whose samples the ranks cannot share evenly
         stage="gradient",
@@ -47,8 +47,8 @@ FAULTS = {
     ),
     "sum for mean": Fault(
         "torch/step/passes.py",
-        "total.backward(scale)",
-        f"total.backward(scale * {RANKS})",
+        "run_backward(total, scale)",
+        f"run_backward(total, scale * {RANKS})",
         step=0,
         stage="gradient",
         tensor="0.weight",
@@ -109,8 +109,8 @@ FAULTS = {
     ),
     "only where ranks have unlike parts": Fault(
         "torch/step/passes.py",
-        "total.backward(scale)",
-        f"total.backward(scale * (1.01 if {RANKS} == 3 else 1))",
+        "run_backward(total, scale)",
+        f"run_backward(total, scale * (1.01 if {RANKS} == 3 else 1))",
         step=0,
         stage="gradient",
         tensor="0.weight",
@@ -131,8 +131,8 @@ IN_32_BITS_ONLY = {
     ),
     "a thousandth too much": Fault(
         "torch/step/passes.py",
-        "total.backward(scale)",
-        f"total.backward(scale * (1.001 if total.itemsize == 4 and {RANKS} > 1 else 1))",
+        "run_backward(total, scale)",
+        f"run_backward(total, scale * (1.001 if total.itemsize == 4 and {RANKS} > 1 else 1))",
         step=0,
         stage="gradient",
         tensor="0.weight",

@@ -8,6 +8,7 @@ them. Called by the data of every engine, by the planner of a place, and by the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Piece:
 Micro = tuple[Piece, ...]
 
 
+@lru_cache(maxsize=64)
 def even_sizes(total: int, parts: int) -> tuple[int, ...]:
     """`total` cut into `parts` runs as even as can be, the longer ones first: 5, 8 -> 1 1 1 1 1 0 0 0."""
     size, longer = divmod(total, parts)

@@ -155,15 +155,16 @@ class Trainer:
         self.faults.reach("step", batch.index)
         if not done.batch_index and self.task.overrides("initialise"):
             initialise(self.strategy, batch)
-        self.strategy.step.asked = Asked(self.pulse.wants_stop, self.pulse.wants_save())
-        self.strategy.step.rates.set(done.updates, self.course.rate_factor)
+        step = self.strategy.step
+        step.asked = Asked.of(self.pulse.wants_stop, self.pulse.wants_save())
+        step.rates.set(done.updates, self.course.rate_factor)
         if self._saving is not None:
             self._saving.look_at_rates()
         self.witness.before_step(batch, self.task_data.opened)
         with self.meter.watching(batch.own_samples):
             result = self.strategy.train_step(batch)
-        if len(self.strategy.step.user_buffers.written) != len(self.user_buffers):
-            self.user_buffers = sorted(self.strategy.step.user_buffers.written)
+        if len(step.user_buffers.written) != len(self.user_buffers):
+            self.user_buffers = sorted(step.user_buffers.written)
             if self.job.bitwise:
                 raise written_in_forward(self.user_buffers)
         if batch.sizes is None and not result.taken:  # a stream has ended, on all ranks alike

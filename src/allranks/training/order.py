@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,5 +38,10 @@ class Order:
 
 def random_key(*parts: int) -> int:
     """A seed of 63 bits from whole numbers, the same on every machine: one stream per key."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    digest = hashlib.blake2b(_packing(len(parts))(*parts), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@cache
+def _packing(numbers: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{numbers}q").pack

@@ -47,6 +47,11 @@ class Asked:
     stop: bool = False
     save: bool = False
 
+    @staticmethod
+    def of(stop: bool, save: bool) -> Asked:
+        """The same; in almost every step it is `NOTHING`, which is made once."""
+        return Asked(stop, save) if stop or save else NOTHING
+
 
 NOTHING = Asked()
 

@@ -256,10 +256,13 @@ class GlobalBatches:
     def _filled(self, plan: Batch, data: Iterator[Any]) -> Batch:
         """The batch with the data of its micro-batches, in order."""
         leaves = tuple(
-            Leaf(leaf.shards, tuple(replace(micro, data=next(data)) for micro in leaf.micros))
+            Leaf(
+                leaf.shards, tuple(MicroBatch(m.pieces, m.samples, next(data)) for m in leaf.micros)
+            )
             for leaf in plan.leaves
         )
-        return replace(plan, leaves=leaves)
+        where = plan.index, plan.epoch, plan.step_in_epoch
+        return Batch(*where, plan.nominal, plan.sizes, leaves, plan.ids)
 
     def _from_loader(
         self, source: WholeLoader, done: Progress, epochs: int, steps: int | None

@@ -13,6 +13,8 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same structure with `change` applied to every tensor; anything else is kept as it is."""
     if isinstance(value, Tensor):
         return change(value)
+    if type(value) is tuple:  # most batches are; to ask for a Mapping takes longer
+        return tuple([map_tensors(change, item) for item in value])
     if isinstance(value, Mapping):
         return {key: map_tensors(change, item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

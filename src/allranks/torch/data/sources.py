@@ -30,6 +30,8 @@ Wanted = Iterable[tuple[int, Ids]]  # (epoch, sample numbers) of each batch
 Place = Callable[[Any], Any]
 AHEAD = 2  # batches, where nobody says how many
 COLLATE = -1  # what the generators are keyed for, beside samples
+_pythons: Any = random.seed.__self__  # type: ignore[attr-defined]
+_seed_python = super(random.Random, _pythons).seed
 
 
 def as_it_is(data: Any) -> Any:
@@ -68,14 +70,18 @@ class TensorSource:
             index = torch.from_numpy(ids)
 
             def chosen(tensor: Tensor, index: Tensor = index) -> Tensor:
-                return tensor.index_select(0, index.to(tensor.device))
+                return tensor.index_select(0, index if tensor.is_cpu else index.to(tensor.device))
 
             yield place(map_tensors(chosen, self.tensors))
 
 
 def seed_generators(seed: int) -> None:
-    """Key every generator that user code may draw from: Python's, NumPy's and torch's own."""
-    random.seed(seed)
+    """Key every generator that user code may draw from: Python's, NumPy's and torch's own.
+
+    In every step twice, so Python's without what `random.seed` asks of a seed first.
+    """
+    _seed_python(seed)
+    _pythons.gauss_next = None
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from allranks.job.job import Job
 
 TERA = 1e12
+NOT_COUNTED = nullcontext()
 OTHERS = re.compile(r"\b(NVL|MIG)\b")  # of these names, with other numbers
 # In the name of the device: 10^12 operations per second, dense, by the vendor's data sheets.
 PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
@@ -62,12 +63,12 @@ class Meter:
         )
         self._waits = peak is not None and not hidden
 
-    @contextmanager
-    def watching(self, samples: int) -> Iterator[None]:
+    def watching(self, samples: int) -> AbstractContextManager[None]:
         """A step of this rank with so many samples; the first one that has any is counted."""
-        if not (self._waits and samples):
-            yield
-            return
+        return self._counting(samples) if self._waits and samples else NOT_COUNTED
+
+    @contextmanager
+    def _counting(self, samples: int) -> Iterator[None]:
         self._waits = False
         with FlopCounterMode(display=False) as counter:
             yield

@@ -66,6 +66,7 @@ class Scope:
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator(self.device)
+        self._is_cuda = self.device.type == "cuda"
 
     def enter(self, step: int, pieces: Micro, samples: int) -> None:
         """A micro-batch of `samples` samples, made of `pieces`, goes through the model next.
@@ -84,7 +85,7 @@ class Scope:
 
     def _seed(self, key: int) -> None:
         seed_generators(key)
-        if self.device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.manual_seed(key)
 
     def leave(self) -> None:

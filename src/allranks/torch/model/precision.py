@@ -11,8 +11,8 @@ Micikevicius et al. 2017, Mixed Precision Training, arXiv 1710.03740.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from allranks.launcher.processes.foreign import is_said
 from allranks.torch.data.nested import map_tensors
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)  # types that stay what they are
 IMAGE_DIMS = 4  # (sample, channel, height, width)
 
 
@@ -40,13 +41,19 @@ class Arithmetic:
     def context(self) -> AbstractContextManager[Any]:
         """Within, forward passes and losses are computed as the job says."""
         if self.compute is None:
-            return _explained(self.parameters)
+            return _Explained(self.parameters)
         return torch.autocast(self.device.type, self.compute)
 
     def placed(self, data: Any) -> Any:
         """A collated batch on the device, its floating-point tensors as the parameters are."""
 
+        device, keeps_layout = self.device, not self.channels_last
+
         def place(tensor: Tensor) -> Tensor:
+            kind = tensor.dtype
+            is_so = kind is self.parameters or kind in WHOLE
+            if is_so and keeps_layout and tensor.device == device:
+                return tensor
             if not tensor.is_floating_point():
                 return tensor.to(self.device, self._kind_of(tensor))
             tensor = tensor.to(self.device, self.parameters)
@@ -78,19 +85,25 @@ class Arithmetic:
         return self.parameters if tensor.is_floating_point() else tensor.dtype
 
 
-@contextmanager
-def _explained(kind: torch.dtype) -> Iterator[None]:
-    """Within, an error of torch over two types is noted with what usually made the other one."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_said(FaultKind.TWO_TYPES, str(error)):
+class _Explained:
+    """Within, an error of torch over two types is noted with what usually made the other one.
+
+    Entered twice in every micro-batch: as a generator it would take 2 us each time.
+    """
+
+    def __init__(self, kind: torch.dtype) -> None:
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
+        if isinstance(error, RuntimeError) and is_said(FaultKind.TWO_TYPES, str(error)):
             error.add_note(
-                f"This job computes in {kind}: weights and batches are of that type. A tensor that "
-                "forward or loss makes itself is not, unless it says so: x.new_zeros(…), "
+                f"This job computes in {self.kind}: weights and batches are of that type. A tensor "
+                "that forward or loss makes itself is not, unless it says so: x.new_zeros(…), "
                 "torch.randn_like(x), or torch.tensor(…, dtype=x.dtype)."
             )
-        raise
 
 
 def arithmetic_of(job: Job, device: torch.device) -> Arithmetic:

@@ -31,8 +31,9 @@ class Apart:
     def __enter__(self) -> None:
         held = self._held = [*self.parameters, *self.late] if self.late else self.parameters
         self._kept = [parameter.grad for parameter in held]
-        for parameter in held:
-            parameter.grad = None
+        for parameter, gradient in zip(held, self._kept, strict=True):
+            if gradient is not None:
+                parameter.grad = None
         self.is_on = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -41,7 +42,8 @@ class Apart:
         for parameter, gradient in zip(self._held, self._kept, strict=True):
             if parameter.grad is not None:
                 left = parameter
-            parameter.grad = gradient
+            if left is parameter or gradient is not None:
+                parameter.grad = gradient
         self._kept = []
         if left is not None and kind is None:
             raise _left(left)

@@ -29,7 +29,7 @@ class Rates:
         self.told = ""
         self._are_scheduled = task.overrides("schedule") or task.overrides("plateau")
         self._is_first = True
-        self.see()
+        self._known = self._rates()
 
     def set(self, update: int, times: float = 1.0) -> None:
         """Set the rates for update number `update` of the job, `times` what the schedule says.
@@ -41,24 +41,27 @@ class Rates:
         if len(groups) != len(self.made):
             self._note_groups()
         rates = self._rates()
-        known = self._known + rates[len(self._known) :]
-        if rates != known and (self._are_scheduled or not self._is_first):
-            pairs = zip(known, rates, strict=True)
-            self._others_set(update, *next(pair for pair in pairs if pair[0] != pair[1]))
+        if rates != self._known and (self._are_scheduled or not self._is_first):
+            pairs = zip(self._known, rates, strict=False)  # a group that is new has set nothing
+            if others := [(was, now) for was, now in pairs if was != now]:
+                self._others_set(update, *others[0])
         self._is_first = False
+        self._known = rates
         if self._are_scheduled:
             factor = float(self.task.schedule(update)) * times
             for group, made in zip(groups, self.made, strict=True):
                 group["lr"] = float(made["lr"]) * factor
-        self.see()
+            self.see()
 
     def see(self) -> None:
         """Whoever may set the rates has done so: the engine, a checkpoint, the optimizer itself."""
         self._known = self._rates()
 
     def _rates(self) -> list[Any]:
-        rates = [group.get("lr") for group in self.optimizer.param_groups]
-        return [float(rate) if isinstance(rate, Tensor) else rate for rate in rates]
+        groups = self.optimizer.param_groups
+        return [
+            float(rate) if isinstance(rate := group.get("lr"), Tensor) else rate for group in groups
+        ]
 
     def _others_set(self, update: int, was: Any, now: Any) -> None:
         """Others set a rate, between two updates."""

@@ -22,6 +22,7 @@ from allranks.torch.step.losses import weightless
 from allranks.torch.step.passes import Passes, StepParts
 from allranks.torch.step.rates import Rates
 from allranks.torch.step.tally import Tally
+from allranks.torch.step.trainable import update
 from allranks.torch.task import Task
 from allranks.training.guard import Bad, Guard, Verdict
 from allranks.training.progress import StepResult
@@ -137,7 +138,7 @@ class SharedStep(Passes):
                 self.probe.gradients("clipped gradient", self.names, self.parameters)
         self._rows.hand_over([tally.tensor[where] for where in tally.layout.rows])
         self.scope.key(batch.index, UPDATE)
-        self.optimizer.step()
+        update(self.optimizer)
         self.rates.see()
         if self.average is not None:
             self.average.update()

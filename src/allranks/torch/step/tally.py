@@ -69,7 +69,7 @@ class TallyLayout:
             start, self.size = self.size, self.size + count
             self.rows.append(slice(start, self.size))
         self.leaves: float | None = None  # of all ranks, as the first step had them
-        self._cache: dict[tuple[float, int, int, Asked], Tensor] = {}
+        self._cache: dict[tuple[float, int, int, bool, bool], Tensor] = {}
 
     def tally(self, tensor: Tensor | None = None) -> Tally:
         """A tally over `tensor`, (size,); a new one of zeros if there is none."""
@@ -88,7 +88,7 @@ class TallyLayout:
     ) -> Tensor:
         """The counts of one leaf as a tensor; those of a usual step are made once."""
         position = step % POSITIONS
-        key = weight, samples, position, asked
+        key = weight, samples, position, asked.stop, asked.save
         usual = all(used) and not changed
         found = self._cache.get(key) if usual else None
         if found is None:
@@ -150,7 +150,7 @@ class Tally:
                 fault_kind=FaultKind.NOT_AT_THE_SAME_STEP,
             )
         unused = () if min(flags) > 0 else tuple(i for i, flag in enumerate(flags) if not flag)
-        asked = Asked(stop > 0, save > 0)
+        asked = Asked.of(stop > 0, save > 0)
         return Totals(loss, weight, int(samples), asked, changed > 0, value / leaves, unused)
 
     def update_norms(self) -> None:

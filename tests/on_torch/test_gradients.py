@@ -1,0 +1,39 @@
+"""A backward pass of a step: torch's own, without what torch looks at anew each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.torch.step.gradients import run_backward
+
+
+def test_a_backward_pass_is_that_of_torch_to_the_bit() -> None:
+    inputs = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    scale = torch.tensor(1 / 3)
+    inputs.exp().sum().backward(scale)
+    expected, inputs.grad = inputs.grad, None
+    run_backward(inputs.exp().sum(), scale)
+    assert inputs.grad is not None and expected is not None
+    assert torch.equal(inputs.grad, expected)
+
+
+def test_a_loss_with_a_backward_of_its_own_keeps_it() -> None:
+    called = []
+
+    class Loss(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, of: Callable[..., Any], kinds: Any, given: Any = (), named: Any = None
+        ) -> Any:
+            if of is Tensor.backward:
+                called.append(named["gradient"])
+                return None
+            return super().__torch_function__(of, kinds, given, named or {})
+
+    scale = torch.tensor(0.5)
+    run_backward(torch.zeros((), requires_grad=True).as_subclass(Loss), scale)
+    assert called == [scale]
