@@ -27,7 +27,7 @@ from allranks.strategies.resolve import devices_of_a_rank
 
 SUBMITTED = ("train", "run")
 PLACE = "slurm"
-OF_SUBMIT = ("dry_run", "placement", "sweep", "slots")
+OF_SUBMIT = ("dry_run", "placement")
 OF_OTHER_PLACES = ("hosts", "node_rank", "rendezvous", "nnodes", "nproc_per_node", "master_addr")
 BESIDES = ("settings", "job_file", "epochs", "inject")  # what `resolved_from` takes out itself
 
