@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.cli.sweep import name_of, table
+from allranks.cli.sweep import name_of, plan, sweep, table
 from allranks.cli.train import train as command
 from allranks.errors import RequestError
 from allranks.job.run_folder import read_events, read_rows
@@ -29,9 +29,9 @@ TASK = "resume_tasks:Rates"
 SLOW = ("--inject", "slow@seconds=0.05,attempt=-1")
 
 
-def record(folder: Path) -> dict[str, dict[str, Any]]:
-    """What `sweep.json` says of each job."""
-    return {job["name"]: job for job in json.loads((folder / "sweep.json").read_text())["jobs"]}
+def jobs_of(launch: Launch) -> dict[str, dict[str, Any]]:
+    """What a sweep with `--json` says in the end of each job."""
+    return {job["name"]: job for job in launch.summary()["jobs"]}
 
 
 def most_at_once(spans: list[tuple[float, float]]) -> int:
@@ -42,13 +42,13 @@ def most_at_once(spans: list[tuple[float, float]]) -> int:
 def test_four_jobs_in_two_slots_one_of_them_failing(
     host: Host, train: Train, tmp_path: Path
 ) -> None:
-    words = ("train", TASK, "--ranks", "1", "--steps", "6", "--sweep", "lr=1e-2,1e38,0.02,3e-2")
+    words = ("sweep", TASK, "--ranks", "1", "--steps", "6", "--set", "lr=1e-2,1e38,0.02,3e-2")
     folder = tmp_path / "sweep"
     launch = host.launch(tmp_path, *words, "--slots", "2", "--run-dir", "sweep", "--json")
     assert launch.wait() == 1, launch.err
-    jobs = record(folder)
+    jobs = jobs_of(launch)
     names = ["lr=0.01", "lr=1e+38", "lr=0.02", "lr=0.03"]
-    assert list(jobs) == names and launch.summary()["jobs"] == list(jobs.values())
+    assert list(jobs) == names
     assert [jobs[name]["state"] for name in names] == ["done", "failed", "done", "done"]
     assert "the loss is" in jobs["lr=1e+38"]["report"]
     assert f"1 of 4 jobs failed: lr=1e+38; to go on, say the same with --run-dir {folder}" in (
@@ -67,7 +67,7 @@ def test_four_jobs_in_two_slots_one_of_them_failing(
     assert [line.split()[:2] for line in lines[1:]] == [
         *(["1e-2", "done"], ["1e38", "failed"], ["0.02", "done"], ["3e-2", "done"])
     ]
-    other = host.launch(tmp_path, *words[:-1], "lr=1", "--run-dir", "sweep")
+    other = host.launch(tmp_path, *words[:-1], "lr=1,2", "--run-dir", "sweep")
     assert other.wait() == 2 and "found: a sweep of other jobs" in other.err
 
 
@@ -93,8 +93,8 @@ def _never_more_than_two(jobs: dict[str, dict[str, Any]], folder: Path) -> None:
 @pytest.fixture
 def slow_sweep(host: Host, tmp_path: Path) -> Launch:
     """Three jobs in two slots, of which two are training."""
-    words = ("train", TASK, "--ranks", "2", "--steps", "20", "--sweep", "seed=1,2,3", *SLOW)
-    launch = host.launch(tmp_path, *words, "--slots", "2", "--run-dir", "sweep")
+    words = ("sweep", TASK, "--ranks", "2", "--steps", "20", "--set", "seed=1,2,3", *SLOW)
+    launch = host.launch(tmp_path, *words, "--slots", "2", "--run-dir", "sweep", "--json")
     runs = [tmp_path / "sweep" / f"seed={seed}" for seed in (1, 2)]
 
     def are_training() -> bool:
@@ -125,14 +125,14 @@ def test_one_that_is_interrupted_leaves_nothing_and_goes_on(
     slow_sweep.signal(signal.SIGINT)
     assert slow_sweep.wait() == 130
     until_gone(below)
-    states = [job["state"] for job in record(tmp_path / "sweep").values()]
+    states = [job["state"] for job in jobs_of(slow_sweep).values()]
     assert states == ["interrupted", "interrupted", "waiting"]
     assert "interrupted (SIGINT); 0 of 3 jobs are done" in slow_sweep.err
 
-    words = ("train", TASK, "--ranks", "2", "--steps", "20", "--sweep", "seed=1,2,3", *SLOW)
-    again = host.launch(tmp_path, *words, "--slots", "3", "--run-dir", "sweep")
+    words = ("sweep", TASK, "--ranks", "2", "--steps", "20", "--set", "seed=1,2,3", *SLOW)
+    again = host.launch(tmp_path, *words, "--slots", "3", "--run-dir", "sweep", "--json")
     assert again.wait() == 0, again.err
-    jobs = record(tmp_path / "sweep")
+    jobs = jobs_of(again)
     assert [job["state"] for job in jobs.values()] == ["done"] * 3
     resumed = [job["summary"]["resumed_from_step"] for job in jobs.values()]
     assert resumed[0] and resumed[1] and resumed[2] is None
@@ -176,16 +176,16 @@ def test_a_job_is_started_on_its_cores_and_dies_with_the_sweep(tmp_path: Path) -
 
 
 def planned(*words: str) -> dict[str, Any]:
-    """What `train synthetic WORDS --dry-run` says."""
+    """What `sweep synthetic WORDS --dry-run` says."""
     done = CliRunner().invoke(
-        command, ["synthetic", *words, "--dry-run", "--json"], catch_exceptions=False
+        sweep, ["synthetic", *words, "--dry-run", "--json"], catch_exceptions=False
     )
     found: dict[str, Any] = json.loads(done.output)
     return found
 
 
 def test_the_plan_is_the_product_in_the_order_of_the_words() -> None:
-    plan = planned("--sweep", "lr=1e-3,0.1", "--sweep", "micro-batch=8,16", "--slots", "9")
+    plan = planned("--set", "lr=1e-3,0.1", "--set", "micro-batch=8,16", "--slots", "9")
     assert [job["name"] for job in plan["jobs"]] == [
         *("lr=0.001,micro-batch=8", "lr=0.001,micro-batch=16"),
         *("lr=0.1,micro-batch=8", "lr=0.1,micro-batch=16"),
@@ -197,40 +197,41 @@ def test_the_plan_is_the_product_in_the_order_of_the_words() -> None:
 
 def test_threads_are_cores_by_slots_by_ranks_unless_said() -> None:
     cores = len(os.sched_getaffinity(0))
-    plan = planned("--sweep", "ranks=1,2", "--slots", "2")
+    plan = planned("--set", "ranks=1,2", "--slots", "2")
     assert [job["threads"] for job in plan["jobs"]] == [
         max(1, cores // 2 // ranks) for ranks in (1, 2)
     ]
-    plan = planned("--sweep", "lr=1,2", "--threads", "3")
+    plan = planned("--set", "lr=1,2", "--threads", "3")
     assert [job["threads"] for job in plan["jobs"]] == [3, 3]
-    plan = planned("--sweep", "bitwise=true", "--ranks", "1")
-    assert [job["threads"] for job in plan["jobs"]] == [1]
+    plan = planned("--set", "bitwise=true,false", "--ranks", "1")
+    cores = len(os.sched_getaffinity(0))
+    assert [job["threads"] for job in plan["jobs"]] == [1, cores]
 
 
 def test_brackets_keep_a_value_together_and_devices_are_shared_out() -> None:
-    plan = planned("--sweep", "strategy=ddp(reduce=tree,bucket_mb=1),ddp", "--ranks", "2")
+    plan = planned("--set", "strategy=ddp(reduce=tree,bucket_mb=1),ddp", "--ranks", "2")
     assert [job["settings"]["strategy"] for job in plan["jobs"]] == [
         *("ddp(reduce=tree,bucket_mb=1)", "ddp")
     ]
     words = ("--device", "cuda", "--devices", "0,1,4,5", "--ranks", "2", "--slots", "2")
-    plan = planned("--sweep", "lr=1,2", *words)
+    plan = planned("--set", "lr=1,2", *words)
     assert [slot["words"] for slot in plan["slots"]] == [["--devices=0,1"], ["--devices=4,5"]]
 
 
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (("--sweep", "lr"), "not NAME=VALUE,VALUE"),
-        (("--sweep", "lr=1,,2"), "not NAME=VALUE,VALUE"),
-        (("--sweep", "lr=1e-3,0.001"), "one value stands there twice"),
-        (("--sweep", "lr=1", "--sweep", "lr=2"), "two --sweep have one name"),
-        (("--sweep", "lr=1", "--set", "lr=2"), "--set lr is given too"),
-        (("--sweep", "steps=1,2", "--steps", "3"), "--steps is given too"),
-        (("--sweep", "run-dir=a,b"), "not a value of a job"),
-        (("--sweep", "bitwise=perhaps"), "takes true or false"),
-        (("--sweep", "precision=bf16,fp17"), "no precision of that name"),
-        (("--slots", "2"), "there is no --sweep"),
-        (("--sweep", "lr=1", "--placement"), "a placement is of one job"),
+        ((), "no --set with several values"),
+        (("--set", "lr=1"), "no --set with several values"),
+        (("--set", "lr=1,2", "--set", "width"), "no '=' in it"),
+        (("--set", "lr=1,,2"), "not NAME=VALUE,VALUE"),
+        (("--set", "lr=1e-3,0.001"), "one value stands there twice"),
+        (("--set", "lr=1,2", "--set", "lr=2,3"), "two --set have this name"),
+        (("--set", "lr=1,2", "--set", "lr=2"), "two --set have this name"),
+        (("--set", "steps=1,2", "--steps", "3"), "--steps is given too"),
+        (("--set", "run-dir=a,b"), "not a value of a job"),
+        (("--set", "bitwise=perhaps,true"), "takes true or false"),
+        (("--set", "precision=bf16,fp17"), "no precision of that name"),
     ],
 )
 def test_what_is_no_sweep_is_refused(words: tuple[str, ...], found: str) -> None:
@@ -238,7 +239,22 @@ def test_what_is_no_sweep_is_refused(words: tuple[str, ...], found: str) -> None
         planned(*words)
     assert found in error.value.found
     with pytest.raises(click.UsageError):
-        command.main(["synthetic", "--sweep", "steps=1,x"], standalone_mode=False)
+        sweep.main(["synthetic", "--set", "steps=1,x"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("word", ["--sweep=lr=1,2", "--slots=2"])
+def test_train_names_the_verb(word: str) -> None:
+    with pytest.raises(RequestError, match=r"allranks sweep PROGRAM --set lr=1e-3,3e-4"):
+        command.main(["synthetic", word], standalone_mode=False)
+
+
+def test_what_has_one_value_is_said_to_every_job() -> None:
+    """The words of the jobs; a field of one value is a field, and sweeps nothing."""
+    words = ["synthetic", "--set", "lr=1,2", "--set", "width=8", "--ranks", "1", "--steps", "3"]
+    packing = plan(sweep.make_context("sweep", words))
+    assert [set(job.words) for job in packing.jobs] == [
+        {"synthetic", "--set=width=8", f"--set=lr={lr}", "--ranks=1", "--steps=3"} for lr in (1, 2)
+    ]
 
 
 def test_names_are_safe_and_differ() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 VERBS = {
     "train": ("allranks.cli.train:train", "Train a task, on this machine or on several nodes."),
+    "sweep": ("allranks.cli.sweep:sweep", "Train once for each combination of values."),
     "run": ("allranks.cli.run:run", "Run any script of any framework, unchanged."),
     "submit": ("allranks.cli.submit:submit", "The same as a job of Slurm."),
     "cluster": ("allranks.cli.cluster:cluster", "The sites that submit knows."),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import damage
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allranks.programs.readers import crc32c as module
 from allranks.programs.readers.bad_record import BadRecord
 from allranks.programs.readers.crc32c import crc32c
 from allranks.programs.readers.example import make_example, parse_example
@@ -53,12 +54,21 @@ def test_the_checksums_of_rfc_3720(data: bytes, checksum: int) -> None:
     assert crc32c(data) == checksum
 
 
-@settings(max_examples=30)
-@example(seed=b"allranks", size=300_000)  # so long that all tables are used
-@given(seed=st.binary(min_size=1, max_size=40), size=st.integers(4, 2_000))
-def test_the_fast_way_finds_what_a_loop_over_the_bytes_finds(seed: bytes, size: int) -> None:
-    data = (seed * (size // len(seed) + 1))[:size]
-    assert module._by_rows(data) == module._by_bytes(data)
+def test_without_the_package_it_says_which_extra_has_it() -> None:
+    """In a fresh interpreter, as a task that imports the reader would find it."""
+    code = (
+        "import sys; sys.modules['google_crc32c'] = None\n"
+        "from allranks.job.program import find_program\n"
+        "try: find_program('allranks.programs.readers.tfrecord:TFRecords')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "RequestError asked: to read or write TFRecord files",
+        "found: no package google_crc32c in this Python",
+        "why:   it computes the two checksums that each record has",
+        "do:    pip install 'allranks[tfrecord]'",
+    ]
 
 
 def test_files_are_framed_as_others_frame_them(path: Path) -> None:

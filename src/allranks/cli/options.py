@@ -77,6 +77,10 @@ MEETING: Options = (
     (("--per-rank",), {"is_flag": True, "default": None, "help": "Under Slurm: a task per rank."}),
 )
 
+TRAINING: Options = (
+    (("--strategy",), {"help": "How ranks work together: see `allranks strategies`."}),
+    (("--epochs",), {"type": int, "help": "Passes over the data (a field of the task)."}),
+)
 COURSE: Options = (
     (("--eval-every",), {"help": "Evaluate after so many steps, or after each `epoch`."}),
     (("--early-stop",), {"help": "End when max:METRIC or min:METRIC gets no better."}),
@@ -176,14 +180,9 @@ def words_of(flags: dict[str, Any], *more: str) -> tuple[str, ...]:
     return (*more, *(f"{name}={value}" for name, value in said.items()))
 
 
-def course_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what is done between the steps to a command."""
-    return _with(COURSE, command)
-
-
-def protection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that protect a job, and go on with one."""
-    return _with(PROTECTION, command)
+def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that describe a training, wherever it runs, to a command."""
+    return _with((*TRAINING, *SHARED, *COURSE, *PROTECTION), command)
 
 
 def _with(options: Options, command: Callable[..., Any]) -> Callable[..., Any]:

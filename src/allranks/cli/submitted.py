@@ -27,7 +27,7 @@ from allranks.job.run_folder import is_in_use
 from allranks.strategies.resolve import strategy_spec
 
 SUBMITTED = ("train", "run")
-OF_SUBMIT = ("dry_run", "placement", "sweep", "slots")
+OF_SUBMIT = ("dry_run", "placement")
 OF_OTHER_PLACES = ("hosts", "node_rank", "rendezvous", "nnodes", "nproc_per_node", "master_addr")
 BESIDES = ("settings", "job_file", "epochs", "inject")  # what `resolved_from` takes out itself
 

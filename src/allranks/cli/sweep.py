@@ -1,4 +1,4 @@
-"""`allranks train PROGRAM --sweep lr=1e-3,3e-4 --slots 2`: a job for every combination of values."""
+"""`allranks sweep PROGRAM --set lr=1e-3,3e-4 --slots 2`: a job for every combination of values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
-from allranks.cli.options import resolved_from
+from allranks.cli.options import resolved_from, training_options
+from allranks.cli.train import train
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
 from allranks.job.job import Job
 from allranks.job.limits import devices_of
@@ -35,7 +36,8 @@ from allranks.tools.sweep.packing import (
 )
 from allranks.tools.sweep.slots import Watcher, run_packed
 
-OF_THE_SWEEP = ("sweep", "slots", "run_dir", "dry_run", "placement", "as_object")
+OF_THE_SWEEP = ("settings", "slots", "run_dir", "dry_run", "as_object")
+OF_TRAIN_ALONE = ("dry_run", "placement", "as_object")
 NOT_SWEPT = ("set", "job", "resume", "inject", *OF_THE_SWEEP, "json")
 LONGEST_NAME = 150
 
@@ -55,24 +57,36 @@ class Axis:
         if not self.option.is_flag:
             return [f"{self.option.opts[0]}={value}"]
         if value.lower() not in TRUTH:
-            raise _refused(f"{self.name}={value}", f"{self.name} takes true or false")
+            raise _refused(f"--set {self.name}={value}", f"{self.name} takes true or false")
         return [self.option.opts[0]] if TRUTH[value.lower()] else []
 
 
-def sweep(context: click.Context) -> None:
-    """Do what a command line of `train` asks for with --sweep; raises as one job would."""
-    asked = context.params
-    if asked["placement"]:
-        raise _refused("--placement", "a placement is of one job", "ask for it without --sweep")
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("program", required=False)
+@click.option("--slots", type=click.IntRange(min=1), help="Jobs at once (default 1).")
+@click.option("--run-dir", help="The folder of the sweep (default runs/PROGRAM-sweep-TIME).")
+@training_options
+@click.option("--dry-run", is_flag=True, help="Print exactly what would run; run nothing.")
+@click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
+@click.pass_context
+def sweep(context: click.Context, /, dry_run: bool, as_object: bool, **_: Any) -> None:
+    """Train PROGRAM once for every combination of the values in --set NAME=VALUE,VALUE.
+
+    NAME is a field of the task or an option of `allranks train`. A comma in brackets cuts nothing.
+
+    \b
+    allranks sweep digits --set lr=1e-3,3e-4 --set width=16,32 --slots 2
+    allranks sweep digits --set ranks=1,2 --set seed=1,2,3 --steps 20
+    """
     packing = plan(context)
-    if asked["dry_run"]:
-        _print_plan(packing, asked["as_object"])
+    if dry_run:
+        _print_plan(packing, as_object)
         return
     with Sweep(packing) as running:
         reason = run_packed(running, Watcher(_tell_start, _tell_end))
         outcomes = list(running.outcomes.values())
-        click.echo(table(outcomes), err=asked["as_object"])
-        if asked["as_object"]:
+        click.echo(table(outcomes), err=as_object)
+        if as_object:
             click.echo(as_json(running.to_data()))
     _conclude(packing.folder, outcomes, reason)
 
@@ -87,55 +101,64 @@ def plan(context: click.Context) -> Packing:
         dict(zip([axis.name for axis in axes], values, strict=True))
         for values in itertools.product(*(axis.values for axis in axes))
     ]
-    base = words_of(context)
+    base = words_of(context, axes)
     words = [
         (*base, *(word for axis in axes for word in axis.words(settings[axis.name])))
         for settings in combinations
     ]
-    first = _job(context, words[0])
+    first = _job(words[0])
     slots = _slots(context, first, len(combinations), axes)
     program = Path(first.program.partition(":")[0]).stem
     folder = Path(context.params["run_dir"] or new_run_dir(f"{program}-sweep")).absolute()
-    known = previous(folder) or {"threads": {}}
+    before = previous(folder)
+    known = before.threads if before else {}
     jobs = []
     for settings, own in zip(combinations, words, strict=True):
         name = name_of(settings)
-        job = _job(context, [*own, *slots[-1].words, f"--run-dir={folder / name}"])
-        threads = known["threads"].get(name) or _threads(job, len(slots))
+        job = _job([*own, *slots[-1].words, f"--run-dir={folder / name}"])
+        threads = known.get(name) or _threads(job, len(slots))
         jobs.append(PackedJob(name, settings, own, threads))
     if len({job.name for job in jobs}) < len(jobs):
-        raise _refused("--sweep", "one value stands there twice")
+        raise _refused("--set", "one value stands there twice")
     return Packing(folder, tuple(jobs), slots)
 
 
 def _axes(context: click.Context) -> list[Axis]:
-    axes = [_axis(context, text) for text in context.params["sweep"]]
+    """What has several values, checked against the options, and against what else is given."""
+    settings: tuple[str, ...] = context.params["settings"]
+    axes = [_axis(context, text) for text in settings if _has_several(text)]
     if not axes:
-        raise _refused("--slots", "there is no --sweep, and one job needs no slots")
-    if len({axis.name for axis in axes}) < len(axes):
-        raise _refused("--sweep", "two --sweep have one name", "write all values after one name")
+        raise _refused("allranks sweep", "no --set with several values")
+    names = [setting.partition("=")[0] for setting in settings]
+    for axis in axes:
+        if names.count(axis.name) > 1:
+            again = "write all values after one name"
+            raise _refused(f"--set {axis.name}", "two --set have this name", again)
     return axes
 
 
+def _has_several(text: str) -> bool:
+    return len(list(_split(text.partition("=")[2]))) > 1
+
+
 def _axis(context: click.Context, text: str) -> Axis:
-    """`lr=1e-3,3e-4`, checked against the options, and what else is given."""
-    name, equals, values = text.partition("=")
+    """`lr=1e-3,3e-4`."""
+    name, _, values = text.partition("=")
     listed = tuple(_split(values))
-    if not name or not equals or not all(listed):
-        raise _refused(text, "it is not NAME=VALUE,VALUE")
+    if not name or not all(listed):
+        raise _refused(f"--set {text}", "it is not NAME=VALUE,VALUE")
     options = {
         option.opts[0].removeprefix("--"): option
         for option in context.command.params
         if isinstance(option, click.Option)
     }
     option = options.get(name.replace("_", "-"))
-    given = context.params["settings"]
     if name.replace("-", "_") in NOT_SWEPT:
-        raise _refused(text, f"--{name} is not a value of a job", "sweep fields and options")
+        raise _refused(
+            f"--set {text}", f"--{name} is not a value of a job", "sweep fields and options"
+        )
     if option is not None and context.params[str(option.name)] is not None:
-        raise _refused(text, f"{option.opts[0]} is given too", "say it in one place")
-    if option is None and name in [setting.partition("=")[0] for setting in given]:
-        raise _refused(text, f"--set {name} is given too", "say it in one place")
+        raise _refused(f"--set {text}", f"{option.opts[0]} is given too", "say it in one place")
     return Axis(name, listed, option)
 
 
@@ -152,9 +175,11 @@ def _split(values: str) -> Iterator[str]:
     yield part
 
 
-def words_of(context: click.Context) -> list[str]:
-    """What was given of a job on this command line, as words that say it again."""
-    words = []
+def words_of(context: click.Context, axes: Sequence[Axis]) -> list[str]:
+    """What was given of each job on this command line, as words that say it again to `train`."""
+    swept = {axis.name for axis in axes}
+    settings: tuple[str, ...] = context.params["settings"]
+    words = [f"--set={text}" for text in settings if text.partition("=")[0] not in swept]
     for parameter in context.command.params:
         value = context.params[str(parameter.name)]
         if parameter.name in OF_THE_SWEEP or value is None:
@@ -169,11 +194,10 @@ def words_of(context: click.Context) -> list[str]:
     return words
 
 
-def _job(context: click.Context, words: Sequence[str]) -> Job:
+def _job(words: Sequence[str]) -> Job:
     """The job that these words describe, as its own process will read them."""
-    asked = context.command.make_context("train", list(words)).params
-    flags = {name: value for name, value in asked.items() if name not in OF_THE_SWEEP}
-    flags["run_dir"] = asked["run_dir"]
+    asked = train.make_context("train", list(words)).params
+    flags = {name: value for name, value in asked.items() if name not in OF_TRAIN_ALONE}
     return resolved_from(flags.pop("program"), flags).job
 
 
@@ -185,7 +209,7 @@ def _slots(context: click.Context, job: Job, jobs: int, axes: Sequence[Axis]) ->
     numbers = () if named else devices_of(job)
     if job.device == "cuda" and count > 1 and not (numbers or named):
         raise RequestError(
-            asked=f"--sweep on --device cuda with --slots {count}",
+            asked=f"a sweep on --device cuda with --slots {count}",
             found="no --devices",
             why="the jobs of all slots would use the same devices, from number 0 on",
             do="name those to share out: --devices 0,1,2,3, or --slots 1",
@@ -224,10 +248,10 @@ def _canonical(value: str) -> str:
 
 def _refused(asked: str, found: str, do: str = "") -> RequestError:
     return RequestError(
-        asked=asked if asked.startswith("--") else f"--sweep {asked}",
+        asked=asked,
         found=found,
         why="a sweep is one job for every combination of values",
-        do=do or "write it like --sweep lr=1e-3,3e-4 --sweep width=16,32 --slots 2",
+        do=do or "write it like allranks sweep digits --set lr=1e-3,3e-4 --set width=16,32",
     )
 
 

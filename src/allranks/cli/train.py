@@ -12,15 +12,12 @@ from allranks.checkpoint.files import as_json
 from allranks.cli.display.placement import table
 from allranks.cli.display.progress import in_sentences, lost_in, progress_here
 from allranks.cli.options import (
-    course_options,
-    job_options,
     meeting_from,
     meeting_options,
-    protection_options,
     resolved_from,
+    training_options,
     words_of,
 )
-from allranks.cli.sweep import sweep as run_sweep
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
 from allranks.launcher.nodes.cluster import is_head, take_part
@@ -29,28 +26,29 @@ from allranks.launcher.start import Watcher, plan_only, run_job
 from allranks.tools.placement_preview import place_ranks
 
 
+def _is_a_verb(context: click.Context, option: click.Parameter, value: Any) -> None:
+    """Refuse an option that was one of `train` before sweeps were a verb."""
+    if value:
+        raise RequestError(
+            asked=f"train --{option.name}",
+            found="no option of that name: a sweep is a verb of its own",
+            why="it is many jobs, and `train` trains one",
+            do="allranks sweep PROGRAM --set lr=1e-3,3e-4 --set width=16,32 --slots 2",
+        )
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("program", required=False)
-@click.option("--strategy", help="How ranks work together: see `allranks strategies`.")
-@click.option("--epochs", type=int, help="Passes over the data (a field of the task).")
 @click.option("--run-dir", help="The run folder to make (default runs/PROGRAM-TIME).")
-@job_options
+@training_options
 @meeting_options
-@course_options
-@protection_options
-@click.option("--sweep", multiple=True, help="A job for each value: lr=1e-3,3e-4 (and again).")
-@click.option("--slots", type=click.IntRange(min=1), help="Jobs of a sweep at once (default 1).")
+@click.option("--sweep", multiple=True, hidden=True, expose_value=False, callback=_is_a_verb)
+@click.option("--slots", hidden=True, expose_value=False, callback=_is_a_verb)
 @click.option("--dry-run", is_flag=True, help="Print exactly what would run; run nothing.")
 @click.option("--placement", is_flag=True, help="With --dry-run: what each rank would hold.")
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
 def train(
-    program: str | None,
-    sweep: tuple[str, ...],
-    slots: int | None,
-    dry_run: bool,
-    placement: bool,
-    as_object: bool,
-    **flags: Any,
+    program: str | None, dry_run: bool, placement: bool, as_object: bool, **flags: Any
 ) -> None:
     """Train PROGRAM: a built-in name, file.py, file.py:Class or module:Class.
 
@@ -60,11 +58,7 @@ def train(
     allranks train mytask.py --ranks 4 --checkpoint-every 100 --max-restarts 3
     allranks train --run-dir runs/that-one          (goes on where it stopped)
     allranks train digits --ranks 4 --nodes 2 --place simulated:link=1gbit
-    allranks train digits --sweep lr=1e-3,3e-4 --sweep width=16,32 --slots 2
     """
-    if sweep or slots is not None:
-        run_sweep(click.get_current_context())
-        return
     words = words_of(flags, "train", program or "")
     meeting, said = meeting_from(flags)
     if not is_head(meeting):

@@ -1,8 +1,8 @@
 """Several jobs packed on one machine: what they are, and the folder that holds what becomes of them.
 
 A job gets what it would get alone: its words, a run folder, a number of threads that was decided
-beforehand. What became of each stands in `sweep.json`, which is written anew whenever a job starts
-or ends; from it, and from the run folders, a sweep goes on. `slots` runs them.
+beforehand. These stand in `sweep.json`, which is written once; what became of each job its own run
+folder says, and from there a sweep goes on. `slots` runs them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from allranks.errors import RequestError
 from allranks.job.run_folder import rank_events_path, read_rows
 
 RECORD = "sweep.json"
-SCHEMA = 1
+SCHEMA = 2
 LOGS = "logs"
 DONE, FAILED, STOPPED, INTERRUPTED = "done", "failed", "stopped", "interrupted"
 WAITING, RUNNING = "waiting", "running"
@@ -69,6 +69,14 @@ class Packing:
 
 
 @dataclass(frozen=True)
+class Previous:
+    """What `sweep.json` holds: the key of a packing, and the threads of each job by its name."""
+
+    key: str
+    threads: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What became of a job; `report` says why it failed. Times are those of the wall clock."""
 
@@ -93,8 +101,8 @@ def share_out(cores: Sequence[int], slots: int) -> list[tuple[int, ...]]:
     return [tuple(cores[start:end]) for start, end in itertools.pairwise(starts)]
 
 
-def previous(folder: Path) -> dict[str, Any] | None:
-    """The record that a sweep left in this folder; raises `RequestError` if it cannot be read."""
+def previous(folder: Path) -> Previous | None:
+    """The sweep that was begun in this folder, if any; raises `RequestError` if it is unreadable."""
     path = folder / RECORD
     if not path.exists():
         return None
@@ -102,8 +110,8 @@ def previous(folder: Path) -> dict[str, Any] | None:
         record: dict[str, Any] = json.loads(path.read_text())
         if record["schema"] != SCHEMA:
             raise ValueError(f"schema {record['schema']}")
-        return {**record, "threads": {job["name"]: int(job["threads"]) for job in record["jobs"]}}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Previous(record["key"], {n: int(count) for n, count in record["threads"].items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(
             asked=f"to go on with the sweep {folder}",
             found=f"{type(error).__name__}: {error} in {RECORD}",
@@ -137,7 +145,7 @@ class Sweep:
         before = previous(folder)
         if before is None and folder.exists() and any(folder.iterdir()):
             raise _not_ours(folder, "something is there already, and no sweep left it")
-        if before is not None and before["key"] != packing.key:
+        if before is not None and before.key != packing.key:
             raise _not_ours(folder, "a sweep of other jobs")
         try:
             (folder / LOGS).mkdir(parents=True, exist_ok=True)
@@ -149,8 +157,11 @@ class Sweep:
         except BlockingIOError:
             os.close(self._lock)
             raise _not_ours(folder, "a sweep that is running") from None
+        if before is None:
+            threads = {job.name: job.threads for job in packing.jobs}
+            record = as_json({"schema": SCHEMA, "key": packing.key, "threads": threads})
+            write_whole(folder / RECORD, f"{record}\n".encode())
         self.outcomes = {job.name: self._found(job) for job in packing.jobs}
-        self.record()
 
     def _found(self, job: PackedJob) -> Outcome:
         """What is there of a job already."""
@@ -160,18 +171,13 @@ class Sweep:
         return Outcome(job.name, job.settings, job.threads, str(run_dir), state, summary=summary)
 
     def note(self, job: PackedJob, **values: Any) -> Outcome:
-        """Change what is known of a job, and record it."""
+        """Change what is known of a job."""
         self.outcomes[job.name] = dataclasses.replace(self.outcomes[job.name], **values)
-        self.record()
         return self.outcomes[job.name]
 
-    def record(self) -> None:
-        write_whole(self.packing.folder / RECORD, f"{as_json(self.to_data())}\n".encode())
-
     def to_data(self) -> dict[str, Any]:
+        """What became of all jobs, for `--json`."""
         return {
-            "schema": SCHEMA,
-            "key": self.packing.key,
             "sweep_dir": str(self.packing.folder),
             "slots": len(self.packing.slots),
             "jobs": [dataclasses.asdict(outcome) for outcome in self.outcomes.values()],
