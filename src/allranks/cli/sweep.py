@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
+from allranks.cli.display.say import say
 from allranks.cli.options import resolved_from, training_options
 from allranks.cli.train import train
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
@@ -273,7 +274,7 @@ def _print_plan(packing: Packing, as_object: bool) -> None:
 
 
 def _tell_start(slot: Slot, outcome: Outcome) -> None:
-    _say(f"started {outcome.name} in {slot}")
+    say(f"started {outcome.name} in {slot}")
 
 
 def _tell_end(slot: Slot, outcome: Outcome) -> None:
@@ -284,12 +285,7 @@ def _tell_end(slot: Slot, outcome: Outcome) -> None:
         line += f": {', '.join(values)}" if values else ""
     if outcome.report:
         line += f": {outcome.report.splitlines()[0]}"
-    _say(line)
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # who only looks on ends no training
-        click.echo(printable(line), err=True)
+    say(line)
 
 
 def _measured(outcome: Outcome) -> dict[str, float]:

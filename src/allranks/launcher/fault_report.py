@@ -22,19 +22,13 @@ from allranks.job.units import format_bytes
 from allranks.launcher.folding import folded
 from allranks.launcher.hang import Hang, missing_of
 from allranks.launcher.heartbeat import Beat
-from allranks.launcher.log_tail import LastWords, last_words
+from allranks.launcher.log_tail import LastWords, is_out_of_memory, last_words
 from allranks.launcher.mismatch import told_of_mismatch
 from allranks.launcher.supervisor import Ended
 
 NO_TRACEBACK = "; it could leave no traceback"
 SPEAKS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 ENDED_WELL = ("done", "stopped", "described")
-OUT_OF_MEMORY = (
-    "MemoryError",
-    "OutOfMemoryError",
-    "can't allocate memory",
-    "annot allocate memory",
-)
 
 
 @dataclass(frozen=True)
@@ -258,7 +252,7 @@ def cause_of(fault: Fault) -> str:
     """Why a rank ended, in its own words or in those of the kernel."""
     if fault.event is not None:
         cause = f"{fault.event['kind']}: {fault.event['message']}"
-        said = "out of memory" if any(sign in cause for sign in OUT_OF_MEMORY) else fault.memory
+        said = "out of memory" if is_out_of_memory(cause) else fault.memory
         return f"{said}: {cause}" if said else cause
     if fault.code < 0:
         known = {number.value: number.name for number in signal.Signals}

@@ -59,6 +59,11 @@ class LastWords:
     is_out_of_memory: bool
 
 
+def is_out_of_memory(said: str) -> bool:
+    """Whether words of Python, CUDA, XLA or C++ say that there was no memory left."""
+    return any(sign in said for sign in OUT_OF_MEMORY)
+
+
 def stacks_in(log: Path, start: int = 0) -> str:
     """The stacks that a fatal signal left, all of them, that of the running thread first."""
     lines = _lines(log, start)
@@ -77,7 +82,7 @@ def last_words(log: Path, start: int = 0) -> LastWords:
         "\n".join(found),
         error,
         LOST_A_PEER.search(error if _is_traceback(found) and error else said) is not None,
-        any(sign in said for sign in OUT_OF_MEMORY),
+        is_out_of_memory(said),
     )
 
 
