@@ -24,6 +24,7 @@ from allranks.launcher.hang import Hang, missing_of
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.log_tail import LastWords, is_out_of_memory, last_words
 from allranks.launcher.mismatch import told_of_mismatch
+from allranks.launcher.processes.process import Exit
 from allranks.launcher.supervisor import Ended
 
 NO_TRACEBACK = "; it could leave no traceback"
@@ -103,29 +104,33 @@ def first_fault(
         told_to = rank in ended.stopped and event is None and not exit_.lost
         if (exit_.code == 0 and not must_say_so) or told_to:
             continue
-        said_at = event["monotonic"] - exit_.clock_ahead_s if event else exit_.monotonic
-        when = min(exit_.monotonic, said_at)
-        counted = memory if exit_.memory is None else exit_.memory
-        killed = counted if exit_.code == -signal.SIGKILL or _lost_a_child(event) else ""
         beat = next((beat for beat in beats if beat.rank == rank), None)
-        faults.append(
-            Fault(
-                rank,
-                exit_.code,
-                when,
-                event,
-                killed,
-                exit_.peak_bytes,
-                beat,
-                host=exit_.host,
-                lost=exit_.lost,
-            )
-        )
+        faults.append(_fault_of(rank, exit_, event, memory, beat))
     first = min(faults, key=lambda fault: (fault.is_victim, fault.monotonic), default=None)
     if first is None or first.words is None or first.is_victim:
         return first
     alike = tuple(f.rank for f in faults if f.rank != first.rank and f.words == first.words)
     return dataclasses.replace(first, alike=alike)
+
+
+def _fault_of(
+    rank: int, exit_: Exit, event: dict[str, Any] | None, memory: str, beat: Beat | None
+) -> Fault:
+    """The fault of one rank, from how its process ended and from what it said itself."""
+    said_at = event["monotonic"] - exit_.clock_ahead_s if event else exit_.monotonic
+    counted = memory if exit_.memory is None else exit_.memory
+    killed = counted if exit_.code == -signal.SIGKILL or _lost_a_child(event) else ""
+    return Fault(
+        rank,
+        exit_.code,
+        min(exit_.monotonic, said_at),
+        event,
+        killed,
+        exit_.peak_bytes,
+        beat,
+        host=exit_.host,
+        lost=exit_.lost,
+    )
 
 
 def _lost_a_child(event: dict[str, Any] | None) -> bool:

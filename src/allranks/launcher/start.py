@@ -156,15 +156,7 @@ def run_job(
         folder = RunFolder(Path(plan.job.run_dir), goes_on=_goes_on(resolved))
         stack.callback(folder.close)
         try:
-            fields = dataclasses.replace(plan.job, task=plan.shape.fields)
-            folder.write_job(Resolved(fields, resolved.sources))
-            folder.events.event(
-                "started",
-                ranks=plan.job.ranks,
-                notes=list(plan.notes),
-                changes=changes,
-                environment=recorded_environment(ground.server.hash_seed),
-            )
+            _record_start(folder, plan, resolved.sources, changes, ground.server.hash_seed)
             with suppress(OSError):  # who only looks on ends no training
                 watcher.started(plan)
             attempts = Attempts(ground, plan, folder, signals, watcher.tick, started_at)
@@ -173,6 +165,25 @@ def run_job(
             folder.remove()
             raise
         return Result(folder.path, {"run_dir": str(folder.path), **summary})
+
+
+def _record_start(
+    folder: RunFolder,
+    plan: Plan,
+    sources: dict[str, str],
+    changes: dict[str, Any],
+    hash_seed: str,
+) -> None:
+    """Write what is about to run into its folder."""
+    fields = dataclasses.replace(plan.job, task=plan.shape.fields)
+    folder.write_job(Resolved(fields, sources))
+    folder.events.event(
+        "started",
+        ranks=plan.job.ranks,
+        notes=list(plan.notes),
+        changes=changes,
+        environment=recorded_environment(hash_seed),
+    )
 
 
 def recorded_environment(hash_seed: str) -> dict[str, str]:
