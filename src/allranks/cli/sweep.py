@@ -15,6 +15,7 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.say import say
+from allranks.cli.grouped_help import GroupedCommand
 from allranks.cli.options import resolved_from, training_options
 from allranks.cli.train import train
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
@@ -62,7 +63,7 @@ class Axis:
         return [self.option.opts[0]] if TRUTH[value.lower()] else []
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("program", required=False)
 @click.option("--slots", type=click.IntRange(min=1), help="Jobs at once (default 1).")
 @click.option("--run-dir", help="The folder of the sweep (default runs/PROGRAM-sweep-TIME).")
