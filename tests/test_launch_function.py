@@ -272,9 +272,12 @@ class Net(Base):  # the last definition
 """
 CELLS = (
     IMPORTS,
-    "class Base:\n    pass\n\nclass Net(Base):\n    old = True",
+    "class Base:\n    pass",
+    "class Net(Base):\n    old = True",
     "WIDTH = int('3'); FACTORS = {'pi': math.pi}\nprint('nothing of this is kept')",
-    "def scaled(x):\n    return x * unit()\n\nunit = lambda: WIDTH\nbig = [object() for _ in range(9)]",
+    "# kept whole\nfrom math import pi as e\nTIMES: int = 1\n\ndef scaled(x):\n    return x * unit()\n\n"
+    "unit = lambda: WIDTH * TIMES",
+    "big = [object() for _ in range(9)]",
     "table, rest = dict([(1, 2)]), object()",
     NET,
 )
@@ -284,6 +287,7 @@ def test_the_program_of_cells_defines_the_same_class(monkeypatch: pytest.MonkeyP
     namespace = run_cells(monkeypatch, *CELLS)
     text = program_text("Net", CELLS, namespace)
     assert "# the last definition" in text and "old = True" not in text
+    assert CELLS[4] in text
     assert not [word for word in ("print", "big", "json") if word in text]
     assert "WIDTH = 3\n" in text and "from posixpath import basename\n" in text
     again: dict[str, Any] = {"__name__": "program"}
@@ -298,6 +302,39 @@ def test_a_cell_that_failed_defines_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     )
     text = program_text("Net", cells, run_cells(monkeypatch, *cells))
     assert "return 1" in text and "return 2" not in text
+
+
+def test_a_cell_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would do again, or undo, or cannot be put in the midst of a file, is refused."""
+    again = ("def f(): return g()\ndef g(): return 1",)
+    for cells, found in [
+        (("def f(): pass\nf()",), "f needs its whole cell, which also runs: f()"),
+        (
+            ("from __future__ import annotations\ndef f(): pass",),
+            "which also runs: from __future__",
+        ),
+        (("from math import *\ndef f(): pass",), "which also runs: from math import *"),
+        (("n = 1\ndef f(): return n", "n = 2"), "'n' is another by now"),
+        (("import math\ndef f(): return math", "import json as math"), "'math' is another by now"),
+        ((*again, "def g(): return 2"), "'g' is another by now"),
+        ((*again, "def g(): return 1\n"), "'g' is another by now"),
+        ((*again, "g = 3"), "'g' is another by now"),
+        ((*again, "g.a = 3"), "'g', which is changed by a statement: g.a = 3"),
+        (
+            ("class B: 0", "def deco(c): return c\nclass f(B): 0", "@deco\nclass B: 1"),
+            "B needs 'deco', of a cell that needs 'B' before",
+        ),
+    ]:
+        with pytest.raises(RequestError) as error:
+            program_text("f", cells, run_cells(monkeypatch, *cells))
+        assert found in error.value.found, error.value.found
+        assert "%%writefile mytask.py" in error.value.do
+
+
+def test_a_cell_that_was_run_again_stands_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = "def f(): return g()\ndef g(): return 1"
+    namespace = run_cells(monkeypatch, cell, "g()", cell)
+    assert program_text("f", (cell, "g()", cell), namespace).count("def f") == 1
 
 
 def test_a_name_that_only_the_notebook_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +387,8 @@ DRAWN = (
     "device, dtype, where = torch.device('cpu'), torch.float64, Path('a') / 'b'\n"
     "table = {('a', 1): (float('inf'), {3}, b'b', None), 'b': [1j, (True,), frozenset()]}",
     "def everything():\n    return [X, y, low, mean, part[0], part[3], config, device, dtype, where,"
-    " table]\nsame = everything",
+    " table]",
+    "same = everything",
     "def all_of(): return same()",
 )
 

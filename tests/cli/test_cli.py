@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import allranks
-from allranks.catalog import VERBS
+from allranks.catalog import VERBS, load
+from allranks.cli.grouped_help import GROUPS
 from allranks.cli.main import main
 from allranks.job.config import Resolved, resolve
 from allranks.job.job import Job
@@ -83,6 +85,21 @@ def test_every_verb_has_help(door: Door, verb: str) -> None:
         code, out, _ = door(verb, word)
         usage = out.splitlines()[0]
         assert code == 0 and usage.startswith("Usage: ") and f" {verb} [OPTIONS]" in usage
+
+
+@pytest.mark.parametrize("verb", ["train", "sweep", "check"])
+def test_every_option_stands_in_one_group(door: Door, verb: str) -> None:
+    """And the ten that people use first stand on top, where the verb has them."""
+    command: click.Command = load(VERBS[verb][0])
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(set(grouped)) == len(grouped) and len(GROUPS["First of all"]) == 10
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    flags = [option.opts[0] for option in options if not option.hidden]
+    assert set(flags) <= set(grouped)
+    _, out, _ = door(verb, "--help")
+    shown = [line.split()[0] for line in out.splitlines() if line.startswith("  --")]
+    assert [flag for flag in shown if flag != "--help"] == [f for f in grouped if f in flags]
+    assert "  -h, --help" in out or "  --help" in out
 
 
 PROTECTING = (

@@ -8,13 +8,14 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
+from allranks.cli.grouped_help import GroupedCommand
 from allranks.cli.options import job_options, resolved_from
 from allranks.errors import EXIT_DIFFERENCE_FOUND
 from allranks.tools.check.plan import STEPS, USUAL_STRATEGY, default_ranks
 from allranks.tools.check.scratch import checked_in_scratch
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("program", required=False)
 @click.option("--strategy", help="The strategy to check (default ddp).")
 @click.option("--keep-runs", type=click.Path(), help="Keep the runs and their traces here.")

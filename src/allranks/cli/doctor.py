@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.diagnosis import show
+from allranks.cli.display.say import say
 from allranks.cli.options import meeting_from, meeting_options, words_of
 from allranks.errors import EXIT_PLACE_FAILED, RequestError, printable
 from allranks.job.config import resolve
@@ -67,7 +67,7 @@ def doctor(leftovers: str | None, as_object: bool, **flags: Any) -> None:
     job = resolve(ANY_PROGRAM, asked).job
     run_dir = Path(os.path.abspath(flags["run_dir"] or Path(RUNS, "new")))
     wanted = Wanted(job.place, job.nodes, job.ranks, meeting, program, words)
-    diagnosis = diagnose(Question(wanted, _there(run_dir.parent)), _say)
+    diagnosis = diagnose(Question(wanted, _there(run_dir.parent)), say)
     if as_object:
         click.echo(as_json(diagnosis.to_data()))
     else:
@@ -132,8 +132,3 @@ def _tell(cleaned: Cleaned) -> None:
             click.echo(printable(f"{verb}: {what}{of}"))
     if not cleaned.removed and not cleaned.still_there:
         click.echo("no run that is dead has left anything here")
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # nobody reads any more
-        click.echo(text, err=True)

@@ -11,7 +11,8 @@ import click
 
 from allranks import __version__
 from allranks.catalog import VERBS, load
-from allranks.errors import EXIT_INTERRUPTED, AllranksError, RequestError, nearest, printable
+from allranks.cli.display.say import say
+from allranks.errors import EXIT_INTERRUPTED, AllranksError, RequestError, nearest
 
 
 class Verbs(click.Group):
@@ -68,18 +69,13 @@ def _run() -> None:
             error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        _say("allranks: interrupted")
+        say("allranks: interrupted")
         sys.exit(EXIT_INTERRUPTED)
     except AllranksError as error:
         lead = "this cannot be done\n" if isinstance(error, RequestError) else ""
         text = f"allranks: {lead}{error}"
-        _say("\n".join(printable(line) for line in text.splitlines()))
+        say(text)
         sys.exit(error.exit_code)
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # the terminal may be what ended the job
-        click.echo(text, err=True)
 
 
 if __name__ == "__main__":

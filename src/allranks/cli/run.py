@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.rank_output import RankOutput
+from allranks.cli.display.say import say
 from allranks.cli.options import (
     MEETING_NAMES,
     Duration,
@@ -23,7 +24,7 @@ from allranks.cli.options import (
     network_options,
     words_of,
 )
-from allranks.errors import RequestError, nearest, printable
+from allranks.errors import RequestError, nearest
 from allranks.job.engines import is_only_a_task
 from allranks.job.limits import check_place
 from allranks.job.place import LOCAL, place_spec
@@ -123,15 +124,15 @@ def run(words: tuple[str, ...], dry_run: bool, as_object: bool, **flags: Any) ->
         return
     output = RankOutput(request.shown)
     for note in request.notes:
-        _say(f"note: {note}")
+        say(f"note: {note}")
     try:
         result = _run(request, wanted, _watcher(output))
     finally:
-        _say(output.close())
+        say(output.close())
     if as_object:
         click.echo(as_json(result.summary))
     else:
-        _say(f"run folder {result.run_dir}")
+        say(f"run folder {result.run_dir}")
 
 
 def _run(request: CommandRequest, wanted: Wanted, watcher: CommandWatcher) -> CommandResult:
@@ -298,9 +299,9 @@ def _watcher(output: RankOutput) -> CommandWatcher:
     def started(plan: CommandPlan, run_dir: Path) -> None:
         output.started(plan, run_dir)
         ranks = plan.topology.world_size
-        _say(f"{ranks} rank{'s' if ranks > 1 else ''}: {run_dir}")
+        say(f"{ranks} rank{'s' if ranks > 1 else ''}: {run_dir}")
 
-    return CommandWatcher(started, output.tick, _say)
+    return CommandWatcher(started, output.tick, say)
 
 
 def _print_plan(request: CommandRequest, wanted: Wanted, as_object: bool) -> None:
@@ -311,10 +312,3 @@ def _print_plan(request: CommandRequest, wanted: Wanted, as_object: bool) -> Non
     with hosts as found:
         plan = plan_command(request, found, os.environ, "RUN")
     click.echo(as_json(plan.to_data()) if as_object else str(plan))
-
-
-def _say(text: str) -> None:
-    """Tell a person, on standard error; whoever does not read ends no job."""
-    with suppress(OSError, ValueError):
-        for line in text.splitlines():
-            click.echo(printable(line), err=True)

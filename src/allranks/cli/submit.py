@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
+from allranks.cli.display.say import say
 from allranks.cli.submitted import (
     Submitted,
     check_job,
@@ -121,7 +122,7 @@ def submit(
     _check_here(submission.request)
     job_id = _send(submission)
     output = submission.request.output.replace("%j", str(job_id))
-    _say(f"job {job_id}: sent; output in {output}")
+    say(f"job {job_id}: sent; output in {output}")
     facts |= {"job_id": job_id, "output": output}
     state = _follow(job_id, Path(output)) if follow else None
     code = commands.exit_code_of(state) if follow else 0
@@ -295,13 +296,9 @@ def _follow(job_id: int, output: Path) -> commands.JobState | None:
             click.echo(printable(line.decode(errors="replace")))
 
     try:
-        return commands.follow(job_id, output, write, _say)
+        return commands.follow(job_id, output, write, say)
     except KeyboardInterrupt:
-        _say(f"job {job_id} goes on; scancel {job_id} ends it")
+        say(f"job {job_id} goes on; scancel {job_id} ends it")
         raise
     finally:
         write(b"\n" if rest else b"")
-
-
-def _say(text: str) -> None:
-    click.echo(printable(text), err=True)

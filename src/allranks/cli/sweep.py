@@ -14,6 +14,8 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
+from allranks.cli.display.say import say
+from allranks.cli.grouped_help import GroupedCommand
 from allranks.cli.options import resolved_from, training_options
 from allranks.cli.train import train
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
@@ -61,7 +63,7 @@ class Axis:
         return [self.option.opts[0]] if TRUTH[value.lower()] else []
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("program", required=False)
 @click.option("--slots", type=click.IntRange(min=1), help="Jobs at once (default 1).")
 @click.option("--run-dir", help="The folder of the sweep (default runs/PROGRAM-sweep-TIME).")
@@ -273,7 +275,7 @@ def _print_plan(packing: Packing, as_object: bool) -> None:
 
 
 def _tell_start(slot: Slot, outcome: Outcome) -> None:
-    _say(f"started {outcome.name} in {slot}")
+    say(f"started {outcome.name} in {slot}")
 
 
 def _tell_end(slot: Slot, outcome: Outcome) -> None:
@@ -284,12 +286,7 @@ def _tell_end(slot: Slot, outcome: Outcome) -> None:
         line += f": {', '.join(values)}" if values else ""
     if outcome.report:
         line += f": {outcome.report.splitlines()[0]}"
-    _say(line)
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # who only looks on ends no training
-        click.echo(printable(line), err=True)
+    say(line)
 
 
 def _measured(outcome: Outcome) -> dict[str, float]:

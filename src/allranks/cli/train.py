@@ -11,6 +11,7 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.placement import table
 from allranks.cli.display.progress import in_sentences, lost_in, progress_here
+from allranks.cli.grouped_help import GroupedCommand
 from allranks.cli.options import (
     meeting_from,
     meeting_options,
@@ -37,7 +38,7 @@ def _is_a_verb(context: click.Context, option: click.Parameter, value: Any) -> N
         )
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("program", required=False)
 @click.option("--run-dir", help="The run folder to make (default runs/PROGRAM-TIME).")
 @training_options

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from allranks.tensorflow.strategies.base import Strategy
 from allranks.training.keras_task import Task
 
 SUMS = "_all_reduce_sum_gradients"
+OPTIMIZER = "optimizer() of the task"
 
 
 def build(task: Task, job: Job, strategy: Strategy) -> Built:
@@ -43,7 +46,7 @@ def take_sums_as_they_are(optimizer: Any) -> None:
     """
     if not hasattr(optimizer, SUMS):
         raise _refused(
-            "optimizer() of the task",
+            OPTIMIZER,
             f"an optimizer of Keras {keras.__version__} that does not sum by {SUMS}",
             "the gradients would be summed twice",
             "install the Keras that constraints.txt of allranks names",
@@ -98,52 +101,79 @@ def _load_pretrained(task: Task, model: Any) -> None:
 def _check_optimizer(task: Task, optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise _refused(
-            "optimizer() of the task",
+            OPTIMIZER,
             described(optimizer),
             "a Keras model is updated by an optimizer of Keras",
             "return for example keras.optimizers.AdamW(3e-4)",
         )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise _refused(
-            "optimizer() of the task",
-            "a LossScaleOptimizer",
-            "the loss scale belongs to the job, which skips a step on all replicas alike",
-            "return the optimizer in it, and ask for --precision fp16",
-        )
-    if optimizer.use_ema:
-        raise _refused(
-            "optimizer() of the task",
-            "use_ema=True",
-            "the average that Keras keeps is put in the place of the weights by `fit` alone, so "
-            "neither the evaluation nor the final weights would be those of the average",
-            "leave it out; with --engine torch, --set ema=0.999 keeps and evaluates one",
-        )
-    clips = [n for n in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(optimizer, n)]
-    if clips and clips != ["global_clipnorm"]:
-        raise _refused(
-            "optimizer() of the task",
-            f"{clips[0]}={getattr(optimizer, clips[0])}",
-            "each replica would clip its copy, of values that Keras takes for those of one device",
-            "set clip_norm in the task: the norm of the whole gradient",
-        )
-    if clips or optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor:
-        found = clips[0] if clips else "gradient_accumulation_steps or loss_scale_factor"
-        raise _refused(
-            "optimizer() of the task",
-            found,
-            "norm, global batch and loss scale are the engine's: the same on any number of ranks",
-            "set clip_norm, batch_size and --micro-batch, or --precision fp16 instead",
-        )
-    is_schedule = isinstance(
-        optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule
-    )
+    for rule in OPTIMIZER_RULES:
+        found = rule.found(optimizer)
+        if found:
+            raise _refused(OPTIMIZER, found, rule.why, rule.do)
+    rate = optimizer._learning_rate
+    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     if is_schedule and task.overrides("schedule"):
         raise _refused(
             "schedule() of the task",
-            f"{described(optimizer._learning_rate)} in its optimizer too",
+            f"{described(rate)} in its optimizer too",
             "two schedules would both set one learning rate",
             "leave one of them out",
         )
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What an optimizer must not have: how it is found, "" if it is not there."""
+
+    found: Callable[[Any], str]
+    why: str
+    do: str
+
+
+def _own_average(optimizer: Any) -> str:
+    return "use_ema=True" if optimizer.use_ema else ""
+
+
+def _own_loss_scale(optimizer: Any) -> str:
+    wraps = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return "a LossScaleOptimizer" if wraps else ""
+
+
+def _clipped_copy(optimizer: Any) -> str:
+    clips = [name for name in ("clipnorm", "clipvalue") if getattr(optimizer, name)]
+    return f"{clips[0]}={getattr(optimizer, clips[0])}" if clips else ""
+
+
+def _matter_of_the_engine(optimizer: Any) -> str:
+    if optimizer.global_clipnorm:
+        return "global_clipnorm"
+    others = optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor
+    return "gradient_accumulation_steps or loss_scale_factor" if others else ""
+
+
+OPTIMIZER_RULES = (
+    _Rule(
+        _own_loss_scale,
+        "the loss scale belongs to the job, which skips a step on all replicas alike",
+        "return the optimizer in it, and ask for --precision fp16",
+    ),
+    _Rule(
+        _own_average,
+        "the average that Keras keeps is put in the place of the weights by `fit` alone, so "
+        "neither the evaluation nor the final weights would be those of the average",
+        "leave it out; with --engine torch, --set ema=0.999 keeps and evaluates one",
+    ),
+    _Rule(
+        _clipped_copy,
+        "each replica would clip its copy, of values that Keras takes for those of one device",
+        "set clip_norm in the task: the norm of the whole gradient",
+    ),
+    _Rule(
+        _matter_of_the_engine,
+        "norm, global batch and loss scale are the engine's: the same on any number of ranks",
+        "set clip_norm, batch_size and --micro-batch, or --precision fp16 instead",
+    ),
+)
 
 
 def _refused(asked: str, found: str, why: str, do: str) -> RequestError:

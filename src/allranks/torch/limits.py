@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.mesh import DATA
@@ -14,61 +16,16 @@ from allranks.torch.task import Task
 
 def check_limits(task: Task, job: Job, strategy: Strategy) -> None:
     """Raise `RequestError` for what cannot be; the strategy has its model."""
-    largest = largest_shard(task.batch_size, task.shards)
-    norms, ranks = normalising_layers(strategy.model), strategy.comm.size
-    if task.batchnorm == "whole" and norms:
-        _check_whole_norm(task, job, strategy)
-        norms = []
-    if largest == 1 and norms and shard_norms(strategy.model):
-        raise RequestError(
-            asked=f"batch_size = {task.batch_size} with shards = {task.shards}",
-            found="one sample in each shard, in a model with BatchNorm",
-            why="one sample has no variance, so nothing would ever be normalised",
-            do=f"--set shards={max(1, task.batch_size // 2)}, or a larger batch",
-        )
-    if not strategy.agreement.is_one_training and task.loss_over == "batch" and ranks > 1:
-        raise RequestError(
-            asked=f'--strategy {job.strategy} with loss_over = "batch"',
-            found=f"{ranks} ranks that exchange nothing",
-            why="the loss would need the outputs of all of them",
-            do="--strategy ddp",
-        )
-    if strategy.setting.scope.looked_up and job.strategy_spec.devices_of_a_rank > 1:
-        raise RequestError(
-            asked=f"--strategy {job.strategy}",
-            found="a table with max_norm, whose rows are shortened where they are looked up",
-            why="each replica would shorten those of its own copy",
-            do="--strategy ddp",
-        )
-    if job.compile and not strategy.can_be_compiled:
-        raise RequestError(
-            asked=f"--strategy {job.strategy} --compile {job.compile}",
-            found=f"{strategy.name!r} runs copies of the model in threads",
-            why="a compiled model is one model in one thread, so they would run uncompiled",
-            do=f"--strategy ddp --compile {job.compile}, or leave --compile out",
-        )
-    judges = [
-        flag for flag, rule in (("--best", job.best), ("--early-stop", job.early_stop)) if rule
-    ]
-    if not strategy.agreement.is_one_training and judges and ranks > 1:
-        raise RequestError(
-            asked=f"--strategy {job.strategy} with {judges[0]}",
-            found=f"{ranks} ranks that each have metrics of their own",
-            why="they save together and end together, so they would have to judge alike",
-            do=f"leave {judges[0]} out, or --strategy ddp",
-        )
-    limit = job.micro_batch
-    if limit is not None and limit < largest and norms:
-        raise RequestError(
-            asked=f"--micro-batch {limit}",
-            found=f"shards of {largest} samples, in a model with BatchNorm",
-            why="BatchNorm takes the statistics of a whole shard, so it cannot be cut",
-            do=f"--micro-batch {largest}, or --set shards={-(-task.batch_size // limit)}",
-        )
+    for rule in RULES:
+        problem = rule(task, job, strategy)
+        if problem is not None:
+            raise problem
 
 
-def _check_whole_norm(task: Task, job: Job, strategy: Strategy) -> None:
-    """Raise `RequestError` unless the whole batch of each rank goes through the model at once."""
+def _whole_norm(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    """The whole batch of each rank must go through the model at once."""
+    if task.batchnorm != "whole" or not normalising_layers(strategy.model):
+        return None
     sizes = even_sizes(task.batch_size, task.shards)
     most = max(rows_of_ranks(sizes, strategy.mesh.size(DATA)))
     found = why = do = ""
@@ -88,5 +45,98 @@ def _check_whole_norm(task: Task, job: Job, strategy: Strategy) -> None:
         found = "--activation-checkpointing"
         why = "computed again in backward, the layers would send their statistics again"
         do = "leave it out, or --set batchnorm=shard"
-    if found:
-        raise RequestError(asked='batchnorm = "whole"', found=found, why=why, do=do)
+    if not found:
+        return None
+    return RequestError(asked='batchnorm = "whole"', found=found, why=why, do=do)
+
+
+def _norm_of_one_sample(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    norms = _norms_of_shards(task, strategy) and shard_norms(strategy.model)
+    if largest_shard(task.batch_size, task.shards) > 1 or not norms:
+        return None
+    return RequestError(
+        asked=f"batch_size = {task.batch_size} with shards = {task.shards}",
+        found="one sample in each shard, in a model with BatchNorm",
+        why="one sample has no variance, so nothing would ever be normalised",
+        do=f"--set shards={max(1, task.batch_size // 2)}, or a larger batch",
+    )
+
+
+def _loss_over_ranks_apart(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    if task.loss_over != "batch" or not _are_apart(strategy):
+        return None
+    return RequestError(
+        asked=f'--strategy {job.strategy} with loss_over = "batch"',
+        found=f"{strategy.comm.size} ranks that exchange nothing",
+        why="the loss would need the outputs of all of them",
+        do="--strategy ddp",
+    )
+
+
+def _replicas_of_shortened_rows(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    setting = strategy.setting
+    if not setting.scope.looked_up or job.strategy_spec.devices_of_a_rank == 1:
+        return None
+    return RequestError(
+        asked=f"--strategy {job.strategy}",
+        found="a table with max_norm, whose rows are shortened where they are looked up",
+        why="each replica would shorten those of its own copy",
+        do="--strategy ddp",
+    )
+
+
+def _compiled_copies(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    if not job.compile or strategy.can_be_compiled:
+        return None
+    return RequestError(
+        asked=f"--strategy {job.strategy} --compile {job.compile}",
+        found=f"{strategy.name!r} runs copies of the model in threads",
+        why="a compiled model is one model in one thread, so they would run uncompiled",
+        do=f"--strategy ddp --compile {job.compile}, or leave --compile out",
+    )
+
+
+def _metrics_of_ranks_apart(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    judges = {"--best": job.best, "--early-stop": job.early_stop}
+    asked = next((flag for flag, rule in judges.items() if rule), None)
+    if asked is None or not _are_apart(strategy):
+        return None
+    return RequestError(
+        asked=f"--strategy {job.strategy} with {asked}",
+        found=f"{strategy.comm.size} ranks that each have metrics of their own",
+        why="they save together and end together, so they would have to judge alike",
+        do=f"leave {asked} out, or --strategy ddp",
+    )
+
+
+def _norm_of_a_cut_shard(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    limit, largest = job.micro_batch, largest_shard(task.batch_size, task.shards)
+    if limit is None or limit >= largest or not _norms_of_shards(task, strategy):
+        return None
+    return RequestError(
+        asked=f"--micro-batch {limit}",
+        found=f"shards of {largest} samples, in a model with BatchNorm",
+        why="BatchNorm takes the statistics of a whole shard, so it cannot be cut",
+        do=f"--micro-batch {largest}, or --set shards={-(-task.batch_size // limit)}",
+    )
+
+
+def _norms_of_shards(task: Task, strategy: Strategy) -> bool:
+    """Whether a layer takes the statistics of a shard."""
+    return task.batchnorm != "whole" and bool(normalising_layers(strategy.model))
+
+
+def _are_apart(strategy: Strategy) -> bool:
+    return not strategy.agreement.is_one_training and strategy.comm.size > 1
+
+
+RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
+    _whole_norm,
+    _norm_of_one_sample,
+    _loss_over_ranks_apart,
+    _replicas_of_shortened_rows,
+    _compiled_copies,
+    _metrics_of_ranks_apart,
+    _norm_of_a_cut_shard,
+)
+"""Each finds one thing that cannot be; what the first one finds is raised."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from allranks.errors import BadStep
+from allranks.errors import BadStep, RequestError
 
 WINDOW = 100  # good steps that say how long a gradient usually is
 ENOUGH = 20  # of them, before anything is called a spike
@@ -159,3 +159,13 @@ def _not_finite(loss: float, norm: float) -> str:
     if not math.isfinite(norm):
         wrong.append("the gradient is not finite")
     return " and ".join(wrong)
+
+
+def weightless(batch: Batch, weight: float) -> RequestError:
+    """The error for a global batch whose samples weigh nothing."""
+    return RequestError(
+        asked=f"step {batch.index} of the job",
+        found=f"the weights of its global batch add up to {weight}",
+        why="a mean over no weight does not exist",
+        do="let weight(batch) be positive somewhere in every batch",
+    )

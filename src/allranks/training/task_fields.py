@@ -114,6 +114,14 @@ def shape_of(task: TaskFields) -> dict[str, Any]:
 
 def check_task(task: TaskFields, program: str) -> None:
     """Raise `RequestError` unless the task has what every task needs."""
+    _check_methods(task, program)
+    _check_names(type(task), task.engines_own(), program)
+    _check_dataclasses(task, program)
+    _check_values(task)
+    _check_loss(task)
+
+
+def _check_methods(task: TaskFields, program: str) -> None:
     missing = [name for name in task.required if not task.overrides(name)]
     if missing:
         raise RequestError(
@@ -122,7 +130,10 @@ def check_task(task: TaskFields, program: str) -> None:
             why=f"a task needs {', '.join(task.required)}",
             do=f"add `def {missing[0]}(self, …)` to it",
         )
-    _check_names(type(task), task.engines_own(), program)
+
+
+def _check_dataclasses(task: TaskFields, program: str) -> None:
+    """Raise `RequestError` for fields that no dataclass decorator would see."""
     for base in _written_by_users(type(task), task.engines_own()):
         annotated = [
             n for n, a in inspect.get_annotations(base).items() if "ClassVar" not in str(a)
@@ -134,6 +145,9 @@ def check_task(task: TaskFields, program: str) -> None:
                 why="without the decorator its fields cannot be set, and their values are passed over",
                 do=f"write @dataclass(kw_only=True) above class {base.__name__}",
             )
+
+
+def _check_values(task: TaskFields) -> None:
     if task.ema is not None and not 0 <= task.ema < 1:
         raise RequestError(
             asked=f"ema = {task.ema}",
@@ -149,6 +163,9 @@ def check_task(task: TaskFields, program: str) -> None:
                 why=f"{name} must be at least 1",
                 do=f"--set {name}=…",
             )
+
+
+def _check_loss(task: TaskFields) -> None:
     if task.loss_over not in ("sample", "batch"):
         raise RequestError(
             asked=f"loss_over = {task.loss_over!r}",

@@ -12,11 +12,10 @@ import time
 from contextlib import suppress
 from typing import Any, Protocol
 
-import click
-
 from allranks.catalog import load
 from allranks.cli.display.event_text import not_in_the_run_folder
 from allranks.cli.display.following import Follower, State
+from allranks.cli.display.say import say
 from allranks.errors import printable
 from allranks.job.units import format_bytes, format_count
 from allranks.launcher.plan import Plan
@@ -68,7 +67,7 @@ class Lines:
     def started(self, plan: Plan) -> None:
         self._follower = Follower(plan)
         for line in opening_words(plan):
-            _say(line)
+            _say_at_once(line)
 
     def tick(self) -> None:
         if time.monotonic() >= self._next:
@@ -82,11 +81,11 @@ class Lines:
         if self._follower is None:
             return
         for line in self._follower.look():
-            _say(line)
+            _say_at_once(line)
         state = self._follower.state
         if state.row is not None and state.row is not self._shown:
             self._shown = state.row
-            _say(step_in_words(state, state.row))
+            _say_at_once(step_in_words(state, state.row))
 
 
 def step_in_words(state: State, row: dict[str, Any]) -> str:
@@ -97,14 +96,13 @@ def step_in_words(state: State, row: dict[str, Any]) -> str:
     return line
 
 
-def _say(line: str) -> None:
-    """Write a line to standard error; drop it where nobody reads, or the supervisor would stand."""
-    text = printable(line[:MOST_OF_A_LINE])
+def _say_at_once(line: str) -> None:
+    """Say a line; drop it where nobody reads, or the supervisor would stand."""
     with suppress(OSError, ValueError):
         _, writable, _ = select.select([], [sys.stderr], [], 0)
         if not writable:
             return
-    click.echo(text, err=True)
+    say(line[:MOST_OF_A_LINE])
 
 
 def follows_ranks(summary: dict[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """A program file out of a notebook: the class that is to be trained, and what it needs of the cells.
 
-Functions, classes and imports are taken from where they are written. Every other name that they
-use travels by its value as it is now (`values`): what made it is not run again, as it may have
-drawn, read or changed something. What is neither is refused by its name.
+A cell that defines a needed function or class is taken whole, and may hold nothing but
+definitions, imports and plain constants: nothing that it did is done again. Every other name
+travels by its value as it is now (`values`). What is neither is refused by its name.
 """
 
 from __future__ import annotations
@@ -10,55 +10,25 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
-import inspect
-import linecache
-import os
-import site
-import sys
-import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any
 
+from allranks.cli.notebook.definitions import (
+    Statement,
+    function_of,
+    made_at_once,
+    statements_of,
+    where_it_stands,
+)
+from allranks.cli.notebook.imports import folders_of, imports_for, made_by_import
 from allranks.cli.notebook.needs import needs_of, set_by
-from allranks.cli.notebook.values import VALUES, NotAValue, Values
+from allranks.cli.notebook.values import VALUES, NotAValue, Values, is_same
 from allranks.errors import RequestError
 
 ONLY_IN_NOTEBOOKS = ("get_ipython", "display")
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 OPENING = '"""{name}, as it stood in a notebook when it was launched. Written by allranks."""'
 TO_A_FILE = "%%writefile mytask.py"
-
-
-@dataclass(frozen=True)
-class Statement:
-    """A statement at the top of a cell."""
-
-    cell: str
-    node: ast.stmt
-
-    @property
-    def first_line(self) -> int:
-        decorators = self.node.decorator_list if isinstance(self.node, Definition) else []
-        return min([self.node.lineno, *(decorator.lineno for decorator in decorators)])
-
-    @property
-    def text(self) -> str:
-        """As it was written, with its decorators."""
-        if not isinstance(self.node, Definition):
-            return ast.get_source_segment(self.cell, self.node) or ast.unparse(self.node)
-        return "\n".join(self.cell.split("\n")[self.first_line - 1 : self.node.end_lineno])
-
-    def defines(self, name: str) -> bool:
-        """Whether it is a definition of `name`, or gives the name to a lambda."""
-        match self.node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                return self.node.name == name
-            case ast.Assign(targets=[ast.Name(id=given)], value=ast.Lambda()):
-                return given == name
-        return False
 
 
 @dataclass
@@ -104,19 +74,19 @@ def program_for(name: str, cells: Sequence[str], namespace: Mapping[str, Any]) -
 
     `cells` are those that were run, in that order, as Python; `namespace` is what they made.
     """
-    statements = [statement for cell in cells for statement in _statements(cell)]
+    statements = [statement for cell in cells for statement in statements_of(cell)]
     writer = _Writer(name, statements, namespace)
     writer.add(name, "launch")
     future = {
-        s.text
-        for s in statements
-        if isinstance(s.node, ast.ImportFrom) and s.node.module == "__future__"
+        ast.unparse(statement.node)
+        for statement in statements
+        if isinstance(statement.node, ast.ImportFrom) and statement.node.module == "__future__"
     }
     return Program(
         name,
         writer.values,
         sorted(future),
-        _folders_of(writer.imports),
+        folders_of([*writer.imports, *writer.imports_of_cells]),
         writer.imports,
         writer.constants,
         writer.definitions,
@@ -135,13 +105,6 @@ def refused(name: str, user: str, found: str, do: str = "") -> RequestError:
     )
 
 
-def _statements(cell: str) -> list[Statement]:
-    try:
-        return [Statement(cell, node) for node in ast.parse(cell).body]
-    except (SyntaxError, ValueError):  # it was never run either
-        return []
-
-
 @dataclass
 class _Writer:
     """Collects what a program file consists of, each part before those that need it."""
@@ -152,6 +115,8 @@ class _Writer:
     imports: list[str] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
     definitions: list[str] = field(default_factory=list)
+    imports_of_cells: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     values: Values = field(default_factory=Values)
 
@@ -164,11 +129,11 @@ class _Writer:
             found = f"the name {name!r}, which nothing in the notebook defines"
             raise refused(self.name, user, found)
         value = self.namespace[name]
-        if imports := _imports_for(name, value, self.statements):
-            if _folders_of(imports):
+        if imports := imports_for(name, value, [s.node for s in self.statements]):
+            if folders_of(imports):
                 self._check_unchanged(name, user)
             self.imports += [line for line in imports if line not in self.imports]
-        elif isinstance(value, type) or _function_of(value) is not None:
+        elif isinstance(value, type) or function_of(value) is not None:
             self._add_definition(name, user, value)
         elif dataclasses.is_dataclass(value) and _is_of_its_fields(value):
             self._add_instance(name, value)
@@ -199,23 +164,78 @@ class _Writer:
             self.add(own, name)
             self.definitions.append(f"{name} = {own}")
             return
-        statement = _where_it_stands(name, value, self.statements)
+        statement = where_it_stands(name, value, self.statements)
         if statement is None:
             kind = type(value).__name__
             raise refused(self.name, user, f"{name!r} ({kind}), which no cell defines by itself")
         self._check_unchanged(name, user)
-        needs = needs_of(statement.text)
-        for needed in sorted(needs.now - {name}):
+        self._add_cell(statement.cell.strip("\n"), name, user)
+
+    def _add_cell(self, cell: str, name: str, user: str) -> None:
+        """Add the whole cell that defines `name`, between what it needs at once and what later."""
+        if cell in self.definitions:
+            return
+        if cell in self.unfinished:
+            found = f"{name!r}, of a cell that needs {user!r} before"
+            raise refused(self.name, user, found, f"define {name} and {user} in one cell")
+        self.unfinished.append(cell)
+        statements, needs = statements_of(cell), needs_of(cell)
+        own = {given for statement in statements for given in self._made_by(statement, name)}
+        for needed in sorted(needs.now - own):
             self.add(needed, name)
-        if statement.text not in self.definitions:
-            self.definitions.append(statement.text)
+        self.unfinished.remove(cell)
+        self.definitions.append(cell)
+        for statement in statements:
+            self._check_made_alike(statement)
+        for needed in sorted(needs.later - own):
+            self.add(needed, name)
+
+    def _made_by(self, statement: Statement, name: str) -> Iterator[str]:
+        """The names that a statement of a whole cell gives; raises if the cell has to be cut.
+
+        It has to be where a statement would do something again, or undo what was done since.
+        """
+        match statement.node:
+            case ast.Expr(value=ast.Constant()):
+                return
+            case ast.Import() | ast.ImportFrom() as node if made := made_by_import(node):
+                self.imports_of_cells.append(ast.unparse(node))
+                stays = {n: self.namespace.get(n) is value for n, value in made.items()}
+            case (
+                ast.Assign(targets=[ast.Name(id=constant)], value=ast.expr() as value)
+                | ast.AnnAssign(target=ast.Name(id=constant), value=ast.expr() as value)
+            ) if _is_plain(value):
+                now = self.namespace.get(constant)
+                stays = {constant: is_same(ast.literal_eval(value), now)}
+            case _ if statement.defined:
+                self._check_unchanged(statement.defined, name)
+                stays = {statement.defined: self._stands_in(statement.cell, statement.defined)}
+            case _:
+                found = f"its whole cell, which also runs: {statement.line}"
+                raise refused(self.name, name, found, f"define {name} in a cell that only defines")
+        for given, is_there in stays.items():
+            if not is_there:
+                found = f"its whole cell, and {given!r} is another by now than that cell makes"
+                raise refused(self.name, name, found, f"put {given} into a cell of its own")
+        yield from stays
+
+    def _check_made_alike(self, statement: Statement) -> None:
+        """Let a rank compare what a definition computes by a call with what it is here."""
+        name = statement.defined
+        made = made_at_once(name, self.namespace.get(name), statement.node) if name else ()
         checks = [
-            f"check_made_alike({what!r}, {what}, {self._value(what, name, made)})"
-            for what, made in _made_at_once(name, value, statement.node)
+            f"check_made_alike({what!r}, {what}, {self._value(what, name, value)})"
+            for what, value in made
         ]
         self.definitions += ["\n".join(checks)] if checks else []
-        for needed in sorted(needs.later):
-            self.add(needed, name)
+
+    def _stands_in(self, cell: str, name: str) -> bool:
+        """Whether what the notebook has as `name` is defined in this cell."""
+        value = self.namespace.get(name)
+        if not isinstance(value, type) and function_of(value) is None:
+            return False
+        statement = where_it_stands(name, value, self.statements)
+        return statement is not None and statement.cell.strip("\n") == cell
 
     def _is_everywhere(self, name: str) -> bool:
         """Whether every file has this name by itself."""
@@ -226,20 +246,19 @@ class _Writer:
 
     def _check_unchanged(self, name: str, user: str) -> None:
         """Raise `RequestError` if a statement set something on it since it was defined."""
-        defined = [i for i, s in enumerate(self.statements) if s.defines(name)]
+        defined = [i for i, s in enumerate(self.statements) if s.defined == name]
         for statement in self.statements[max(defined, default=-1) + 1 :]:
             if name in set_by(statement.node):
-                line = statement.text.partition("\n")[0]
-                raise refused(self.name, user, f"{name!r}, which is changed by a statement: {line}")
+                found = f"{name!r}, which is changed by a statement: {statement.line}"
+                raise refused(self.name, user, found)
 
 
-def _function_of(value: Any) -> FunctionType | None:
-    """The function behind `value`, which a decorator may have wrapped."""
+def _is_plain(value: ast.expr) -> bool:
     try:
-        inner = inspect.unwrap(value) if callable(value) else None
-    except ValueError:  # wrapped in itself
-        return None
-    return inner if isinstance(inner, FunctionType) else None
+        ast.literal_eval(value)
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def _is_of_its_fields(value: Any) -> bool:
@@ -247,125 +266,3 @@ def _is_of_its_fields(value: Any) -> bool:
     kind = type(value)
     names = {f.name for f in dataclasses.fields(value) if f.init}
     return set(getattr(value, "__dict__", ())) == names and not hasattr(kind, "__post_init__")
-
-
-def _where_it_stands(name: str, value: Any, history: Sequence[Statement]) -> Statement | None:
-    """The statement that defined a function or class: where its code is, not where its name was.
-
-    A cell that failed halfway stands in the history too, and may have defined nothing.
-    """
-    is_class = isinstance(value, type)
-    for inner in vars(value).values() if is_class else (value,):
-        function = _function_of(inner)
-        code = None if function is None else function.__code__
-        text = "" if code is None else "".join(linecache.getlines(code.co_filename))
-        for statement in reversed(_statements(text)):
-            assert code is not None
-            last = statement.node.end_lineno or 0
-            if statement.defines(name) and statement.first_line <= code.co_firstlineno <= last:
-                return statement
-    if not is_class:
-        return None
-    return next((s for s in reversed(history) if s.defines(name)), None)
-
-
-def _made_at_once(name: str, value: Any, node: ast.stmt) -> Iterator[tuple[str, Any]]:
-    """What a definition computed by a call, and would compute again: (how to name it, its value)."""
-    if isinstance(node, ast.ClassDef):
-        for statement in node.body:
-            if isinstance(statement, ast.FunctionDef):
-                inner = vars(value).get(statement.name)
-                if isinstance(inner, FunctionType):
-                    yield from _made_at_once(f"{name}.{statement.name}", inner, statement)
-            elif isinstance(statement, ast.Assign | ast.AnnAssign) and _calls(statement.value):
-                targets = statement.targets if isinstance(statement, ast.Assign) else []
-                targets = targets or [statement.target]  # type: ignore[union-attr]
-                for target in targets:
-                    made = vars(value).get(getattr(target, "id", ""))
-                    if not (made is None or hasattr(made, "__get__") or isinstance(made, value)):
-                        yield f"{name}.{target.id}", made  # type: ignore[attr-defined]
-    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        function = _function_of(value)
-        if function is not None and any(map(_calls, node.args.defaults)):
-            yield f"{name}.__defaults__", function.__defaults__
-        if function is not None and any(map(_calls, node.args.kw_defaults)):
-            yield f"{name}.__kwdefaults__", function.__kwdefaults__
-
-
-def _calls(expression: ast.expr | None) -> bool:
-    return expression is not None and any(isinstance(n, ast.Call) for n in ast.walk(expression))
-
-
-def _imports_for(name: str, value: Any, history: Iterable[Statement]) -> list[str]:
-    """The lines that import what `name` stands for; [] if it cannot be imported by a name."""
-    lines: dict[str, None] = {}
-    for statement in history:
-        for alias in getattr(statement.node, "names", ()):
-            if isinstance(statement.node, ast.Import):
-                whole = alias.name if alias.asname else alias.name.partition(".")[0]
-                if (alias.asname or whole) == name and sys.modules.get(whole) is value:
-                    lines[_line(f"import {alias.name}", alias.name, alias.asname)] = None
-            elif isinstance(statement.node, ast.ImportFrom) and not _is_data(value):
-                module = sys.modules.get(statement.node.module or "")
-                given = alias.asname or alias.name
-                if given == name and getattr(module, alias.name, module) is value:
-                    begin = f"from {statement.node.module} import {alias.name}"
-                    lines = {_line(begin, alias.name, alias.asname): None}
-    return list(lines) or _import_of(name, value)
-
-
-def _line(begin: str, name: str, asname: str | None) -> str:
-    return begin + (f" as {asname}" if asname not in (None, name) else "")
-
-
-def _is_data(value: Any) -> bool:
-    """Whether `value` may travel by itself: then it does, though a module has it too."""
-    try:
-        Values().text("", value)
-    except NotAValue:
-        return False
-    return True
-
-
-def _import_of(name: str, value: Any) -> list[str]:
-    """How to import what came by `from … import *`, or by a magic; [] if it cannot be imported."""
-    if isinstance(value, ModuleType):
-        if sys.modules.get(value.__name__) is not value:
-            return []
-        return [_line(f"import {value.__name__}", value.__name__, name)]
-    module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(own, str) or module == "__main__":
-        return []
-    if getattr(sys.modules.get(module), own, None) is not value:
-        return []
-    return [_line(f"from {module} import {own}", own, name)]
-
-
-def _folders_of(imports: Iterable[str]) -> list[str]:
-    """The folders of imported modules that a new interpreter would not look into."""
-    found: dict[str, None] = {}
-    for line in imports:
-        for node in ast.walk(ast.parse(line)):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for module in (sys.modules.get(name.partition(".")[0]) for name in names):
-                file = getattr(module, "__file__", None)
-                if file is not None:
-                    folder = Path(file).resolve().parent
-                    found[str(folder.parent if hasattr(module, "__path__") else folder)] = None
-    here = _real(sys.path) - _looked_into()
-    return [folder for folder in found if folder in here]
-
-
-def _looked_into() -> set[str]:
-    """Where every interpreter of this environment looks, editable installations among it."""
-    places = {*site.getsitepackages(), site.getusersitepackages()}
-    links = [link for place in places for link in Path(place).glob("*.pth")]
-    linked = [line for link in links for line in link.read_text(errors="replace").splitlines()]
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    own = [*sysconfig.get_paths().values(), sysconfig.get_config_var("DESTSHARED") or ""]
-    return _real([*places, *own, *linked, *filter(None, given)])
-
-
-def _real(places: Iterable[str]) -> set[str]:
-    return {os.path.realpath(place) for place in places}

@@ -194,7 +194,7 @@ def read_values(program: str, names: Iterable[str]) -> dict[str, Any]:
 
 def check_made_alike(name: str, here: Any, there: Any) -> None:
     """Raise `RequestError` unless `name`, which a definition makes, is what the notebook had."""
-    if not _same(here, there):
+    if not is_same(here, there):
         raise RequestError(
             asked=f"to train what a notebook defines, with its {name}",
             found=f"{name} is {here!r} here, and was {there!r} in the notebook"[:500],
@@ -203,12 +203,13 @@ def check_made_alike(name: str, here: Any, there: Any) -> None:
         )
 
 
-def _same(here: Any, there: Any) -> bool:
+def is_same(here: Any, there: Any) -> bool:
+    """Whether two values are equal, part by part and in their types; nan is itself."""
     if type(here) is not type(there):
         return False
     if isinstance(here, list | tuple):
-        return len(here) == len(there) and all(map(_same, here, there))
+        return len(here) == len(there) and all(map(is_same, here, there))
     if isinstance(here, dict):
-        return here.keys() == there.keys() and all(_same(here[k], there[k]) for k in here)
+        return here.keys() == there.keys() and all(is_same(here[k], there[k]) for k in here)
     equal = here == there
     return bool(equal.all() if hasattr(equal, "all") else equal) or here != here

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import allranks
+from allranks.job.loaded import file_sha256
 from allranks.launcher.nodes.interfaces import interfaces
 
 PACKAGES = ("torch", "numpy", "safetensors", "tensorflow", "keras", "jax", "deepspeed", "lightning")
@@ -106,11 +107,11 @@ _WORDS = {"source": "the source of allranks (digest)", "program": "the program (
 
 def digest_of(program: str) -> str | None:
     """The digest of the file that a program is in; `None` where it is no file."""
-    path = Path(program if program.endswith(".py") else program.rpartition(":")[0])
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else None
+        digest = file_sha256(program)
     except OSError as error:
         return f"unreadable ({error.strerror})"
+    return None if digest is None else digest[:12]
 
 
 def _digest_of_source() -> str:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.loss_scale import loss_scale_of
 from allranks.tensorflow.data.batches import Batch
 from allranks.tensorflow.step.step import Found
-from allranks.training.guard import Finding, Guard
+from allranks.training.guard import Finding, Guard, weightless
 from allranks.training.progress import Asked, StepResult
 
 
@@ -34,7 +33,7 @@ class Judge:
     def judged(self, batch: Batch, found: Found) -> StepResult:
         """The result of a step. Raises `BadStep` where the job ends with it."""
         if found.weight <= 0:
-            raise _weightless(batch, found.weight)
+            raise weightless(batch, found.weight)
         scale, updated, text = self.loss_scale, found.fine, ""
         overflow = scale is not None and scale.explains(found.loss, found.norm)
         used = None if scale is None else scale.value
@@ -69,12 +68,3 @@ class Judge:
             return ()
         names = ", ".join(f"{self.whose} {number}" for number in self._bad)
         return (Finding(f"it came in with {names}"),)
-
-
-def _weightless(batch: Batch, weight: float) -> RequestError:
-    return RequestError(
-        asked=f"step {batch.index} of the job",
-        found=f"the weights of its global batch add up to {weight}",
-        why="a mean over no weight does not exist",
-        do="let weight(batch) be positive somewhere in every batch",
-    )

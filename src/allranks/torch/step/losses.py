@@ -125,13 +125,3 @@ def _not_per_sample(losses: Any, samples: int) -> RequestError:
         "only it knows the whole global batch",
         do='leave the mean out, for example cross_entropy(output, target, reduction="none")',
     )
-
-
-def weightless(step: int, weight: float) -> RequestError:
-    """The error for a global batch whose samples weigh nothing."""
-    return RequestError(
-        asked=f"step {step} of the job",
-        found=f"the weights of its global batch add up to {weight}",
-        why="a mean over no weight does not exist",
-        do="let weight(batch) be positive somewhere in every batch",
-    )

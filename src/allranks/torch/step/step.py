@@ -18,13 +18,12 @@ from allranks.torch.model.layers import Scope
 from allranks.torch.model.precision import Arithmetic
 from allranks.torch.step.ema import MovingAverage
 from allranks.torch.step.gradients import Gradients, make_dense
-from allranks.torch.step.losses import weightless
 from allranks.torch.step.passes import Passes, StepParts
 from allranks.torch.step.rates import Rates
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import update
 from allranks.torch.task import Task
-from allranks.training.guard import Bad, Guard, Verdict
+from allranks.training.guard import Bad, Guard, Verdict, weightless
 from allranks.training.progress import StepResult
 
 REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
@@ -69,7 +68,7 @@ class SharedStep(Passes):
         if self._unweighted is not None:
             self._unweighted.sum_up(samples, weight)
         if weight <= 0:
-            raise weightless(batch.index, weight)
+            raise weightless(batch, weight)
         for position in totals.unused:  # as in one process: no gradient, not one of zeros
             self.parameters[position].grad = None
         make_dense(self.parameters, len(totals.unused))
