@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import allranks
 from allranks.job.loaded import file_sha256
 from allranks.launcher.nodes.interfaces import interfaces
@@ -43,7 +45,7 @@ class Facts:
     processor: str | None
     cores: int
     processors: str
-    memory_bytes: int | None
+    memory_bytes: int
     shared_memory_bytes: int | None
     open_files: int
     gpus: list[str]
@@ -80,7 +82,7 @@ def facts(program: str = "") -> Facts:
         processor=_named_in(Path("/proc/cpuinfo"), "model name"),
         cores=len(os.sched_getaffinity(0)),
         processors=",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        memory_bytes=_memory(),
+        memory_bytes=psutil.virtual_memory().total,
         shared_memory_bytes=_free(Path("/dev/shm")),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=_gpus(),
@@ -137,11 +139,6 @@ def _named_in(file: Path, name: str) -> str | None:
         return None
     found = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
     return next(found, None)
-
-
-def _memory() -> int | None:
-    found = _named_in(Path("/proc/meminfo"), "MemTotal")
-    return None if found is None else int(found.split()[0]) * 1024
 
 
 def _free(folder: Path) -> int | None:

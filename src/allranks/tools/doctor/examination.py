@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from allranks.launcher.nodes.interfaces import interfaces
 from allranks.launcher.processes.oom import GROUPS, MOUNT
 
 WORKS = "works"
 SHARED_MEMORY = Path("/dev/shm")
-MEMORY = Path("/proc/meminfo")
 MOUNTS = Path("/proc/self/mountinfo")
-SPEEDS = "/sys/class/net/{}/speed"
 NO_LIMIT = 1 << 60  # version 1 of control groups writes a number near 2**63 for no limit
 OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes a space in the name of a folder
 SEEN, SEEN_LOCK = "seen", "lock_across"
@@ -68,7 +68,7 @@ class Examination:
     cores: int | None
     cores_allowed: int
     cpu_quota: float | None
-    memory_available_bytes: int | None
+    memory_available_bytes: int
     memory_limit_bytes: int | None
     shared_memory_bytes: int | None
     shared_memory_free_bytes: int | None
@@ -93,13 +93,13 @@ def examine(mark: Mark) -> Examination:
         cores=os.cpu_count(),
         cores_allowed=len(os.sched_getaffinity(0)),
         cpu_quota=_cpu_quota(),
-        memory_available_bytes=_available(),
+        memory_available_bytes=psutil.virtual_memory().available,
         memory_limit_bytes=_memory_limit(),
         shared_memory_bytes=None if shared is None else shared[0],
         shared_memory_free_bytes=None if shared is None else shared[1],
         open_files=files,
         open_files_hard=files_hard,
-        speed_mbit={one.name: _speed(one.name) for one in interfaces()},
+        speed_mbit={one.name: one.speed_mbit for one in interfaces()},
         folder=examine_folder(mark),
     )
 
@@ -209,23 +209,6 @@ def _kind(path: Path) -> str | None:
         if real.is_relative_to(place) and len(place.parts) >= found[0]:
             found = len(place.parts), after.split()[0]
     return found[1]
-
-
-def _available() -> int | None:
-    try:
-        rows = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
-        return int(rows["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def _speed(interface: str) -> int | None:
-    """What the driver says of a link in Mbit/s; many say nothing, or -1."""
-    try:
-        speed = int(Path(SPEEDS.format(interface)).read_text())
-    except (OSError, ValueError):
-        return None
-    return speed if speed > 0 else None
 
 
 def _memory_limit() -> int | None:
