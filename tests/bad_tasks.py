@@ -59,6 +59,11 @@ class WrongWeight(Good):
         return torch.ones(len(batch[1]), 1)
 
 
+class NoWeight(Good):
+    def weight(self, batch: Any) -> Tensor:
+        return torch.zeros(len(batch[1]))
+
+
 class NumberWeight(Good):
     def weight(self, batch: Any) -> Any:
         return 1.0

@@ -128,6 +128,14 @@ class Mean(Dense):
 
 
 @dataclass(kw_only=True)
+class Weightless(Dense):
+    """No sample weighs anything."""
+
+    def weight(self, batch: Any) -> Any:
+        return ops.zeros_like(batch[1], dtype=keras.config.floatx())
+
+
+@dataclass(kw_only=True)
 class Averaged(Dense):
     """Keras' own moving average, which `fit` alone puts in the place of the weights."""
 

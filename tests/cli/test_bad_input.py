@@ -266,6 +266,12 @@ def test_a_device_that_is_not_there_is_refused(refuse: Refuse) -> None:
             "weight(batch) of the task",
             "shape (2, 1), with losses of shape (2,)",
         ),
+        (
+            "NoWeight",
+            {"ranks": 2},
+            "step 0 of the job",
+            "the weights of its global batch add up to 0.0",
+        ),
         ("NumberWeight", {}, "weight(batch) of the task", "no tensor, with losses of shape (2,)"),
         ("NoPair", {}, "metrics(output, batch) of the task", "accuracy = 0.5"),
         ("NoModule", {}, "model() of the task", "a function"),

@@ -152,6 +152,7 @@ def test_sixteen_bits_keep_weights_in_32(train_tf: Train) -> None:
         ("tf_tasks:Dense", {"steps_per_call": 2, "on_bad_step": "skip"}, "decided by Python"),
         ("tf_tasks:Poisoned", {"steps": 1}, "activity regularizer"),
         ("tf_tasks:Mean", {"steps": 1}, "it takes no mean"),
+        ("tf_tasks:Weightless", {"steps": 1}, "its global batch add up to 0.0"),
     ],
 )
 def test_what_cannot_be_is_refused(

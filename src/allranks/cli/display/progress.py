@@ -9,6 +9,7 @@ import os
 import select
 import sys
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -20,7 +21,6 @@ from allranks.errors import printable
 from allranks.job.units import format_bytes, format_count
 from allranks.launcher.plan import Plan
 
-EVERY_S = 1.0
 MOST_OF_A_LINE = 1000  # in UTF-8 within what a writable pipe takes whole
 DISPLAY = "allranks.cli.display.live:open_display"
 CANNOT_MOVE_ITS_CURSOR = ("", "dumb", "unknown")
@@ -56,33 +56,47 @@ def opening_words(plan: Plan) -> list[str]:
     return [first, *(f"note: {note}" for note in plan.notes)]
 
 
-class Lines:
-    """A line for each thing that happens, and one a second for the newest step."""
+class Paced(ABC):
+    """Shows what is new every `every_s` seconds, once the run folder is there, and in the end."""
+
+    every_s: float
 
     def __init__(self) -> None:
         self._follower: Follower | None = None
-        self._shown: dict[str, Any] | None = None
         self._next = 0.0
+
+    @abstractmethod
+    def _show(self, follower: Follower) -> None:
+        """Show what is new."""
+
+    def tick(self) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self.every_s
+            self.close()
+
+    def close(self) -> None:
+        if self._follower is not None:
+            self._show(self._follower)
+
+
+class Lines(Paced):
+    """A line for each thing that happens, and one a second for the newest step."""
+
+    every_s = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: dict[str, Any] | None = None
 
     def started(self, plan: Plan) -> None:
         self._follower = Follower(plan)
         for line in opening_words(plan):
             _say_at_once(line)
 
-    def tick(self) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + EVERY_S
-            self._show()
-
-    def close(self) -> None:
-        self._show()
-
-    def _show(self) -> None:
-        if self._follower is None:
-            return
-        for line in self._follower.look():
+    def _show(self, follower: Follower) -> None:
+        for line in follower.look():
             _say_at_once(line)
-        state = self._follower.state
+        state = follower.state
         if state.row is not None and state.row is not self._shown:
             self._shown = state.row
             _say_at_once(step_in_words(state, state.row))

@@ -9,7 +9,6 @@ import io
 import itertools
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -20,11 +19,10 @@ from rich.text import Text
 from allranks.catalog import load
 from allranks.cli.display.following import Follower
 from allranks.cli.display.live import RATE_OVER_S, WIDEST, Picture
-from allranks.cli.display.progress import MOST_OF_A_LINE, opening_words
+from allranks.cli.display.progress import MOST_OF_A_LINE, Paced, opening_words
 from allranks.errors import printable
 from allranks.launcher.plan import Plan
 
-EVERY_S = 0.5
 MOST_TOLD = 200  # lines above the picture; the run folder has all
 PAGE = '<pre style="line-height: normal">{code}</pre>'
 _displays = itertools.count(1)
@@ -46,34 +44,25 @@ def cells() -> list[str]:
     return list(shell().history_manager.input_hist_parsed)
 
 
-class NotebookDisplay:
+class NotebookDisplay(Paced):
     """Shows a job as one output of the cell that launched it: what was told, and the picture."""
 
+    every_s = 0.5
+
     def __init__(self) -> None:
-        self._follower: Follower | None = None
+        super().__init__()
         self._told: deque[str] = deque(maxlen=MOST_TOLD)
         self._id = f"allranks-{os.getpid()}-{next(_displays)}"
         self._is_shown = False
-        self._next = 0.0
 
     def started(self, plan: Plan) -> None:
         self._follower = Follower(plan, RATE_OVER_S)
         self._told.extend(opening_words(plan))
 
-    def tick(self) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + EVERY_S
-            self._show()
-
-    def close(self) -> None:
-        self._show()
-
-    def _show(self) -> None:
-        if self._follower is None:
-            return
-        self._told.extend(self._follower.look())
+    def _show(self, follower: Follower) -> None:
+        self._told.extend(follower.look())
         show = "update_display" if self._is_shown else "display"
-        page = as_output(self._told, Picture(self._follower.state))
+        page = as_output(self._told, Picture(follower.state))
         load(f"IPython.display:{show}")(page, raw=True, display_id=self._id)
         self._is_shown = True
 
