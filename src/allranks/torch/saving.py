@@ -23,12 +23,7 @@ from allranks.torch.state import random_streams, set_random_streams
 from allranks.torch.step.trainable import check_no_scheduler
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
-from allranks.training.resume_checks import (
-    about_of,
-    changes_since,
-    check_not_asked_for,
-    sources_for,
-)
+from allranks.training.engine.saved_job import SavedJob
 
 
 class Saving:
@@ -43,22 +38,14 @@ class Saving:
         reach: Callable[[str, int], None],
         report: Callable[..., None],
     ) -> None:
-        self.task, self.job, self.strategy, self.report = task, job, strategy, report
-        self.is_prepared = self._told_of_rates = False
-        self.checkpointer = Checkpointer(
-            sources_for(job)[0],
-            strategy.comm,
-            keep=job.keep,
-            best=job.best,
-            attempt=attempt,
-            reach=reach,
-            report=report,
-        )
+        self.saved = SavedJob(task, job, facts, DECIDES_BITS, attempt, reach, report)
+        self.strategy, self._told_of_rates = strategy, False
+        own_folder, *_ = self.saved.sources
+        self.checkpointer = Checkpointer(own_folder, strategy.comm, **self.saved.rules)
 
     def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
         """Save the strategy's state and the `rest` of the training; a thread goes on with it."""
-        about = about_of(self.task, self.job, rest["progress"], facts(self.job), metrics)
-        self.checkpointer.save(step, *self._parts(rest), about)
+        self.checkpointer.save(step, *self._parts(rest), self.saved.about(rest, metrics))
 
     def look_at_rates(self) -> None:
         """Before a step: refuse, or tell once, what sets rates and would not be saved."""
@@ -67,11 +54,10 @@ class Saving:
         if step.rates.told and not self._told_of_rates:
             self._told_of_rates = True
             if self.strategy.comm.rank == 0:
-                self.report("rate_notes", notes=[step.rates.told])
+                self.saved.report("rate_notes", notes=[step.rates.told])
 
     def prepare(self, rest: dict[str, Any]) -> None:
         """After the first step: a thread takes the memory that saves need."""
-        self.is_prepared = True
         self.checkpointer.prepare(*self._parts(rest))
 
     def _parts(self, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -91,11 +77,10 @@ class Saving:
         That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
         the job is another one.
         """
-        loaded = self.checkpointer.load(sources_for(self.job), self._templates())
-        if loaded is None:
-            check_not_asked_for(self.job)
+        loaded = self.checkpointer.load(self.saved.sources, self._templates())
+        changes = self.saved.changes(loaded)
+        if loaded is None or changes is None:
             return None
-        changes = changes_since(loaded, self.task, self.job, facts(self.job), DECIDES_BITS)
         state = self._state_in(loaded)
         self.strategy.load_state(state)
         own = loaded.own or {}
@@ -104,15 +89,8 @@ class Saving:
         if random is not None:
             set_random_streams(random, self.strategy.comm.device)
         if self.strategy.comm.rank == 0:
-            self.report(
-                "resumed",
-                step=loaded.step,
-                path=str(loaded.path),
-                ranks_were=loaded.manifest.ranks,
-                changes=changes.job,
-                differs=changes.facts,
-                random_streams_restored=random is not None,
-            )
+            has_streams = random is not None
+            self.saved.resumed(loaded, changes, random_streams_restored=has_streams)
         return {**state, "step": loaded.step}
 
     def _templates(self) -> dict[str, Tensor]:
@@ -138,13 +116,3 @@ class Saving:
                 do=f"--ranks {loaded.manifest.ranks}",
             )
         return dict(loaded.own)
-
-
-def no_run_folder() -> RequestError:
-    """What to say where a training without a run folder is to be saved."""
-    return RequestError(
-        asked="to save or resume a training",
-        found="no run folder in its job",
-        why="checkpoints live in the run folder",
-        do='Trainer(task, Job(run_dir="runs/mine"))',
-    )
