@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Piece, micro_batches
-from allranks.torch.model.layers import Scope, swap_layers
+from allranks.torch.model.layers import Scope
+from allranks.torch.model.swapping import swap_layers
 
 SIZES = {0: 4, 1: 4, 2: 3, 3: 1}
 

@@ -29,9 +29,10 @@ from allranks.torch.keras.setting import check_types, of_keras_type
 from allranks.torch.keras.shards import is_keras, swap_keras_layers
 from allranks.torch.model.activation_checkpointing import recompute_blocks
 from allranks.torch.model.bounded_tables import swap_tables
-from allranks.torch.model.layers import OfShard, Scope, swap_layers
+from allranks.torch.model.layers import OfShard, Scope
 from allranks.torch.model.precision import Arithmetic, arithmetic_of
 from allranks.torch.model.reals import read_tensors
+from allranks.torch.model.swapping import swap_layers
 from allranks.torch.state import model_state
 from allranks.torch.strategies.base import Setting, Strategy
 from allranks.torch.task import Task

@@ -37,9 +37,10 @@ from allranks.torch.machine import device_of, flip_one_bit
 from allranks.torch.meetings import AT_THE_END, EVALUATE
 from allranks.torch.model.flops import Meter, peak_of
 from allranks.torch.model.initialising import initialise
-from allranks.torch.model.layers import Scope, restore_layers
+from allranks.torch.model.layers import Scope
 from allranks.torch.model.model_notes import notes_on
 from allranks.torch.model.precision import set_kernels
+from allranks.torch.model.swapping import restore_layers
 from allranks.torch.model.whole_norm import whole_norm
 from allranks.torch.saving import Saving
 from allranks.torch.state import random_streams, set_random_streams

@@ -26,12 +26,12 @@ from allranks.torch.model.layers import (
     OfShard,
     Scope,
     Swapped,
-    dropped,
     every_layer,
     full_type,
     normalised,
     own_kind,
 )
+from allranks.torch.model.shard_dropout import dropped
 
 DROPOUTS = {  # axes beside samples and channels that share one draw
     "Dropout": 0,

@@ -30,14 +30,6 @@ from allranks.strategies.shards import Micro
 from allranks.torch.data.sources import seed_generators
 from allranks.training.order import random_key
 
-DROPOUTS: dict[type[nn.Module], int] = {
-    nn.Dropout: 0,  # dimensions after (sample, channel) that share one draw
-    nn.Dropout1d: 1,
-    nn.Dropout2d: 2,
-    nn.Dropout3d: 3,
-}
-TOKEN_DIMS = 3  # (sample, position, feature)
-
 
 @dataclass(frozen=True)
 class Moment:
@@ -261,106 +253,12 @@ def full_type(kind: torch.dtype) -> torch.dtype:
     return torch.promote_types(kind, torch.float32)
 
 
-class ShardDropout(OfShard, nn.Module):
-    """Dropout whose mask belongs to the shard. Made from a dropout layer by `swap_layers`."""
-
-    shared_dims: int
-    p: float
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not (self.training and self.scope.pieces):
-            return super().forward(input)  # type: ignore[no-any-return]
-        shape = list(input.shape)
-        for dim in range(len(shape) - self.shared_dims, len(shape)):
-            shape[dim] = 1
-        return dropped(self.scope, self.index, input, self.p, shape)
-
-
-def dropped(scope: Scope, index: int, input: Tensor, rate: float, shape: list[int]) -> Tensor:
-    """`input` without a part of it, drawn for each shard; `shape` is that of the mask."""
-    if rate == 0:
-        return input
-    call = scope.calls.get(index, 0)
-    scope.calls[index] = call + 1
-    rows = scope.rows("Dropout", input)
-    draws = torch.empty(shape, device=input.device)
-    for piece, count, part in zip(scope.pieces, rows, draws.split(rows), strict=True):
-        scope.generator.manual_seed(random_key(scope.seed, scope.step, piece.shard, index, call))
-        positions = len(shape) == TOKEN_DIMS and shape == list(input.shape)
-        if piece.samples == piece.shard_size and not positions:
-            part.uniform_(generator=scope.generator)
-            continue
-        # part of a shard: draw for the whole shard, take the rows of this piece
-        per_sample = count // piece.samples
-        size = [piece.shard_size * per_sample, *shape[1:]]
-        if positions:  # (position, row, feature): more padding adds draws at the end
-            size[:2] = size[1::-1]
-        whole = torch.empty(size, device=part.device).uniform_(generator=scope.generator)
-        if positions:
-            whole = whole.transpose(0, 1)
-        part.copy_(whole[piece.start * per_sample : piece.stop * per_sample])
-    keep = draws.ge(rate).to(input.dtype)
-    return input * keep.div_(1 - rate) if rate < 1 else input * keep
-
-
-def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
-    """Swap the layers of `model` in place. Returns the names swapped, and those that cannot be.
-
-    `user_randomness` names layers that draw from the framework's own generator: with them the
-    result is equal on any number of ranks only where each shard runs alone.
-    """
-    names: dict[str, list[str]] = {"batchnorm": [], "dropout": [], "user_randomness": []}
-    for index, (name, module) in enumerate(model.named_modules()):
-        kind = own_kind(module)  # swapped before, it may be, by another trainer
-        if isinstance(module, (nn.SyncBatchNorm, nn.modules.lazy.LazyModuleMixin)):
-            raise RequestError(
-                asked=f"to train a model with {kind.__name__} at {name!r}",
-                found=f"{kind.__name__}",
-                why="it communicates or makes its weights inside forward, out of the engine's sight",
-                do="use the plain layer, with its sizes given",
-            )
-        if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            module.__class__ = type(f"Shard{kind.__name__}", (ShardBatchNorm, kind), {})
-            names["batchnorm"].append(name)
-        elif kind in DROPOUTS:
-            module.__class__ = type(f"Shard{kind.__name__}", (ShardDropout, kind), {})
-            module.shared_dims = DROPOUTS[kind]
-            names["dropout"].append(name)
-        elif isinstance(module, _BatchNorm) or (
-            isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
-        ):
-            raise RequestError(
-                asked=f"to train a model with {kind.__name__} at {name!r}",
-                found=f"{kind.__module__}.{kind.__qualname__}",
-                why="it updates its statistics inside forward, so each rank would have its own",
-                do="use nn.BatchNorm1d, 2d or 3d itself, or a norm without running statistics",
-            )
-        else:
-            drawn = getattr(module, "dropout", 0)
-            if (isinstance(drawn, float) and drawn > 0) or isinstance(
-                module, (nn.RReLU, nn.modules.dropout._DropoutNd)
-            ):
-                names["user_randomness"].append(name)
-            continue
-        module.scope, module.index = scope, index
-    return names
-
-
 def own_kind(module: nn.Module) -> type:
     """The class of a layer as its owner made it, whether it is swapped or not."""
     kind = type(module)
     while issubclass(kind, Swapped):
         kind = kind.__bases__[1]
     return kind
-
-
-def restore_layers(model: nn.Module) -> None:
-    """Undo every swap: the model is the user's own again, and can be pickled."""
-    for module in every_layer(model):
-        if isinstance(module, Swapped):
-            module.__class__ = own_kind(module)
-            for name in ("scope", "index", "shared_dims", "adds_no_loss"):
-                vars(module).pop(name, None)
 
 
 def every_layer(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,0 +1,59 @@
+"""Dropout whose mask belongs to the shard: drawn by (seed, step, shard, layer, call)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from allranks.torch.model.layers import OfShard, Scope
+from allranks.training.order import random_key
+
+DROPOUTS: dict[type[nn.Module], int] = {
+    nn.Dropout: 0,  # dimensions after (sample, channel) that share one draw
+    nn.Dropout1d: 1,
+    nn.Dropout2d: 2,
+    nn.Dropout3d: 3,
+}
+TOKEN_DIMS = 3  # (sample, position, feature)
+
+
+class ShardDropout(OfShard, nn.Module):
+    """Dropout whose mask belongs to the shard. Made from a dropout layer by `swap_layers`."""
+
+    shared_dims: int
+    p: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training and self.scope.pieces):
+            return super().forward(input)  # type: ignore[no-any-return]
+        shape = list(input.shape)
+        for dim in range(len(shape) - self.shared_dims, len(shape)):
+            shape[dim] = 1
+        return dropped(self.scope, self.index, input, self.p, shape)
+
+
+def dropped(scope: Scope, index: int, input: Tensor, rate: float, shape: list[int]) -> Tensor:
+    """`input` without a part of it, drawn for each shard; `shape` is that of the mask."""
+    if rate == 0:
+        return input
+    call = scope.calls.get(index, 0)
+    scope.calls[index] = call + 1
+    rows = scope.rows("Dropout", input)
+    draws = torch.empty(shape, device=input.device)
+    for piece, count, part in zip(scope.pieces, rows, draws.split(rows), strict=True):
+        scope.generator.manual_seed(random_key(scope.seed, scope.step, piece.shard, index, call))
+        positions = len(shape) == TOKEN_DIMS and shape == list(input.shape)
+        if piece.samples == piece.shard_size and not positions:
+            part.uniform_(generator=scope.generator)
+            continue
+        # part of a shard: draw for the whole shard, take the rows of this piece
+        per_sample = count // piece.samples
+        size = [piece.shard_size * per_sample, *shape[1:]]
+        if positions:  # (position, row, feature): more padding adds draws at the end
+            size[:2] = size[1::-1]
+        whole = torch.empty(size, device=part.device).uniform_(generator=scope.generator)
+        if positions:
+            whole = whole.transpose(0, 1)
+        part.copy_(whole[piece.start * per_sample : piece.stop * per_sample])
+    keep = draws.ge(rate).to(input.dtype)
+    return input * keep.div_(1 - rate) if rate < 1 else input * keep

@@ -1,0 +1,62 @@
+"""Which layers of a model the engine swaps for those that follow the shard, and how it undoes it."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
+
+from allranks.errors import RequestError
+from allranks.torch.model.layers import Scope, ShardBatchNorm, Swapped, every_layer, own_kind
+from allranks.torch.model.shard_dropout import DROPOUTS, ShardDropout
+
+
+def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
+    """Swap the layers of `model` in place. Returns the names swapped, and those that cannot be.
+
+    `user_randomness` names layers that draw from the framework's own generator: with them the
+    result is equal on any number of ranks only where each shard runs alone.
+    """
+    names: dict[str, list[str]] = {"batchnorm": [], "dropout": [], "user_randomness": []}
+    for index, (name, module) in enumerate(model.named_modules()):
+        kind = own_kind(module)  # swapped before, it may be, by another trainer
+        if isinstance(module, (nn.SyncBatchNorm, nn.modules.lazy.LazyModuleMixin)):
+            raise RequestError(
+                asked=f"to train a model with {kind.__name__} at {name!r}",
+                found=f"{kind.__name__}",
+                why="it communicates or makes its weights inside forward, out of the engine's sight",
+                do="use the plain layer, with its sizes given",
+            )
+        if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            module.__class__ = type(f"Shard{kind.__name__}", (ShardBatchNorm, kind), {})
+            names["batchnorm"].append(name)
+        elif kind in DROPOUTS:
+            module.__class__ = type(f"Shard{kind.__name__}", (ShardDropout, kind), {})
+            module.shared_dims = DROPOUTS[kind]
+            names["dropout"].append(name)
+        elif isinstance(module, _BatchNorm) or (
+            isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        ):
+            raise RequestError(
+                asked=f"to train a model with {kind.__name__} at {name!r}",
+                found=f"{kind.__module__}.{kind.__qualname__}",
+                why="it updates its statistics inside forward, so each rank would have its own",
+                do="use nn.BatchNorm1d, 2d or 3d itself, or a norm without running statistics",
+            )
+        else:
+            drawn = getattr(module, "dropout", 0)
+            if (isinstance(drawn, float) and drawn > 0) or isinstance(
+                module, (nn.RReLU, nn.modules.dropout._DropoutNd)
+            ):
+                names["user_randomness"].append(name)
+            continue
+        module.scope, module.index = scope, index
+    return names
+
+
+def restore_layers(model: nn.Module) -> None:
+    """Undo every swap: the model is the user's own again, and can be pickled."""
+    for module in every_layer(model):
+        if isinstance(module, Swapped):
+            module.__class__ = own_kind(module)
+            for name in ("scope", "index", "shared_dims", "adds_no_loss"):
+                vars(module).pop(name, None)
