@@ -65,7 +65,7 @@ FAULTS = {
         options=("--strategy", "ddp:bucket_mb=0.001"),
     ),
     "one stream for all ranks": Fault(
-        "torch/model/layers.py",
+        "torch/model/shard_dropout.py",
         "random_key(scope.seed, scope.step, piece.shard, index, call)",
         "random_key(scope.seed, scope.step, piece.shard - scope.pieces[0].shard, index, call)",
         step=0,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from allranks.strategies.shards import Micro
+from allranks.torch.data.copying import OnItsWay
 from allranks.torch.data.sources import Ids
 
 
@@ -60,3 +62,16 @@ class Batch:
     def own_samples(self) -> int:
         """The samples of this rank; those of all ranks are in the `StepResult`."""
         return sum(micro.samples for micro in self.micros)
+
+
+def samples_of(pieces: Micro, read: dict[int, list[Any]]) -> list[Any]:
+    """The samples of some pieces, in order, from those that were read of each shard."""
+    return [s for piece in pieces for s in read[piece.shard][piece.start : piece.stop]]
+
+
+def with_data(
+    plans: Iterator[Batch], data: Iterator[OnItsWay]
+) -> Generator[tuple[Batch, list[OnItsWay]]]:
+    """Each batch of `plans` with the data of its micro-batches, on its way."""
+    for plan in plans:
+        yield plan, [next(data) for _ in plan.micros]

@@ -23,8 +23,8 @@ import numpy as np
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
-from allranks.torch.data.batch import Batch, Leaf, MicroBatch
-from allranks.torch.data.copying import Copying, OnItsWay
+from allranks.torch.data.batch import Batch, Leaf, MicroBatch, samples_of, with_data
+from allranks.torch.data.copying import Copying
 from allranks.torch.data.loaders import SamplerOrder, WholeLoader, rows_between
 from allranks.torch.data.sources import (
     COLLATE,
@@ -129,7 +129,7 @@ class GlobalBatches:
         copying = Copying(self.arithmetic)
         with (
             closing(source.batches(wanted, self._micros_ahead, copying.begin)) as data,
-            closing(_with_data(plans, data)) as begun,
+            closing(with_data(plans, data)) as begun,
             closing(one_ahead(begun) if self._copies_ahead else begun) as ready,
         ):
             for plan, parts in ready:
@@ -262,7 +262,7 @@ class GlobalBatches:
             for leaf in plan.leaves
         )
         where = plan.index, plan.epoch, plan.step_in_epoch
-        return Batch(*where, plan.nominal, plan.sizes, leaves, plan.ids)
+        return Batch(*where, plan.nominal, plan.sizes, leaves, plan.ids, plan.passes)
 
     def _from_loader(
         self, source: WholeLoader, done: Progress, epochs: int, steps: int | None
@@ -323,7 +323,7 @@ class GlobalBatches:
         self, source: StreamSource, plan: Batch, micro: MicroBatch, read: dict[int, list[Any]]
     ) -> Any:
         self._key_collate(plan, micro)
-        return source.collate(_samples(micro.pieces, read))
+        return source.collate(samples_of(micro.pieces, read))
 
     def _collating_draws(
         self, source: StreamSource, plan: Batch, read: dict[int, list[Any]]
@@ -337,7 +337,7 @@ class GlobalBatches:
         self._tried_collate, micro = True, plan.micros[0]
         self._key_collate(plan, micro)
         before = drawn_from()
-        source.collate(_samples(micro.pieces, read))
+        source.collate(samples_of(micro.pieces, read))
         self.collates_alone = drawn_from() != before
         if self.collates_alone:
             self._leaves_of.clear()
@@ -345,17 +345,6 @@ class GlobalBatches:
             if not self.shard_alone and self.micro_batch != 1:
                 warnings.warn(COLLATES_ALONE, stacklevel=1)
         return self.collates_alone
-
-
-def _with_data(
-    plans: Iterator[Batch], data: Iterator[OnItsWay]
-) -> Generator[tuple[Batch, list[OnItsWay]]]:
-    for plan in plans:
-        yield plan, [next(data) for _ in plan.micros]
-
-
-def _samples(pieces: Micro, read: dict[int, list[Any]]) -> list[Any]:
-    return [s for piece in pieces for s in read[piece.shard][piece.start : piece.stop]]
 
 
 def _endless(epoch: int, what: str, do: str) -> RequestError:

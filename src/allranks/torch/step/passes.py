@@ -169,18 +169,7 @@ class Passes:
         `before_last` is called before the last backward pass of the last leaf, if that leaf has
         any: gradients finished after it may leave.
         """
-        if self.probe is not None:
-            self.probe.begin(batch)
-        self._poisoned, self._poison_next = self._poison_next, False
-        self.user_buffers.begin()
-        self.changes.begin()
-        self.apart.late, self._rows = self.changes.late, self.sparse
-        for marks in self.scope.looked_up.values():
-            marks.zero_()
-        if self.scope.whole is not None:
-            self.scope.whole.begin(batch.own_samples)
-        self.for_others.begin(batch)
-        self.reached("begin")
+        self._begin(batch)
         take = self._take_sample_losses(batch)
         if self._batch_loss is not None:
             take = self._take_batch_losses(batch, self._batch_loss)
@@ -209,6 +198,25 @@ class Passes:
                 touched=self.sparse.touched,
             )
             leaf_done(leaf)
+        self._end(batch)
+
+    def _begin(self, batch: Batch) -> None:
+        """Nothing of the last step is counted in this one."""
+        if self.probe is not None:
+            self.probe.begin(batch)
+        self._poisoned, self._poison_next = self._poison_next, False
+        self.user_buffers.begin()
+        self.changes.begin()
+        self.apart.late, self._rows = self.changes.late, self.sparse
+        for marks in self.scope.looked_up.values():
+            marks.zero_()
+        if self.scope.whole is not None:
+            self.scope.whole.begin(batch.own_samples)
+        self.for_others.begin(batch)
+        self.reached("begin")
+
+    def _end(self, batch: Batch) -> None:
+        """The passes are over, also those for other ranks."""
         self.for_others.finish(batch)
         self.scope.leave()
         self.user_buffers.end(batch)

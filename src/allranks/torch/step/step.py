@@ -20,7 +20,7 @@ from allranks.torch.step.ema import MovingAverage
 from allranks.torch.step.gradients import Gradients, make_dense
 from allranks.torch.step.passes import Passes, StepParts
 from allranks.torch.step.rates import Rates
-from allranks.torch.step.tally import Tally
+from allranks.torch.step.tally import Tally, Totals
 from allranks.torch.step.trainable import update
 from allranks.torch.task import Task
 from allranks.training.guard import Bad, Guard, Verdict, weightless
@@ -60,21 +60,14 @@ class SharedStep(Passes):
         updates = samples > 0 and not (
             batch.sizes is None and self.task.last_batch == "drop" and samples < batch.nominal
         )
-        where = batch.index, batch.epoch
-        counted = samples, weight, float(self.optimizer.param_groups[0]["lr"])
+        where, rate = (batch.index, batch.epoch), float(self.optimizer.param_groups[0]["lr"])
         if not updates:
-            seen = (*where, math.nan, *counted)
-            return StepResult(*seen, False, asked=totals.asked)
+            return StepResult(*where, math.nan, samples, weight, rate, False, asked=totals.asked)
         if self._unweighted is not None:
             self._unweighted.sum_up(samples, weight)
         if weight <= 0:
             raise weightless(batch, weight)
-        for position in totals.unused:  # as in one process: no gradient, not one of zeros
-            self.parameters[position].grad = None
-        make_dense(self.parameters, len(totals.unused))
-        self.regularizers.check(totals.regularizer, self.layout.like.dtype)
-        if totals.changed:
-            self._take_changes(batch)
+        self._settle(batch, totals)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
         factor = batch.nominal / weight if weight != batch.nominal else 1.0
         if loss_scale is not None:
@@ -100,9 +93,18 @@ class SharedStep(Passes):
         if totals.changed:
             self.parts.lay_out()
         self._adapt_loss_scale(overflow, verdict.update)
-        seen, judged = (*where, loss, *counted), (verdict.text, loss_scale, overflow)
+        seen, judged = (*where, loss, samples, weight, rate), (verdict.text, loss_scale, overflow)
         done = verdict.update, norm, totals.asked
         return StepResult(*seen, *done, *judged, verdict.culprits)
+
+    def _settle(self, batch: Batch, totals: Totals) -> None:
+        """Let every parameter that some rank used have a gradient, and no other one."""
+        for position in totals.unused:  # as in one process: no gradient, not one of zeros
+            self.parameters[position].grad = None
+        make_dense(self.parameters, len(totals.unused))
+        self.regularizers.check(totals.regularizer, self.layout.like.dtype)
+        if totals.changed:
+            self._take_changes(batch)
 
     def _adapt_loss_scale(self, overflow: bool, updated: bool) -> None:
         if self.loss_scale is None:
