@@ -24,9 +24,9 @@ from allranks.job.config import resolve
 from allranks.job.run_folder import read_events
 from allranks.job.simulated_network import Network
 from allranks.launcher.nodes.cluster import Cluster
-from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.nodes.ticket import Ticket
-from allranks.launcher.places.simulated_nodes import SimulatedNodes
+from allranks.launcher.places.simulated import SimulatedNodes
 from allranks.launcher.plan import Shape
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import started_at
@@ -38,7 +38,7 @@ from allranks.tools.check.plan import Plan
 
 STEPS = 60
 ON_NODES: dict[str, Any] = {"ranks": 4, "nodes": 2, "place": "simulated:link=1gbit"}
-SOON = Meeting(node_timeout_s=8.0)
+SOON = Rendezvous(node_timeout_s=8.0)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def train_on(nodes: Cluster, tmp_path: Path) -> Callable[..., Result]:
 def alone(tmp_path: Path, **flags: Any) -> Result:
     """`digits` on two nodes of its own, which may be broken."""
     flags = {**ON_NODES, "bitwise": True, "run_dir": str(tmp_path / "run"), **flags}
-    return run_job(resolve("digits", flags), meeting=SOON)
+    return run_job(resolve("digits", flags), rendezvous=SOON)
 
 
 def test_the_bits_are_those_of_one_rank(

@@ -23,10 +23,11 @@ from allranks.job.config import Resolved
 from allranks.job.job import Job
 from allranks.job.job_file import read_job_file
 from allranks.job.run_folder import is_in_use
+from allranks.launcher.places.slurm import SlurmJob
 from allranks.strategies.resolve import devices_of_a_rank
 
 SUBMITTED = ("train", "run")
-PLACE = "slurm"
+PLACE = SlurmJob.name
 OF_SUBMIT = ("dry_run", "placement", "sweep", "slots")
 OF_OTHER_PLACES = ("hosts", "node_rank", "rendezvous", "nnodes", "nproc_per_node", "master_addr")
 BESIDES = ("settings", "job_file", "epochs", "inject")  # what `resolved_from` takes out itself

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.catalog import PLACES, load
 from allranks.errors import RequestError
 from allranks.job.engines import check_program, default_strategy, engine_of
 from allranks.job.job import Job
@@ -94,7 +95,10 @@ def _inherited(
 
 def _forget_the_place(values: dict[str, Any], sources: dict[str, str]) -> None:
     """A run that goes on finds no nodes of its own: those of then are another job's by now."""
-    if sources.get("place", "").startswith("run ") and values["place"] in ("hosts", "slurm"):
+    if not sources.get("place", "").startswith("run "):
+        return
+    path = PLACES.get(parse_choice(values["place"], "--place").name)
+    if path is not None and load(path).lends_nodes:
         for name in ("place", "nodes"):
             if sources.get(name, "").startswith("run "):
                 del values[name], sources[name]

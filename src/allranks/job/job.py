@@ -13,7 +13,6 @@ from typing import Any
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp64")
 DEVICES = ("cpu", "cuda")
 LOGS = ("csv", "tensorboard")
-PLACES = ("local", "hosts", "simulated", "slurm")
 BAD_STEPS = ("stop", "skip", "warn")
 WITNESS = ("warn", "stop", "off")
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from allranks.catalog import PLACE_CHECK, load
 from allranks.errors import RequestError, nearest
 from allranks.job import faults
-from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PLACES, PRECISIONS, WITNESS, Job
+from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PRECISIONS, WITNESS, Job
 from allranks.job.loss_scale import loss_scale_of
-from allranks.job.simulated_network import network_of
-from allranks.strategies.choice import parse_choice
 from allranks.strategies.resolve import crew_of, devices_of_a_rank, resolved_strategy
 
 LEAST = {  # of each number: the bound, and whether it is allowed itself
@@ -44,7 +43,7 @@ def checked(job: Job) -> Job:
         raise _out_of_range("seed", job.seed, "below 2**63")
     faults.parse(job.inject)
     _check_names(job)
-    _check_place(job)
+    load(PLACE_CHECK)(job)
     _check_arithmetic(job)
     check_engine(job)
     _check_course(job)
@@ -77,61 +76,6 @@ def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
             found=f"no {name} of that name in this version",
             why=f"{name} is one of {', '.join(known)}",
             do=nearest(value, known),
-        )
-
-
-def _check_place(job: Job) -> None:
-    """How many nodes there can be, and what is on them."""
-    checked_place(job.place, job.nodes, job.ranks)
-    if parse_choice(job.place, "--place").name == "simulated" and job.device != "cpu":
-        raise RequestError(
-            asked=f"--place {job.place} --device {job.device}",
-            found="simulated nodes",
-            why="NCCL would join the devices of one machine past the links that are simulated",
-            do="--device cpu, or --place local",
-        )
-    for fault in faults.parse(job.inject):
-        if fault.action in faults.ON_NODES:
-            _check_fault_of_a_node(job, fault)
-
-
-def checked_place(text: str, nodes: int, ranks: int) -> None:
-    """Raise `RequestError` if so many nodes and ranks cannot be at this place."""
-    place = parse_choice(text, "--place")
-    _check_name("place", place.name, PLACES)
-    if place.name == "simulated":
-        network_of(text, nodes)
-    elif place.options:
-        raise RequestError(
-            asked=f"--place {text}",
-            found=f"options of {place.name}",
-            why="only simulated nodes have links that can be chosen",
-            do=f"--place {place.name}, or --place simulated:{str(place).partition(':')[2]}",
-        )
-    if nodes > 1 and place.name == "local":
-        raise RequestError(
-            asked=f"--nodes {nodes}",
-            found="--place local, which is one node",
-            why="several nodes must come from somewhere",
-            do="--place simulated for nodes on this machine, --place slurm inside of a Slurm job, "
-            "--hosts FILE, or --rendezvous on every node",
-        )
-    if ranks < nodes:
-        raise RequestError(
-            asked=f"--ranks {ranks} --nodes {nodes}",
-            found=f"{ranks} ranks, over all nodes",
-            why="a node without a rank has nothing to do",
-            do=f"--ranks {nodes} or more, or fewer nodes",
-        )
-
-
-def _check_fault_of_a_node(job: Job, fault: faults.Fault) -> None:
-    if parse_choice(job.place, "--place").name != "simulated" or not 0 <= fault.node < job.nodes:
-        raise RequestError(
-            asked=f"--inject {fault.action}@node={fault.node}",
-            found=f"--place {job.place} --nodes {job.nodes}",
-            why="only nodes that are simulated can be broken on purpose",
-            do="--place simulated --nodes 2, and a node below that number",
         )
 
 

@@ -85,7 +85,7 @@ class OneMachine:
         return None
 
     def plan(self, job: Job, shape: Shape) -> Plan:
-        assert job.place == "local", "what is to run on nodes is not planned for one machine"
+        assert job.nodes == 1, "what is to run on nodes is not planned for one machine"
         return plan_of(job, shape, Visible.from_environment())
 
     def again(self, plan: Plan) -> Plan:
@@ -97,12 +97,14 @@ class OneMachine:
 
 @dataclass(frozen=True)
 class Foreseen(OneMachine):
-    """Nodes that are only spoken of: what would run on them is planned here, and never started."""
+    """What would run on nodes that are not there: it is planned, and never started.
+
+    Without `seats` it would run on this machine."""
 
     seats: tuple[Seat, ...] = ()
 
     def plan(self, job: Job, shape: Shape) -> Plan:
-        seats = for_all_processes(job, self.seats)
+        seats = for_all_processes(job, self.seats) if self.seats else ()
         return plan_of(job, shape, Visible.from_environment(), seats)
 
 

@@ -27,8 +27,8 @@ from allranks.job.run_folder import RunFolder, rank_events_path, rank_log_path, 
 from allranks.launcher.attempts import Attempts
 from allranks.launcher.fault_report import error_of, first_fault
 from allranks.launcher.nodes.cluster import gathered
-from allranks.launcher.nodes.rendezvous import Meeting
-from allranks.launcher.places.start_agents import Wanted, foreseen
+from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.places.base import AgentPlace, NodeRequest, place_of
 from allranks.launcher.plan import Plan, Shape, backend_of_keras, devices_seen
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.hash_seed import VARIABLE as HASH_SEED
@@ -75,36 +75,35 @@ def plan_job(resolved: Resolved, ground: Ground, signals: Signals | None = None)
     return ground.plan(job, describe(ground, job, signals))
 
 
-def _wanted(
-    job: Job, meeting: Meeting, words: tuple[str, ...] = (), modules: tuple[str, ...] = ()
-) -> Wanted:
+def _nodes_for(
+    job: Job, rendezvous: Rendezvous, words: tuple[str, ...] = (), modules: tuple[str, ...] = ()
+) -> NodeRequest:
     """The nodes of a job, all of which see the folder that its run folder is in."""
     program = job.program if ".py" in job.program else ""
     shared = Path(job.run_dir).parent
-    return Wanted(job.place, job.nodes, job.ranks, meeting, program, words, shared, modules)
+    return NodeRequest(job.place, job.nodes, job.ranks, rendezvous, program, words, shared, modules)
 
 
 @contextmanager
-def plan_only(resolved: Resolved, meeting: Meeting) -> Iterator[tuple[Plan, ForkServer]]:
+def plan_only(resolved: Resolved, rendezvous: Rendezvous) -> Iterator[tuple[Plan, ForkServer]]:
     """What would run where; no node is called, and none of its devices are needed here."""
     job = with_run_dir(resolved.job)
     check_installed(job.engine, job.program)
     with ForkServer(preload_for(job.program, job.engine)) as server:
-        ground = OneMachine(server)
-        if job.place != "local":
-            ground = Foreseen(server, tuple(foreseen(_wanted(job, meeting))))
+        seats = place_of(job.place, rendezvous).seats(_nodes_for(job, rendezvous))
+        ground = Foreseen(server, tuple(seats))
         shape = describe(ground, dataclasses.replace(job, device="cpu"))
         yield ground.plan(job, shape), server
 
 
 @contextmanager
 def ground_of(
-    job: Job, meeting: Meeting, words: tuple[str, ...] = (), signals: Signals | None = None
+    job: Job, rendezvous: Rendezvous, words: tuple[str, ...] = (), signals: Signals | None = None
 ) -> Iterator[Ground]:
     """Where this job runs: a fork server here, or its nodes, once all have come together."""
     check_installed(job.engine, job.program)
     modules = preload_for(job.program, job.engine)
-    if job.place == "local":
+    if not isinstance(place_of(job.place, rendezvous), AgentPlace):
         with ForkServer(modules) as server:
             yield OneMachine(server)
         return
@@ -113,9 +112,9 @@ def ground_of(
         if signals is not None and signals.reason:
             raise Interrupted(f"interrupted ({signals.reason}) before anything was started")
 
-    wanted = _wanted(job, meeting, words, modules)
-    sweep(wanted.shared)
-    with gathered(wanted, interrupted) as cluster:
+    request = _nodes_for(job, rendezvous, words, modules)
+    sweep(request.shared)
+    with gathered(request, interrupted) as cluster:
         cluster.plant(job.inject)
         yield cluster
 
@@ -125,14 +124,14 @@ def run_job(
     server: ForkServer | None = None,
     watcher: Watcher | None = None,
     signals: Signals | None = None,
-    meeting: Meeting | None = None,
+    rendezvous: Rendezvous | None = None,
     words: tuple[str, ...] = (),
     ground: Ground | None = None,
 ) -> Result:
     """Run a job to its end and return its result.
 
     Without `server` or `ground` it starts what it needs where the job says: here, or on nodes that
-    come together as `meeting` says, each started with the same `words`. `signals` are those that
+    come together as `rendezvous` says, each started with the same `words`. `signals` are those that
     the caller holds already; without it they are held meanwhile.
 
     Raises `RequestError` (and leaves no run folder) if the request, the task or its data is wrong
@@ -149,7 +148,7 @@ def run_job(
             ground = OneMachine(server)
         if ground is None:
             ground = stack.enter_context(
-                ground_of(resolved.job, meeting or Meeting(), words, signals)
+                ground_of(resolved.job, rendezvous or Rendezvous(), words, signals)
             )
         plan = plan_job(resolved, ground, signals)
         changes = _changes(resolved, plan)

@@ -18,16 +18,14 @@ from pathlib import Path
 from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
 from allranks.job import faults
 from allranks.job.job import Job
-from allranks.job.simulated_network import Link, rate_of
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.nodes.agent import serve
 from allranks.launcher.nodes.interfaces import candidates
 from allranks.launcher.nodes.join import Call, Gathering, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
-from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.nodes.ticket import ANY, Ticket
-from allranks.launcher.places.simulated_nodes import SimulatedNodes
-from allranks.launcher.places.start_agents import Wanted, start_agents
+from allranks.launcher.places.base import AgentPlace, NodeRequest, place_of
 from allranks.launcher.plan import Plan, Seat, Shape, plan_of
 from allranks.launcher.resources import for_all_processes, meeting_at, seats_of, shares
 from allranks.launcher.scripts.topology import Host
@@ -45,12 +43,12 @@ class Cluster:
 
     nodes: Nodes
     counts: dict[int, int]  # number of a node -> its ranks
-    simulated: SimulatedNodes | None = None
+    break_node: Callable[[faults.Fault], None] | None = None
     per_rank: bool = False
     ends_at: float = NEVER
     _idle: frozenset[int] = frozenset()  # processes that are at no step of their own
     _done: set[faults.Fault] = field(default_factory=set)
-    _to_do: list[tuple[Callable[[], None], faults.Fault]] = field(default_factory=list)
+    _to_do: list[faults.Fault] = field(default_factory=list)
 
     @property
     def server(self) -> Nodes:
@@ -139,40 +137,35 @@ class Cluster:
     def look(self, beats: Sequence[Beat]) -> None:
         """Break what is to be broken, once all ranks have come so far."""
         step = min((beat.step for beat in beats if beat.rank not in self._idle), default=-1)
-        for act, fault in self._to_do:
+        for fault in self._to_do:
             if fault not in self._done and step >= fault.step >= 0:
+                assert self.break_node is not None, "the place has refused the request"
                 self._done.add(fault)
-                act()
+                self.break_node(fault)
 
     def plant(self, text: str) -> None:
         """Take those of the faults of a job that happen to nodes."""
-        for fault in faults.parse(text):
-            if fault.action in faults.ON_NODES:
-                self._to_do.append((self._act_of(fault), fault))
-
-    def _act_of(self, fault: faults.Fault) -> Callable[[], None]:
-        network = self.simulated
-        assert network is not None, "only simulated nodes can be broken: config says so"
-        link = Link(rate_of(fault.link, f"--inject {fault.action}@link={fault.link}"))
-        return {
-            "kill-node": lambda: network.kill(fault.node),
-            "cut": lambda: network.cut(fault.node),
-            "slow-link": lambda: network.slow(fault.node, link),
-        }[fault.action]
+        self._to_do += [fault for fault in faults.parse(text) if fault.action in faults.ON_NODES]
 
 
 @contextmanager
-def gathered(wanted: Wanted, interrupted: Callable[[], None] = lambda: None) -> Iterator[Cluster]:
-    """The nodes that are wanted, all there and checked; they are let go at the end.
+def gathered(
+    request: NodeRequest, interrupted: Callable[[], None] = lambda: None
+) -> Iterator[Cluster]:
+    """The nodes that are asked for, all there and checked; they are let go at the end.
 
     `interrupted` is called while nodes come together: it raises if somebody wants an end of it.
     Raises `PlaceError` that names who is missing, or in what the nodes differ.
     """
-    if wanted.meeting.by_hand and wanted.meeting.interface:
-        candidates("", wanted.meeting.interface)  # of node 0, which is here, before it is started
+    if request.rendezvous.by_hand and request.rendezvous.interface:
+        candidates(
+            "", request.rendezvous.interface
+        )  # of node 0, which is here, before it is started
+    place = place_of(request.place, request.rendezvous)
+    assert isinstance(place, AgentPlace), "this machine alone has no nodes"
     with ExitStack() as stack:
-        started = stack.enter_context(start_agents(wanted))
-        call = Call(started.names, started.key, wanted.words, wanted.meeting.join_timeout_s)
+        started = stack.enter_context(place.start(request))
+        call = Call(started.names, started.key, request.words, request.rendezvous.join_timeout_s)
 
         def check() -> None:
             started.check()
@@ -180,19 +173,19 @@ def gathered(wanted: Wanted, interrupted: Callable[[], None] = lambda: None) -> 
 
         found = Gathering(call, started.listener, check).wait_for_all()
         watch, said = started.watch, started.said
-        nodes = Nodes(found, wanted.meeting.node_timeout_s, watch, said)
+        nodes = Nodes(found, request.rendezvous.node_timeout_s, watch, said)
         code, text = EXIT_PROGRAM_FAILED, ""
-        made = _missing(wanted.shared)
+        made = _missing(request.shared)
         try:
-            preflight(nodes, wanted.shared, os.getcwd(), wanted.program)
+            preflight(nodes, request.shared, os.getcwd(), request.program)
             interrupted()
-            nodes.start_servers(wanted.modules)
-            per_rank = wanted.meeting.per_rank
-            counts = shares(wanted.ranks, wanted.nodes, started.slots)
+            nodes.start_servers(request.modules)
+            per_rank = request.rendezvous.per_rank
+            counts = shares(request.ranks, request.nodes, started.slots)
             cluster = Cluster(
                 nodes,
-                dict(enumerate([1] * wanted.ranks if per_rank else counts)),
-                started.simulated,
+                dict(enumerate([1] * request.ranks if per_rank else counts)),
+                started.break_node,
                 per_rank,
                 started.ends_at,
             )
@@ -213,33 +206,33 @@ def _missing(folder: Path | None) -> list[Path]:
     return [] if folder is None else [p for p in (folder, *folder.parents) if not p.exists()]
 
 
-def is_head(meeting: Meeting) -> bool:
+def is_head(rendezvous: Rendezvous) -> bool:
     """Whether this is node 0 of nodes that are started by hand: it was told so, or may listen."""
-    if not meeting.by_hand or meeting.node_rank is not None:
-        return not meeting.node_rank
+    if not rendezvous.by_hand or rendezvous.node_rank is not None:
+        return not rendezvous.node_rank
     try:
-        socket.create_server(meeting.address).close()
+        socket.create_server(rendezvous.address).close()
     except OSError:
         return False
     return True
 
 
-def take_part(meeting: Meeting, words: tuple[str, ...], program: str = "") -> int:
+def take_part(rendezvous: Rendezvous, words: tuple[str, ...], program: str = "") -> int:
     """Be a node other than 0 of a job that is started by hand; returns the job's exit code.
 
     Everything else is told by node 0, which was started with the same words.
     """
-    host, port = meeting.address
+    host, port = rendezvous.address
     ticket = Ticket(
         addresses=(host,),
         port=port,
-        key=meeting.key,
-        node=ANY if meeting.node_rank is None else meeting.node_rank,
+        key=rendezvous.key,
+        node=ANY if rendezvous.node_rank is None else rendezvous.node_rank,
         words=words,
         program=program,
-        interface=meeting.interface,
-        join_timeout_s=meeting.join_timeout_s,
-        node_timeout_s=meeting.node_timeout_s,
+        interface=rendezvous.interface,
+        join_timeout_s=rendezvous.join_timeout_s,
+        node_timeout_s=rendezvous.node_timeout_s,
         follows=False,
     )
     return serve(ticket)

@@ -28,6 +28,7 @@ from typing import Any
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import Resolved
 from allranks.job.job import Job
+from allranks.launcher.places.base import AgentPlace, place_of
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result, run_job
 from allranks.strategies.card import Exact
@@ -246,7 +247,9 @@ class _Check:
         job = dataclasses.replace(
             job, trace=True, trace_bytes=self.plan.trace_bytes, run_dir=str(self.folder / name)
         )
-        server = self.server if job.place == "local" else None  # nodes bring their own
+        server = (
+            None if isinstance(place_of(job.place), AgentPlace) else self.server
+        )  # nodes bring their own
         result = run_job(Resolved(job, self.resolved.sources), server)
         self.user_randomness |= set(result.summary["user_randomness"])
         return _Run(result, Trace(result.run_dir / "trace"))
