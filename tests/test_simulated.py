@@ -58,7 +58,7 @@ def train_on(nodes: Cluster, tmp_path: Path) -> Callable[..., Result]:
 
     def run(program: str, **flags: Any) -> Result:
         flags = {**ON_NODES, "run_dir": str(tmp_path / "run"), **flags}
-        return run_job(resolve(program, flags), ground=nodes)
+        return run_job(resolve(program, flags), resources=nodes)
 
     return run
 
@@ -81,7 +81,7 @@ def test_the_bits_are_those_of_one_rank(
 def test_nodes_are_hosts_with_a_network_and_names_of_their_own(
     nodes: Cluster, tmp_path: Path
 ) -> None:
-    nodes.again(nodes.plan(resolve("digits", ON_NODES).job, Shape({}, 256, 8)))
+    nodes.replan(nodes.plan(resolve("digits", ON_NODES).job, Shape({}, 256, 8)))
     script = "readlink /proc/self/ns/net; hostname; getent hosts node0 node1; ip -o link"
     processes = [
         Process(rank, "simulated_workers:shell", script, {}, tmp_path / f"{rank}.log")
@@ -164,7 +164,7 @@ def test_a_check_compares_nodes_with_one_process(
     server: ForkServer, nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        "allranks.launcher.start.ground_of", lambda *job: contextlib.nullcontext(nodes)
+        "allranks.launcher.start.resources_for", lambda *job: contextlib.nullcontext(nodes)
     )
     resolved = resolve("digits", {**ON_NODES, "steps": 3, "precision": "fp64"})
     verdict = check_against_one(resolved, tmp_path, server, Plan((4,), 4, shards=8))
@@ -178,7 +178,7 @@ def test_a_check_compares_nodes_with_one_process(
 
 def test_a_slow_link_is_slow(nodes: Cluster, tmp_path: Path) -> None:
     """All-reduce of 64 MB by 4 ranks: what the busiest link carries, over the time."""
-    nodes.again(nodes.plan(resolve("digits", ON_NODES).job, Shape({}, 256, 8)))
+    nodes.replan(nodes.plan(resolve("digits", ON_NODES).job, Shape({}, 256, 8)))
     rate = _all_reduce_rate(nodes, tmp_path)
     assert 0.9 * 1e9 / 8 <= rate <= 1.0 * 1e9 / 8, f"{rate / 1e6:.1f} MB/s over 1 Gbit/s"
 

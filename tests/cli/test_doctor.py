@@ -26,8 +26,9 @@ from allranks.tools.doctor import doctor
 from allranks.tools.doctor.diagnosis import (
     STOP,
     Diagnosis,
-    End,
+    Endpoint,
     Finding,
+    Link,
     NodeReport,
     matrix_of,
 )
@@ -278,8 +279,8 @@ def two_nodes() -> Diagnosis:
         NodeReport(n, f"node{n}", f"10.0.0.{n}", "ib0", {"ib0": f"10.0.0.{n}"}, own)
         for n in range(2)
     )
-    ends = [End(n, f"node{n}", f"10.0.0.{n}") for n in range(2)]
-    matrix = matrix_of(ends, {(0, 1): (12.34, 1234.5)})
+    ends = [Endpoint(n, f"node{n}", f"10.0.0.{n}") for n in range(2)]
+    matrix = matrix_of(ends, {(0, 1): Link(12.34, 1234.5)})
     return Diagnosis("hosts", 2, 2, nodes, matrix, (), (), ())
 
 

@@ -66,11 +66,11 @@ def test_a_job_stops_in_time_before_its_nodes_are_taken_away(
     limit_s: float | None, left_s: float | None, stops_in_s: float, tmp_path: Path
 ) -> None:
     now = time.monotonic()
-    ground: Any = SimpleNamespace(ends_at=float("inf") if left_s is None else now + left_s)
+    resources: Any = SimpleNamespace(ends_at=float("inf") if left_s is None else now + left_s)
     plan: Any = SimpleNamespace(job=SimpleNamespace(time_limit=limit_s))
     nothing: Any = None
     folder: Any = SimpleNamespace(path=tmp_path, events=None)
-    attempts = Attempts(ground, plan, folder, nothing, lambda: None, now)
+    attempts = Attempts(resources, plan, folder, nothing, lambda: None, now)
     assert attempts._stop_at() - now == pytest.approx(stops_in_s, abs=SOON_S)
 
 

@@ -28,8 +28,15 @@ from allranks.strategies.resolve import devices_of_a_rank
 
 SUBMITTED = ("train", "run")
 PLACE = SlurmJob.name
-OF_SUBMIT = ("dry_run", "placement", "sweep", "slots")
-OF_OTHER_PLACES = ("hosts", "node_rank", "rendezvous", "nnodes", "nproc_per_node", "master_addr")
+OPTIONS_OF_SUBMIT = ("dry_run", "placement", "sweep", "slots")
+OPTIONS_OF_OTHER_PLACES = (
+    "hosts",
+    "node_rank",
+    "rendezvous",
+    "nnodes",
+    "nproc_per_node",
+    "master_addr",
+)
 BESIDES = ("settings", "job_file", "epochs", "inject")  # what `resolved_from` takes out itself
 
 
@@ -109,10 +116,10 @@ def _layers(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(given: frozenset[str], verb: str) -> None:
-    for name in (*OF_SUBMIT, *OF_OTHER_PLACES):
+    for name in (*OPTIONS_OF_SUBMIT, *OPTIONS_OF_OTHER_PLACES):
         if name in given:
             option = f"--{name.replace('_', '-')}"
-            own = name in OF_SUBMIT
+            own = name in OPTIONS_OF_SUBMIT
             raise RequestError(
                 asked=f"{option} after `submit -- {verb}`",
                 found="a job of Slurm",

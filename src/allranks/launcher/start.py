@@ -34,7 +34,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.hash_seed import VARIABLE as HASH_SEED
 from allranks.launcher.processes.leftovers import scratch_folder, sweep
 from allranks.launcher.processes.process import Process
-from allranks.launcher.resources import Foreseen, Ground, OneMachine
+from allranks.launcher.resources import LocalMachine, PlannedNodes, Resources
 from allranks.launcher.signals import Signals
 from allranks.launcher.supervisor import supervise
 from allranks.launcher.world import Visible
@@ -69,10 +69,10 @@ def with_run_dir(job: Job) -> Job:
     )
 
 
-def plan_job(resolved: Resolved, ground: Ground, signals: Signals | None = None) -> Plan:
+def plan_job(resolved: Resolved, resources: Resources, signals: Signals | None = None) -> Plan:
     """The plan of a job: its task is loaded and read in a process of its own, nothing is left."""
     job = with_run_dir(resolved.job)
-    return ground.plan(job, describe(ground, job, signals))
+    return resources.plan(job, describe(resources, job, signals))
 
 
 def _nodes_for(
@@ -91,21 +91,21 @@ def plan_only(resolved: Resolved, rendezvous: Rendezvous) -> Iterator[tuple[Plan
     check_installed(job.engine, job.program)
     with ForkServer(preload_for(job.program, job.engine)) as server:
         seats = place_of(job.place, rendezvous).seats(_nodes_for(job, rendezvous))
-        ground = Foreseen(server, tuple(seats))
-        shape = describe(ground, dataclasses.replace(job, device="cpu"))
-        yield ground.plan(job, shape), server
+        resources = PlannedNodes(server, tuple(seats))
+        shape = describe(resources, dataclasses.replace(job, device="cpu"))
+        yield resources.plan(job, shape), server
 
 
 @contextmanager
-def ground_of(
+def resources_for(
     job: Job, rendezvous: Rendezvous, words: tuple[str, ...] = (), signals: Signals | None = None
-) -> Iterator[Ground]:
+) -> Iterator[Resources]:
     """Where this job runs: a fork server here, or its nodes, once all have come together."""
     check_installed(job.engine, job.program)
     modules = preload_for(job.program, job.engine)
     if not isinstance(place_of(job.place, rendezvous), AgentPlace):
         with ForkServer(modules) as server:
-            yield OneMachine(server)
+            yield LocalMachine(server)
         return
 
     def interrupted() -> None:
@@ -126,11 +126,11 @@ def run_job(
     signals: Signals | None = None,
     rendezvous: Rendezvous | None = None,
     words: tuple[str, ...] = (),
-    ground: Ground | None = None,
+    resources: Resources | None = None,
 ) -> Result:
     """Run a job to its end and return its result.
 
-    Without `server` or `ground` it starts what it needs where the job says: here, or on nodes that
+    Without `server` or `resources` it starts what it needs where the job says: here, or on nodes that
     come together as `rendezvous` says, each started with the same `words`. `signals` are those that
     the caller holds already; without it they are held meanwhile.
 
@@ -145,12 +145,12 @@ def run_job(
         signals = signals or stack.enter_context(Signals())
         resolved = dataclasses.replace(resolved, job=with_run_dir(resolved.job))
         if server is not None:
-            ground = OneMachine(server)
-        if ground is None:
-            ground = stack.enter_context(
-                ground_of(resolved.job, rendezvous or Rendezvous(), words, signals)
+            resources = LocalMachine(server)
+        if resources is None:
+            resources = stack.enter_context(
+                resources_for(resolved.job, rendezvous or Rendezvous(), words, signals)
             )
-        plan = plan_job(resolved, ground, signals)
+        plan = plan_job(resolved, resources, signals)
         changes = _changes(resolved, plan)
         folder = RunFolder(Path(plan.job.run_dir), goes_on=_goes_on(resolved))
         stack.callback(folder.close)
@@ -162,11 +162,11 @@ def run_job(
                 ranks=plan.job.ranks,
                 notes=list(plan.notes),
                 changes=changes,
-                environment=recorded_environment(ground.server.hash_seed),
+                environment=recorded_environment(resources.server.hash_seed),
             )
             with suppress(OSError):  # who only looks on ends no training
                 watcher.started(plan)
-            attempts = Attempts(ground, plan, folder, signals, watcher.tick, started_at)
+            attempts = Attempts(resources, plan, folder, signals, watcher.tick, started_at)
             summary = attempts.run(f"{ENGINES[plan.job.engine]}:main")
         except RequestError:
             folder.remove()
@@ -200,20 +200,20 @@ def _goes_on(resolved: Resolved) -> bool:
     return "done" not in events[-1:] or bool(committed(base.path / CHECKPOINTS))
 
 
-def describe(ground: Ground, job: Job, signals: Signals | None = None) -> Shape:
+def describe(resources: Resources, job: Job, signals: Signals | None = None) -> Shape:
     """Load the task of `job` in a forked process and return what a place must know of it."""
     environment = {
         **devices_seen(job, Visible.from_environment()),
         **backend_of_keras(job),
     }
-    shared = ground.shared(Path(job.run_dir))
+    shared = resources.shared(Path(job.run_dir))
     with scratch_folder(shared) as scratch:
         run_dir = Path(scratch)
         (run_dir / "logs").mkdir()
         log = rank_log_path(run_dir, 0)
         argument = {**job.to_data(), "run_dir": scratch}
         process = Process(0, f"{ENGINES[job.engine]}:describe", argument, environment, log)
-        ended = supervise(ground.server, [process], signals=signals)
+        ended = supervise(resources.server, [process], signals=signals)
         if ended.interrupted:
             raise Interrupted("interrupted before anything was started")
         fault = first_fault(ended, run_dir)

@@ -31,7 +31,14 @@ from allranks.errors import (
     RequestError,
 )
 from allranks.launcher.heartbeat import Pulses
-from allranks.launcher.nodes.channel import Channel, Gone, Message, Refused, knock, wait_for
+from allranks.launcher.nodes.channel import (
+    Channel,
+    Disconnected,
+    Message,
+    Refused,
+    authenticate,
+    wait_for,
+)
 from allranks.launcher.nodes.facts import digest_of, facts
 from allranks.launcher.nodes.interfaces import Doorbell, Ringing, candidates
 from allranks.launcher.nodes.ticket import ANY, Ticket
@@ -141,7 +148,7 @@ class Agent:
         where = (address, self.ticket.port)
         channel = Channel(socket.create_connection(where, min(max(0.1, seconds), CONNECT_S)))
         try:
-            knock(channel, self.ticket.key.encode())
+            authenticate(channel, self.ticket.key.encode())
         except BaseException:
             channel.close()
             raise
@@ -186,7 +193,7 @@ class Agent:
         """Do what the head says; what cannot be done here ends this node, and the head hears why."""
         try:
             self._answers[message["do"]](message)
-        except Gone:
+        except Disconnected:
             raise
         except (AllranksError, OSError) as error:
             self.channel.send({"broken": f"{type(error).__name__}: {error}"})
@@ -348,7 +355,7 @@ def serve(ticket: Ticket) -> int:
         return agent.run()
     except Refused as error:
         raise PlaceError(str(error)) from error
-    except Gone as error:
+    except Disconnected as error:
         raise PlaceError(f"{agent.name} lost the head of the job: {error}") from error
     finally:
         for number, handler in before.items():

@@ -21,13 +21,13 @@ from allranks.job.job import Job
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.nodes.agent import serve
 from allranks.launcher.nodes.interfaces import candidates
-from allranks.launcher.nodes.join import Call, Gathering, preflight
+from allranks.launcher.nodes.join import Expected, JoinServer, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.nodes.ticket import ANY, Ticket
 from allranks.launcher.places.base import AgentPlace, NodeRequest, place_of
 from allranks.launcher.plan import Plan, Seat, Shape, plan_of
-from allranks.launcher.resources import for_all_processes, meeting_at, seats_of, shares
+from allranks.launcher.resources import for_all_processes, seats_of, shares, with_rendezvous
 from allranks.launcher.scripts.topology import Host
 from allranks.launcher.supervisor import EVIDENCE_S, NEVER
 from allranks.launcher.world import Visible
@@ -35,7 +35,7 @@ from allranks.launcher.world import Visible
 
 @dataclass
 class Cluster:
-    """Several nodes that have come together. Implements `Ground`.
+    """Several nodes that have come together. Implements `Resources`.
 
     With `per_rank` each agent has one rank, and several agents may be on one host. The nodes are
     taken away at `ends_at`, on the monotonic clock.
@@ -60,7 +60,7 @@ class Cluster:
     def plan(self, job: Job, shape: Shape) -> Plan:
         return plan_of(job, shape, Visible.from_environment(), self._take_seats(job))
 
-    def again(self, plan: Plan) -> Plan:
+    def replan(self, plan: Plan) -> Plan:
         """On the nodes that are left, fewer ranks if need be; raises `PlaceError` if none is."""
         while True:
             self.nodes.check_all()
@@ -87,7 +87,7 @@ class Cluster:
             fewer = plan_of(job, plan.shape, Visible.from_environment(), seats)
         if len(seats) == 1:
             return fewer
-        return meeting_at(fewer, self.nodes.listen(self.nodes.seats[0]))
+        return with_rendezvous(fewer, self.nodes.listen(self.nodes.seats[0]))
 
     @property
     def evidence_s(self) -> float:
@@ -134,8 +134,8 @@ class Cluster:
         machine = shared.index((node.facts.machine, node.facts.processors))
         return Seat(position, node.name, node.chosen.name, machine)
 
-    def look(self, beats: Sequence[Beat]) -> None:
-        """Break what is to be broken, once all ranks have come so far."""
+    def inject_due_faults(self, beats: Sequence[Beat]) -> None:
+        """Break the nodes whose fault is due, once all ranks have come to its step."""
         step = min((beat.step for beat in beats if beat.rank not in self._idle), default=-1)
         for fault in self._to_do:
             if fault not in self._done and step >= fault.step >= 0:
@@ -165,13 +165,15 @@ def gathered(
     assert isinstance(place, AgentPlace), "this machine alone has no nodes"
     with ExitStack() as stack:
         started = stack.enter_context(place.start(request))
-        call = Call(started.names, started.key, request.words, request.rendezvous.join_timeout_s)
+        expected = Expected(
+            started.names, started.key, request.words, request.rendezvous.join_timeout_s
+        )
 
         def check() -> None:
             started.check()
             interrupted()
 
-        found = Gathering(call, started.listener, check).wait_for_all()
+        found = JoinServer(expected, started.listener, check).wait_for_all()
         watch, said = started.watch, started.said
         nodes = Nodes(found, request.rendezvous.node_timeout_s, watch, said)
         code, text = EXIT_PROGRAM_FAILED, ""

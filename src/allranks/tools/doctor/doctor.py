@@ -25,7 +25,7 @@ from allranks.errors import EXIT_DONE, EXIT_PLACE_FAILED, PlaceError, RequestErr
 from allranks.job.job import Job
 from allranks.launcher.nodes.facts import facts
 from allranks.launcher.nodes.interfaces import Interface, interfaces
-from allranks.launcher.nodes.join import Call, Gathering, choose_addresses
+from allranks.launcher.nodes.join import Expected, JoinServer, choose_addresses
 from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.places.base import AgentPlace, NodeRequest, place_of
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -36,13 +36,13 @@ from allranks.tools.doctor.diagnosis import (
     MOST_IN_FULL,
     STOP,
     Diagnosis,
-    End,
+    Endpoint,
     Finding,
     NodeReport,
 )
 from allranks.tools.doctor.examination import Examination, Mark
 from allranks.tools.doctor.findings import Collected, findings, may_differ, must_be_equal
-from allranks.tools.doctor.link_matrix import measured
+from allranks.tools.doctor.link_matrix import measure_links
 from allranks.tools.doctor.probes import MODULE, Door, Lost, Probes
 
 CLOCK_TRIPS = 10
@@ -100,7 +100,7 @@ def _looked_at(
     with Probes(place.processes, place.listener, place.key) as probes:
         probes.start({rank: place.doors[place.node_of[rank]] for rank in ranks})
         _look(place, probes, question.folder)
-        matrix = measured(probes, _ends_of(place, ranks), broken, tell)
+        matrix = measure_links(probes, _ends_of(place, ranks), broken, tell)
         lost = {place.reports[place.node_of[rank]].name: why for rank, why in probes.lost.items()}
     reports = tuple(place.reports.values())
     collected = Collected(
@@ -156,8 +156,10 @@ def _together(request: NodeRequest) -> Iterator[_Place]:
             yield _Place(server, listener, key, {0: here}, [0] * request.ranks, {0: door})
             return
         started = stack.enter_context(asked.start(request))
-        call = Call(started.names, started.key, request.words, request.rendezvous.join_timeout_s)
-        come = Gathering(call, started.listener, started.check).wait_for_all()
+        expected = Expected(
+            started.names, started.key, request.words, request.rendezvous.join_timeout_s
+        )
+        come = JoinServer(expected, started.listener, started.check).wait_for_all()
         nodes = Nodes(come, request.rendezvous.node_timeout_s, started.watch)
         place: _Place | None = None
         try:
@@ -218,13 +220,13 @@ def _probed(place: _Place) -> list[int]:
     return ranks if len(ranks) > 1 else list(range(min(2, len(place.node_of))))
 
 
-def _ends_of(place: _Place, ranks: Sequence[int]) -> list[End]:
+def _ends_of(place: _Place, ranks: Sequence[int]) -> list[Endpoint]:
     """The ends of the ways between these ranks; none where a node has no address for the others."""
     reports = [place.reports[place.node_of[rank]] for rank in ranks]
     if any(report.address is None for report in reports):
         return []
     return [
-        End(rank, report.name, report.address or "")
+        Endpoint(rank, report.name, report.address or "")
         for rank, report in zip(ranks, reports, strict=True)
     ]
 

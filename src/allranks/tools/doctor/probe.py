@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from allranks.launcher.nodes.channel import Channel, Gone, Message, knock
+from allranks.launcher.nodes.channel import Channel, Disconnected, Message, authenticate
 from allranks.tools.doctor.examination import Mark, examine
 
 CONNECT_S = 10.0
@@ -252,9 +252,9 @@ def main(argument: dict[str, Any]) -> int:
     connection = socket.create_connection((argument["address"], argument["port"]), CONNECT_S)
     try:
         with closing(Channel(connection)) as channel:
-            knock(channel, argument["key"].encode())
+            authenticate(channel, argument["key"].encode())
             channel.send({"rank": argument["rank"], "pid": os.getpid()})
             Probe(channel).run()
-    except Gone:  # whoever asked is gone
+    except Disconnected:  # whoever asked is gone
         return 1
     return 0

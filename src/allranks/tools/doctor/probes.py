@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from allranks.errors import PlaceError
-from allranks.launcher.nodes.channel import Channel, Gone, Message, challenge, judge
+from allranks.launcher.nodes.channel import Channel, Disconnected, Message, challenge, verify_proof
 from allranks.launcher.processes.process import Process, Processes
 
 MODULE = "allranks.tools.doctor.probe"
@@ -42,7 +42,7 @@ class Door:
 
 
 @dataclass
-class _Guest:
+class _PendingProbe:
     channel: Channel
     nonce: str
     trusted: bool = False
@@ -58,7 +58,7 @@ class Probes:
     lost: dict[int, str] = field(default_factory=dict)
     _channels: dict[int, Channel] = field(default_factory=dict)
     _tickets: dict[int, int] = field(default_factory=dict)  # ticket -> rank, while it runs
-    _guests: list[_Guest] = field(default_factory=list)
+    _pending: list[_PendingProbe] = field(default_factory=list)
 
     def start(self, doors: dict[int, Door]) -> None:
         """Start a probe for each rank, and wait until they have come or are lost."""
@@ -91,7 +91,7 @@ class Probes:
             raise Lost(self.lost.get(rank, "it was not started"))
         try:
             self._channels[rank].send(message)
-        except Gone as error:
+        except Disconnected as error:
             raise self._lose(rank, str(error)) from error
 
     def hear(self, rank: int, seconds: float = ANSWER_S) -> Any:
@@ -102,7 +102,7 @@ class Probes:
             try:
                 if found := channel.receive():
                     return found[0]["answer"]
-            except Gone as error:
+            except Disconnected as error:
                 raise self._lose(rank, str(error)) from error
             self._note_exits()
             if time.monotonic() > deadline:
@@ -124,24 +124,24 @@ class Probes:
 
     def _admit(self) -> None:
         """Take in who comes, if it knows the key."""
-        waiting: Sequence[Any] = [self.listener, *(guest.channel for guest in self._guests)]
+        waiting: Sequence[Any] = [self.listener, *(pending.channel for pending in self._pending)]
         select.select(waiting, [], [], TICK_S)
         with suppress(BlockingIOError):
             while True:
                 channel = Channel(self.listener.accept()[0])
-                self._guests.append(_Guest(channel, challenge(channel)))
-        for guest in list(self._guests):
+                self._pending.append(_PendingProbe(channel, challenge(channel)))
+        for pending in list(self._pending):
             try:
-                for message in guest.channel.receive():
-                    if guest.trusted:
-                        self._guests.remove(guest)
-                        self._channels[int(message["rank"])] = guest.channel
+                for message in pending.channel.receive():
+                    if pending.trusted:
+                        self._pending.remove(pending)
+                        self._channels[int(message["rank"])] = pending.channel
                         break
-                    judge(guest.channel, self.key.encode(), guest.nonce, message)
-                    guest.trusted = True
-            except Gone:
-                self._guests.remove(guest)
-                guest.channel.close()
+                    verify_proof(pending.channel, self.key.encode(), pending.nonce, message)
+                    pending.trusted = True
+            except Disconnected:
+                self._pending.remove(pending)
+                pending.channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -156,7 +156,7 @@ class Probes:
         for rank in self.there:
             with suppress(Lost):
                 self.tell(rank, {"do": "leave"})
-        for channel in (*self._channels.values(), *(guest.channel for guest in self._guests)):
+        for channel in (*self._channels.values(), *(pending.channel for pending in self._pending)):
             channel.close()
         deadline, kill_at = (time.monotonic() + seconds for seconds in (LEAVE_S, LEAVE_S / 2))
         with suppress(PlaceError):  # the owner itself is gone, and its processes with it
