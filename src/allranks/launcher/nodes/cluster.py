@@ -11,7 +11,7 @@ import dataclasses
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,12 +20,11 @@ from allranks.job import faults
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.nodes.agent import serve
-from allranks.launcher.nodes.interfaces import candidates
 from allranks.launcher.nodes.join import Expected, JoinServer, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.nodes.ticket import ANY, Ticket
-from allranks.launcher.places.base import AgentPlace, NodeRequest, place_of
+from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, place_of
 from allranks.launcher.plan import Plan, Seat, Shape, plan_of
 from allranks.launcher.resources import for_all_processes, seats_of, shares, with_rendezvous
 from allranks.launcher.scripts.topology import Host
@@ -157,55 +156,58 @@ def gathered(
     `interrupted` is called while nodes come together: it raises if somebody wants an end of it.
     Raises `PlaceError` that names who is missing, or in what the nodes differ.
     """
-    if request.rendezvous.by_hand and request.rendezvous.interface:
-        candidates(
-            "", request.rendezvous.interface
-        )  # of node 0, which is here, before it is started
     place = place_of(request.place, request.rendezvous)
     assert isinstance(place, AgentPlace), "this machine alone has no nodes"
-    with ExitStack() as stack:
-        started = stack.enter_context(place.start(request))
-        expected = Expected(
-            started.names, started.key, request.words, request.rendezvous.join_timeout_s
-        )
-
-        def check() -> None:
-            started.check()
-            interrupted()
-
-        found = JoinServer(expected, started.listener, check).wait_for_all()
-        watch, said = started.watch, started.said
-        nodes = Nodes(found, request.rendezvous.node_timeout_s, watch, said)
-        code, text = EXIT_PROGRAM_FAILED, ""
-        made = _missing(request.shared)
-        try:
-            preflight(nodes, request.shared, os.getcwd(), request.program)
-            interrupted()
-            nodes.start_servers(request.modules)
-            per_rank = request.rendezvous.per_rank
-            counts = shares(request.ranks, request.nodes, started.slots)
-            cluster = Cluster(
-                nodes,
-                dict(enumerate([1] * request.ranks if per_rank else counts)),
-                started.break_node,
-                per_rank,
-                started.ends_at,
-            )
-            yield cluster
-            code = EXIT_DONE
-        except BaseException as error:
-            code, text = getattr(error, "exit_code", EXIT_PROGRAM_FAILED), str(error)
-            raise
-        finally:
-            nodes.leave(code, f"allranks: {text}" if text else "")
-            for folder in made:
-                with suppress(OSError):  # something is in it, or it was not made
-                    folder.rmdir()
+    with (
+        place.start(request) as started,
+        _removed_if_empty(request.shared),
+        _joined(request, started, interrupted) as nodes,
+    ):
+        preflight(nodes, request.shared, os.getcwd(), request.program)
+        interrupted()
+        nodes.start_servers(request.modules)
+        per_rank = request.rendezvous.per_rank
+        counts = shares(request.ranks, request.nodes, started.slots)
+        counts = (1,) * request.ranks if per_rank else counts
+        by_node = dict(enumerate(counts))
+        yield Cluster(nodes, by_node, started.break_node, per_rank, started.ends_at)
 
 
-def _missing(folder: Path | None) -> list[Path]:
-    """The folder and those above it that are not there yet, the deepest first."""
-    return [] if folder is None else [p for p in (folder, *folder.parents) if not p.exists()]
+@contextmanager
+def _joined(
+    request: NodeRequest, started: Started, interrupted: Callable[[], None]
+) -> Iterator[Nodes]:
+    """All nodes, once they have joined. At the end they hear how it ended, and leave."""
+    names, rendezvous = started.names, request.rendezvous
+    expected = Expected(names, started.key, request.words, rendezvous.join_timeout_s)
+
+    def check() -> None:
+        started.check()
+        interrupted()
+
+    found = JoinServer(expected, started.listener, check).wait_for_all()
+    nodes = Nodes(found, rendezvous.node_timeout_s, started.watch, started.said)
+    code, text = EXIT_PROGRAM_FAILED, ""
+    try:
+        yield nodes
+        code = EXIT_DONE
+    except BaseException as error:
+        code, text = getattr(error, "exit_code", EXIT_PROGRAM_FAILED), str(error)
+        raise
+    finally:
+        nodes.leave(code, f"allranks: {text}" if text else "")
+
+
+@contextmanager
+def _removed_if_empty(folder: Path | None) -> Iterator[None]:
+    """What of this path is made meanwhile is removed at the end, if nothing is in it."""
+    made = [] if folder is None else [p for p in (folder, *folder.parents) if not p.exists()]
+    try:
+        yield
+    finally:
+        for path in made:
+            with suppress(OSError):  # something is in it, or it was not made
+                path.rmdir()
 
 
 def is_head(rendezvous: Rendezvous) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from allranks.errors import RequestError
-from allranks.launcher.nodes.interfaces import interfaces
+from allranks.launcher.nodes.interfaces import candidates, interfaces
 from allranks.launcher.places.agents import AGENT, Agents, ticket_for
 from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, seats_on
 from allranks.launcher.places.ssh import SshHosts
@@ -55,6 +55,8 @@ class ManualNodes(AgentPlace):
     def start(self, request: NodeRequest) -> Iterator[Started]:
         """An agent beside the head, which is node 0."""
         key = request.rendezvous.key
+        if request.rendezvous.interface:
+            candidates("", request.rendezvous.interface)  # of node 0, before it is started
         with ExitStack() as stack:
             address, listener = _listen(stack, request)
             agents = stack.enter_context(Agents())
