@@ -64,8 +64,8 @@ LOCAL_RANK_ARGUMENTS = ("--local_rank", "--local-rank")
 def torchrun_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add torchrun's own flags, each in all its spellings."""
     for flag in reversed(FLAGS):
-        kind: dict[str, Any] = {} if flag.takes_value else {"is_flag": True, "default": None}
-        command = click.option(*flag.spellings, flag.name, help=flag.meaning, **kind)(command)
+        kind: dict[str, Any] = {"is_flag": True, "default": None} if flag.kind.is_switch else {}
+        command = click.option(*flag.spellings, flag.name, help=flag.help, **kind)(command)
     return command
 
 
