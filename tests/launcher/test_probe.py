@@ -22,7 +22,7 @@ from allranks.tools.doctor import examination, probe
 from allranks.tools.doctor.diagnosis import MOST_IN_FULL, Endpoint
 from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Mark, examine, examine_folder
 from allranks.tools.doctor.link_matrix import measure_links, pairs_of
-from allranks.tools.doctor.probe import UNCOUNTED, Arrival, Way, measure, serve
+from allranks.tools.doctor.probe import UNCOUNTED, Arrival, LinkSpeeds, measure, serve
 from allranks.tools.doctor.probes import Door, Lost, Probes
 
 HERE = "127.0.0.1"
@@ -150,7 +150,7 @@ def test_a_probe_serves_only_who_brings_its_token(probes: Probes) -> None:
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(1) == b""
     found = probes.ask(1, {"do": "measure", "address": HERE, **door})
-    assert Way(**found).there_mb_s > 0
+    assert LinkSpeeds(**found).there_mb_s > 0
     assert probes.ask(0, {"do": "stop"}) is None
 
 
