@@ -20,23 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import EXIT_BAD_REQUEST, Interrupted, PlaceError, RequestError
-from allranks.launcher.nodes.channel import (
-    Channel,
-    Disconnected,
-    Message,
-    Refused,
-    challenge,
-    verify_proof,
-    wait_for,
-)
+from allranks.launcher.nodes.admission import Admission
+from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait_for
 from allranks.launcher.nodes.facts import Facts, differences
 from allranks.launcher.nodes.interfaces import Interface
 from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.nodes.ticket import ANY
 
-PENDING_S = 10.0
 ALIVE_EVERY_S = 1.0
-MOST_PENDING = 256
 
 
 @dataclass(frozen=True)
@@ -50,40 +41,33 @@ class Expected:
 
 
 @dataclass
-class _PendingNode:
-    """A connection that has not said yet which node it is."""
-
-    channel: Channel
-    nonce: str
-    since: float
-    trusted: bool = False
-
-
-@dataclass
 class JoinServer:
     """The server that nodes join: it authenticates each, and ends when all are there."""
 
     expected: Expected
     listener: socket.socket
     check: Callable[[], None] = lambda: None
-    _pending: list[_PendingNode] = field(default_factory=list)
     _there: dict[int, Node] = field(default_factory=dict)
     _turned_away: list[str] = field(default_factory=list)
     _alive_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._admission = Admission(self.listener, self.expected.key, self._note_refused)
+
+    def _note_refused(self) -> None:
+        self._turned_away.append("one that does not know the id of this job")
 
     def wait_for_all(self) -> list[Node]:
         """All nodes, in order. Raises `PlaceError` that names who has not come in time.
 
         `check` is called all the while: it raises if what starts the nodes has failed.
         """
-        self.listener.setblocking(False)
         deadline = time.monotonic() + self.expected.join_timeout_s
         try:
             while len(self._there) < len(self.expected.names):
-                wait_for([self.listener, *(pending.channel for pending in self._pending)], 0.1)
-                self._open()
-                for pending in list(self._pending):
-                    self._hear(pending)
+                wait_for(self._admission.ready, 0.1)
+                for channel, told in self._admission.admit():
+                    self._seat(channel, told)
                 self._look_after_those_that_wait()
                 self.check()
                 if time.monotonic() > deadline:
@@ -93,44 +77,8 @@ class JoinServer:
                 _send_away(node.channel, getattr(error, "exit_code", 1), str(error))
             raise
         finally:
-            for pending in self._pending:
-                pending.channel.close()
+            self._admission.close()
         return [self._there[number] for number in sorted(self._there)]
-
-    def _open(self) -> None:
-        """Accept connections as far as there is room; the others wait in the backlog."""
-        with suppress(OSError):
-            while len(self._pending) < MOST_PENDING:
-                channel = Channel(self.listener.accept()[0])
-                try:
-                    self._pending.append(
-                        _PendingNode(channel, challenge(channel), time.monotonic())
-                    )
-                except Disconnected:
-                    channel.close()
-
-    def _hear(self, pending: _PendingNode) -> None:
-        """One message of a pending node: first its proof, then who it is."""
-        try:
-            for message in pending.channel.receive():
-                if pending.trusted:
-                    self._pending.remove(pending)
-                    self._seat(pending.channel, message)
-                    return
-                verify_proof(pending.channel, self.expected.key.encode(), pending.nonce, message)
-                pending.trusted = True
-        except Refused:
-            self._turned_away.append("one that does not know the id of this job")
-            self._forget(pending)
-        except Disconnected:
-            self._forget(pending)
-        too_long = time.monotonic() - pending.since > PENDING_S
-        if pending in self._pending and too_long and not pending.trusted:
-            self._forget(pending)
-
-    def _forget(self, pending: _PendingNode) -> None:
-        self._pending.remove(pending)
-        pending.channel.close()
 
     def _seat(self, channel: Channel, told: Message) -> None:
         try:

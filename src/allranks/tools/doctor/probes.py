@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from allranks.errors import PlaceError
-from allranks.launcher.nodes.channel import Channel, Disconnected, Message, challenge, verify_proof
+from allranks.launcher.nodes.admission import Admission
+from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait_for
 from allranks.launcher.processes.process import Process, Processes
 
 MODULE = "allranks.tools.doctor.probe"
@@ -42,13 +42,6 @@ class Door:
 
 
 @dataclass
-class _PendingProbe:
-    channel: Channel
-    nonce: str
-    trusted: bool = False
-
-
-@dataclass
 class Probes:
     """A probe for each of some ranks. Leaving the context sends them all away."""
 
@@ -58,11 +51,12 @@ class Probes:
     lost: dict[int, str] = field(default_factory=dict)
     _channels: dict[int, Channel] = field(default_factory=dict)
     _tickets: dict[int, int] = field(default_factory=dict)  # ticket -> rank, while it runs
-    _pending: list[_PendingProbe] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._admission = Admission(self.listener, self.key)
 
     def start(self, doors: dict[int, Door]) -> None:
         """Start a probe for each rank, and wait until they have come or are lost."""
-        self.listener.setblocking(False)
         for rank, door in doors.items():
             where = {"address": door.address, "port": door.port, "key": self.key, "rank": rank}
             process = Process(rank, f"{MODULE}:main", where, {}, Path(os.devnull))
@@ -123,25 +117,10 @@ class Probes:
                 self.lost.setdefault(rank, why)
 
     def _admit(self) -> None:
-        """Take in who comes, if it knows the key."""
-        waiting: Sequence[Any] = [self.listener, *(pending.channel for pending in self._pending)]
-        select.select(waiting, [], [], TICK_S)
-        with suppress(BlockingIOError):
-            while True:
-                channel = Channel(self.listener.accept()[0])
-                self._pending.append(_PendingProbe(channel, challenge(channel)))
-        for pending in list(self._pending):
-            try:
-                for message in pending.channel.receive():
-                    if pending.trusted:
-                        self._pending.remove(pending)
-                        self._channels[int(message["rank"])] = pending.channel
-                        break
-                    verify_proof(pending.channel, self.key.encode(), pending.nonce, message)
-                    pending.trusted = True
-            except Disconnected:
-                self._pending.remove(pending)
-                pending.channel.close()
+        """Take in the probes that have come, if they know the key."""
+        wait_for(self._admission.ready, TICK_S)
+        for channel, message in self._admission.admit():
+            self._channels[int(message["rank"])] = channel
 
     def __enter__(self) -> Self:
         return self
@@ -156,7 +135,8 @@ class Probes:
         for rank in self.there:
             with suppress(Lost):
                 self.tell(rank, {"do": "leave"})
-        for channel in (*self._channels.values(), *(pending.channel for pending in self._pending)):
+        self._admission.close()
+        for channel in self._channels.values():
             channel.close()
         deadline, kill_at = (time.monotonic() + seconds for seconds in (LEAVE_S, LEAVE_S / 2))
         with suppress(PlaceError):  # the owner itself is gone, and its processes with it
