@@ -14,9 +14,9 @@ from allranks.cli.display.progress import in_sentences, lost_in, progress_here
 from allranks.cli.options import (
     course_options,
     job_options,
-    meeting_from,
-    meeting_options,
     protection_options,
+    rendezvous_from,
+    rendezvous_options,
     resolved_from,
     words_of,
 )
@@ -24,7 +24,8 @@ from allranks.cli.sweep import sweep as run_sweep
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
 from allranks.launcher.nodes.cluster import is_head, take_part
-from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.places.base import AgentPlace, place_of
 from allranks.launcher.start import Watcher, plan_only, run_job
 from allranks.tools.placement_preview import place_ranks
 
@@ -35,7 +36,7 @@ from allranks.tools.placement_preview import place_ranks
 @click.option("--epochs", type=int, help="Passes over the data (a field of the task).")
 @click.option("--run-dir", help="The run folder to make (default runs/PROGRAM-TIME).")
 @job_options
-@meeting_options
+@rendezvous_options
 @course_options
 @protection_options
 @click.option("--sweep", multiple=True, help="A job for each value: lr=1e-3,3e-4 (and again).")
@@ -66,18 +67,18 @@ def train(
         run_sweep(click.get_current_context())
         return
     words = words_of(flags, "train", program or "")
-    meeting, said = meeting_from(flags)
-    if not is_head(meeting):
-        sys.exit(take_part(meeting, words, program or ""))
+    rendezvous, said = rendezvous_from(flags)
+    if not is_head(rendezvous):
+        sys.exit(take_part(rendezvous, words, program or ""))
     resolved = resolved_from(program, {**flags, **said})
     _check_placement(placement, dry_run)
     if dry_run:
-        _print_plan(resolved, meeting, placement, as_object)
+        _print_plan(resolved, rendezvous, placement, as_object)
         return
     progress = progress_here()
     try:
         watcher = Watcher(progress.started, progress.tick)
-        result = run_job(resolved, watcher=watcher, meeting=meeting, words=words)
+        result = run_job(resolved, watcher=watcher, rendezvous=rendezvous, words=words)
     finally:
         with suppress(OSError):  # nobody reads any more
             progress.close()
@@ -96,16 +97,18 @@ def _check_placement(placement: bool, dry_run: bool) -> None:
         )
 
 
-def _print_plan(resolved: Resolved, meeting: Meeting, placement: bool, as_object: bool) -> None:
+def _print_plan(
+    resolved: Resolved, rendezvous: Rendezvous, placement: bool, as_object: bool
+) -> None:
     """What would run; with `placement` also what each rank would hold."""
-    if placement and not resolved.job.place_spec.is_here:
+    if placement and isinstance(place_of(resolved.job.place), AgentPlace):
         raise RequestError(
             asked=f"--placement --place {resolved.job.place}",
             found="more than this machine",
             why="what each rank holds is found by setting all of them up, here",
             do="the same with --place local: every rank holds the same there",
         )
-    with plan_only(resolved, meeting) as (plan, server):
+    with plan_only(resolved, rendezvous) as (plan, server):
         held = place_ranks(plan, server) if placement else []
     if as_object:
         data = {**plan.to_data(), "sources": resolved.sources}

@@ -10,8 +10,6 @@ from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.launcher.world import World
 from allranks.strategies.card import APART
-from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for
 from allranks.training.callback import Callback
 from allranks.training.engine.trainer import Trainer
 from allranks.training.progress import StepResult
@@ -36,8 +34,7 @@ class RankRecord(Callback):
 
     def open(self, trainer: Trainer, resumed_from: int | None) -> None:
         """Before the first step: the leader's files, without what came after the checkpoint."""
-        card = card_for(parse_choice(trainer.job.strategy))
-        self._trains_apart = card.state == APART
+        self._trains_apart = trainer.job.strategy_spec.card.state == APART
         self._speaks = self.world.is_leader or self._trains_apart
         self.resumed_from = resumed_from
         self._seen_before = trainer.progress.samples_seen
