@@ -37,8 +37,8 @@ from allranks.catalog import preload_for
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.launcher.nodes.cluster import Cluster, gathered
-from allranks.launcher.nodes.rendezvous import Meeting
-from allranks.launcher.places.start_agents import Wanted
+from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.plan import Shape
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import state_of
@@ -65,7 +65,7 @@ MODULES = (
 )
 
 Train = Callable[..., Result]
-PATIENT = Meeting(node_timeout_s=1e6)
+PATIENT = Rendezvous(node_timeout_s=1e6)
 ON_ITS_WAY_OUT_S = 10.0  # a thread of torch's queues ends a moment after its loader is closed
 
 # no test fails for being slow, none leaves a file
@@ -121,8 +121,8 @@ def nodes() -> Iterator[Cluster]:
     Between two tests nobody tells them that the head of the job is alive, so they never give up.
     """
     shared = Path(tempfile.mkdtemp())
-    wanted = Wanted("simulated:link=1gbit", 2, 4, PATIENT, shared=shared, modules=MODULES)
-    with gathered(wanted) as cluster:
+    request = NodeRequest("simulated:link=1gbit", 2, 4, PATIENT, shared=shared, modules=MODULES)
+    with gathered(request) as cluster:
         cluster.plan(Job(strategy="ddp", ranks=4, nodes=2), Shape({}, 256, 8))
         logs = Path(tempfile.mkdtemp(dir=shared))
         seen = [

@@ -36,7 +36,7 @@ from allranks.job.program import find_program
 from allranks.job.run_folder import RunFolder, read_events
 from allranks.job.units import parse_duration
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.resources import OneMachine
+from allranks.launcher.resources import LocalMachine
 from allranks.launcher.start import Watcher, new_run_dir, plan_job, run_job
 from allranks.strategies.choice import parse_choice
 from conftest import Train, _descendants
@@ -278,7 +278,7 @@ def test_no_secret_is_written_or_shown(
     assert 'tokenizer = "words"' in (run / "job.toml").read_text()
     assert CANARY not in str(result.summary)
     resolved = resolve("resume_tasks:Secretive", {"ranks": 2}, tuple(words))
-    plan = plan_job(resolved, OneMachine(server))
+    plan = plan_job(resolved, LocalMachine(server))
     assert CANARY not in str(plan) + str(plan.to_data())
     assert plan.job.task["api_key"] == CANARY, "the ranks get it"
     for verb in (["show", str(run)], ["show", str(run), "--json"], ["runs", str(tmp_path)]):

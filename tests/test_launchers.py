@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import pytest
 
 from allranks.errors import RequestError
-from allranks.launcher.other_launchers import launched_by, meeting_point, standard_variables
+from allranks.launcher.other_launchers import (
+    launched_by,
+    missing_master_address,
+    standard_variables,
+)
 from allranks.launcher.slurm.allocation import port_of
 from allranks.launcher.world import World
 
@@ -357,18 +361,18 @@ def test_what_cannot_be_is_refused(given: dict[str, str], found: str) -> None:
 def test_the_meeting_point_is_the_first_node_of_the_step() -> None:
     step = variables("Slurm 24.05")
     port = str(port_of(90001, 12))
-    assert meeting_point(step) == {"MASTER_ADDR": "a02", "MASTER_PORT": port}
-    assert meeting_point(step | {"MASTER_ADDR": "x"}) == {"MASTER_PORT": port}
-    assert meeting_point(variables("torchrun")) == {}
-    assert meeting_point(variables("Slurm 22.05, sbatch")) == {}
-    assert meeting_point({}) == {}
+    assert missing_master_address(step) == {"MASTER_ADDR": "a02", "MASTER_PORT": port}
+    assert missing_master_address(step | {"MASTER_ADDR": "x"}) == {"MASTER_PORT": port}
+    assert missing_master_address(variables("torchrun")) == {}
+    assert missing_master_address(variables("Slurm 22.05, sbatch")) == {}
+    assert missing_master_address({}) == {}
 
 
 def test_all_tasks_of_a_step_meet_at_one_point_and_other_steps_elsewhere() -> None:
     step = variables("Slurm 20.11")
     first = step | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
-    assert meeting_point(first) == meeting_point(step)
-    assert meeting_point(first | {"SLURM_STEP_ID": "1"}) != meeting_point(step)
+    assert missing_master_address(first) == missing_master_address(step)
+    assert missing_master_address(first | {"SLURM_STEP_ID": "1"}) != missing_master_address(step)
 
 
 def test_the_launcher_is_named() -> None:

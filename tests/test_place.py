@@ -6,7 +6,7 @@ import pytest
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.job.place import PLACES, place_spec
+from allranks.job.place import place_spec
 from allranks.job.simulated_network import Link, network_of
 
 
@@ -23,13 +23,6 @@ def test_options_have_values_in_one_unit(text: str, name: str, options: dict[str
     spec = place_spec(text)
     assert (spec.name, spec.options, str(spec)) == (name, options, text)
     assert Job(place=text).place_spec == spec
-
-
-def test_which_places_are_here_and_which_are_lent() -> None:
-    specs = [place_spec(name) for name in PLACES]
-    assert [spec.name for spec in specs if spec.is_here] == ["local"]
-    assert [spec.name for spec in specs if spec.is_lent] == ["hosts", "slurm"]
-    assert [spec.name for spec in specs if spec.is_simulated] == ["simulated"]
 
 
 @pytest.mark.parametrize(

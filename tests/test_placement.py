@@ -23,7 +23,7 @@ from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.placement import Placed, RankPlacement, read_placements, write_placement
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.resources import OneMachine
+from allranks.launcher.resources import LocalMachine
 from allranks.launcher.start import plan_job
 from allranks.tools.placement_preview import place_ranks
 from allranks.torch import Trainer
@@ -96,7 +96,7 @@ def check_dp(found: list[RankPlacement], gathered: int | None) -> None:
 def test_a_dry_run_sets_the_ranks_up_and_trains_nothing(server: ForkServer, tmp_path: Path) -> None:
     def placed(**flags: Any) -> list[RankPlacement]:
         resolved = resolve(PROGRAM, {"run_dir": str(tmp_path / "run"), "threads": 1, **flags})
-        return place_ranks(plan_job(resolved, OneMachine(server)), server)
+        return place_ranks(plan_job(resolved, LocalMachine(server)), server)
 
     check_ddp(placed(ranks=2))
     check_dp(placed(strategy=DP), gathered=None)

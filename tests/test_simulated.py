@@ -24,9 +24,9 @@ from allranks.job.config import resolve
 from allranks.job.run_folder import read_events
 from allranks.job.simulated_network import Network
 from allranks.launcher.nodes.cluster import Cluster
-from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.nodes.ticket import Ticket
-from allranks.launcher.places.simulated_nodes import SimulatedNodes
+from allranks.launcher.places.simulated import SimulatedNodes
 from allranks.launcher.plan import Shape
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import started_at
@@ -38,7 +38,7 @@ from allranks.tools.check.plan import Plan
 
 STEPS = 60
 ON_NODES: dict[str, Any] = {"ranks": 4, "nodes": 2, "place": "simulated:link=1gbit"}
-SOON = Meeting(node_timeout_s=8.0)
+SOON = Rendezvous(node_timeout_s=8.0)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def train_on(nodes: Cluster, tmp_path: Path) -> Callable[..., Result]:
 
     def run(program: str, **flags: Any) -> Result:
         flags = {**ON_NODES, "run_dir": str(tmp_path / "run"), **flags}
-        return run_job(resolve(program, flags), ground=nodes)
+        return run_job(resolve(program, flags), resources=nodes)
 
     return run
 
@@ -66,7 +66,7 @@ def train_on(nodes: Cluster, tmp_path: Path) -> Callable[..., Result]:
 def alone(tmp_path: Path, **flags: Any) -> Result:
     """`digits` on two nodes of its own, which may be broken."""
     flags = {**ON_NODES, "bitwise": True, "run_dir": str(tmp_path / "run"), **flags}
-    return run_job(resolve("digits", flags), meeting=SOON)
+    return run_job(resolve("digits", flags), rendezvous=SOON)
 
 
 def test_the_bits_are_those_of_one_rank(
@@ -81,7 +81,7 @@ def test_the_bits_are_those_of_one_rank(
 def test_nodes_are_hosts_with_a_network_and_names_of_their_own(
     nodes: Cluster, tmp_path: Path
 ) -> None:
-    nodes.again(nodes.plan(resolve("digits", ON_NODES).job, Shape({}, 256, 8)))
+    nodes.replan(nodes.plan(resolve("digits", ON_NODES).job, Shape({}, 256, 8)))
     script = "readlink /proc/self/ns/net; hostname; getent hosts node0 node1; ip -o link"
     processes = [
         Process(rank, "simulated_workers:shell", script, {}, tmp_path / f"{rank}.log")
@@ -164,7 +164,7 @@ def test_a_check_compares_nodes_with_one_process(
     server: ForkServer, nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        "allranks.launcher.start.ground_of", lambda *job: contextlib.nullcontext(nodes)
+        "allranks.launcher.start.resources_for", lambda *job: contextlib.nullcontext(nodes)
     )
     resolved = resolve("digits", {**ON_NODES, "steps": 3, "precision": "fp64"})
     verdict = check_against_one(resolved, tmp_path, server, Plan((4,), 4, shards=8))
@@ -178,7 +178,7 @@ def test_a_check_compares_nodes_with_one_process(
 
 def test_a_slow_link_is_slow(nodes: Cluster, tmp_path: Path) -> None:
     """All-reduce of 64 MB by 4 ranks: what the busiest link carries, over the time."""
-    nodes.again(nodes.plan(resolve("digits", ON_NODES).job, Shape({}, 256, 8)))
+    nodes.replan(nodes.plan(resolve("digits", ON_NODES).job, Shape({}, 256, 8)))
     rate = _all_reduce_rate(nodes, tmp_path)
     assert 0.9 * 1e9 / 8 <= rate <= 1.0 * 1e9 / 8, f"{rate / 1e6:.1f} MB/s over 1 Gbit/s"
 

@@ -138,6 +138,17 @@ REDUCERS = {
     "bf16": "allranks.torch.reducers.half:BF16",
 }
 
+PLACES = {
+    "local": "allranks.launcher.places.local:ThisMachine",
+    "hosts": "allranks.launcher.places.ssh:SshHosts",
+    "simulated": "allranks.launcher.places.simulated:Simulated",
+    "slurm": "allranks.launcher.places.slurm:SlurmJob",
+}
+BY_HAND = "allranks.launcher.places.manual:ManualNodes"
+"""Nodes that a user starts one by one: --rendezvous asks for them, and no name of --place."""
+
+PLACE_CHECK = "allranks.launcher.places.base:check_job"
+
 PLANNER = "allranks.torch.checkpoint.dcp"
 DISTRIBUTE = "torch.distributed.tensor:distribute_tensor"
 """What only jobs pay for whose ranks hold parts of tensors: importing it takes a second."""

@@ -20,13 +20,15 @@ from allranks.cli.main import main
 from allranks.errors import PlaceError
 from allranks.launcher.nodes.facts import Facts
 from allranks.launcher.nodes.facts import facts as real_facts
+from allranks.launcher.places.simulated import Simulated
 from allranks.launcher.processes.ports import Reservation
 from allranks.tools.doctor import doctor
 from allranks.tools.doctor.diagnosis import (
     STOP,
     Diagnosis,
-    End,
+    Endpoint,
     Finding,
+    Link,
     NodeReport,
     matrix_of,
 )
@@ -210,13 +212,13 @@ def test_on_simulated_nodes_the_matrix_shows_the_link(door: Door, tmp_path: Path
 def test_nodes_that_cannot_be_had_are_a_finding_and_this_machine_is_looked_at(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(wanted: object) -> None:
+    def refuse(place: Simulated, request: object) -> None:
         raise PlaceError(
             "this machine cannot simulate nodes: there is no command 'tc' on this machine: "
             "install iproute2"
         )
 
-    monkeypatch.setattr(doctor, "start_agents", refuse)
+    monkeypatch.setattr(Simulated, "start", refuse)
     code, out, _ = door("--nodes", "3", "--place", "simulated", "--json")
     data = as_object(out)
     assert code == 3 and data["asked_nodes"] == 3 and data["matrix"] is None
@@ -277,8 +279,8 @@ def two_nodes() -> Diagnosis:
         NodeReport(n, f"node{n}", f"10.0.0.{n}", "ib0", {"ib0": f"10.0.0.{n}"}, own)
         for n in range(2)
     )
-    ends = [End(n, f"node{n}", f"10.0.0.{n}") for n in range(2)]
-    matrix = matrix_of(ends, {(0, 1): (12.34, 1234.5)})
+    ends = [Endpoint(n, f"node{n}", f"10.0.0.{n}") for n in range(2)]
+    matrix = matrix_of(ends, {(0, 1): Link(12.34, 1234.5)})
     return Diagnosis("hosts", 2, 2, nodes, matrix, (), (), ())
 
 

@@ -22,7 +22,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import state_of
 from allranks.launcher.scripts.plan import CommandRequest
 from allranks.launcher.scripts.run import CommandResult, CommandWatcher, run_command
-from allranks.launcher.scripts.supervise import Relay
+from allranks.launcher.scripts.supervise import ForwardedSignals
 from allranks.launcher.scripts.topology import parse_roles
 
 PATIENCE_S = 60
@@ -41,12 +41,14 @@ def run(plain_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
 
     def run(script: str, ranks: int = 2, **request: Any) -> CommandResult:
-        watcher, relay = request.pop("watcher", None), request.pop("relay", None)
+        watcher, forwarded = request.pop("watcher", None), request.pop("forwarded", None)
         (tmp_path / "script.py").write_text("import os, sys, time\n" + textwrap.dedent(script))
         request.setdefault("command", (sys.executable, "script.py"))
         request.setdefault("run_dir", str(tmp_path / "run"))
         asked = CommandRequest(processes=ranks, **request)
-        return run_command(asked, plain_server, watcher=watcher, signals=relay or Relay())
+        return run_command(
+            asked, plain_server, watcher=watcher, signals=forwarded or ForwardedSignals()
+        )
 
     return run
 
@@ -69,13 +71,15 @@ def ends_badly(run: Run, *words: Any, **request: Any) -> list[str]:
 class Sends(CommandWatcher):
     """Sends signals to the job, each once all ranks have printed a word."""
 
-    def __new__(cls, relay: Relay, folder: Path, ranks: int, *plan: tuple[str, int]) -> Any:
+    def __new__(
+        cls, forwarded: ForwardedSignals, folder: Path, ranks: int, *plan: tuple[str, int]
+    ) -> Any:
         left = list(plan)
 
         def tick() -> None:
             word = left and left[0][0]
             if left and all(word in log(folder, rank) for rank in range(ranks)):
-                relay._note(left.pop(0)[1], None)
+                forwarded._note(left.pop(0)[1], None)
 
         return CommandWatcher(tick=tick)
 
@@ -329,10 +333,10 @@ time.sleep(600)
 @pytest.mark.slow
 def test_who_saves_at_a_signal_has_the_grace_for_it(run: Run, tmp_path: Path) -> None:
     """Rank 1 dies of the signal at once; rank 0 is not hurried because of it."""
-    relay = Relay()
-    watcher = Sends(relay, tmp_path, 2, ("ready", signal.SIGTERM))
+    forwarded = ForwardedSignals()
+    watcher = Sends(forwarded, tmp_path, 2, ("ready", signal.SIGTERM))
     with pytest.raises(Interrupted, match=r"SIGTERM.*rank 0: 0, rank 1: SIGTERM"):
-        run(SAVES, watcher=watcher, relay=relay, max_restarts=3, grace_s=PATIENCE_S)
+        run(SAVES, watcher=watcher, forwarded=forwarded, max_restarts=3, grace_s=PATIENCE_S)
     assert "saved" in log(tmp_path, 0)
     assert len(events(tmp_path, "attempt")) == len(events(tmp_path, "interrupted")) == 1
 
@@ -347,20 +351,20 @@ def test_scripts_that_all_save_and_leave_are_stopped_and_may_go_on(
     print("ready", flush=True)
     while True: time.sleep(600)
     """
-    relay = Relay()
-    watcher = Sends(relay, tmp_path, 2, ("ready", signal.SIGTERM))
+    forwarded = ForwardedSignals()
+    watcher = Sends(forwarded, tmp_path, 2, ("ready", signal.SIGTERM))
     with pytest.raises(Stopped, match=r"stopped \(SIGTERM\)") as stopped:
-        run(script, watcher=watcher, relay=relay, grace_s=PATIENCE_S)
+        run(script, watcher=watcher, forwarded=forwarded, grace_s=PATIENCE_S)
     assert stopped.value.exit_code == 4
     assert len(events(tmp_path, "stopped")) == 1 and not events(tmp_path, "done")
 
 
 def test_after_the_grace_all_are_killed(run: Run, tmp_path: Path) -> None:
     script = "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(600)"
-    relay = Relay()
-    watcher = Sends(relay, tmp_path, 2, ("ready", signal.SIGTERM))
+    forwarded = ForwardedSignals()
+    watcher = Sends(forwarded, tmp_path, 2, ("ready", signal.SIGTERM))
     with pytest.raises(Interrupted, match="rank 0: SIGKILL, rank 1: SIGKILL"):
-        run(script, watcher=watcher, relay=relay, grace_s=0.2)
+        run(script, watcher=watcher, forwarded=forwarded, grace_s=0.2)
 
 
 def test_ctrl_c_twice_waits_for_nobody(run: Run, tmp_path: Path) -> None:
@@ -370,10 +374,10 @@ def test_ctrl_c_twice_waits_for_nobody(run: Run, tmp_path: Path) -> None:
     print("ready", flush=True)
     while True: time.sleep(600)
     """
-    relay = Relay()
+    forwarded = ForwardedSignals()
     both = (("ready", signal.SIGINT), ("once", signal.SIGINT))
     with pytest.raises(Interrupted, match="SIGKILL"):
-        run(script, watcher=Sends(relay, tmp_path, 2, *both), relay=relay, grace_s=600)
+        run(script, watcher=Sends(forwarded, tmp_path, 2, *both), forwarded=forwarded, grace_s=600)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
@@ -388,17 +392,19 @@ def test_a_message_is_passed_on_and_the_job_goes_on(
     while not heard: time.sleep(0.01)
     print("heard it")
     """
-    relay = Relay()
-    result = run(script, watcher=Sends(relay, tmp_path, 2, ("ready", number)), relay=relay)
+    forwarded = ForwardedSignals()
+    result = run(
+        script, watcher=Sends(forwarded, tmp_path, 2, ("ready", number)), forwarded=forwarded
+    )
     assert result.summary["exits"] == {0: 0, 1: 0}
     assert all("heard it" in log(tmp_path, rank) for rank in range(2))
 
 
 def test_who_does_not_know_a_message_dies_of_it(run: Run, tmp_path: Path) -> None:
-    relay = Relay()
-    watcher = Sends(relay, tmp_path, 2, ("ready", signal.SIGUSR1))
+    forwarded = ForwardedSignals()
+    watcher = Sends(forwarded, tmp_path, 2, ("ready", signal.SIGUSR1))
     with pytest.raises(Interrupted, match="SIGUSR1"):
-        run("print('ready', flush=True)\ntime.sleep(600)", watcher=watcher, relay=relay)
+        run("print('ready', flush=True)\ntime.sleep(600)", watcher=watcher, forwarded=forwarded)
 
 
 def test_the_time_limit(run: Run) -> None:

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from allranks.launcher.nodes.facts import Facts
-from allranks.tools.doctor.diagnosis import NOTE, STOP, WARNING, End, Finding, NodeReport, matrix_of
+from allranks.tools.doctor.diagnosis import (
+    NOTE,
+    STOP,
+    WARNING,
+    Endpoint,
+    Finding,
+    Link,
+    NodeReport,
+    matrix_of,
+)
 from allranks.tools.doctor.doctor import needed_torch
 from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Examination, Folder
 from allranks.tools.doctor.findings import (
@@ -195,19 +204,19 @@ def test_a_lost_node_and_a_broken_way_stop_a_run() -> None:
 
 
 def test_a_way_that_is_much_slower_than_the_others_is_named() -> None:
-    ends = [End(rank, f"node{rank}", f"10.1.0.{rank}") for rank in range(3)]
-    ways = {(i, j): (50.0, 1000.0) for i in range(3) for j in range(3) if i != j}
+    ends = [Endpoint(rank, f"node{rank}", f"10.1.0.{rank}") for rank in range(3)]
+    ways = {(i, j): Link(50.0, 1000.0) for i in range(3) for j in range(3) if i != j}
     nodes = [node(number) for number in range(3)]
     assert judged(*nodes, matrix=matrix_of(ends, ways)) == ()
-    found = only(*nodes, matrix=matrix_of(ends, {**ways, (2, 1): (50.0, 90.0)}))
+    found = only(*nodes, matrix=matrix_of(ends, {**ways, (2, 1): Link(50.0, 90.0)}))
     assert found.level == WARNING and found.found.startswith("node2 to node1: 90 MB/s")
 
 
 def test_ways_on_one_node_are_not_compared_with_those_between_nodes() -> None:
-    ends = [End(rank, f"node{rank // 2}", "x") for rank in range(4)]
+    ends = [Endpoint(rank, f"node{rank // 2}", "x") for rank in range(4)]
     same = {(0, 1), (1, 0), (2, 3), (3, 2)}
     pairs = [(i, j) for i in range(4) for j in range(4) if i != j]
-    ways = {pair: (9.0, 5000.0 if pair in same else 12.0) for pair in pairs}
+    ways = {pair: Link(9.0, 5000.0 if pair in same else 12.0) for pair in pairs}
     assert judged(node(0), node(1), matrix=matrix_of(ends, ways)) == ()
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launcher.nodes.channel import Channel, Gone, Refused, knock
+from allranks.launcher.nodes.channel import Channel, Disconnected, Refused, authenticate
 from allranks.launcher.processes import oom
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.tools.doctor import examination, probe
-from allranks.tools.doctor.diagnosis import MOST_IN_FULL, End
+from allranks.tools.doctor.diagnosis import MOST_IN_FULL, Endpoint
 from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Mark, examine, examine_folder
-from allranks.tools.doctor.link_matrix import measured, pairs_of
-from allranks.tools.doctor.probe import UNCOUNTED, Arrival, Way, measure, serve
+from allranks.tools.doctor.link_matrix import measure_links, pairs_of
+from allranks.tools.doctor.probe import UNCOUNTED, Arrival, LinkSpeeds, measure, serve
 from allranks.tools.doctor.probes import Door, Lost, Probes
 
 HERE = "127.0.0.1"
@@ -111,9 +111,9 @@ def test_a_stream_is_long_enough_and_not_too_long_behind_a_burst(rate: float) ->
 
 
 def test_probes_measure_the_way_between_them(probes: Probes) -> None:
-    ends = [End(rank, "here", HERE) for rank in (0, 1)]
+    ends = [Endpoint(rank, "here", HERE) for rank in (0, 1)]
     broken: list[str] = []
-    matrix = measured(probes, ends, broken, lambda text: None)
+    matrix = measure_links(probes, ends, broken, lambda text: None)
     assert matrix is not None and not broken
     assert matrix.round_trip_us[0][1] == matrix.round_trip_us[1][0]
     rates = matrix.mb_per_s[0][1], matrix.mb_per_s[1][0]
@@ -123,12 +123,14 @@ def test_probes_measure_the_way_between_them(probes: Probes) -> None:
 
 def test_a_way_that_is_closed_is_named_and_the_probes_go_on(probes: Probes) -> None:
     broken: list[str] = []
-    elsewhere = [End(0, "here", HERE), End(1, "there", "192.0.2.77")]
-    matrix = measured(probes, elsewhere, broken, lambda text: None)
+    elsewhere = [Endpoint(0, "here", HERE), Endpoint(1, "there", "192.0.2.77")]
+    matrix = measure_links(probes, elsewhere, broken, lambda text: None)
     assert matrix is not None and matrix.mb_per_s == ((None, None), (None, None))
     (line,) = broken
     assert line.startswith(f"rank 0 on here ({HERE}) to rank 1 on there (192.0.2.77): ")
-    assert measured(probes, [End(0, "", HERE), End(1, "", HERE)], [], lambda text: None)
+    assert measure_links(
+        probes, [Endpoint(0, "", HERE), Endpoint(1, "", HERE)], [], lambda text: None
+    )
 
 
 def test_nobody_who_listens_is_a_problem_and_no_number(probes: Probes) -> None:
@@ -148,7 +150,7 @@ def test_a_probe_serves_only_who_brings_its_token(probes: Probes) -> None:
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(1) == b""
     found = probes.ask(1, {"do": "measure", "address": HERE, **door})
-    assert Way(**found).there_mb_s > 0
+    assert LinkSpeeds(**found).there_mb_s > 0
     assert probes.ask(0, {"do": "stop"}) is None
 
 
@@ -170,8 +172,8 @@ def test_a_stranger_is_no_probe(server: ForkServer) -> None:
 
             def come() -> None:
                 try:
-                    knock(stranger, b"another key")
-                except Gone as error:
+                    authenticate(stranger, b"another key")
+                except Disconnected as error:
                     refused.append(error)
 
             coming = threading.Thread(target=come)
@@ -194,8 +196,8 @@ def test_a_probe_that_dies_is_lost_and_named(server: ForkServer) -> None:
         with pytest.raises(Lost):
             probes.tell(1, {"do": "clock"})
         assert probes.there == [0] and 1 in probes.lost
-        ends = [End(rank, "here", HERE) for rank in (0, 1)]
-        matrix = measured(probes, ends, [], lambda text: None)
+        ends = [Endpoint(rank, "here", HERE) for rank in (0, 1)]
+        matrix = measure_links(probes, ends, [], lambda text: None)
         assert matrix is not None and matrix.mb_per_s[0][1] is None
 
 
@@ -209,7 +211,7 @@ def test_a_probe_that_finds_nobody_is_lost_with_its_exit_code(server: ForkServer
 
 @pytest.mark.parametrize("count", [2, 3, MOST_IN_FULL, MOST_IN_FULL + 1, 40])
 def test_of_a_few_ends_all_pairs_are_measured_of_many_each_with_two(count: int) -> None:
-    ends = [End(rank, str(rank), HERE) for rank in range(count)]
+    ends = [Endpoint(rank, str(rank), HERE) for rank in range(count)]
     pairs = [(one.rank, other.rank) for one, other in pairs_of(ends)]
     assert len(set(pairs)) == len(pairs) and all(one < other for one, other in pairs)
     if count <= MOST_IN_FULL:

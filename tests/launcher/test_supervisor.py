@@ -156,7 +156,7 @@ def test_one_that_can_be_spared_stops_nobody_and_servants_end_with_their_leader(
     """Rank 1 is killed and done without; rank 2 would wait for ever, but only serves rank 0."""
     heard = []
 
-    def on_spared(rank: int, exit_: Exit) -> None:
+    def on_lost(rank: int, exit_: Exit) -> None:
         heard.append((rank, exit_.code))
         write_pid(str(tmp_path), "go", 0)
 
@@ -164,8 +164,8 @@ def test_one_that_can_be_spared_stops_nobody_and_servants_end_with_their_leader(
         care = Care(
             pulses,
             ended_well=lambda rank: rank == 0,
-            spare=lambda rank, left: rank == 1 and left == {0, 2},
-            on_spared=on_spared,
+            may_lose=lambda rank, left: rank == 1 and left == {0, 2},
+            on_lost=on_lost,
             servants=frozenset({1, 2}),
         )
         targets = ("ends_when_told", "is_killed", "waits")
@@ -186,7 +186,7 @@ def test_the_last_of_its_role_is_a_fault_that_is_called_by_its_name(
         for process in processes(tmp_path, "waits", "is_killed", "waits")
     ]
     with closing(Pulses(3)) as pulses:
-        care = Care(pulses, spare=crew.goes_on_without, servants=crew.servants)
+        care = Care(pulses, may_lose=crew.goes_on_without, servants=crew.servants)
         ended = supervise(ranks_server, named, care=care)
     assert ended.spared == frozenset() and ended.stopped == {0, 2}
     (tmp_path / "logs").mkdir()
@@ -241,7 +241,7 @@ class LostNode:
 def test_who_is_lost_with_its_node_is_not_spared(tmp_path: Path) -> None:
     """The others would wait for its answer: nobody tells them that none will come."""
     with closing(Pulses(3)) as pulses:
-        care = Care(pulses, spare=lambda rank, left: True)
+        care = Care(pulses, may_lose=lambda rank, left: True)
         ended = supervise(LostNode(), processes(tmp_path, "waits", "waits", "waits"), care=care)
     assert ended.spared == frozenset() and ended.stopped == {0, 2}
 

@@ -47,8 +47,10 @@ def world_of(
             yield lambda rank: World(rank, RANKS)
     else:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            meeting, fd = f"127.0.0.1:{listener.getsockname()[1]}", listener.fileno()
-            yield lambda rank: World(rank, RANKS, meeting=meeting, listener=fd if rank == 0 else -1)
+            address, fd = f"127.0.0.1:{listener.getsockname()[1]}", listener.fileno()
+            yield lambda rank: World(
+                rank, RANKS, rendezvous=address, listener=fd if rank == 0 else -1
+            )
 
 
 def test_all_hear_the_addresses_of_all_and_leave_together(world_of: Worlds) -> None:

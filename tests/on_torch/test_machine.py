@@ -11,7 +11,7 @@ from torch import Tensor
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_rows
-from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.start import plan_only
 from allranks.torch import worker
 from allranks.torch.machine import flip_one_bit
@@ -42,7 +42,7 @@ def test_a_node_is_asked_for_the_devices_of_its_own_ranks(
 def test_a_plan_for_devices_needs_none_here() -> None:
     """On the login node of a cluster there are none."""
     resolved = resolve("contract_tasks:Plain", {"ranks": 2, "device": "cuda"}, ())
-    with plan_only(resolved, Meeting()) as (plan, _):
+    with plan_only(resolved, Rendezvous()) as (plan, _):
         assert plan.job.device == "cuda" and plan.job.ranks == 2
 
 

@@ -12,11 +12,11 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.diagnosis import show
 from allranks.cli.display.say import say
-from allranks.cli.options import meeting_from, meeting_options, words_of
+from allranks.cli.options import rendezvous_from, rendezvous_options, words_of
 from allranks.errors import EXIT_PLACE_FAILED, RequestError, printable
 from allranks.job.config import resolve
 from allranks.launcher.nodes.cluster import is_head, take_part
-from allranks.launcher.places.start_agents import Wanted
+from allranks.launcher.places.base import NodeRequest
 from allranks.tools.doctor.cleaning import Cleaned, Leftover, clean
 from allranks.tools.doctor.doctor import Question, diagnose
 
@@ -28,7 +28,7 @@ ANY_PROGRAM = "digits"
 @click.option("--ranks", type=int, help="World size over all nodes (default: 2 or more).")
 @click.option("--nodes", type=int, help="Nodes to look at (default 1).")
 @click.option("--place", help="local, simulated[:link=1gbit,delay=1ms], or slurm.")
-@meeting_options
+@rendezvous_options
 @click.option("--run-dir", help="The run folder that a job would make (default runs/…).")
 @click.option("--program", help="A file that has to be the same on every node.")
 @click.option(
@@ -56,18 +56,18 @@ def doctor(leftovers: str | None, as_object: bool, **flags: Any) -> None:
         _clean(leftovers, flags, as_object)
         return
     words = words_of(flags, "doctor")
-    meeting, said = meeting_from(flags)
+    rendezvous, said = rendezvous_from(flags)
     program = _checked_program(flags["program"])
-    if not is_head(meeting):
-        sys.exit(take_part(meeting, words, program))
+    if not is_head(rendezvous):
+        sys.exit(take_part(rendezvous, words, program))
     nodes = flags["nodes"] or 1
     given = {**flags, "nodes": nodes, **said}
     given["ranks"] = given["ranks"] if given["ranks"] is not None else max(2, nodes)
     asked = {name: given[name] for name in ("ranks", "nodes", "place") if given[name] is not None}
     job = resolve(ANY_PROGRAM, asked).job
     run_dir = Path(os.path.abspath(flags["run_dir"] or Path(RUNS, "new")))
-    wanted = Wanted(job.place, job.nodes, job.ranks, meeting, program, words)
-    diagnosis = diagnose(Question(wanted, _there(run_dir.parent)), say)
+    request = NodeRequest(job.place, job.nodes, job.ranks, rendezvous, program, words)
+    diagnosis = diagnose(Question(request, _there(run_dir.parent)), say)
     if as_object:
         click.echo(as_json(diagnosis.to_data()))
     else:

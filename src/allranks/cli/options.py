@@ -11,9 +11,10 @@ from allranks.catalog import ENGINES
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve
 from allranks.job.job_file import redacted
-from allranks.job.place import HOSTS, LOCAL
+from allranks.job.place import LOCAL
 from allranks.job.units import parse_duration
-from allranks.launcher.nodes.rendezvous import Meeting, checked_meeting
+from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.places.base import chosen_place
 
 Options = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
 
@@ -61,7 +62,7 @@ NUMBERS: Options = (
     (("--ranks-per-node",), {"type": int, "help": "Ranks on each node, instead of --ranks."}),
     (("--node-rank",), {"type": int, "help": "The number of this node, started by hand."}),
 )
-MEETING: Options = (
+RENDEZVOUS: Options = (
     (("--rendezvous",), {"help": "host:port of node 0, where nodes started by hand meet."}),
     (
         ("--id", "key"),
@@ -122,36 +123,40 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return _with(SHARED, command)
 
 
-def meeting_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def rendezvous_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say how several nodes come together to a command."""
-    return _with((*NUMBERS, *MEETING), command)
+    return _with((*NUMBERS, *RENDEZVOUS), command)
 
 
 def network_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The same for a command that has its own words for the numbers of nodes and ranks."""
-    return _with(MEETING, command)
+    return _with(RENDEZVOUS, command)
 
 
-def meeting_from(flags: dict[str, Any]) -> tuple[Meeting, dict[str, Any]]:
+def rendezvous_from(flags: dict[str, Any]) -> tuple[Rendezvous, dict[str, Any]]:
     """How the nodes come together, and what is said of the job by that; takes it out of `flags`.
 
     `flags` are those of the command line, `None` where one was not given.
     """
     per_node = flags.pop("ranks_per_node", None)
-    names = {"join_timeout": "join_timeout_s", "node_timeout": "node_timeout_s"}
-    given = {names.get(n, n): flags.pop(n) for n in MEETING_NAMES}
-    meeting = Meeting(**{name: value for name, value in given.items() if value is not None})
+    names = {
+        "rendezvous": "endpoint",
+        "join_timeout": "join_timeout_s",
+        "node_timeout": "node_timeout_s",
+    }
+    given = {names.get(n, n): flags.pop(n) for n in RENDEZVOUS_NAMES}
+    rendezvous = Rendezvous(**{name: value for name, value in given.items() if value is not None})
     said: dict[str, Any] = {}
-    nodes, place = flags.get("nodes") or 1, flags.get("place") or LOCAL
-    checked_meeting(meeting, nodes, place)
-    if meeting.by_hand or meeting.hosts:
-        said["place"] = HOSTS
+    nodes, asked = flags.get("nodes") or 1, flags.get("place") or LOCAL
+    place = chosen_place(asked, rendezvous, nodes)
+    if place != asked:
+        said["place"] = place
     if per_node is not None:
         said["ranks"] = _ranks(per_node, nodes, flags.get("ranks"))
-    return meeting, said
+    return rendezvous, said
 
 
-MEETING_NAMES = (
+RENDEZVOUS_NAMES = (
     *("node_rank", "rendezvous", "key", "hosts", "interface", "join_timeout", "node_timeout"),
     "per_rank",
 )

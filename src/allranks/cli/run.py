@@ -18,18 +18,23 @@ from allranks.checkpoint.files import as_json
 from allranks.cli.display.rank_output import RankOutput
 from allranks.cli.display.say import say
 from allranks.cli.options import (
-    MEETING_NAMES,
+    RENDEZVOUS_NAMES,
     Duration,
-    meeting_from,
     network_options,
+    rendezvous_from,
     words_of,
 )
 from allranks.errors import RequestError, nearest
 from allranks.job.engines import is_only_a_task
-from allranks.job.limits import check_place
-from allranks.job.place import LOCAL, place_spec
+from allranks.job.place import LOCAL
 from allranks.launcher.nodes.cluster import gathered, is_head, take_part
-from allranks.launcher.places.start_agents import Wanted, foreseen_hosts
+from allranks.launcher.places.base import (
+    AgentPlace,
+    NodeRequest,
+    check_request,
+    foreseen_hosts,
+    place_of,
+)
 from allranks.launcher.scripts.plan import (
     WARM,
     CommandPlan,
@@ -60,8 +65,8 @@ LOCAL_RANK_ARGUMENTS = ("--local_rank", "--local-rank")
 def torchrun_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add torchrun's own flags, each in all its spellings."""
     for flag in reversed(FLAGS):
-        kind: dict[str, Any] = {} if flag.takes_value else {"is_flag": True, "default": None}
-        command = click.option(*flag.spellings, flag.name, help=flag.meaning, **kind)(command)
+        kind: dict[str, Any] = {"is_flag": True, "default": None} if flag.kind.is_switch else {}
+        command = click.option(*flag.spellings, flag.name, help=flag.help, **kind)(command)
     return command
 
 
@@ -116,8 +121,8 @@ def run(words: tuple[str, ...], dry_run: bool, as_object: bool, **flags: Any) ->
     given = {flag.name: flags.pop(flag.name) for flag in FLAGS}
     asked = understand(given, os.environ)
     wanted = _wanted(flags, asked, same)
-    if not is_head(wanted.meeting):
-        sys.exit(take_part(wanted.meeting, same))
+    if not is_head(wanted.rendezvous):
+        sys.exit(take_part(wanted.rendezvous, same))
     request = request_from(words, flags, asked, wanted)
     if dry_run:
         _print_plan(request, wanted, as_object)
@@ -135,9 +140,9 @@ def run(words: tuple[str, ...], dry_run: bool, as_object: bool, **flags: Any) ->
         say(f"run folder {result.run_dir}")
 
 
-def _run(request: CommandRequest, wanted: Wanted, watcher: CommandWatcher) -> CommandResult:
+def _run(request: CommandRequest, wanted: NodeRequest, watcher: CommandWatcher) -> CommandResult:
     """On this machine, or on nodes that come together for it."""
-    if place_spec(wanted.place).is_here:
+    if not isinstance(place_of(wanted.place, wanted.rendezvous), AgentPlace):
         return run_command(request, watcher=watcher)
     request = dataclasses.replace(request, run_dir=run_dir_of(request))
     shared, modules = Path(request.run_dir).parent, WARM.get(request.warm, ())
@@ -147,7 +152,7 @@ def _run(request: CommandRequest, wanted: Wanted, watcher: CommandWatcher) -> Co
 
 
 def request_from(
-    words: tuple[str, ...], flags: dict[str, Any], asked: Asked, wanted: Wanted
+    words: tuple[str, ...], flags: dict[str, Any], asked: Asked, wanted: NodeRequest
 ) -> CommandRequest:
     """The request that a command line describes; raises `RequestError` for what cannot be."""
     roles = parse_roles(flags["roles"])
@@ -174,7 +179,7 @@ def request_from(
     )
 
 
-def _wanted(flags: dict[str, Any], asked: Asked, same: tuple[str, ...]) -> Wanted:
+def _wanted(flags: dict[str, Any], asked: Asked, same: tuple[str, ...]) -> NodeRequest:
     """How many processes on which nodes, from all words that may say it; they must agree."""
     nodes = flags["nodes"] or asked.least_nodes or 1
     _must_agree({"--nodes": flags["nodes"], "--nnodes": asked.least_nodes})
@@ -185,13 +190,14 @@ def _wanted(flags: dict[str, Any], asked: Asked, same: tuple[str, ...]) -> Wante
     flags["key"] = flags["key"] or (asked.run_id if nodes > 1 else "") or None
     flags["join_timeout"] = flags["join_timeout"] or asked.join_timeout_s
     flags["node_rank"] = asked.node_rank if nodes > 1 else None
-    meeting, said = meeting_from({**flags, "ranks_per_node": None, "nodes": nodes})
-    for name in MEETING_NAMES:
+    rendezvous, said = rendezvous_from({**flags, "ranks_per_node": None, "nodes": nodes})
+    for name in RENDEZVOUS_NAMES:
         flags.pop(name, None)
     place = said.get("place") or flags["place"] or LOCAL
     ranks = _ranks(flags, asked, nodes)
-    check_place(place_spec(place), nodes, ranks)
-    return Wanted(place, nodes, ranks, meeting, words=same)
+    wanted = NodeRequest(place, nodes, ranks, rendezvous, words=same)
+    check_request(wanted)
+    return wanted
 
 
 def _ranks(flags: dict[str, Any], asked: Asked, nodes: int) -> int:
@@ -304,11 +310,10 @@ def _watcher(output: RankOutput) -> CommandWatcher:
     return CommandWatcher(started, output.tick, say)
 
 
-def _print_plan(request: CommandRequest, wanted: Wanted, as_object: bool) -> None:
+def _print_plan(request: CommandRequest, wanted: NodeRequest, as_object: bool) -> None:
     """What would run. Ports, and addresses of nodes that are not there yet, are chosen at a start."""
     check_warm(request)
-    is_here = place_spec(wanted.place).is_here
-    hosts = this_host(request)() if is_here else nullcontext(foreseen_hosts(wanted))
-    with hosts as found:
+    foreseen = foreseen_hosts(place_of(wanted.place, wanted.rendezvous).seats(wanted))
+    with nullcontext(foreseen) if foreseen else this_host(request)() as found:
         plan = plan_command(request, found, os.environ, "RUN")
     click.echo(as_json(plan.to_data()) if as_object else str(plan))

@@ -22,13 +22,22 @@ from allranks.errors import RequestError, nearest
 from allranks.job.config import Resolved
 from allranks.job.job import Job
 from allranks.job.job_file import read_job_file
-from allranks.job.place import SLURM, place_spec
+from allranks.job.place import place_spec
 from allranks.job.run_folder import is_in_use
+from allranks.launcher.places.slurm import SlurmJob
 from allranks.strategies.resolve import strategy_spec
 
 SUBMITTED = ("train", "run")
-OF_SUBMIT = ("dry_run", "placement")
-OF_OTHER_PLACES = ("hosts", "node_rank", "rendezvous", "nnodes", "nproc_per_node", "master_addr")
+PLACE = SlurmJob.name
+OPTIONS_OF_SUBMIT = ("dry_run", "placement")
+OPTIONS_OF_OTHER_PLACES = (
+    "hosts",
+    "node_rank",
+    "rendezvous",
+    "nnodes",
+    "nproc_per_node",
+    "master_addr",
+)
 BESIDES = ("settings", "job_file", "epochs", "inject")  # what `resolved_from` takes out itself
 
 
@@ -108,10 +117,10 @@ def _layers(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(given: frozenset[str], verb: str) -> None:
-    for name in (*OF_SUBMIT, *OF_OTHER_PLACES):
+    for name in (*OPTIONS_OF_SUBMIT, *OPTIONS_OF_OTHER_PLACES):
         if name in given:
             option = f"--{name.replace('_', '-')}"
-            own = name in OF_SUBMIT
+            own = name in OPTIONS_OF_SUBMIT
             raise RequestError(
                 asked=f"{option} after `submit -- {verb}`",
                 found="a job of Slurm",
@@ -187,10 +196,10 @@ def complete(
     submitted: Submitted, *, nodes: int, ranks: int, run_dir: str, per_rank: bool
 ) -> tuple[str, ...]:
     """The words that the batch script runs: those of the user, and what it decides."""
-    if "place" in submitted.given and place_spec(submitted.said["place"]).name != SLURM:
+    if "place" in submitted.given and place_spec(submitted.said["place"]).name != PLACE:
         found = f"--place {submitted.said['place']}"
         raise _disagree("a job of Slurm", found, submitted.verb, "--place")
-    added = ["--place", SLURM]
+    added = ["--place", PLACE]
     values = {"nodes": str(nodes), "ranks": str(ranks)}
     for name, value in values.items():
         if name not in submitted.given and not (name == "ranks" and _says_per_node(submitted)):
@@ -220,7 +229,7 @@ def check_job(submitted: Submitted, *, nodes: int, ranks: int, run_dir: str) -> 
         return None
     known = {field.name for field in dataclasses.fields(Job)} | set(BESIDES)
     flags = {n: v for n, v in submitted.parameters.items() if n in known and n != "program"}
-    flags |= {"place": SLURM, "nodes": nodes, "ranks": ranks, "run_dir": run_dir}
+    flags |= {"place": PLACE, "nodes": nodes, "ranks": ranks, "run_dir": run_dir}
     return resolved_from(submitted.parameters.get("program"), flags)
 
 

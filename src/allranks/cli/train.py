@@ -13,8 +13,8 @@ from allranks.cli.display.placement import table
 from allranks.cli.display.progress import in_sentences, lost_in, progress_here
 from allranks.cli.grouped_help import GroupedCommand
 from allranks.cli.options import (
-    meeting_from,
-    meeting_options,
+    rendezvous_from,
+    rendezvous_options,
     resolved_from,
     training_options,
     words_of,
@@ -22,7 +22,8 @@ from allranks.cli.options import (
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
 from allranks.launcher.nodes.cluster import is_head, take_part
-from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.places.base import AgentPlace, place_of
 from allranks.launcher.start import Watcher, plan_only, run_job
 from allranks.tools.placement_preview import place_ranks
 
@@ -42,7 +43,7 @@ def _is_a_verb(context: click.Context, option: click.Parameter, value: Any) -> N
 @click.argument("program", required=False)
 @click.option("--run-dir", help="The run folder to make (default runs/PROGRAM-TIME).")
 @training_options
-@meeting_options
+@rendezvous_options
 @click.option("--sweep", multiple=True, hidden=True, expose_value=False, callback=_is_a_verb)
 @click.option("--slots", hidden=True, expose_value=False, callback=_is_a_verb)
 @click.option("--dry-run", is_flag=True, help="Print exactly what would run; run nothing.")
@@ -61,18 +62,18 @@ def train(
     allranks train digits --ranks 4 --nodes 2 --place simulated:link=1gbit
     """
     words = words_of(flags, "train", program or "")
-    meeting, said = meeting_from(flags)
-    if not is_head(meeting):
-        sys.exit(take_part(meeting, words, program or ""))
+    rendezvous, said = rendezvous_from(flags)
+    if not is_head(rendezvous):
+        sys.exit(take_part(rendezvous, words, program or ""))
     resolved = resolved_from(program, {**flags, **said})
     _check_placement(placement, dry_run)
     if dry_run:
-        _print_plan(resolved, meeting, placement, as_object)
+        _print_plan(resolved, rendezvous, placement, as_object)
         return
     progress = progress_here()
     try:
         watcher = Watcher(progress.started, progress.tick)
-        result = run_job(resolved, watcher=watcher, meeting=meeting, words=words)
+        result = run_job(resolved, watcher=watcher, rendezvous=rendezvous, words=words)
     finally:
         with suppress(OSError):  # nobody reads any more
             progress.close()
@@ -91,16 +92,18 @@ def _check_placement(placement: bool, dry_run: bool) -> None:
         )
 
 
-def _print_plan(resolved: Resolved, meeting: Meeting, placement: bool, as_object: bool) -> None:
+def _print_plan(
+    resolved: Resolved, rendezvous: Rendezvous, placement: bool, as_object: bool
+) -> None:
     """What would run; with `placement` also what each rank would hold."""
-    if placement and not resolved.job.place_spec.is_here:
+    if placement and isinstance(place_of(resolved.job.place), AgentPlace):
         raise RequestError(
             asked=f"--placement --place {resolved.job.place}",
             found="more than this machine",
             why="what each rank holds is found by setting all of them up, here",
             do="the same with --place local: every rank holds the same there",
         )
-    with plan_only(resolved, meeting) as (plan, server):
+    with plan_only(resolved, rendezvous) as (plan, server):
         held = place_ranks(plan, server) if placement else []
     if as_object:
         data = {**plan.to_data(), "sources": resolved.sources}

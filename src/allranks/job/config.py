@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.catalog import PLACES, load
 from allranks.errors import RequestError
 from allranks.job.engines import check_program, default_strategy, engine_of
 from allranks.job.job import Job
@@ -93,7 +94,9 @@ def _inherited(
 
 def _forget_the_place(values: dict[str, Any], sources: dict[str, str]) -> None:
     """A run that goes on finds no nodes of its own: those of then are another job's by now."""
-    if sources.get("place", "").startswith("run ") and place_spec(values["place"]).is_lent:
+    if not sources.get("place", "").startswith("run "):
+        return
+    if load(PLACES[place_spec(values["place"]).name]).lends_nodes:
         for name in ("place", "nodes"):
             if sources.get(name, "").startswith("run "):
                 del values[name], sources[name]

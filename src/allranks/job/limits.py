@@ -8,14 +8,12 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from allranks.catalog import ENGINES
+from allranks.catalog import ENGINES, PLACE_CHECK, load
 from allranks.errors import RequestError, nearest
 from allranks.job import faults
 from allranks.job.engines import trained_also_by
 from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PRECISIONS, WITNESS, Job
 from allranks.job.loss_scale import loss_scale_of
-from allranks.job.place import PlaceSpec
-from allranks.job.simulated_network import network_of
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import Crew
 
@@ -47,7 +45,7 @@ def checked(job: Job) -> Job:
         raise _out_of_range("seed", job.seed, "below 2**63")
     faults.parse(job.inject)
     _check_names(job)
-    _check_place(job)
+    load(PLACE_CHECK)(job)
     _check_arithmetic(job)
     check_engine(job)
     _check_course(job)
@@ -80,52 +78,6 @@ def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
             found=f"no {name} of that name in this version",
             why=f"{name} is one of {', '.join(known)}",
             do=nearest(value, known),
-        )
-
-
-def _check_place(job: Job) -> None:
-    """How many nodes there can be, and what is on them."""
-    check_place(job.place_spec, job.nodes, job.ranks)
-    if job.place_spec.is_simulated and job.device != "cpu":
-        raise RequestError(
-            asked=f"--place {job.place} --device {job.device}",
-            found="simulated nodes",
-            why="NCCL would join the devices of one machine past the links that are simulated",
-            do="--device cpu, or --place local",
-        )
-    for fault in faults.parse(job.inject):
-        if fault.action in faults.ON_NODES:
-            _check_fault_of_a_node(job, fault)
-
-
-def check_place(place: PlaceSpec, nodes: int, ranks: int) -> None:
-    """Raise `RequestError` if so many nodes and ranks cannot be at this place."""
-    if place.is_simulated:
-        network_of(place.text, nodes)
-    if nodes > 1 and place.is_here:
-        raise RequestError(
-            asked=f"--nodes {nodes}",
-            found="--place local, which is one node",
-            why="several nodes must come from somewhere",
-            do="--place simulated for nodes on this machine, --place slurm inside of a Slurm job, "
-            "--hosts FILE, or --rendezvous on every node",
-        )
-    if ranks < nodes:
-        raise RequestError(
-            asked=f"--ranks {ranks} --nodes {nodes}",
-            found=f"{ranks} ranks, over all nodes",
-            why="a node without a rank has nothing to do",
-            do=f"--ranks {nodes} or more, or fewer nodes",
-        )
-
-
-def _check_fault_of_a_node(job: Job, fault: faults.Fault) -> None:
-    if not job.place_spec.is_simulated or not 0 <= fault.node < job.nodes:
-        raise RequestError(
-            asked=f"--inject {fault.action}@node={fault.node}",
-            found=f"--place {job.place} --nodes {job.nodes}",
-            why="only nodes that are simulated can be broken on purpose",
-            do="--place simulated --nodes 2, and a node below that number",
         )
 
 

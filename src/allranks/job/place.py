@@ -1,6 +1,7 @@
 """Where a job runs, as its words say it: `local`, `slurm`, `simulated:link=1gbit,delay=1ms`. Pure.
 
-The text of `--place` is taken apart here and nowhere else.
+The text of `--place` is taken apart here and nowhere else. What a place is and does stands in its
+class, which `catalog.PLACES` names.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from allranks.catalog import PLACES, load
 from allranks.errors import RequestError, nearest
 from allranks.strategies.choice import Choice, parse_choice
 
-LOCAL, HOSTS, SIMULATED, SLURM = PLACES = ("local", "hosts", "simulated", "slurm")
+LOCAL = "local"
+"""The place of a job that names none."""
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
 _DELAY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 
@@ -28,20 +31,6 @@ class PlaceSpec:
     options: Mapping[str, float] = field(default_factory=dict)
     text: str = LOCAL
 
-    @property
-    def is_here(self) -> bool:
-        """Whether all ranks are on this machine, and no node has to be found."""
-        return self.name == LOCAL
-
-    @property
-    def is_simulated(self) -> bool:
-        return self.name == SIMULATED
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether its nodes are those of one start: a later one has others."""
-        return self.name in (HOSTS, SLURM)
-
     def __str__(self) -> str:
         return self.text
 
@@ -56,12 +45,12 @@ def place_spec(text: str) -> PlaceSpec:
             why=f"place is one of {', '.join(PLACES)}",
             do=nearest(choice.name, PLACES),
         )
-    if choice.name != SIMULATED and choice.options:
+    if choice.options and not load(PLACES[choice.name]).has_links:
         raise RequestError(
             asked=f"--place {text}",
             found=f"options of {choice.name}",
             why="only simulated nodes have links that can be chosen",
-            do=f"--place {choice.name}, or --place {Choice(SIMULATED, choice.options)}",
+            do=f"--place {choice.name}, or --place {Choice('simulated', choice.options)}",
         )
     for name in choice.options:
         if name not in _READERS:

@@ -2,7 +2,7 @@
 
     --place simulated:link=1gbit,delay=1ms --nodes 2
 
-The nodes are real network namespaces on this machine (`launch.switch` makes them): what crosses
+The nodes are real network namespaces on this machine (`launcher.places.switch` makes them): what crosses
 from one to the other crosses a link, as slow and as late as asked. What stays on a node does not.
 """
 

@@ -43,7 +43,7 @@ from allranks.launcher.plan import STORE, Plan, RankPlan
 from allranks.launcher.processes.fork_server import LISTENER_FD, PULSE_FD
 from allranks.launcher.processes.oom import Kills
 from allranks.launcher.processes.process import Exit, Process
-from allranks.launcher.resources import Ground
+from allranks.launcher.resources import Resources
 from allranks.launcher.same_program import SamePrograms
 from allranks.launcher.signals import Signals
 from allranks.launcher.straggler import Stragglers
@@ -57,7 +57,7 @@ AGAIN = "not started again: the same fault came twice, with no step between"
 class Attempts:
     """One job in its run folder; `started_at` (monotonic) is where its time limit counts from."""
 
-    ground: Ground
+    resources: Resources
     plan: Plan
     folder: RunFolder
     signals: Signals
@@ -113,7 +113,7 @@ class Attempts:
         """On what is there now: nodes may have been lost since the last attempt."""
         before = self.plan.job.ranks
         try:
-            self.plan = self.ground.again(self.plan)
+            self.plan = self.resources.replan(self.plan)
         except PlaceError as error:
             self.folder.events.event("failed", **_told(error), attempt=attempt)
             raise
@@ -128,7 +128,7 @@ class Attempts:
             pulses,
             job.hang_timeout,
             self._stop_at(),
-            self.ground.evidence_s,
+            self.resources.evidence_s,
             lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
             lambda rank, left: pulses.read()[LEADER].step >= 0 and crew.goes_on_without(rank, left),
             self._record_lost,
@@ -139,7 +139,7 @@ class Attempts:
 
         def tick() -> None:
             stragglers.look()
-            self.ground.look(pulses.read())
+            self.resources.inject_due_faults(pulses.read())
             self._look_at_programs(attempt)
             with suppress(OSError, ValueError):  # who only looks on ends no training
                 self.on_tick()
@@ -147,7 +147,7 @@ class Attempts:
         self.folder.events.event("attempt", attempt=attempt)
         processes = [self._process(rank, target, attempt) for rank in self.plan.ranks]
         try:
-            return supervise(self.ground.server, processes, tick, care, self.signals)
+            return supervise(self.resources.server, processes, tick, care, self.signals)
         except PlaceError as error:
             if self._summary(attempt) is None:
                 self.folder.events.event("failed", **_told(error), attempt=attempt)
@@ -168,12 +168,12 @@ class Attempts:
         """When to stop after a checkpoint: at the time limit, and in time before the place ends."""
         limit = self.plan.job.time_limit
         own = NEVER if limit is None else self.started_at + limit
-        left = self.ground.ends_at - time.monotonic()
-        return min(own, self.ground.ends_at - min(COMMIT_S, left / 10))
+        left = self.resources.ends_at - time.monotonic()
+        return min(own, self.resources.ends_at - min(COMMIT_S, left / 10))
 
     def _process(self, rank: RankPlan, target: str, attempt: int) -> Process:
         store = f"{rank.world.store}-{attempt}" if rank.world.store else ""
-        hosts_store = bool(rank.world.meeting) and rank.world.is_leader
+        hosts_store = bool(rank.world.rendezvous) and rank.world.is_leader
         world = dataclasses.replace(
             rank.world,
             store=store,
@@ -232,7 +232,7 @@ class Attempts:
             report = hang_report(ended.hang, self.folder.path, attempt, hosts, name_of)
             hung = ProgramError(report, fault_kind=FaultKind.HANG)
             return hung, next(iter(ended.hang.missing), None)
-        lost = self.ground.lost() if fault is None or fault.is_victim else ""
+        lost = self.resources.lost() if fault is None or fault.is_victim else ""
         if lost:  # the peers were quicker to see it than the head
             return PlaceError(lost), None
         if fault is not None:

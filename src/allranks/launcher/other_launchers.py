@@ -120,8 +120,8 @@ def standard_variables(environment: Environment) -> dict[str, str]:
     return variables
 
 
-def meeting_point(environment: Environment) -> dict[str, str]:
-    """Where the ranks of a step of srun meet: `MASTER_ADDR`, `MASTER_PORT`, those that are not set.
+def missing_master_address(environment: Environment) -> dict[str, str]:
+    """`MASTER_ADDR` and `MASTER_PORT` of a step of srun, as far as they are not set.
 
     Rank 0 runs on the first node of the step; the port follows from job and step, so that two
     jobs on one node meet at two. Empty outside of a step.

@@ -1,7 +1,6 @@
-"""Where the ranks of a job stand: who owns them, and what a new attempt finds there.
+"""Resources of a job: what owns its ranks, and what a new attempt has to run on.
 
-`OneMachine` is this machine; `cluster.Cluster` is several nodes. Whoever tries and tries again
-(`attempts`) does not know which.
+`LocalMachine` is this machine; `cluster.Cluster` is several nodes. `attempts` does not know which.
 """
 
 from __future__ import annotations
@@ -24,47 +23,47 @@ from allranks.strategies.roles import RANKS
 T = TypeVar("T")
 
 
-class Ground(Protocol):
-    """What the attempts of a job need of where they run."""
+class Resources(Protocol):
+    """What every attempt of a job uses: processes, a plan, and the time that is left."""
 
     @property
     def server(self) -> Processes:
-        """Who owns the ranks."""
+        """The owner of the ranks."""
         ...
 
     @property
     def evidence_s(self) -> float:
-        """How much later than a victim the cause of a fault may be heard of."""
+        """Seconds by which the cause of a fault may be reported later than its victims."""
         ...
 
     def lost(self) -> str:
-        """What is lost of it and was not before, in words; "" if it is all there."""
+        """The nodes lost since the last call, in words; "" if none is."""
         ...
 
     @property
     def ends_at(self) -> float:
-        """When all of it is taken away (monotonic); infinite where nobody says so."""
+        """Monotonic time at which a scheduler takes all of it away; infinite if unknown."""
         ...
 
     def shared(self, run_dir: Path) -> Path | None:
-        """A folder that is seen where ranks run; `None`: that of temporary files is."""
+        """A folder that all ranks see; `None`: the folder of temporary files."""
         ...
 
     def plan(self, job: Job, shape: Shape) -> Plan:
-        """What would run where."""
+        """Every rank with its place and its environment; nothing is started."""
         ...
 
-    def again(self, plan: Plan) -> Plan:
-        """The plan for the next attempt: on what is left, with a place to meet."""
+    def replan(self, plan: Plan) -> Plan:
+        """The plan of the next attempt: on the nodes that are left, with a new rendezvous."""
         ...
 
-    def look(self, beats: Sequence[Beat]) -> None:
-        """About ten times a second while ranks run."""
+    def inject_due_faults(self, beats: Sequence[Beat]) -> None:
+        """Break the nodes whose fault is due. Called about ten times a second while ranks run."""
         ...
 
 
 @dataclass(frozen=True)
-class OneMachine:
+class LocalMachine:
     """All ranks on this machine."""
 
     server: ForkServer
@@ -84,24 +83,26 @@ class OneMachine:
         return None
 
     def plan(self, job: Job, shape: Shape) -> Plan:
-        assert job.place_spec.is_here, "what is to run on nodes is not planned for one machine"
+        assert job.nodes == 1, "what is to run on nodes is not planned for one machine"
         return plan_of(job, shape, Visible.from_environment())
 
-    def again(self, plan: Plan) -> Plan:
+    def replan(self, plan: Plan) -> Plan:
         return plan
 
-    def look(self, beats: Sequence[Beat]) -> None:
-        """Nothing happens to one machine on purpose."""
+    def inject_due_faults(self, beats: Sequence[Beat]) -> None:
+        """No fault of a node can be asked for on one machine."""
 
 
 @dataclass(frozen=True)
-class Foreseen(OneMachine):
-    """Nodes that are only spoken of: what would run on them is planned here, and never started."""
+class PlannedNodes(LocalMachine):
+    """What would run on nodes that are not there: it is planned, and never started.
+
+    Without `seats` it would run on this machine."""
 
     seats: tuple[Seat, ...] = ()
 
     def plan(self, job: Job, shape: Shape) -> Plan:
-        seats = for_all_processes(job, self.seats)
+        seats = for_all_processes(job, self.seats) if self.seats else ()
         return plan_of(job, shape, Visible.from_environment(), seats)
 
 
@@ -115,10 +116,10 @@ def for_all_processes(job: Job, of_ranks: Sequence[T]) -> list[T]:
     return [next(ranks) if one.role.name in RANKS else of_ranks[0] for one in crew.members]
 
 
-def meeting_at(plan: Plan, address: str) -> Plan:
-    """The same plan, with the place where its ranks meet."""
+def with_rendezvous(plan: Plan, address: str) -> Plan:
+    """The same plan, with the address at which its ranks meet."""
     ranks = tuple(
-        dataclasses.replace(rank, world=dataclasses.replace(rank.world, meeting=address))
+        dataclasses.replace(rank, world=dataclasses.replace(rank.world, rendezvous=address))
         for rank in plan.ranks
     )
     return dataclasses.replace(plan, ranks=ranks)

@@ -27,14 +27,14 @@ from allranks.job.run_folder import RunFolder, rank_events_path, rank_log_path, 
 from allranks.launcher.attempts import Attempts
 from allranks.launcher.fault_report import error_of, first_fault
 from allranks.launcher.nodes.cluster import gathered
-from allranks.launcher.nodes.rendezvous import Meeting
-from allranks.launcher.places.start_agents import Wanted, foreseen
+from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.places.base import AgentPlace, NodeRequest, place_of
 from allranks.launcher.plan import Plan, Shape, backend_of_keras, devices_seen
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.hash_seed import VARIABLE as HASH_SEED
 from allranks.launcher.processes.leftovers import scratch_folder, sweep
 from allranks.launcher.processes.process import Process
-from allranks.launcher.resources import Foreseen, Ground, OneMachine
+from allranks.launcher.resources import LocalMachine, PlannedNodes, Resources
 from allranks.launcher.signals import Signals
 from allranks.launcher.supervisor import supervise
 from allranks.launcher.world import Visible
@@ -69,53 +69,52 @@ def with_run_dir(job: Job) -> Job:
     )
 
 
-def plan_job(resolved: Resolved, ground: Ground, signals: Signals | None = None) -> Plan:
+def plan_job(resolved: Resolved, resources: Resources, signals: Signals | None = None) -> Plan:
     """The plan of a job: its task is loaded and read in a process of its own, nothing is left."""
     job = with_run_dir(resolved.job)
-    return ground.plan(job, describe(ground, job, signals))
+    return resources.plan(job, describe(resources, job, signals))
 
 
-def _wanted(
-    job: Job, meeting: Meeting, words: tuple[str, ...] = (), modules: tuple[str, ...] = ()
-) -> Wanted:
+def _nodes_for(
+    job: Job, rendezvous: Rendezvous, words: tuple[str, ...] = (), modules: tuple[str, ...] = ()
+) -> NodeRequest:
     """The nodes of a job, all of which see the folder that its run folder is in."""
     program = job.program if ".py" in job.program else ""
     shared = Path(job.run_dir).parent
-    return Wanted(job.place, job.nodes, job.ranks, meeting, program, words, shared, modules)
+    return NodeRequest(job.place, job.nodes, job.ranks, rendezvous, program, words, shared, modules)
 
 
 @contextmanager
-def plan_only(resolved: Resolved, meeting: Meeting) -> Iterator[tuple[Plan, ForkServer]]:
+def plan_only(resolved: Resolved, rendezvous: Rendezvous) -> Iterator[tuple[Plan, ForkServer]]:
     """What would run where; no node is called, and none of its devices are needed here."""
     job = with_run_dir(resolved.job)
     check_installed(job.engine, job.program)
     with ForkServer(preload_for(job.program, job.engine)) as server:
-        ground = OneMachine(server)
-        if not job.place_spec.is_here:
-            ground = Foreseen(server, tuple(foreseen(_wanted(job, meeting))))
-        shape = describe(ground, dataclasses.replace(job, device="cpu"))
-        yield ground.plan(job, shape), server
+        seats = place_of(job.place, rendezvous).seats(_nodes_for(job, rendezvous))
+        resources = PlannedNodes(server, tuple(seats))
+        shape = describe(resources, dataclasses.replace(job, device="cpu"))
+        yield resources.plan(job, shape), server
 
 
 @contextmanager
-def ground_of(
-    job: Job, meeting: Meeting, words: tuple[str, ...] = (), signals: Signals | None = None
-) -> Iterator[Ground]:
+def resources_for(
+    job: Job, rendezvous: Rendezvous, words: tuple[str, ...] = (), signals: Signals | None = None
+) -> Iterator[Resources]:
     """Where this job runs: a fork server here, or its nodes, once all have come together."""
     check_installed(job.engine, job.program)
     modules = preload_for(job.program, job.engine)
-    if job.place_spec.is_here:
+    if not isinstance(place_of(job.place, rendezvous), AgentPlace):
         with ForkServer(modules) as server:
-            yield OneMachine(server)
+            yield LocalMachine(server)
         return
 
     def interrupted() -> None:
         if signals is not None and signals.reason:
             raise Interrupted(f"interrupted ({signals.reason}) before anything was started")
 
-    wanted = _wanted(job, meeting, words, modules)
-    sweep(wanted.shared)
-    with gathered(wanted, interrupted) as cluster:
+    request = _nodes_for(job, rendezvous, words, modules)
+    sweep(request.shared)
+    with gathered(request, interrupted) as cluster:
         cluster.plant(job.inject)
         yield cluster
 
@@ -125,14 +124,14 @@ def run_job(
     server: ForkServer | None = None,
     watcher: Watcher | None = None,
     signals: Signals | None = None,
-    meeting: Meeting | None = None,
+    rendezvous: Rendezvous | None = None,
     words: tuple[str, ...] = (),
-    ground: Ground | None = None,
+    resources: Resources | None = None,
 ) -> Result:
     """Run a job to its end and return its result.
 
-    Without `server` or `ground` it starts what it needs where the job says: here, or on nodes that
-    come together as `meeting` says, each started with the same `words`. `signals` are those that
+    Without `server` or `resources` it starts what it needs where the job says: here, or on nodes that
+    come together as `rendezvous` says, each started with the same `words`. `signals` are those that
     the caller holds already; without it they are held meanwhile.
 
     Raises `RequestError` (and leaves no run folder) if the request, the task or its data is wrong
@@ -146,20 +145,20 @@ def run_job(
         signals = signals or stack.enter_context(Signals())
         resolved = dataclasses.replace(resolved, job=with_run_dir(resolved.job))
         if server is not None:
-            ground = OneMachine(server)
-        if ground is None:
-            ground = stack.enter_context(
-                ground_of(resolved.job, meeting or Meeting(), words, signals)
+            resources = LocalMachine(server)
+        if resources is None:
+            resources = stack.enter_context(
+                resources_for(resolved.job, rendezvous or Rendezvous(), words, signals)
             )
-        plan = plan_job(resolved, ground, signals)
+        plan = plan_job(resolved, resources, signals)
         changes = _changes(resolved, plan)
         folder = RunFolder(Path(plan.job.run_dir), goes_on=_goes_on(resolved))
         stack.callback(folder.close)
         try:
-            _record_start(folder, resolved, plan, changes, ground.server.hash_seed)
+            _record_start(folder, resolved, plan, changes, resources.server.hash_seed)
             with suppress(OSError):  # who only looks on ends no training
                 watcher.started(plan)
-            attempts = Attempts(ground, plan, folder, signals, watcher.tick, started_at)
+            attempts = Attempts(resources, plan, folder, signals, watcher.tick, started_at)
             summary = attempts.run(f"{ENGINES[plan.job.engine].worker}:main")
         except RequestError:
             folder.remove()
@@ -212,20 +211,20 @@ def _goes_on(resolved: Resolved) -> bool:
     return "done" not in events[-1:] or bool(committed(base.path / CHECKPOINTS))
 
 
-def describe(ground: Ground, job: Job, signals: Signals | None = None) -> Shape:
+def describe(resources: Resources, job: Job, signals: Signals | None = None) -> Shape:
     """Load the task of `job` in a forked process and return what a place must know of it."""
     environment = {
         **devices_seen(job, Visible.from_environment()),
         **backend_of_keras(job),
     }
-    shared = ground.shared(Path(job.run_dir))
+    shared = resources.shared(Path(job.run_dir))
     with scratch_folder(shared) as scratch:
         run_dir = Path(scratch)
         (run_dir / "logs").mkdir()
         log = rank_log_path(run_dir, 0)
         argument = {**job.to_data(), "run_dir": scratch}
         process = Process(0, f"{ENGINES[job.engine].worker}:describe", argument, environment, log)
-        ended = supervise(ground.server, [process], signals=signals)
+        ended = supervise(resources.server, [process], signals=signals)
         if ended.interrupted:
             raise Interrupted("interrupted before anything was started")
         fault = first_fault(ended, run_dir)

@@ -1,10 +1,9 @@
-"""The supervisor owns the processes of a job on this node: starts, watches and stops them all.
+"""The supervisor starts, watches and stops every process of a job. It knows no framework.
 
-It knows no framework. A rank that fails stops the others; so does one that shows no sign of life.
-Ctrl-C, SIGTERM and the time limit ask the ranks to commit a checkpoint and leave, where they have
-a pulse to hear it by, and stop them otherwise. Where the job can do without a process (`Care.spare`)
-its death stops nobody, and processes that only serve the leader are ended when it is done. It
-returns only when every process is gone. Who failed first is decided in `report`.
+The first failure or a hang stops all ranks, except roles the job can lose (`Care.may_lose`).
+Ctrl-C, SIGTERM and the time limit ask the ranks to commit a checkpoint and leave, if they have a
+heartbeat to hear it by, and stop them otherwise. Processes that only serve the leader are ended
+when it is done. It returns when every process is gone. `fault_report` decides who failed first.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Care:
     whether a process that left with a bad exit code had done its work all the same. After the first
     fault `evidence_s` pass before the others are stopped: the cause may be told after its victim.
 
-    `spare(rank, left)` says whether the ranks `left` go on without one that failed; `on_spared`
+    `may_lose(rank, left)` says whether the ranks `left` go on without one that failed; `on_lost`
     hears of it. `servants` have no end of their own: they are ended when rank 0 has ended well.
     """
 
@@ -49,8 +48,8 @@ class Care:
     stop_at: float = NEVER
     evidence_s: float = EVIDENCE_S
     ended_well: Callable[[int], bool] = lambda rank: False
-    spare: Callable[[int, Collection[int]], bool] = lambda rank, left: False
-    on_spared: Callable[[int, Exit], None] = lambda rank, exit_: None
+    may_lose: Callable[[int, Collection[int]], bool] = lambda rank, left: False
+    on_lost: Callable[[int, Exit], None] = lambda rank, exit_: None
     servants: frozenset[int] = frozenset()
 
 
@@ -165,11 +164,11 @@ class _Watch:
         Not where its node is lost: who waits for an answer of it is not told that none will come.
         """
         left = frozenset(self.alive.values())
-        if self.care is None or ended.lost or not self.care.spare(rank, left):
+        if self.care is None or ended.lost or not self.care.may_lose(rank, left):
             return False
         if not self.stopped:
             self.spared |= {rank}
-            self.care.on_spared(rank, ended)
+            self.care.on_lost(rank, ended)
         return True
 
     def look_for_a_hang(self) -> None:

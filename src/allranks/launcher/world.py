@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import ClassVar
 
 from allranks.errors import RequestError
-from allranks.launcher.other_launchers import meeting_point, standard_variables
+from allranks.launcher.other_launchers import missing_master_address, standard_variables
 from allranks.strategies.roles import TRAINER
 
 
@@ -28,7 +28,7 @@ class World:
     `MASTER_ADDR` (a script started by another launcher), or when there is only one. `attempt`
     counts the attempts of the job in its run folder, `restarts` those since it was last started by
     hand; `pulse` is the file descriptor of the memory that this rank
-    shares with its supervisor, -1 if it has none. Ranks of several nodes meet at `meeting`
+    shares with its supervisor, -1 if it has none. Ranks of several nodes meet at `rendezvous`
     ("address:port"), where rank 0 listens at the socket that it was given, `listener`. `on_machine`
     ranks share its processors: those of this node, and of others that are simulated beside it.
 
@@ -45,7 +45,7 @@ class World:
     attempt: int = 0
     restarts: int = 0
     pulse: int = -1
-    meeting: str = ""
+    rendezvous: str = ""
     listener: int = -1
     on_machine: int = 0
     role: str = TRAINER
@@ -68,7 +68,7 @@ class World:
             "ALLRANKS_ATTEMPT": str(self.attempt),
             "ALLRANKS_RESTARTS": str(self.restarts),
             "ALLRANKS_PULSE": str(self.pulse),
-            "ALLRANKS_MEETING": self.meeting,
+            "ALLRANKS_RENDEZVOUS": self.rendezvous,
             "ALLRANKS_LISTENER": str(self.listener),
             "ALLRANKS_ON_MACHINE": str(self.on_machine),
             **(of_role if self.role != TRAINER else {}),
@@ -92,7 +92,7 @@ class World:
                 attempt=int(given.get("ALLRANKS_ATTEMPT", "0")),
                 restarts=int(given.get("ALLRANKS_RESTARTS", "0")),
                 pulse=int(given.get("ALLRANKS_PULSE", "-1")),
-                meeting=given.get("ALLRANKS_MEETING", ""),
+                rendezvous=given.get("ALLRANKS_RENDEZVOUS", ""),
                 listener=int(given.get("ALLRANKS_LISTENER", "-1")),
                 on_machine=int(given.get("ALLRANKS_ON_MACHINE", "0")),
                 role=given.get("ALLRANKS_ROLE", TRAINER),
@@ -122,14 +122,14 @@ class World:
         return world
 
 
-def say_where_to_meet() -> None:
-    """Under srun, set what is missing of MASTER_ADDR and MASTER_PORT, which torch reads itself."""
-    os.environ.update(meeting_point(os.environ))
+def export_master_address() -> None:
+    """Under srun, set MASTER_ADDR and MASTER_PORT if they are missing: torch reads them itself."""
+    os.environ.update(missing_master_address(os.environ))
 
 
-def where_to_meet() -> str:
-    """ "address:port" where another launcher lets rank 0 serve the others; "" if it says nothing."""
-    say_where_to_meet()
+def master_endpoint() -> str:
+    """ "address:port" of the store that rank 0 serves under another launcher; "" if unknown."""
+    export_master_address()
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return f"{address}:{port}" if address and port else ""
 

@@ -23,7 +23,7 @@ from typing import IO, Any, Protocol
 
 from allranks.errors import PeerLost, RequestError
 from allranks.launcher.processes.ports import Reservation
-from allranks.launcher.world import World, where_to_meet
+from allranks.launcher.world import World, master_endpoint
 
 TIMEOUT_S = 600.0  # whoever started the processes sees earlier that one of them is gone
 LOOK_S = 0.02
@@ -79,9 +79,9 @@ def _exchange_of(world: World) -> _Alone | _ByFile | _AsLeader | _ByLeader:
         return _Alone()
     if world.store:
         return _ByFile(world)
-    if not world.meeting:  # another launcher started this process
-        world = dataclasses.replace(world, meeting=where_to_meet(), listener=-1)
-        if not world.meeting:
+    if not world.rendezvous:  # another launcher started this process
+        world = dataclasses.replace(world, rendezvous=master_endpoint(), listener=-1)
+        if not world.rendezvous:
             raise RequestError(
                 asked=f"to be rank {world.rank} of {world.size}",
                 found="neither MASTER_ADDR nor MASTER_PORT in the environment",
@@ -137,7 +137,7 @@ class _AsLeader:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.host = _bracketed(world.meeting.rpartition(":")[0].strip("[]"))
+        self.host = _bracketed(world.rendezvous.rpartition(":")[0].strip("[]"))
         self._stack = ExitStack()
         self._files: dict[int, IO[str]] = {}
         deadline = time.monotonic() + TIMEOUT_S
@@ -174,13 +174,13 @@ def _listener_of(world: World) -> socket.socket:
     """The socket that the launcher gave to the leader, or one at the address that it left to it."""
     if world.listener >= 0:
         return socket.socket(fileno=os.dup(world.listener))
-    address, _, port = world.meeting.rpartition(":")
+    address, _, port = world.rendezvous.rpartition(":")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address.strip("[]"), int(port)), family=family)
     except OSError as error:
         raise RequestError(
-            asked=f"to meet the other ranks at {world.meeting}",
+            asked=f"to meet the other ranks at {world.rendezvous}",
             found=str(error),
             why="rank 0 serves the others there, and somebody else listens at it",
             do="start them with `allranks run`: torchrun keeps that port for its own store",
@@ -191,7 +191,7 @@ class _ByLeader:
     """All others tell the leader, and hear from it."""
 
     def __init__(self, world: World) -> None:
-        address, _, port = world.meeting.rpartition(":")
+        address, _, port = world.rendezvous.rpartition(":")
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             try:

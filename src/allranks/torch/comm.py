@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _get_defaul
 from allranks.errors import FaultKind, PeerLost, RequestError
 from allranks.launcher.heartbeat import Aside, Pulse
 from allranks.launcher.processes.foreign import is_said
-from allranks.launcher.world import World, where_to_meet
+from allranks.launcher.world import World, master_endpoint
 from allranks.torch.counting import counting_group
 from allranks.torch.meetings import LASTS, Meetings
 from allranks.torch.model.reals import reals
@@ -363,22 +363,22 @@ def _store_of(world: World) -> Any:
     """
     if world.store:
         return FileStore(world.store, world.size)
-    if not world.meeting:
+    if not world.rendezvous:
         return _store_of_environment(world)
-    if world.meeting not in _met:
-        host, _, port = world.meeting.rpartition(":")
+    if world.rendezvous not in _met:
+        host, _, port = world.rendezvous.rpartition(":")
         serves: dict[str, Any] = {"is_master": False}
         if world.rank == 0:
             serves = {"is_master": True, "master_listen_fd": world.listener}
-        _met[world.meeting] = TCPStore(
+        _met[world.rendezvous] = TCPStore(
             host, int(port), world.size, timeout=TIMEOUT, wait_for_workers=False, **serves
         )
-    return _met[world.meeting]
+    return _met[world.rendezvous]
 
 
 def _store_of_environment(world: World) -> Any:
     """The store at MASTER_ADDR and MASTER_PORT, or torchrun's own, as torch itself would find it."""
-    where = where_to_meet()
+    where = master_endpoint()
     if where not in _met:
         _met[where], _, _ = next(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT))
     return _met[where]

@@ -199,7 +199,7 @@ def optimizer_state(
     }
 
 
-OURS = ("kind", "state", "shared", "param_groups", "made")
+GROUP_KEYS = ("kind", "state", "shared", "param_groups", "made")
 
 
 def load_optimizer_state(
@@ -224,7 +224,7 @@ def load_optimizer_state(
         anew = {n: v for n, v in new.items() if n not in old or not _is_same(v, old[n])}
         groups.append({**saved, **anew, "params": mine["params"]})
     moments = {numbers[name]: values for name, values in state["state"].items()}
-    rest = {name: value for name, value in state.items() if name not in OURS}
+    rest = {name: value for name, value in state.items() if name not in GROUP_KEYS}
     given = {**rest, "state": {**moments, **state["shared"]}, "param_groups": groups}
     optimizer.load_state_dict(given)
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:

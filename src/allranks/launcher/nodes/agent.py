@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,21 +30,25 @@ from allranks.errors import (
     PlaceError,
     RequestError,
 )
-from allranks.launcher.heartbeat import Pulses
-from allranks.launcher.nodes.channel import Channel, Gone, Message, Refused, knock, wait_for
+from allranks.launcher.nodes.channel import (
+    Channel,
+    Disconnected,
+    Message,
+    Refused,
+    authenticate,
+    wait_for,
+)
 from allranks.launcher.nodes.facts import digest_of, facts
 from allranks.launcher.nodes.interfaces import Doorbell, Ringing, candidates
+from allranks.launcher.nodes.node_ranks import NodeRanks
 from allranks.launcher.nodes.ticket import ANY, Ticket
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.hash_seed import check_hash_seed
 from allranks.launcher.processes.linux import die_with_parent
-from allranks.launcher.processes.oom import Kills
 from allranks.launcher.processes.ports import Reservation
-from allranks.launcher.processes.process import Process
 from allranks.launcher.world import World
 
 TICK_S = 0.1
-BEATS_S = 0.2
 RETRY_S = 0.2
 CONNECT_S = 5.0
 PROBE_S = 3.0
@@ -69,17 +73,11 @@ class Agent:
         self.ticket = ticket
         self.node = World.from_environment().rank if ticket.node is None else ticket.node
         self.asked = _Asked()
-        self.server: ForkServer | None = None
-        self._pulses: dict[int, Pulses] = {}  # attempt -> the memory of its ranks
-        self._own: dict[int, int] = {}  # ticket of the head -> ticket of the fork server here
-        self._ranks: dict[int, World] = {}  # ticket -> who beats
-        self._beats: dict[int, list[float]] = {}
-        self._beats_at = 0.0
+        self._ranks: NodeRanks | None = None
         self._listener: socket.socket | None = None
         self._reserved: list[Reservation] = []
         self._doorbell: Doorbell | None = None
         self._ringing: Ringing | None = None
-        self._kills = Kills.now()
         self._answers = {
             "ping": lambda message: self.channel.send({"answer": True}),
             "digest": lambda message: self.channel.send({"answer": digest_of(message["program"])}),
@@ -141,7 +139,7 @@ class Agent:
         where = (address, self.ticket.port)
         channel = Channel(socket.create_connection(where, min(max(0.1, seconds), CONNECT_S)))
         try:
-            knock(channel, self.ticket.key.encode())
+            authenticate(channel, self.ticket.key.encode())
         except BaseException:
             channel.close()
             raise
@@ -161,7 +159,8 @@ class Agent:
     def _serve(self) -> int:
         looked_at = time.monotonic()
         while True:
-            ready = [self.channel, self._doorbell, self.server]
+            server = None if self._ranks is None else self._ranks.server
+            ready = [self.channel, self._doorbell, server]
             behind = [self.channel] if self.channel.is_behind else []
             wait_for([one for one in ready if one is not None], TICK_S, behind)
             if self._doorbell is not None:
@@ -186,7 +185,7 @@ class Agent:
         """Do what the head says; what cannot be done here ends this node, and the head hears why."""
         try:
             self._answers[message["do"]](message)
-        except Gone:
+        except Disconnected:
             raise
         except (AllranksError, OSError) as error:
             self.channel.send({"broken": f"{type(error).__name__}: {error}"})
@@ -202,36 +201,8 @@ class Agent:
         for name in self.asked.signals:
             self.channel.send({"asked": name})
         self.asked.signals.clear()
-        if self.server is None:
-            return
-        self._report_beats()
-        try:
-            ended = self.server.exits(0.0)
-        except PlaceError as error:
-            self.channel.send({"broken": str(error)})
-            self.server = None
-            return
-        for exit_ in ended:
-            self._report_beats(at_once=True)  # how far it came, before it is known to be gone
-            ticket = next(heads for heads, own in self._own.items() if own == exit_.ticket)
-            del self._own[ticket]
-            self._ranks.pop(ticket, None)
-            memory = Kills.now().since(self._kills)
-            self.channel.send({"exited": {**asdict(exit_), "ticket": ticket, "memory": memory}})
-
-    def _report_beats(self, at_once: bool = False) -> None:
-        now = time.monotonic()
-        if now - self._beats_at < BEATS_S and not at_once:
-            return
-        self._beats_at, news = now, []
-        for world in self._ranks.values():
-            row = self._pulses[world.attempt].row(world.local_rank)
-            if row != self._beats.get(world.rank):
-                self._beats[world.rank] = row
-                news.append([world.rank, row])
-        assert self.server is not None
-        started = [heads for heads, own in self._own.items() if self.server.started(own)]
-        self.channel.send({"beats": news, "started": started, "clock": now})
+        if self._ranks is not None:
+            self._ranks.report()
 
     def _probe(self, message: Message) -> None:
         """Ring at all other nodes; the answer follows when all have answered, or too late."""
@@ -256,7 +227,8 @@ class Agent:
         """All nodes have found each other: who rings now is none of them."""
         self._close_doorbell()
         check_hash_seed(message["hash_seed"])
-        self.server = ForkServer(tuple(message["modules"]), message["hash_seed"])
+        modules = tuple(message["modules"])
+        self._ranks = NodeRanks(self.channel, ForkServer(modules, message["hash_seed"]))
 
     def _listen(self, message: Message) -> None:
         """Open the port at which the ranks of all nodes meet, at one address only."""
@@ -271,48 +243,30 @@ class Agent:
         self.channel.send({"answer": list(self._reserved[0].ports)})
 
     def _spawn(self, message: Message) -> None:
-        assert self.server is not None
-        given = message["process"]
-        process = Process(**{**given, "log": Path(given["log"])})
-        pulses = None
-        if message["beats"]:
-            world = self._ranks[message["ticket"]] = World.from_environment(process.environment)
-            if world.attempt not in self._pulses:
-                self._forget_pulses()
-                self._kills = Kills.now()
-                self._pulses[world.attempt] = Pulses(world.local_size)
-            pulses = self._pulses[world.attempt]
+        assert self._ranks is not None
         listener = -1
-        if process.hosts_store and self._listener is not None:
+        if message["process"]["hosts_store"] and self._listener is not None:
             listener = self._listener.fileno()
-        own = self.server.spawn(process, pulses, listener)
-        self._own[message["ticket"]] = own
+        self._ranks.spawn(message, listener)
         if listener >= 0:
             self._close_listener()
 
     def _signal(self, message: Message) -> None:
-        if self.server is not None and message["ticket"] in self._own:
-            self.server.signal(self._own[message["ticket"]], message["signal"])
+        if self._ranks is not None:
+            self._ranks.signal(message["ticket"], message["signal"])
 
     def _stands(self, message: Message) -> None:
-        assert self.server is not None
-        own = {int(r): self._own[t] for r, t in message["tickets"].items() if t in self._own}
-        found = self.server.stands(own)
-        self.channel.send({"answer": {rank: asdict(stand) for rank, stand in found.items()}})
+        assert self._ranks is not None
+        self.channel.send({"answer": self._ranks.stands(message["tickets"])})
 
     def _wanted(self, message: Message) -> None:
-        for pulses in self._pulses.values():
-            pulses.put_wanted(message["wanted"])
+        if self._ranks is not None:
+            self._ranks.put_wanted(message["wanted"])
 
     def _alive(self, message: Message) -> None:
-        if self.server is not None:
-            self.server.wake()
+        if self._ranks is not None:
+            self._ranks.wake()
         self.channel.send({"alive": message["at"], "clock": time.monotonic()})
-
-    def _forget_pulses(self) -> None:
-        for pulses in self._pulses.values():
-            pulses.close()
-        self._pulses.clear()
 
     def _close_doorbell(self) -> None:
         if self._doorbell is not None:
@@ -326,15 +280,14 @@ class Agent:
 
     def _let_go(self) -> None:
         """End every process of this node."""
-        if self.server is not None:
-            self.server.close()
+        if self._ranks is not None:
+            self._ranks.close()
         for one in self._reserved:
             one.close()
         if self._ringing is not None:
             self._ringing.close()
         self._close_doorbell()
         self._close_listener()
-        self._forget_pulses()
 
 
 def serve(ticket: Ticket) -> int:
@@ -348,7 +301,7 @@ def serve(ticket: Ticket) -> int:
         return agent.run()
     except Refused as error:
         raise PlaceError(str(error)) from error
-    except Gone as error:
+    except Disconnected as error:
         raise PlaceError(f"{agent.name} lost the head of the job: {error}") from error
     finally:
         for number, handler in before.items():

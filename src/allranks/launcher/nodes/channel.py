@@ -26,11 +26,11 @@ _HEADER = struct.Struct("!I")
 Message = dict[str, Any]
 
 
-class Gone(ConnectionError):
-    """The other end is not there any more, or does not speak like one of ours."""
+class Disconnected(ConnectionError):
+    """The other end is gone, or does not speak like one of ours."""
 
 
-class Refused(Gone):
+class Refused(Disconnected):
     """The other end does not know the key of this job, or has no place for this node."""
 
 
@@ -82,7 +82,7 @@ class Channel:
         self._limit = LARGEST
 
     def send(self, message: Message) -> None:
-        """Send a message, or as much of it as goes; the rest goes with `flush`. Raises `Gone`."""
+        """Send a message, or as much of it as goes; the rest goes with `flush`. Raises `Disconnected`."""
         data = json.dumps(message).encode()
         self._out += _HEADER.pack(len(data)) + data
         self.flush()
@@ -95,10 +95,10 @@ class Channel:
         except BlockingIOError:
             return
         except OSError as error:
-            raise Gone(str(error)) from error
+            raise Disconnected(str(error)) from error
 
     def receive(self) -> list[Message]:
-        """The messages that have come, without waiting. Raises `Gone` when there will be no more."""
+        """The messages that have come, without waiting. Raises `Disconnected` when there will be no more."""
         over: str = ""
         try:
             while part := self._socket.recv(1 << 16):
@@ -111,7 +111,7 @@ class Channel:
             over = f"its connection broke: {error}"
         found = self._whole_messages()
         if over and not found:
-            raise Gone(over)
+            raise Disconnected(over)
         return found
 
     def _whole_messages(self) -> list[Message]:
@@ -119,7 +119,7 @@ class Channel:
         while len(self._in) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._in)
             if length > self._limit:
-                raise Gone("it sent what is no message of ours")
+                raise Disconnected("it sent what is no message of ours")
             end = _HEADER.size + length
             if len(self._in) < end:
                 break
@@ -128,7 +128,7 @@ class Channel:
             except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict):
-                raise Gone("it sent what is no message of ours")
+                raise Disconnected("it sent what is no message of ours")
             del self._in[:end]
             found.append(message)
         return found
@@ -138,19 +138,19 @@ class Channel:
         return time.monotonic() - self.heard_at
 
     def wait_for_one(self, seconds: float) -> Message:
-        """The next message; raises `Gone` when none comes within `seconds`."""
+        """The next message; raises `Disconnected` when none comes within `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.flush()
             if found := self.receive():
                 if len(found) > 1:
-                    raise Gone("it spoke out of turn")
+                    raise Disconnected("it spoke out of turn")
                 return found[0]
             time.sleep(0.01)
-        raise Gone(f"it said nothing for {seconds:g} s")
+        raise Disconnected(f"it said nothing for {seconds:g} s")
 
     def close(self) -> None:
-        with suppress(Gone):
+        with suppress(Disconnected):
             self.flush()
         self._socket.close()
 
@@ -166,14 +166,14 @@ def _bytes(text: str) -> bytes:
 
 
 def challenge(channel: Channel) -> str:
-    """The head's part, first: the number that a node has to answer."""
+    """The head's part, first: send the nonce that a node has to answer."""
     nonce = secrets.token_hex(16)
     channel.send({"nonce": nonce})
     return nonce
 
 
-def judge(channel: Channel, key: bytes, nonce: str, answer: Message) -> None:
-    """The head's part, second: let a node in that knows the key. Raises `Refused`."""
+def verify_proof(channel: Channel, key: bytes, nonce: str, answer: Message) -> None:
+    """The head's part, second: verify that the node knows the key, and prove the same. Raises `Refused`."""
     given, theirs = str(answer.get("proof", "")), str(answer.get("nonce", ""))
     if not hmac.compare_digest(_bytes(given), _proof(key, "node", nonce, theirs)):
         channel.send({"refused": "it is not of this job: the id is another"})
@@ -182,8 +182,8 @@ def judge(channel: Channel, key: bytes, nonce: str, answer: Message) -> None:
     channel.send({"proof": _proof(key, "head", nonce, theirs).decode()})
 
 
-def knock(channel: Channel, key: bytes) -> None:
-    """The node's part: show that it knows the key, and see that the head does."""
+def authenticate(channel: Channel, key: bytes) -> None:
+    """The node's part: prove that it knows the key, and verify that the head does."""
     nonce = secrets.token_hex(16)
     challenge = str(channel.wait_for_one(MEET_S).get("nonce", ""))
     channel.send({"nonce": nonce, "proof": _proof(key, "node", challenge, nonce).decode()})

@@ -11,26 +11,22 @@ import dataclasses
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
 from allranks.job import faults
 from allranks.job.job import Job
-from allranks.job.place import rate_of
-from allranks.job.simulated_network import Link
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.nodes.agent import serve
-from allranks.launcher.nodes.interfaces import candidates
-from allranks.launcher.nodes.join import Call, Gathering, preflight
+from allranks.launcher.nodes.join import Expected, JoinServer, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
-from allranks.launcher.nodes.rendezvous import Meeting
+from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.nodes.ticket import ANY, Ticket
-from allranks.launcher.places.simulated_nodes import SimulatedNodes
-from allranks.launcher.places.start_agents import Wanted, start_agents
+from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, place_of
 from allranks.launcher.plan import Plan, Seat, Shape, plan_of
-from allranks.launcher.resources import for_all_processes, meeting_at, seats_of, shares
+from allranks.launcher.resources import for_all_processes, seats_of, shares, with_rendezvous
 from allranks.launcher.scripts.topology import Host
 from allranks.launcher.supervisor import EVIDENCE_S, NEVER
 from allranks.launcher.world import Visible
@@ -38,7 +34,7 @@ from allranks.launcher.world import Visible
 
 @dataclass
 class Cluster:
-    """Several nodes that have come together. Implements `Ground`.
+    """Several nodes that have come together. Implements `Resources`.
 
     With `per_rank` each agent has one rank, and several agents may be on one host. The nodes are
     taken away at `ends_at`, on the monotonic clock.
@@ -46,12 +42,12 @@ class Cluster:
 
     nodes: Nodes
     counts: dict[int, int]  # number of a node -> its ranks
-    simulated: SimulatedNodes | None = None
+    break_node: Callable[[faults.Fault], None] | None = None
     per_rank: bool = False
     ends_at: float = NEVER
     _idle: frozenset[int] = frozenset()  # processes that are at no step of their own
     _done: set[faults.Fault] = field(default_factory=set)
-    _to_do: list[tuple[Callable[[], None], faults.Fault]] = field(default_factory=list)
+    _to_do: list[faults.Fault] = field(default_factory=list)
 
     @property
     def server(self) -> Nodes:
@@ -63,7 +59,7 @@ class Cluster:
     def plan(self, job: Job, shape: Shape) -> Plan:
         return plan_of(job, shape, Visible.from_environment(), self._take_seats(job))
 
-    def again(self, plan: Plan) -> Plan:
+    def replan(self, plan: Plan) -> Plan:
         """On the nodes that are left, fewer ranks if need be; raises `PlaceError` if none is."""
         while True:
             self.nodes.check_all()
@@ -90,7 +86,7 @@ class Cluster:
             fewer = plan_of(job, plan.shape, Visible.from_environment(), seats)
         if len(seats) == 1:
             return fewer
-        return meeting_at(fewer, self.nodes.listen(self.nodes.seats[0]))
+        return with_rendezvous(fewer, self.nodes.listen(self.nodes.seats[0]))
 
     @property
     def evidence_s(self) -> float:
@@ -137,110 +133,110 @@ class Cluster:
         machine = shared.index((node.facts.machine, node.facts.processors))
         return Seat(position, node.name, node.chosen.name, machine)
 
-    def look(self, beats: Sequence[Beat]) -> None:
-        """Break what is to be broken, once all ranks have come so far."""
+    def inject_due_faults(self, beats: Sequence[Beat]) -> None:
+        """Break the nodes whose fault is due, once all ranks have come to its step."""
         step = min((beat.step for beat in beats if beat.rank not in self._idle), default=-1)
-        for act, fault in self._to_do:
+        for fault in self._to_do:
             if fault not in self._done and step >= fault.step >= 0:
+                assert self.break_node is not None, "the place has refused the request"
                 self._done.add(fault)
-                act()
+                self.break_node(fault)
 
     def plant(self, text: str) -> None:
         """Take those of the faults of a job that happen to nodes."""
-        for fault in faults.parse(text):
-            if fault.action in faults.ON_NODES:
-                self._to_do.append((self._act_of(fault), fault))
-
-    def _act_of(self, fault: faults.Fault) -> Callable[[], None]:
-        network = self.simulated
-        assert network is not None, "only simulated nodes can be broken: config says so"
-        link = Link(rate_of(fault.link, f"--inject {fault.action}@link={fault.link}"))
-        return {
-            "kill-node": lambda: network.kill(fault.node),
-            "cut": lambda: network.cut(fault.node),
-            "slow-link": lambda: network.slow(fault.node, link),
-        }[fault.action]
+        self._to_do += [fault for fault in faults.parse(text) if fault.action in faults.ON_NODES]
 
 
 @contextmanager
-def gathered(wanted: Wanted, interrupted: Callable[[], None] = lambda: None) -> Iterator[Cluster]:
-    """The nodes that are wanted, all there and checked; they are let go at the end.
+def gathered(
+    request: NodeRequest, interrupted: Callable[[], None] = lambda: None
+) -> Iterator[Cluster]:
+    """The nodes that are asked for, all there and checked; they are let go at the end.
 
     `interrupted` is called while nodes come together: it raises if somebody wants an end of it.
     Raises `PlaceError` that names who is missing, or in what the nodes differ.
     """
-    if wanted.meeting.by_hand and wanted.meeting.interface:
-        candidates("", wanted.meeting.interface)  # of node 0, which is here, before it is started
-    with ExitStack() as stack:
-        started = stack.enter_context(start_agents(wanted))
-        call = Call(started.names, started.key, wanted.words, wanted.meeting.join_timeout_s)
-
-        def check() -> None:
-            started.check()
-            interrupted()
-
-        found = Gathering(call, started.listener, check).wait_for_all()
-        watch, said = started.watch, started.said
-        nodes = Nodes(found, wanted.meeting.node_timeout_s, watch, said)
-        code, text = EXIT_PROGRAM_FAILED, ""
-        made = _missing(wanted.shared)
-        try:
-            preflight(nodes, wanted.shared, os.getcwd(), wanted.program)
-            interrupted()
-            nodes.start_servers(wanted.modules)
-            per_rank = wanted.meeting.per_rank
-            counts = shares(wanted.ranks, wanted.nodes, started.slots)
-            cluster = Cluster(
-                nodes,
-                dict(enumerate([1] * wanted.ranks if per_rank else counts)),
-                started.simulated,
-                per_rank,
-                started.ends_at,
-            )
-            yield cluster
-            code = EXIT_DONE
-        except BaseException as error:
-            code, text = getattr(error, "exit_code", EXIT_PROGRAM_FAILED), str(error)
-            raise
-        finally:
-            nodes.leave(code, f"allranks: {text}" if text else "")
-            for folder in made:
-                with suppress(OSError):  # something is in it, or it was not made
-                    folder.rmdir()
+    place = place_of(request.place, request.rendezvous)
+    assert isinstance(place, AgentPlace), "this machine alone has no nodes"
+    with (
+        place.start(request) as started,
+        _removed_if_empty(request.shared),
+        _joined(request, started, interrupted) as nodes,
+    ):
+        preflight(nodes, request.shared, os.getcwd(), request.program)
+        interrupted()
+        nodes.start_servers(request.modules)
+        per_rank = request.rendezvous.per_rank
+        counts = shares(request.ranks, request.nodes, started.slots)
+        counts = (1,) * request.ranks if per_rank else counts
+        by_node = dict(enumerate(counts))
+        yield Cluster(nodes, by_node, started.break_node, per_rank, started.ends_at)
 
 
-def _missing(folder: Path | None) -> list[Path]:
-    """The folder and those above it that are not there yet, the deepest first."""
-    return [] if folder is None else [p for p in (folder, *folder.parents) if not p.exists()]
+@contextmanager
+def _joined(
+    request: NodeRequest, started: Started, interrupted: Callable[[], None]
+) -> Iterator[Nodes]:
+    """All nodes, once they have joined. At the end they hear how it ended, and leave."""
+    names, rendezvous = started.names, request.rendezvous
+    expected = Expected(names, started.key, request.words, rendezvous.join_timeout_s)
 
+    def check() -> None:
+        started.check()
+        interrupted()
 
-def is_head(meeting: Meeting) -> bool:
-    """Whether this is node 0 of nodes that are started by hand: it was told so, or may listen."""
-    if not meeting.by_hand or meeting.node_rank is not None:
-        return not meeting.node_rank
+    found = JoinServer(expected, started.listener, check).wait_for_all()
+    nodes = Nodes(found, rendezvous.node_timeout_s, started.watch, started.said)
+    code, text = EXIT_PROGRAM_FAILED, ""
     try:
-        socket.create_server(meeting.address).close()
+        yield nodes
+        code = EXIT_DONE
+    except BaseException as error:
+        code, text = getattr(error, "exit_code", EXIT_PROGRAM_FAILED), str(error)
+        raise
+    finally:
+        nodes.leave(code, f"allranks: {text}" if text else "")
+
+
+@contextmanager
+def _removed_if_empty(folder: Path | None) -> Iterator[None]:
+    """What of this path is made meanwhile is removed at the end, if nothing is in it."""
+    made = [] if folder is None else [p for p in (folder, *folder.parents) if not p.exists()]
+    try:
+        yield
+    finally:
+        for path in made:
+            with suppress(OSError):  # something is in it, or it was not made
+                path.rmdir()
+
+
+def is_head(rendezvous: Rendezvous) -> bool:
+    """Whether this is node 0 of nodes that are started by hand: it was told so, or may listen."""
+    if not rendezvous.by_hand or rendezvous.node_rank is not None:
+        return not rendezvous.node_rank
+    try:
+        socket.create_server(rendezvous.address).close()
     except OSError:
         return False
     return True
 
 
-def take_part(meeting: Meeting, words: tuple[str, ...], program: str = "") -> int:
+def take_part(rendezvous: Rendezvous, words: tuple[str, ...], program: str = "") -> int:
     """Be a node other than 0 of a job that is started by hand; returns the job's exit code.
 
     Everything else is told by node 0, which was started with the same words.
     """
-    host, port = meeting.address
+    host, port = rendezvous.address
     ticket = Ticket(
         addresses=(host,),
         port=port,
-        key=meeting.key,
-        node=ANY if meeting.node_rank is None else meeting.node_rank,
+        key=rendezvous.key,
+        node=ANY if rendezvous.node_rank is None else rendezvous.node_rank,
         words=words,
         program=program,
-        interface=meeting.interface,
-        join_timeout_s=meeting.join_timeout_s,
-        node_timeout_s=meeting.node_timeout_s,
+        interface=rendezvous.interface,
+        join_timeout_s=rendezvous.join_timeout_s,
+        node_timeout_s=rendezvous.node_timeout_s,
         follows=False,
     )
     return serve(ticket)

@@ -20,28 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import EXIT_BAD_REQUEST, Interrupted, PlaceError, RequestError
-from allranks.launcher.nodes.channel import (
-    Channel,
-    Gone,
-    Message,
-    Refused,
-    challenge,
-    judge,
-    wait_for,
-)
+from allranks.launcher.nodes.admission import Admission
+from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait_for
 from allranks.launcher.nodes.facts import Facts, differences
 from allranks.launcher.nodes.interfaces import Interface
 from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.nodes.ticket import ANY
 
-GUEST_S = 10.0
 ALIVE_EVERY_S = 1.0
-MOST_GUESTS = 256
 
 
 @dataclass(frozen=True)
-class Call:
-    """Who is expected. `names` say how each node is known to the user, in order of its number."""
+class Expected:
+    """The nodes that are to join: how the user knows each (`names`, by number), and what they know."""
 
     names: tuple[str, ...]
     key: str
@@ -50,40 +41,33 @@ class Call:
 
 
 @dataclass
-class _Guest:
-    """A connection of which it is not known yet whose it is."""
+class JoinServer:
+    """The server that nodes join: it authenticates each, and ends when all are there."""
 
-    channel: Channel
-    nonce: str
-    since: float
-    trusted: bool = False
-
-
-@dataclass
-class Gathering:
-    """The door of a job: opens until all nodes are there."""
-
-    call: Call
+    expected: Expected
     listener: socket.socket
     check: Callable[[], None] = lambda: None
-    _guests: list[_Guest] = field(default_factory=list)
     _there: dict[int, Node] = field(default_factory=dict)
     _turned_away: list[str] = field(default_factory=list)
     _alive_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._admission = Admission(self.listener, self.expected.key, self._note_refused)
+
+    def _note_refused(self) -> None:
+        self._turned_away.append("one that does not know the id of this job")
 
     def wait_for_all(self) -> list[Node]:
         """All nodes, in order. Raises `PlaceError` that names who has not come in time.
 
         `check` is called all the while: it raises if what starts the nodes has failed.
         """
-        self.listener.setblocking(False)
-        deadline = time.monotonic() + self.call.join_timeout_s
+        deadline = time.monotonic() + self.expected.join_timeout_s
         try:
-            while len(self._there) < len(self.call.names):
-                wait_for([self.listener, *(guest.channel for guest in self._guests)], 0.1)
-                self._open()
-                for guest in list(self._guests):
-                    self._hear(guest)
+            while len(self._there) < len(self.expected.names):
+                wait_for(self._admission.ready, 0.1)
+                for channel, told in self._admission.admit():
+                    self._seat(channel, told)
                 self._look_after_those_that_wait()
                 self.check()
                 if time.monotonic() > deadline:
@@ -93,42 +77,8 @@ class Gathering:
                 _send_away(node.channel, getattr(error, "exit_code", 1), str(error))
             raise
         finally:
-            for guest in self._guests:
-                guest.channel.close()
+            self._admission.close()
         return [self._there[number] for number in sorted(self._there)]
-
-    def _open(self) -> None:
-        """Let in who knocks, as far as there is room; without it they wait outside."""
-        with suppress(OSError):
-            while len(self._guests) < MOST_GUESTS:
-                channel = Channel(self.listener.accept()[0])
-                try:
-                    self._guests.append(_Guest(channel, challenge(channel), time.monotonic()))
-                except Gone:
-                    channel.close()
-
-    def _hear(self, guest: _Guest) -> None:
-        """One word of a guest: first its proof, then who it is."""
-        try:
-            for message in guest.channel.receive():
-                if guest.trusted:
-                    self._guests.remove(guest)
-                    self._seat(guest.channel, message)
-                    return
-                judge(guest.channel, self.call.key.encode(), guest.nonce, message)
-                guest.trusted = True
-        except Refused:
-            self._turned_away.append("one that does not know the id of this job")
-            self._forget(guest)
-        except Gone:
-            self._forget(guest)
-        too_long = time.monotonic() - guest.since > GUEST_S
-        if guest in self._guests and too_long and not guest.trusted:
-            self._forget(guest)
-
-    def _forget(self, guest: _Guest) -> None:
-        self._guests.remove(guest)
-        guest.channel.close()
 
     def _seat(self, channel: Channel, told: Message) -> None:
         try:
@@ -140,15 +90,15 @@ class Gathering:
             return
         if node.number == ANY:
             node.number = next(
-                n for n in range(1, len(self.call.names) + 1) if n not in self._there
+                n for n in range(1, len(self.expected.names) + 1) if n not in self._there
             )
-        if not 0 <= node.number < len(self.call.names):
-            self._turn_away(node, f"there are {len(self.call.names)} nodes, numbered from 0")
+        if not 0 <= node.number < len(self.expected.names):
+            self._turn_away(node, f"there are {len(self.expected.names)} nodes, numbered from 0")
         elif node.number in self._there:
             before = self._there[node.number].name
             self._turn_away(node, f"node {node.number} is here already, from {before}")
-        elif node.words != self.call.words:
-            error = _other_words(node, self.call.words)
+        elif node.words != self.expected.words:
+            error = _other_words(node, self.expected.words)
             _send_away(channel, EXIT_BAD_REQUEST, str(error))
             raise error
         else:
@@ -175,16 +125,16 @@ class Gathering:
                 for message in node.channel.receive():
                     if message.get("asked", "SIGUSR2") != "SIGUSR2":
                         raise Interrupted(f"node {number} ({node.name}) got {message['asked']}")
-            except Gone:
+            except Disconnected:
                 self._there.pop(number).channel.close()
 
     def _somebody_is_missing(self) -> PlaceError:
-        missing = [n for i, n in enumerate(self.call.names) if i not in self._there]
-        here = [f"{self.call.names[n]} ({self._there[n].name})" for n in sorted(self._there)]
+        missing = [n for i, n in enumerate(self.expected.names) if i not in self._there]
+        here = [f"{self.expected.names[n]} ({self._there[n].name})" for n in sorted(self._there)]
         away = f"; turned away: {'; '.join(dict.fromkeys(self._turned_away))}"
         return PlaceError(
-            f"{_listed(missing)} of {len(self.call.names)} nodes did not come within "
-            f"{self.call.join_timeout_s:g} s (--join-timeout); here: {', '.join(here) or 'none'}"
+            f"{_listed(missing)} of {len(self.expected.names)} nodes did not come within "
+            f"{self.expected.join_timeout_s:g} s (--join-timeout); here: {', '.join(here) or 'none'}"
             + (away if self._turned_away else "")
         )
 
@@ -207,7 +157,7 @@ def _node_of(channel: Channel, told: Message) -> Node:
 
 
 def _send_away(channel: Channel, code: int, text: str) -> None:
-    with suppress(Gone):
+    with suppress(Disconnected):
         channel.send({"do": "leave", "code": code, "text": f"allranks: {text}"})
     channel.close()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from allranks.errors import PlaceError
 from allranks.launcher.heartbeat import Pulses
-from allranks.launcher.nodes.channel import Channel, Gone, Message, wait_for
+from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait_for
 from allranks.launcher.nodes.facts import Facts
 from allranks.launcher.nodes.interfaces import Interface
 from allranks.launcher.processes.fork_server_client import checked_size
@@ -221,7 +221,7 @@ class Nodes:
                 node.channel.flush()
                 for message in node.channel.receive():
                     self._take(node, message)
-            except Gone as error:
+            except Disconnected as error:
                 self._lose(node, str(error))
         now = time.monotonic()
         if now - self._looked_at > timeout_s + SUSPENDED_S:  # nobody listened: this was suspended
@@ -291,7 +291,7 @@ class Nodes:
         if not node.lost:
             try:
                 node.channel.send(message)
-            except Gone as error:
+            except Disconnected as error:
                 self._lose(node, str(error))
 
     def _lose(self, node: Node, why: str) -> None:
@@ -319,6 +319,6 @@ class Nodes:
                     node.channel.flush()
                     node.channel.receive()
                     time.sleep(0.01)
-            except Gone:
+            except Disconnected:
                 pass
             node.channel.close()

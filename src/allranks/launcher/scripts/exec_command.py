@@ -14,7 +14,12 @@ import sys
 from typing import Any
 
 NOT_FOUND, NOT_RUNNABLE = 127, 126
-HANDED_ON = ("ALLRANKS_STORE", "ALLRANKS_PULSE", "ALLRANKS_ATTEMPT", "ALLRANKS_RESTARTS")
+VARIABLES_OF_AN_OUTER_JOB = (
+    "ALLRANKS_STORE",
+    "ALLRANKS_PULSE",
+    "ALLRANKS_ATTEMPT",
+    "ALLRANKS_RESTARTS",
+)
 
 
 def main(argument: dict[str, Any]) -> int:
@@ -53,7 +58,7 @@ def prepare(argument: dict[str, Any]) -> None:
             if name not in argument["own"]:
                 del os.environ[name]
         os.environ.update(argument["step"])
-    for name in HANDED_ON:  # of a job of ours around this one
+    for name in VARIABLES_OF_AN_OUTER_JOB:  # of a job of ours around this one
         os.environ.pop(name, None)
     for name, value in argument["defaults"].items():
         os.environ.setdefault(name, value)

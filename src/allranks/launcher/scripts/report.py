@@ -16,7 +16,7 @@ from allranks.job.units import format_bytes
 from allranks.launcher.log_tail import LastWords, last_words, stacks_in
 from allranks.launcher.processes.process import Exit
 from allranks.launcher.scripts.exec_command import NOT_FOUND, NOT_RUNNABLE
-from allranks.launcher.scripts.supervise import Attended
+from allranks.launcher.scripts.supervise import ScriptsEnded
 
 FEW_LINES = 20
 
@@ -38,7 +38,7 @@ class CommandFault:
 
 
 def find_fault(
-    ended: Attended, logs: Mapping[int, tuple[Path, int]], memory: str
+    ended: ScriptsEnded, logs: Mapping[int, tuple[Path, int]], memory: str
 ) -> CommandFault | None:
     """The fault that ended the job; `None` if all that decide ended well.
 
@@ -70,7 +70,9 @@ def find_fault(
     return CommandFault(first, bad[first], words[first], killed, before)
 
 
-def report_of(fault: CommandFault, ended: Attended, logs: Mapping[int, tuple[Path, int]]) -> str:
+def report_of(
+    fault: CommandFault, ended: ScriptsEnded, logs: Mapping[int, tuple[Path, int]]
+) -> str:
     """The first-fault report."""
     lines = [f"rank {fault.rank} on {fault.exit.host} failed first: {_cause(fault)}"]
     if fault.exit.lost:
@@ -89,7 +91,7 @@ def report_of(fault: CommandFault, ended: Attended, logs: Mapping[int, tuple[Pat
 
 
 def silence_report(
-    ended: Attended, logs: Mapping[int, tuple[Path, int]], silence_s: float, path: Path
+    ended: ScriptsEnded, logs: Mapping[int, tuple[Path, int]], silence_s: float, path: Path
 ) -> str:
     """Where every process stood when none had printed for so long; all stacks go into a file."""
     first = f"no output of any process for {silence_s:g} s (--hang-timeout)"

@@ -45,7 +45,12 @@ from allranks.launcher.scripts.plan import (
     script_position,
 )
 from allranks.launcher.scripts.report import find_fault, name_of_signal, report_of, silence_report
-from allranks.launcher.scripts.supervise import Attended, Manners, Relay, attend
+from allranks.launcher.scripts.supervise import (
+    ForwardedSignals,
+    ScriptsEnded,
+    StopPolicy,
+    supervise_script,
+)
 from allranks.launcher.scripts.topology import Host
 from allranks.launcher.scripts.variables import step_variables
 from allranks.launcher.start import new_run_dir, recorded_environment
@@ -101,7 +106,7 @@ def run_command(
     server: Processes | None = None,
     hosts: Hosts | None = None,
     watcher: CommandWatcher | None = None,
-    signals: Relay | None = None,
+    signals: ForwardedSignals | None = None,
 ) -> CommandResult:
     """Run a command to its end on the hosts, and return what it came to.
 
@@ -112,7 +117,7 @@ def run_command(
     watcher, started_at = watcher or CommandWatcher(), time.monotonic()
     hosts = hosts or this_host(request)
     with ExitStack() as stack:
-        signals = signals or stack.enter_context(Relay())
+        signals = signals or stack.enter_context(ForwardedSignals())
         run_dir = Path(run_dir_of(request))
         with hosts() as found:  # raises for what cannot be, before there is a folder
             plan = plan_command(request, found, os.environ, run_dir.name)
@@ -161,7 +166,7 @@ class _Runs:
     hosts: Hosts
     folder: RunFolder
     watcher: CommandWatcher
-    signals: Relay
+    signals: ForwardedSignals
     started_at: float
 
     def __post_init__(self) -> None:
@@ -203,7 +208,7 @@ class _Runs:
 
     def _try(
         self, attempt: int, restarts: int
-    ) -> tuple[CommandPlan, Attended, dict[int, tuple[Path, int]], str]:
+    ) -> tuple[CommandPlan, ScriptsEnded, dict[int, tuple[Path, int]], str]:
         """One attempt, with ports of its own: its plan, its end, and where its logs begin."""
         request, path = self.request, self.folder.path
         self._connections = Connections()
@@ -218,7 +223,7 @@ class _Runs:
             )
             self.watcher.started(plan, path)
             limit = request.time_limit_s
-            manners = Manners(
+            policy = StopPolicy(
                 plan.deciding,
                 plan.leaving,
                 request.grace_s,
@@ -229,7 +234,7 @@ class _Runs:
             processes = [
                 _process(request, plan, rank.rank, logs[rank.rank][0]) for rank in plan.ranks
             ]
-            ended = attend(self.server, processes, manners, self.signals, self._tick)
+            ended = supervise_script(self.server, processes, policy, self.signals, self._tick)
             return plan, ended, logs, Kills.now().since(kills)
 
     def _tick(self) -> None:
@@ -266,7 +271,7 @@ class _Runs:
         return Interrupted(text) if reason == "SIGINT" else Stopped(text)
 
     def _raise_if_stopped(
-        self, ended: Attended, exits: dict[int, int], attempt: int, number: int
+        self, ended: ScriptsEnded, exits: dict[int, int], attempt: int, number: int
     ) -> None:
         """Raise `Interrupted` if the job was asked to stop, or died of a signal passed on to it."""
         reason = ended.reason

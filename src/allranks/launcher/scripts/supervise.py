@@ -1,8 +1,8 @@
-"""Processes that know nothing of us, from start to end: what the supervisor does for `run`.
+"""The supervisor of scripts: starts, watches and stops processes that know nothing of allranks.
 
-They have no pulse: a signal to the job is passed on to them as it is, and they get time to leave;
-a sign of life is that one of them prints something. One that fails stops the others. Where some
-only serve others (parameter servers), the job is done when those whom they serve are.
+Scripts have no heartbeat: a signal to the job is forwarded as it is, and they get time to leave; a
+sign of life is a line of output. The first failure stops all. Parameter servers do not decide the
+end of a job: it is done when the ranks that they serve are.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ STACKS_S = 3.0
 LOOK_EVERY_S = 0.5
 
 
-class Relay(Signals):
-    """The signals that came for the job, to be passed on, each once.
+class ForwardedSignals(Signals):
+    """Signals to the job that its scripts are to get, each once.
 
-    SIGUSR1 and SIGUSR2 are messages to the scripts, which may go on. SIGINT a second time insists:
-    everything is killed.
+    SIGUSR1 and SIGUSR2 are messages, and end no script. A second SIGINT insists: all are killed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class Relay(Signals):
             self.reason = self.reason or signal.Signals(number).name
 
     def take(self) -> list[int]:
-        """The signals that came since the last call."""
+        """Signals received since the last call."""
         taken = []
         while self._heard:
             taken.append(self._heard.popleft())
@@ -55,11 +54,11 @@ class Relay(Signals):
 
 
 @dataclass(frozen=True)
-class Manners:
-    """How long is waited for what. `deciding` are the ranks whose good end ends the job.
+class StopPolicy:
+    """When scripts are stopped: the ranks that decide, and how long each wait lasts.
 
-    `leaving` are those that end by themselves after that, and get the grace for it. `stop_at` is on
-    the monotonic clock; `silence_s` 0 waits for ever.
+    The job is done when all ranks of `deciding` have ended well; those of `leaving` then get the
+    grace to end by themselves. `stop_at` is on the monotonic clock; `silence_s` 0 waits for ever.
     """
 
     deciding: frozenset[int]
@@ -71,11 +70,11 @@ class Manners:
 
 
 @dataclass(frozen=True)
-class Attended:
-    """All processes are gone. `stopped` are those that we ended; `order` is that of their ends.
+class ScriptsEnded:
+    """How the scripts ended. `stopped` are the ranks that the supervisor ended.
 
     `reason` says who asked for the end ("SIGTERM", "time limit"; "" for nobody), `passed_on` which
-    signals the processes got of those, `silent` whether they had stopped to print.
+    signals were forwarded, `silent` whether all had stopped printing.
     """
 
     exits: dict[int, Exit]
@@ -86,31 +85,31 @@ class Attended:
     done: bool
 
 
-def attend(
+def supervise_script(
     server: Processes,
     processes: list[Process],
-    manners: Manners,
-    relay: Relay,
+    policy: StopPolicy,
+    forwarded: ForwardedSignals,
     on_tick: Callable[[], None],
-) -> Attended:
+) -> ScriptsEnded:
     """Run all `processes` to their end. None is left when this returns or raises."""
-    with _Attendance(server, manners) as attendance:
+    with _ScriptWatch(server, policy) as watch:
         for process in processes:
-            attendance.start(process)
-        while attendance.alive:
-            attendance.take_exits()
+            watch.start(process)
+        while watch.alive:
+            watch.take_exits()
             on_tick()
-            attendance.pass_on(relay)
-            attendance.look_at_the_clock()
-            attendance.look_for_silence()
-            attendance.end_what_is_due()
-    return attendance.ended()
+            watch.pass_on(forwarded)
+            watch.look_at_the_clock()
+            watch.look_for_silence()
+            watch.end_what_is_due()
+    return watch.ended()
 
 
 @dataclass
-class _Attendance:
+class _ScriptWatch:
     server: Processes
-    manners: Manners
+    policy: StopPolicy
     alive: dict[int, int] = field(default_factory=dict)  # ticket -> rank
     exits: dict[int, Exit] = field(default_factory=dict)
     stopped: frozenset[int] = frozenset()
@@ -143,17 +142,17 @@ class _Attendance:
             rank = self.alive.pop(ended.ticket)
             self.exits[rank] = ended
             if ended.code != 0 and not (self.reason or self.silent):
-                self.term_at = min(self.term_at, now + self.manners.evidence_s)
+                self.term_at = min(self.term_at, now + self.policy.evidence_s)
         codes = {rank: ended.code for rank, ended in self.exits.items()}
-        if not self.done and all(codes.get(rank) == 0 for rank in self.manners.deciding):
+        if not self.done and all(codes.get(rank) == 0 for rank in self.policy.deciding):
             self.done, self.done_at = True, now
         if self.done and not self.stopped:
-            leave = self.manners.leaving & set(self.alive.values())
-            self.term_at = self.done_at + (self.manners.grace_s if leave else LINGER_S)
+            leave = self.policy.leaving & set(self.alive.values())
+            self.term_at = self.done_at + (self.policy.grace_s if leave else LINGER_S)
 
-    def pass_on(self, relay: Relay) -> None:
+    def pass_on(self, forwarded: ForwardedSignals) -> None:
         """Give the processes the signals that came; those that ask to stop start the grace."""
-        for number in relay.take():
+        for number in forwarded.take():
             self._tell(number)
             self.passed_on.add(number)
             if number in ASK_TO_STOP:
@@ -165,11 +164,11 @@ class _Attendance:
         if elsewhere and not self.reason:
             self._tell(signal.SIGTERM)
             self._ask(elsewhere)
-        if relay.insists:
+        if forwarded.insists:
             self.kill_at = 0.0
 
     def look_at_the_clock(self) -> None:
-        if time.monotonic() >= self.manners.stop_at and not self.reason:
+        if time.monotonic() >= self.policy.stop_at and not self.reason:
             self._tell(signal.SIGTERM)
             self._ask("time limit")
 
@@ -178,7 +177,7 @@ class _Attendance:
         if not self.reason:
             self.reason = reason
             self.stopped = frozenset(self.alive.values())
-            self.term_at, self.kill_at = NEVER, time.monotonic() + self.manners.grace_s
+            self.term_at, self.kill_at = NEVER, time.monotonic() + self.policy.grace_s
 
     def look_for_silence(self) -> None:
         """If nobody has printed anything for too long, let all write their stacks and die of it.
@@ -186,13 +185,13 @@ class _Attendance:
         While nobody looked, because all was suspended, they had no time to print.
         """
         now = time.monotonic()
-        if not self.manners.silence_s or self.stopped or now < self._looked_at + LOOK_EVERY_S:
+        if not self.policy.silence_s or self.stopped or now < self._looked_at + LOOK_EVERY_S:
             return
         sizes = [_size(log) for log in self._logs]
         if sizes != self._sizes or now - self._looked_at > LOOK_EVERY_S + SUSPENDED_S:
             self._sizes, self._heard_at = sizes, now
         self._looked_at = now
-        if now - self._heard_at > self.manners.silence_s:
+        if now - self._heard_at > self.policy.silence_s:
             self.silent = True
             self.stopped = frozenset(self.alive.values())
             self._tell(signal.SIGABRT)
@@ -216,8 +215,8 @@ class _Attendance:
             if number not in MESSAGES:
                 self.server.signal(ticket, signal.SIGCONT)
 
-    def ended(self) -> Attended:
-        return Attended(
+    def ended(self) -> ScriptsEnded:
+        return ScriptsEnded(
             self.exits,
             self.stopped,
             self.reason,
@@ -235,7 +234,7 @@ class _Attendance:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """If attending itself broke, the processes are killed before the error goes on."""
+        """If supervision itself broke, the processes are killed before the error goes on."""
         with suppress(PlaceError):
             if error is not None:
                 self._tell(signal.SIGKILL)

@@ -16,7 +16,7 @@ from allranks.job.engines import trained_also_by
 from allranks.job.job import Job
 from allranks.job.place import LOCAL
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.resources import OneMachine
+from allranks.launcher.resources import LocalMachine
 from allranks.launcher.start import describe
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import TRACE_BYTES, Plan, ranks_to_check
@@ -37,7 +37,7 @@ def checked_in_scratch(
         ForkServer(preload_for(resolved.job.program, resolved.job.engine)) as server,
     ):
         try:
-            shards = describe(OneMachine(server), _here(resolved)).shards
+            shards = describe(LocalMachine(server), _here(resolved)).shards
             many, own = ranks_to_check(resolved.job.ranks, shards, given=given)
             if resolved.job.nodes > 1:
                 many = (resolved.job.ranks,)  # another number may not fit on the nodes

@@ -1,11 +1,11 @@
-"""What `allranks doctor` has found, as plain data: nodes, ways between ranks, and what to do. Frozen.
+"""What `allranks doctor` has found, as plain data: nodes, links between ranks, and what to do. Frozen.
 
 `doctor` collects it, `findings` judges it, the command line prints it. Unknown is `None`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,8 +51,8 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
-class End:
-    """A rank whose ways to others were measured, and where it stands."""
+class Endpoint:
+    """A rank whose links to others were measured: its node and address."""
 
     rank: int
     node: str
@@ -60,13 +60,21 @@ class End:
 
 
 @dataclass(frozen=True)
+class Link:
+    """From one rank to another: microseconds of a round trip, 10^6 bytes per second of a stream."""
+
+    round_trip_us: float
+    mb_per_s: float
+
+
+@dataclass(frozen=True)
 class Matrix:
-    """The ways between ranks: from the end of a row to that of a column. `None`: not measured.
+    """The links between ranks: from the end of a row to that of a column. `None`: not measured.
 
     Microseconds of a round trip, and 10^6 bytes per second of one stream.
     """
 
-    ends: tuple[End, ...]
+    ends: tuple[Endpoint, ...]
     round_trip_us: Cells
     mb_per_s: Cells
 
@@ -119,11 +127,11 @@ class Diagnosis:
         }
 
 
-def matrix_of(ends: Sequence[End], ways: dict[tuple[int, int], tuple[float, float]]) -> Matrix:
-    """The matrix of (round trip, MB/s) by (rank, rank)."""
-    cells = [[ways.get((one.rank, other.rank)) for other in ends] for one in ends]
+def matrix_of(ends: Sequence[Endpoint], links: Mapping[tuple[int, int], Link]) -> Matrix:
+    """The matrix of the links by (rank, rank)."""
+    cells = [[links.get((one.rank, other.rank)) for other in ends] for one in ends]
     return Matrix(
         tuple(ends),
-        tuple(tuple(None if cell is None else cell[0] for cell in row) for row in cells),
-        tuple(tuple(None if cell is None else cell[1] for cell in row) for row in cells),
+        tuple(tuple(None if cell is None else cell.round_trip_us for cell in row) for row in cells),
+        tuple(tuple(None if cell is None else cell.mb_per_s for cell in row) for row in cells),
     )

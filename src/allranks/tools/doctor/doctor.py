@@ -22,12 +22,12 @@ from importlib import metadata
 from pathlib import Path
 
 from allranks.errors import EXIT_DONE, EXIT_PLACE_FAILED, PlaceError, RequestError
-from allranks.job.place import HOSTS, LOCAL, SIMULATED, SLURM, place_spec
+from allranks.job.place import LOCAL
 from allranks.launcher.nodes.facts import facts
 from allranks.launcher.nodes.interfaces import Interface, interfaces
-from allranks.launcher.nodes.join import Call, Gathering, choose_addresses
+from allranks.launcher.nodes.join import Expected, JoinServer, choose_addresses
 from allranks.launcher.nodes.nodes import Node, Nodes
-from allranks.launcher.places.start_agents import Wanted, start_agents
+from allranks.launcher.places.base import AgentPlace, NodeRequest, place_of
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Processes
 from allranks.launcher.resources import shares
@@ -36,13 +36,13 @@ from allranks.tools.doctor.diagnosis import (
     MOST_IN_FULL,
     STOP,
     Diagnosis,
-    End,
+    Endpoint,
     Finding,
     NodeReport,
 )
 from allranks.tools.doctor.examination import Examination, Mark
 from allranks.tools.doctor.findings import Collected, findings, may_differ, must_be_equal
-from allranks.tools.doctor.link_matrix import measured
+from allranks.tools.doctor.link_matrix import measure_links
 from allranks.tools.doctor.probes import MODULE, Door, Lost, Probes
 
 CLOCK_TRIPS = 10
@@ -54,7 +54,7 @@ LOOPBACK = Interface("lo", "127.0.0.1")
 class Question:
     """What is to be looked at: the nodes of a run like this, and the folder of its run folder."""
 
-    wanted: Wanted
+    request: NodeRequest
     folder: Path
 
 
@@ -77,22 +77,19 @@ def diagnose(question: Question, tell: Callable[[str], None] = lambda text: None
 
     Raises `RequestError` for what cannot be asked. No process is left.
     """
-    wanted = question.wanted
-    left_s = _time_left_s()
+    request = question.request
+    left_s, asked = _time_left_s(), place_of(request.place, request.rendezvous)
     try:
-        if (
-            place_spec(wanted.place).name == SLURM
-            and Allocation.from_environment(os.environ) is None
-        ):
-            raise PlaceError(_NO_JOB)
-        with _together(wanted) as place:
+        if isinstance(asked, AgentPlace) and (why := asked.absent()):
+            raise PlaceError(why)
+        with _together(request) as place:
             diagnosis = _looked_at(question, place, left_s, tell)
             place.code = EXIT_PLACE_FAILED if diagnosis.stops else EXIT_DONE
             return diagnosis
     except PlaceError as error:
-        if place_spec(wanted.place).is_here:
+        if not isinstance(asked, AgentPlace):
             raise
-        return _this_machine_only(question, error, tell)
+        return _this_machine_only(question, asked, error, tell)
 
 
 def _looked_at(
@@ -103,7 +100,7 @@ def _looked_at(
     with Probes(place.processes, place.listener, place.key) as probes:
         probes.start({rank: place.doors[place.node_of[rank]] for rank in ranks})
         _look(place, probes, question.folder)
-        matrix = measured(probes, _ends_of(place, ranks), broken, tell)
+        matrix = measure_links(probes, _ends_of(place, ranks), broken, tell)
         lost = {place.reports[place.node_of[rank]].name: why for rank, why in probes.lost.items()}
     reports = tuple(place.reports.values())
     collected = Collected(
@@ -115,9 +112,9 @@ def _looked_at(
         broken=tuple(broken),
     )
     return Diagnosis(
-        place=question.wanted.place,
-        ranks=question.wanted.ranks,
-        asked_nodes=question.wanted.nodes,
+        place=question.request.place,
+        ranks=question.request.ranks,
+        asked_nodes=question.request.nodes,
         nodes=reports,
         matrix=matrix,
         must_be_equal=must_be_equal(reports),
@@ -127,58 +124,53 @@ def _looked_at(
 
 
 def _this_machine_only(
-    question: Question, error: PlaceError, tell: Callable[[str], None]
+    question: Question, asked: AgentPlace, error: PlaceError, tell: Callable[[str], None]
 ) -> Diagnosis:
     """The nodes did not come together: why, and what there is here."""
-    wanted = question.wanted
-    here = Wanted(LOCAL, 1, 1, wanted.meeting, wanted.program)
+    request = question.request
+    here = NodeRequest(LOCAL, 1, 1, program=request.program)
     with _together(here) as place:
-        do = _DO_ABOUT[place_spec(wanted.place).name]
-        place.problems.append(Finding(STOP, _NOT_TOGETHER, "", str(error), do))
+        place.problems.append(Finding(STOP, _NOT_TOGETHER, "", str(error), asked.advice))
         seen = _looked_at(Question(here, question.folder), place, None, tell)
     return dataclasses.replace(
-        seen, place=wanted.place, ranks=wanted.ranks, asked_nodes=wanted.nodes
+        seen, place=request.place, ranks=request.ranks, asked_nodes=request.nodes
     )
 
 
 _NOT_TOGETHER = "the nodes did not come together"
-_NO_JOB = "there is no Slurm job around this process (SLURM_JOB_ID is not set)"
-_DO_ABOUT = {
-    SIMULATED: "mend what stands here; --place local needs nothing of it",
-    SLURM: "allranks submit -- …, or start it in a batch script or under salloc",
-    HOSTS: "start every node with the same words; `ssh HOST true` must work without a password, "
-    "and the port of --rendezvous be open",
-}
 
 
 @contextmanager
-def _together(wanted: Wanted) -> Iterator[_Place]:
-    """The nodes that are wanted, or this machine, as the place of a diagnosis."""
+def _together(request: NodeRequest) -> Iterator[_Place]:
+    """The nodes that are asked for, or this machine, as the place of a diagnosis."""
+    asked = place_of(request.place, request.rendezvous)
     with ExitStack() as stack:
-        if place_spec(wanted.place).is_here:
+        if not isinstance(asked, AgentPlace):
             server = stack.enter_context(ForkServer((MODULE,)))
             listener = stack.enter_context(socket.create_server((LOOPBACK.address, 0)))
             found = {one.name: one.address for one in interfaces()}
-            own = facts(wanted.program)
+            own = facts(request.program)
             here = NodeReport(0, own.host, LOOPBACK.address, LOOPBACK.name, found, own)
             door = Door(*listener.getsockname())
             key = secrets.token_hex(32)
-            yield _Place(server, listener, key, {0: here}, [0] * wanted.ranks, {0: door})
+            yield _Place(server, listener, key, {0: here}, [0] * request.ranks, {0: door})
             return
-        started = stack.enter_context(start_agents(wanted))
-        call = Call(started.names, started.key, wanted.words, wanted.meeting.join_timeout_s)
-        come = Gathering(call, started.listener, started.check).wait_for_all()
-        nodes = Nodes(come, wanted.meeting.node_timeout_s, started.watch)
+        started = stack.enter_context(asked.start(request))
+        expected = Expected(
+            started.names, started.key, request.words, request.rendezvous.join_timeout_s
+        )
+        come = JoinServer(expected, started.listener, started.check).wait_for_all()
+        nodes = Nodes(come, request.rendezvous.node_timeout_s, started.watch)
         place: _Place | None = None
         try:
-            place = _place_of(nodes, wanted, started.listener, started.key, started.slots)
+            place = _place_of(nodes, request, started.listener, started.key, started.slots)
             yield place
         finally:
             nodes.leave(EXIT_PLACE_FAILED if place is None else place.code)
 
 
 def _place_of(
-    nodes: Nodes, wanted: Wanted, listener: socket.socket, key: str, slots: Sequence[int]
+    nodes: Nodes, request: NodeRequest, listener: socket.socket, key: str, slots: Sequence[int]
 ) -> _Place:
     """What is known of nodes that have just come; finds the addresses by which they are joined."""
     problems = []
@@ -187,7 +179,7 @@ def _place_of(
     except PlaceError as error:
         do = "open the way between the nodes, or name the network that joins them: --interface"
         problems.append(Finding(STOP, "the nodes do not reach each other", "", str(error), do))
-    counts = shares(wanted.ranks, len(nodes.nodes), slots)
+    counts = shares(request.ranks, len(nodes.nodes), slots)
     nodes.seats = tuple(
         node for node, count in zip(nodes.nodes, counts, strict=True) for _ in range(count)
     )
@@ -228,13 +220,13 @@ def _probed(place: _Place) -> list[int]:
     return ranks if len(ranks) > 1 else list(range(min(2, len(place.node_of))))
 
 
-def _ends_of(place: _Place, ranks: Sequence[int]) -> list[End]:
+def _ends_of(place: _Place, ranks: Sequence[int]) -> list[Endpoint]:
     """The ends of the ways between these ranks; none where a node has no address for the others."""
     reports = [place.reports[place.node_of[rank]] for rank in ranks]
     if any(report.address is None for report in reports):
         return []
     return [
-        End(rank, report.name, report.address or "")
+        Endpoint(rank, report.name, report.address or "")
         for rank, report in zip(ranks, reports, strict=True)
     ]
 

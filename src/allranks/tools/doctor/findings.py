@@ -32,7 +32,7 @@ class Collected:
     """What there is to judge. `needs_torch` is the range that this version of allranks is for.
 
     `time_left_s` is how long Slurm leaves the job. `lost` are nodes that could not be looked at,
-    and why, `broken` the ways that could not be measured.
+    and why, `broken` the links that could not be measured.
     """
 
     nodes: tuple[NodeReport, ...]
@@ -263,15 +263,15 @@ def _time_limit(collected: Collected) -> Iterator[Finding]:
         yield Finding(level, "time limit", "", found, do)
 
 
-def _ways(collected: Collected) -> Iterator[Finding]:
+def _links(collected: Collected) -> Iterator[Finding]:
     for line in collected.broken:
         do = "let the nodes reach each other at any TCP port (firewall), or name the network "
         yield Finding(STOP, "no way between ranks", "", line, f"{do}that joins them: --interface")
-    yield from _slow_way(collected)
+    yield from _slow_link(collected)
 
 
-def _slow_way(collected: Collected) -> Iterator[Finding]:
-    """One way between nodes that is much slower than the usual one."""
+def _slow_link(collected: Collected) -> Iterator[Finding]:
+    """One link between nodes that is much slower than the usual one."""
     if collected.matrix is None:
         return
     ends, rows = collected.matrix.ends, collected.matrix.mb_per_s
@@ -299,7 +299,7 @@ RULES: tuple[Callable[[Collected], Iterator[Finding]], ...] = (
     _unlike,
     _torch,
     _interfaces,
-    _ways,
+    _links,
     _folder,
     _shared_memory,
     _open_files,

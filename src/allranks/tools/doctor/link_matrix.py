@@ -1,4 +1,4 @@
-"""The ways between ranks, measured by their probes: pair after pair, so that none disturbs another."""
+"""Links between ranks, measured by their probes one pair at a time: none disturbs another."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from allranks.tools.doctor.diagnosis import MOST_IN_FULL, End, Matrix, matrix_of
+from allranks.tools.doctor.diagnosis import MOST_IN_FULL, Endpoint, Link, Matrix, matrix_of
 from allranks.tools.doctor.probes import Lost, Probes
 
 
-def measured(
-    probes: Probes, ends: Sequence[End], broken: list[str], tell: Callable[[str], None]
+def measure_links(
+    probes: Probes, ends: Sequence[Endpoint], failures: list[str], progress: Callable[[str], None]
 ) -> Matrix | None:
-    """The ways between these ends; `broken` gets a line for each that could not be measured."""
+    """The links between these ends; `failures` gets a line for each that could not be measured."""
     if len(ends) < 2:
         return None
     pairs = pairs_of(ends)
-    tell(f"measuring {len(pairs)} pair{'s' if len(pairs) > 1 else ''} of ranks, one by one")
-    ways: dict[tuple[int, int], tuple[float, float]] = {}
+    progress(f"measuring {len(pairs)} pair{'s' if len(pairs) > 1 else ''} of ranks, one by one")
+    links: dict[tuple[int, int], Link] = {}
     for one, other in pairs:
         try:
-            found = _way(probes, one, other)
+            found = _measure(probes, one, other)
         except Lost:
             continue
         if "problem" in found:
-            broken.append(f"{_named(one)} to {_named(other)}: {found['problem']}")
+            failures.append(f"{_named(one)} to {_named(other)}: {found['problem']}")
             continue
         trip_us = float(found["round_trip_us"])
-        ways[one.rank, other.rank] = trip_us, float(found["there_mb_s"])
-        ways[other.rank, one.rank] = trip_us, float(found["back_mb_s"])
-    return matrix_of(ends, ways)
+        links[one.rank, other.rank] = Link(trip_us, float(found["there_mb_s"]))
+        links[other.rank, one.rank] = Link(trip_us, float(found["back_mb_s"]))
+    return matrix_of(ends, links)
 
 
-def pairs_of(ends: Sequence[End]) -> list[tuple[End, End]]:
+def pairs_of(ends: Sequence[Endpoint]) -> list[tuple[Endpoint, Endpoint]]:
     """All pairs of a few ends; of many, each with the first and with its neighbour.
 
     The number of all pairs grows as the square of the nodes: a hundred would take hours.
@@ -45,8 +45,8 @@ def pairs_of(ends: Sequence[End]) -> list[tuple[End, End]]:
     return [(ends[i], ends[j]) for i, j in sorted(wanted)]
 
 
-def _way(probes: Probes, one: End, other: End) -> dict[str, Any]:
-    """The way from one to the other and back, as the probes measure it; raises `Lost`."""
+def _measure(probes: Probes, one: Endpoint, other: Endpoint) -> dict[str, Any]:
+    """The link from one to the other and back, as their probes measure it; raises `Lost`."""
     door = dict(probes.ask(other.rank, {"do": "listen", "address": other.address}))
     if "problem" in door:
         return door
@@ -58,5 +58,5 @@ def _way(probes: Probes, one: End, other: End) -> dict[str, Any]:
             probes.ask(other.rank, {"do": "stop"})
 
 
-def _named(end: End) -> str:
+def _named(end: Endpoint) -> str:
     return f"rank {end.rank} on {end.node} ({end.address})"

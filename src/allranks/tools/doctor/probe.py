@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from allranks.launcher.nodes.channel import Channel, Gone, Message, knock
+from allranks.launcher.nodes.channel import Channel, Disconnected, Message, authenticate
 from allranks.tools.doctor.examination import Mark, examine
 
 CONNECT_S = 10.0
@@ -52,7 +52,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Way:
+class LinkSpeeds:
     """Between two probes: the median round trip, and what one stream carries there and back.
 
     Microseconds, and 10^6 bytes per second; `pings` is how many round trips there were.
@@ -64,8 +64,8 @@ class Way:
     back_mb_s: float
 
 
-def measure(connection: socket.socket) -> Way:
-    """Measure the way to the one who serves the other end; takes about a second."""
+def measure(connection: socket.socket) -> LinkSpeeds:
+    """Measure the link to the process that serves the other end; takes about a second."""
     _prepare(connection)
 
     def there(count: int) -> Arrival:
@@ -78,14 +78,14 @@ def measure(connection: socket.socket) -> Way:
         return _arrival(connection, count)
 
     trips_ns = _pings(connection)
-    way = Way(
+    speeds = LinkSpeeds(
         round_trip_us=statistics.median(trips_ns) / 1e3,
         pings=len(trips_ns),
         there_mb_s=_rate(there) / 1e6,
         back_mb_s=_rate(back) / 1e6,
     )
     connection.sendall(_ORDER.pack(LEAVE, 0))
-    return way
+    return speeds
 
 
 def serve(connection: socket.socket) -> None:
@@ -204,7 +204,7 @@ class Probe:
         self._channel.send({"answer": answer})
 
     def _measure(self, message: Message) -> dict[str, Any]:
-        """The way to the probe that listens there, or what is wrong with it."""
+        """The link to the probe that listens there, or what is wrong with it."""
         try:
             where = (message["address"], message["port"])
             with socket.create_connection(where, CONNECT_S) as connection:
@@ -252,9 +252,9 @@ def main(argument: dict[str, Any]) -> int:
     connection = socket.create_connection((argument["address"], argument["port"]), CONNECT_S)
     try:
         with closing(Channel(connection)) as channel:
-            knock(channel, argument["key"].encode())
+            authenticate(channel, argument["key"].encode())
             channel.send({"rank": argument["rank"], "pid": os.getpid()})
             Probe(channel).run()
-    except Gone:  # whoever asked is gone
+    except Disconnected:  # whoever asked is gone
         return 1
     return 0

@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from allranks.errors import PlaceError
-from allranks.launcher.nodes.channel import Channel, Gone, Message, challenge, judge
+from allranks.launcher.nodes.admission import Admission
+from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait_for
 from allranks.launcher.processes.process import Process, Processes
 
 MODULE = "allranks.tools.doctor.probe"
@@ -42,13 +42,6 @@ class Door:
 
 
 @dataclass
-class _Guest:
-    channel: Channel
-    nonce: str
-    trusted: bool = False
-
-
-@dataclass
 class Probes:
     """A probe for each of some ranks. Leaving the context sends them all away."""
 
@@ -58,11 +51,12 @@ class Probes:
     lost: dict[int, str] = field(default_factory=dict)
     _channels: dict[int, Channel] = field(default_factory=dict)
     _tickets: dict[int, int] = field(default_factory=dict)  # ticket -> rank, while it runs
-    _guests: list[_Guest] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._admission = Admission(self.listener, self.key)
 
     def start(self, doors: dict[int, Door]) -> None:
         """Start a probe for each rank, and wait until they have come or are lost."""
-        self.listener.setblocking(False)
         for rank, door in doors.items():
             where = {"address": door.address, "port": door.port, "key": self.key, "rank": rank}
             process = Process(rank, f"{MODULE}:main", where, {}, Path(os.devnull))
@@ -91,7 +85,7 @@ class Probes:
             raise Lost(self.lost.get(rank, "it was not started"))
         try:
             self._channels[rank].send(message)
-        except Gone as error:
+        except Disconnected as error:
             raise self._lose(rank, str(error)) from error
 
     def hear(self, rank: int, seconds: float = ANSWER_S) -> Any:
@@ -102,7 +96,7 @@ class Probes:
             try:
                 if found := channel.receive():
                     return found[0]["answer"]
-            except Gone as error:
+            except Disconnected as error:
                 raise self._lose(rank, str(error)) from error
             self._note_exits()
             if time.monotonic() > deadline:
@@ -123,25 +117,10 @@ class Probes:
                 self.lost.setdefault(rank, why)
 
     def _admit(self) -> None:
-        """Take in who comes, if it knows the key."""
-        waiting: Sequence[Any] = [self.listener, *(guest.channel for guest in self._guests)]
-        select.select(waiting, [], [], TICK_S)
-        with suppress(BlockingIOError):
-            while True:
-                channel = Channel(self.listener.accept()[0])
-                self._guests.append(_Guest(channel, challenge(channel)))
-        for guest in list(self._guests):
-            try:
-                for message in guest.channel.receive():
-                    if guest.trusted:
-                        self._guests.remove(guest)
-                        self._channels[int(message["rank"])] = guest.channel
-                        break
-                    judge(guest.channel, self.key.encode(), guest.nonce, message)
-                    guest.trusted = True
-            except Gone:
-                self._guests.remove(guest)
-                guest.channel.close()
+        """Take in the probes that have come, if they know the key."""
+        wait_for(self._admission.ready, TICK_S)
+        for channel, message in self._admission.admit():
+            self._channels[int(message["rank"])] = channel
 
     def __enter__(self) -> Self:
         return self
@@ -156,7 +135,8 @@ class Probes:
         for rank in self.there:
             with suppress(Lost):
                 self.tell(rank, {"do": "leave"})
-        for channel in (*self._channels.values(), *(guest.channel for guest in self._guests)):
+        self._admission.close()
+        for channel in self._channels.values():
             channel.close()
         deadline, kill_at = (time.monotonic() + seconds for seconds in (LEAVE_S, LEAVE_S / 2))
         with suppress(PlaceError):  # the owner itself is gone, and its processes with it

@@ -25,7 +25,7 @@ from allranks.torch.task import Task
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.schedules import Plateau
 
-OF_TORCH_ALONE = ("collate", "blocks", "initialise")
+METHODS_OF_TORCH_TASKS = ("collate", "blocks", "initialise")
 BATCHES_BY_THEMSELVES = ("tensorflow.", "keras.")  # where tf.data and PyDataset are from
 
 
@@ -60,7 +60,7 @@ class _OnTorch(Task):
     def overrides(self, method: str) -> bool:
         if method == "regularizer" and self.is_regularized:
             return True
-        return method not in OF_TORCH_ALONE and self.own.overrides(method)
+        return method not in METHODS_OF_TORCH_TASKS and self.own.overrides(method)
 
     def model(self) -> nn.Module:
         """The model on the CPU, so that its initial weights are the same for every device."""

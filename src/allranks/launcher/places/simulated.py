@@ -1,4 +1,4 @@
-"""Simulated nodes, from the side of the head: made, joined, broken on purpose, and taken down.
+"""Nodes that are simulated on this machine: made, joined, broken on purpose, and taken down.
 
 The namespaces are made by a process of their own (`switch`), so that this one stays where it is; it
 only holds a socket that listens inside.
@@ -8,19 +8,75 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from allranks.errors import PlaceError
-from allranks.job.simulated_network import Link, Network
+from allranks.errors import PlaceError, RequestError
+from allranks.job.faults import Fault
+from allranks.job.place import rate_of
+from allranks.job.simulated_network import INSIDE, Link, Network, network_of
 from allranks.launcher.nodes.ticket import Ticket
+from allranks.launcher.places.agents import ticket_for
+from allranks.launcher.places.base import AgentPlace, NodeRequest, Started
+from allranks.launcher.plan import Seat
 from allranks.launcher.processes import leftovers
+from allranks.launcher.resources import seats_of, shares
 
 CLOSE_TIMEOUT_S = 10.0
 MESSAGE_LIMIT = 1 << 17
+
+
+class Simulated(AgentPlace):
+    """Network namespaces as nodes, joined by links that carry what was asked for."""
+
+    name = "simulated"
+    has_links = True
+    advice = "mend what stands here; --place local needs nothing of it"
+
+    def check(self, request: NodeRequest) -> None:
+        network_of(request.place, request.nodes)
+        if request.device != "cpu":
+            raise RequestError(
+                asked=f"--place {request.place} --device {request.device}",
+                found="simulated nodes",
+                why="NCCL would join the devices of one machine past the links that are simulated",
+                do="--device cpu, or --place local",
+            )
+        for fault in request.broken:
+            _link_after(fault)
+
+    def seats(self, request: NodeRequest) -> list[Seat]:
+        network = network_of(request.place, request.nodes)
+        seats = [Seat(n, network.name(n), INSIDE, machine=0) for n in range(request.nodes)]
+        return seats_of(shares(request.ranks, request.nodes), seats)
+
+    @contextmanager
+    def start(self, request: NodeRequest) -> Iterator[Started]:
+        network, key = network_of(request.place, request.nodes), secrets.token_hex(32)
+        with SimulatedNodes(network) as made:
+            host, port = made.address
+            for number in range(request.nodes):
+                made.start(number, ticket_for(request, key, (host,), port, number))
+            yield Started(
+                names=tuple(network.name(number) for number in range(request.nodes)),
+                key=key,
+                listener=made.listener,
+                check=made.check,
+                watch=made.check,
+                said=made.said,
+                break_node=made.break_node,
+            )
+
+
+def _link_after(fault: Fault) -> Link:
+    """The link of a node once the fault has happened; raises `RequestError`."""
+    return Link(rate_of(fault.link, f"--inject {fault.action}@link={fault.link}"))
 
 
 class SimulatedNodes:
@@ -94,6 +150,15 @@ class SimulatedNodes:
     def kill(self, number: int) -> None:
         """The node is gone at once, with all its processes."""
         self._ask({"do": "kill", "number": number})
+
+    def break_node(self, fault: Fault) -> None:
+        """Make a fault of `faults.ON_NODES` happen to its node."""
+        if fault.action == "kill-node":
+            self.kill(fault.node)
+        elif fault.action == "cut":
+            self.cut(fault.node)
+        else:
+            self.slow(fault.node, _link_after(fault))
 
     def check(self) -> None:
         """Raise `PlaceError` if the switch is gone."""

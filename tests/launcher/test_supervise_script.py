@@ -11,7 +11,12 @@ import pytest
 
 from allranks.launcher.heartbeat import Pulses
 from allranks.launcher.processes.process import Exit, Process, Stand
-from allranks.launcher.scripts.supervise import Attended, Manners, Relay, attend
+from allranks.launcher.scripts.supervise import (
+    ForwardedSignals,
+    ScriptsEnded,
+    StopPolicy,
+    supervise_script,
+)
 from allranks.launcher.supervisor import Care, supervise
 
 LONG_S = 1e6
@@ -66,16 +71,16 @@ class Fake:
 
 
 def attended(
-    server: Fake, tick: Callable[[], None] = lambda: None, ranks: int = 3, **manners: Any
-) -> Attended:
-    manners = {
+    server: Fake, tick: Callable[[], None] = lambda: None, ranks: int = 3, **policy: Any
+) -> ScriptsEnded:
+    policy = {
         "deciding": frozenset(range(ranks)),
         "leaving": frozenset(),
         "grace_s": 0.0,
-    } | manners
-    given = Manners(**manners)
+    } | policy
+    given = StopPolicy(**policy)
     processes = [Process(rank, "", None, {}, Path("nowhere")) for rank in range(ranks)]
-    return attend(server, processes, given, Relay(), tick)
+    return supervise_script(server, processes, given, ForwardedSignals(), tick)
 
 
 def test_after_the_first_fault_the_cause_has_time_to_show() -> None:

@@ -15,10 +15,16 @@ import pytest
 
 from allranks.errors import PlaceError, RequestError
 from allranks.launcher.nodes.agent import serve
-from allranks.launcher.nodes.channel import LARGEST_FROM_STRANGERS, Channel, Gone, Refused, knock
+from allranks.launcher.nodes.channel import (
+    LARGEST_FROM_STRANGERS,
+    Channel,
+    Disconnected,
+    Refused,
+    authenticate,
+)
 from allranks.launcher.nodes.facts import Facts, differences, facts
 from allranks.launcher.nodes.interfaces import Doorbell, Ringing, candidates
-from allranks.launcher.nodes.join import Call, Gathering, preflight
+from allranks.launcher.nodes.join import Expected, JoinServer, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.nodes.ticket import Ticket
 
@@ -52,7 +58,7 @@ class Comer(threading.Thread):
 
 def gather(listener: socket.socket, nodes: int, seconds: float = 20.0, words: Any = ()) -> Any:
     names = tuple(f"node {number}" for number in range(nodes))
-    return Gathering(Call(names, KEY, words, seconds), listener).wait_for_all()
+    return JoinServer(Expected(names, KEY, words, seconds), listener).wait_for_all()
 
 
 @pytest.fixture(autouse=True)
@@ -91,14 +97,14 @@ def test_who_waits_for_a_late_one_does_not_lose_patience(listener: socket.socket
 @pytest.mark.slow
 def test_a_node_of_another_version_is_turned_away_by_name(listener: socket.socket) -> None:
     with closing(Channel(socket.create_connection(listener.getsockname()))) as other:
-        thread = threading.Thread(target=lambda: knock(other, KEY.encode()))
+        thread = threading.Thread(target=lambda: authenticate(other, KEY.encode()))
         thread.start()
         names = ("node 0",)
-        gathering = Gathering(Call(names, KEY, (), 5.0), listener)
+        server = JoinServer(Expected(names, KEY, (), 5.0), listener)
         sender = threading.Timer(1.0, lambda: other.send({"joins": 0, "facts": {"host": "old"}}))
         sender.start()
         with pytest.raises(PlaceError, match="turned away: a node: it runs another version"):
-            gathering.wait_for_all()
+            server.wait_for_all()
         thread.join()
         sender.join()
 
@@ -122,7 +128,7 @@ def test_a_node_does_not_trust_whoever_listens(listener: socket.socket) -> None:
     def come() -> None:
         with closing(Channel(socket.create_connection(listener.getsockname()))) as channel:
             try:
-                knock(channel, KEY.encode())
+                authenticate(channel, KEY.encode())
             except Refused as error:
                 problems.append(str(error))
 
@@ -199,7 +205,7 @@ def test_a_place_is_free_again_when_its_node_has_gone(listener: socket.socket) -
     thread = threading.Thread(target=lambda: found.append(gather(listener, 2)))
     thread.start()
     with closing(Channel(socket.create_connection(listener.getsockname()))) as first:
-        knock(first, KEY.encode())
+        authenticate(first, KEY.encode())
         told = {"joins": 0, "facts": facts().to_data(), "interfaces": [], "words": []}
         first.send({**told, "doorbell": [1, ""], "clock": time.monotonic()})
         time.sleep(0.5)
@@ -312,5 +318,5 @@ def test_a_node_that_breaks_off_is_lost_and_says_why(listener: socket.socket) ->
     ]
     with pytest.raises(PlaceError, match="is lost: it closed its connection"):
         nodes.ask(node, {"do": "listen"})
-    with pytest.raises(Gone):
+    with pytest.raises(Disconnected):
         node.channel.send({})

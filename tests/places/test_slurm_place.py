@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from allranks.launcher.attempts import Attempts
-from allranks.launcher.nodes.rendezvous import Meeting
-from allranks.launcher.places import start_agents
-from allranks.launcher.places.start_agents import Wanted
+from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.places import slurm
+from allranks.launcher.places.agents import AGENT
+from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.slurm.allocation import Allocation
 from allranks.launcher.supervisor import COMMIT_S
 
@@ -28,9 +29,9 @@ def allocation(**more: str) -> Allocation:
 
 
 def test_the_end_that_the_job_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_agents, "end_time_of", lambda job: pytest.fail("nobody is asked"))
+    monkeypatch.setattr(slurm, "end_time_of", lambda job: pytest.fail("nobody is asked"))
     job = allocation(SLURM_JOB_END_TIME=str(int(time.time()) + 3600))
-    assert start_agents._end_of(job) - time.monotonic() == pytest.approx(3600, abs=SOON_S)
+    assert slurm._end_of(job) - time.monotonic() == pytest.approx(3600, abs=SOON_S)
 
 
 def test_an_older_slurm_is_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,14 +41,14 @@ def test_an_older_slurm_is_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None
         asked.append(job)
         return time.time() + 600
 
-    monkeypatch.setattr(start_agents, "end_time_of", end_time_of)
-    assert start_agents._end_of(allocation()) - time.monotonic() == pytest.approx(600, abs=SOON_S)
+    monkeypatch.setattr(slurm, "end_time_of", end_time_of)
+    assert slurm._end_of(allocation()) - time.monotonic() == pytest.approx(600, abs=SOON_S)
     assert asked == [4711]
 
 
 def test_a_job_without_a_limit_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_agents, "end_time_of", lambda job: None)
-    assert start_agents._end_of(allocation()) == float("inf")
+    monkeypatch.setattr(slurm, "end_time_of", lambda job: None)
+    assert slurm._end_of(allocation()) == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -65,17 +66,17 @@ def test_a_job_stops_in_time_before_its_nodes_are_taken_away(
     limit_s: float | None, left_s: float | None, stops_in_s: float, tmp_path: Path
 ) -> None:
     now = time.monotonic()
-    ground: Any = SimpleNamespace(ends_at=float("inf") if left_s is None else now + left_s)
+    resources: Any = SimpleNamespace(ends_at=float("inf") if left_s is None else now + left_s)
     plan: Any = SimpleNamespace(job=SimpleNamespace(time_limit=limit_s))
     nothing: Any = None
     folder: Any = SimpleNamespace(path=tmp_path, events=None)
-    attempts = Attempts(ground, plan, folder, nothing, lambda: None, now)
+    attempts = Attempts(resources, plan, folder, nothing, lambda: None, now)
     assert attempts._stop_at() - now == pytest.approx(stops_in_s, abs=SOON_S)
 
 
 def srun(per_rank: bool, tasks: int, job: Allocation) -> list[str]:
-    wanted = Wanted("slurm", 2, 4, Meeting(per_rank=per_rank))
-    return start_agents._srun(job, wanted, tasks)
+    request = NodeRequest("slurm", 2, 4, Rendezvous(per_rank=per_rank))
+    return slurm._srun(job, request, tasks)
 
 
 def test_the_whole_step_of_an_agent_for_every_node_and_for_every_rank(
@@ -86,7 +87,7 @@ def test_the_whole_step_of_an_agent_for_every_node_and_for_every_rank(
     job = allocation(SLURM_TASKS_PER_NODE="2(x2)", SLURM_CPUS_PER_TASK="7")
     first = ["srun", "--nodes=2"]
     always = ["--kill-on-bad-exit=0", "--no-kill", "--export=ALL", "--unbuffered"]
-    last = ["apptainer", "exec", "a b.sif", sys.executable, *start_agents.AGENT]
+    last = ["apptainer", "exec", "a b.sif", sys.executable, *AGENT]
     assert srun(True, 4, job) == [
         *(*first, "--ntasks=4", *always, "--distribution=block"),
         *("--cpus-per-task=7", *last),

@@ -1,0 +1,123 @@
+"""Agents on their way to nodes: the commands that bring them, and the socket that they come to.
+
+What an agent must know goes to its standard input, so that no list of processes shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from typing import IO
+
+from allranks.errors import PlaceError
+from allranks.launcher.nodes.interfaces import candidates
+from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.nodes.ticket import Ticket
+from allranks.launcher.places.base import NodeRequest
+from allranks.launcher.processes import leftovers
+
+END_TIMEOUT_S = 5.0
+LAST_WORDS = 2000
+AGENT = ("-P", "-m", "allranks.launcher.nodes.agent")
+
+
+def ticket_for(
+    request: NodeRequest, key: str, addresses: tuple[str, ...], port: int, node: int
+) -> Ticket:
+    """What the agent of this node must know to come to the head at one of these addresses."""
+    rendezvous = request.rendezvous
+    return Ticket(
+        addresses=addresses,
+        port=port,
+        key=key,
+        node=node,
+        words=request.words,
+        program=request.program,
+        interface=rendezvous.interface,
+        join_timeout_s=rendezvous.join_timeout_s,
+        node_timeout_s=rendezvous.node_timeout_s,
+    )
+
+
+def listen_to_all(
+    stack: ExitStack, rendezvous: Rendezvous
+) -> tuple[socket.socket, tuple[str, ...]]:
+    """A socket for agents of other machines, and the addresses at which they may find it.
+
+    It listens at one address with --interface, and where there is only one; else at all, since it
+    is not known yet which of them the nodes reach. Nobody is told anything without the key.
+    """
+    own = candidates("", rendezvous.interface)
+    addresses = tuple(one.address for one in own) or ("127.0.0.1",)
+    at = addresses[0] if len(addresses) == 1 else ""
+    listener = stack.enter_context(socket.create_server((at, 0), backlog=1024))
+    return listener, addresses
+
+
+class Agents:
+    """Commands that bring an agent to its node; what they say is kept for the case of failure."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[str, subprocess.Popen[bytes], IO[bytes]]] = []
+
+    def start(
+        self, name: str, command: list[str], ticket: Ticket, without: Sequence[str] = ()
+    ) -> None:
+        """Start it, in this environment but for the variables `without`."""
+        output = tempfile.TemporaryFile()
+        mark = f"{leftovers.owner()}/agents"
+        inherited = {name: v for name, v in os.environ.items() if name not in without}
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**inherited, leftovers.VARIABLE: mark},
+        )
+        assert process.stdin is not None
+        self._all.append((name, process, output))
+        with closing(process.stdin) as pipe:
+            pipe.write(ticket.to_line().encode())
+
+    def check(self) -> None:
+        """Raise `PlaceError` if one has ended before its agent came."""
+        for name, process, output in self._all:
+            if process.poll() is not None:
+                output.seek(0)
+                said = output.read().decode(errors="replace").strip()
+                raise PlaceError(
+                    f"{name} could not be started: its command "
+                    f"ended with code {process.returncode}\n{said}".rstrip()
+                )
+
+    def said(self, number: int) -> str:
+        """What the command that brought this agent has printed, the end of it."""
+        if number >= len(self._all):
+            return ""
+        output = self._all[number][2]
+        output.seek(0)
+        return output.read().decode(errors="replace")[-LAST_WORDS:]
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """They end by themselves when the head lets them go; one that does not is killed."""
+        for _name, process, output in self._all:
+            if error[0] is not None:  # who has not come yet goes on looking for the head
+                process.terminate()
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                try:
+                    process.wait(END_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            output.close()

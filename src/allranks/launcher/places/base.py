@@ -1,0 +1,194 @@
+"""What a place is: where the ranks of a job run, and how they come there. One file per place.
+
+`catalog.PLACES` names the class of each: a new place is a file and a line there. What a caller has
+to know of a place stands on its class, so nobody compares names.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from allranks.catalog import BY_HAND, PLACES, load
+from allranks.errors import RequestError
+from allranks.job import faults
+from allranks.job.job import Job
+from allranks.job.place import place_spec
+from allranks.launcher.nodes.rendezvous import Rendezvous, check_parts
+from allranks.launcher.plan import Seat
+from allranks.launcher.resources import seats_of, shares
+from allranks.launcher.scripts.topology import Host
+
+NAMED = "hosts"
+
+
+@dataclass(frozen=True)
+class NodeRequest:
+    """Which nodes, and what for. `program` and `words` are compared between them.
+
+    `shared` is a folder that all must see, `modules` is what their fork servers import. `ranks` are
+    shared out over the nodes, in order. `broken` are the faults that are to happen to nodes.
+    """
+
+    place: str
+    nodes: int
+    ranks: int
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    program: str = ""
+    words: tuple[str, ...] = ()
+    shared: Path | None = None
+    modules: tuple[str, ...] = ()
+    device: str = "cpu"
+    broken: tuple[faults.Fault, ...] = ()
+
+
+@dataclass(frozen=True)
+class Started:
+    """Agents on their way: what they are called, what they must know, where they come to.
+
+    `check` raises `PlaceError` if one of them will not come, `watch` if what holds the nodes has
+    failed. `slots` are the ranks that fit on each node, where that is known. At `ends_at` (monotonic)
+    a scheduler takes the nodes away. `said(number)` is what the agent of a node has printed.
+    `break_node` makes a fault happen, where nodes can be broken on purpose.
+    """
+
+    names: tuple[str, ...]
+    key: str
+    listener: socket.socket
+    check: Callable[[], None] = lambda: None
+    watch: Callable[[], None] = lambda: None
+    slots: tuple[int, ...] = ()
+    ends_at: float = float("inf")
+    said: Callable[[int], str] = lambda number: ""
+    break_node: Callable[[faults.Fault], None] | None = None
+
+
+class Place(ABC):
+    """Where ranks run. It has no state: all that differs from job to job is in the request.
+
+    `is_default`: the place of a job that names none; it gives way to nodes that the user names.
+    `has_links`: its links can be chosen as options, and its nodes broken on purpose. `lends_nodes`:
+    a run that is resumed finds other nodes there. `starts_ranks`: a scheduler can start a task for
+    every rank (`--per-rank`).
+    """
+
+    name: ClassVar[str]
+    is_default: ClassVar[bool] = False
+    has_links: ClassVar[bool] = False
+    lends_nodes: ClassVar[bool] = False
+    starts_ranks: ClassVar[bool] = False
+
+    @abstractmethod
+    def check(self, request: NodeRequest) -> None:
+        """Raise `RequestError` for what cannot be here. It looks at nothing but the request."""
+
+    @abstractmethod
+    def seats(self, request: NodeRequest) -> list[Seat]:
+        """Where every rank would run, as far as it can be told before the nodes are there.
+
+        None where all ranks are beside each other on this machine.
+        """
+
+
+class AgentPlace(Place):
+    """A place with nodes, on each of which an agent owns the ranks.
+
+    `advice` is what doctor says where the nodes do not come together.
+    """
+
+    advice: ClassVar[str]
+
+    @abstractmethod
+    def start(self, request: NodeRequest) -> AbstractContextManager[Started]:
+        """The agents of all nodes that are asked for; what was started ends with the context.
+
+        It opens the socket at which the head listens. Raises `RequestError` or `PlaceError`.
+        """
+
+    def absent(self) -> str:
+        """Why there is no such place around this process; "" where that is not known before."""
+        return ""
+
+
+def place_of(text: str, rendezvous: Rendezvous | None = None) -> Place:
+    """The place that a text names; raises `RequestError` for one that is not known."""
+    name = place_spec(text).name
+    path = BY_HAND if rendezvous is not None and rendezvous.by_hand else PLACES[name]
+    place: Place = load(path)()
+    return place
+
+
+def check_job(job: Job) -> None:
+    """Raise `RequestError` for a job that cannot be where it is to run. Purely."""
+    broken = tuple(f for f in faults.parse(job.inject) if f.action in faults.ON_NODES)
+    check_request(NodeRequest(job.place, job.nodes, job.ranks, device=job.device, broken=broken))
+
+
+def check_request(request: NodeRequest) -> None:
+    """Raise `RequestError` for what cannot be at any place, or not at this one. Purely."""
+    place = place_of(request.place, request.rendezvous)
+    place.check(request)
+    if request.ranks < request.nodes:
+        raise RequestError(
+            asked=f"--ranks {request.ranks} --nodes {request.nodes}",
+            found=f"{request.ranks} ranks, over all nodes",
+            why="a node without a rank has nothing to do",
+            do=f"--ranks {request.nodes} or more, or fewer nodes",
+        )
+    for fault in request.broken:
+        if not place.has_links or not 0 <= fault.node < request.nodes:
+            raise RequestError(
+                asked=f"--inject {fault.action}@node={fault.node}",
+                found=f"--place {request.place} --nodes {request.nodes}",
+                why="only nodes that are simulated can be broken on purpose",
+                do="--place simulated --nodes 2, and a node below that number",
+            )
+
+
+def chosen_place(asked: str, rendezvous: Rendezvous, nodes: int) -> str:
+    """The place that is asked for, or that of the nodes which the user names.
+
+    Raises `RequestError` if the rendezvous does not fit itself, or the place.
+    """
+    check_parts(rendezvous, nodes)
+    place = place_of(asked)
+    if rendezvous.names_nodes and not place.is_default:
+        raise RequestError(
+            asked=f"--place {asked} with --rendezvous or --hosts",
+            found="a place that knows its nodes",
+            why="simulated nodes are made here, and those of Slurm are given by Slurm",
+            do="leave --place out, or leave the others out",
+        )
+    chosen = NAMED if rendezvous.names_nodes else asked
+    if rendezvous.names_nodes:
+        place_of(chosen, rendezvous).check(NodeRequest(chosen, nodes, nodes, rendezvous))
+    if rendezvous.per_rank and not place.starts_ranks:
+        raise RequestError(
+            asked=f"--per-rank --place {asked}",
+            found="no Slurm that would start the ranks",
+            why="with it Slurm starts a task for every rank, in place of one for every node",
+            do="--place slurm, or leave --per-rank out",
+        )
+    return chosen
+
+
+def seats_on(request: NodeRequest, names: Sequence[str], slots: Sequence[int] = ()) -> list[Seat]:
+    """A seat for every rank on nodes of these names, each of which is a machine of its own."""
+    interface = request.rendezvous.interface or "?"
+    seats = [Seat(number, name, interface, number) for number, name in enumerate(names)]
+    return seats_of(shares(request.ranks, request.nodes, slots), seats)
+
+
+def foreseen_hosts(seats: Sequence[Seat]) -> tuple[Host, ...]:
+    """The table of nodes that are not there yet: names for addresses, numbers that are no ports."""
+    found: dict[str, Host] = {}
+    for seat in seats:
+        before = found[seat.host].processes if seat.host in found else 0
+        ports = tuple(range(1, before + 3))
+        found[seat.host] = Host(seat.host, seat.host, seat.interface, before + 1, ports)
+    return tuple(found.values())

@@ -1,0 +1,112 @@
+"""Nodes of the Slurm job around this process: srun starts an agent on each, or one for every rank."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from allranks.errors import PlaceError, RequestError
+from allranks.launcher.places.agents import AGENT, Agents, listen_to_all, ticket_for
+from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, seats_on
+from allranks.launcher.plan import Seat
+from allranks.launcher.slurm.allocation import Allocation
+from allranks.launcher.slurm.commands import end_time_of
+
+CONTAINER = "ALLRANKS_INSIDE"
+VARIABLES_NOT_FOR_SRUN = (  # what a batch script was given for its ranks, and srun would give to each agent
+    *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS"),
+    *("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION"),
+    *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE"),
+    *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU"),
+)
+
+
+class SlurmJob(AgentPlace):
+    """The nodes that Slurm has given to the job."""
+
+    name = "slurm"
+    lends_nodes = True
+    starts_ranks = True
+    advice = "allranks submit -- …, or start it in a batch script or under salloc"
+
+    def check(self, request: NodeRequest) -> None:
+        """Nothing is refused before the job of Slurm is there."""
+
+    def seats(self, request: NodeRequest) -> list[Seat]:
+        job = _allocation(request)
+        return seats_on(request, job.nodes[: request.nodes], job.tasks_per_node)
+
+    def absent(self) -> str:
+        if Allocation.from_environment(os.environ) is not None:
+            return ""
+        return "there is no Slurm job around this process (SLURM_JOB_ID is not set)"
+
+    @contextmanager
+    def start(self, request: NodeRequest) -> Iterator[Started]:
+        """One step of srun, with a task for every node (or for every rank), each an agent."""
+        job, key, per_rank = (
+            _allocation(request),
+            secrets.token_hex(32),
+            request.rendezvous.per_rank,
+        )
+        if shutil.which("srun") is None:
+            raise PlaceError(
+                "--place slurm needs the command srun, and there is none here: in a container?"
+            )
+        with ExitStack() as stack:
+            listener, addresses = listen_to_all(stack, request.rendezvous)
+            agents = stack.enter_context(Agents())
+            tasks = request.ranks if per_rank else request.nodes
+            ticket = ticket_for(request, key, addresses, listener.getsockname()[1], 0).for_task()
+            words = _srun(job, request, tasks)
+            agents.start("srun", words, ticket, without=VARIABLES_NOT_FOR_SRUN)
+            names = job.nodes[: request.nodes]
+            if per_rank:
+                names = tuple(f"task {number}" for number in range(tasks))
+            slots, end = job.tasks_per_node, _end_of(job)
+            yield Started(names, key, listener, agents.check, slots=slots, ends_at=end)
+
+
+def _allocation(request: NodeRequest) -> Allocation:
+    """What Slurm has given; raises `RequestError` if it is nothing, or less than is request."""
+    job = Allocation.from_environment(os.environ)
+    if job is None:
+        raise RequestError(
+            asked="--place slurm",
+            found="no Slurm job around this process (SLURM_JOB_ID is not set)",
+            why="the nodes are those that Slurm has given to the job",
+            do="`allranks submit -- train …`, or start it in a batch script or under salloc",
+        )
+    if request.nodes > len(job.nodes):
+        raise RequestError(
+            asked=f"--nodes {request.nodes}",
+            found=f"job {job.job_id} has {len(job.nodes)} nodes: {', '.join(job.nodes)}",
+            why="a job gets no more nodes than Slurm has given to it",
+            do=f"--nodes {len(job.nodes)}, or submit it again with --nodes={request.nodes}",
+        )
+    return job
+
+
+def _end_of(job: Allocation) -> float:
+    """When Slurm ends the job, on the monotonic clock; infinite if it has no limit."""
+    end_s = job.end_time_s if job.end_time_s is not None else end_time_of(job.job_id)
+    return float("inf") if end_s is None else time.monotonic() + end_s - time.time()
+
+
+def _srun(job: Allocation, request: NodeRequest, tasks: int) -> list[str]:
+    """A step that holds all that the job was given, and that outlives one of its nodes."""
+    words = ["srun", f"--nodes={request.nodes}", f"--ntasks={tasks}", "--kill-on-bad-exit=0"]
+    words += ["--no-kill", "--export=ALL", "--unbuffered", "--distribution=block"]
+    if not request.rendezvous.per_rank:
+        words += ["--ntasks-per-node=1", "--cpu-bind=none", "--mem=0", "--overlap"]
+    if job.cpus_per_task is not None and len(set(job.tasks_per_node)) == 1:
+        tasks_of_an_agent = 1 if request.rendezvous.per_rank else max(job.tasks_per_node)
+        words.append(f"--cpus-per-task={job.cpus_per_task * tasks_of_an_agent}")
+    inside = shlex.split(os.environ.get(CONTAINER, ""))  # a container that this head is in too
+    return [*words, *inside, sys.executable, *AGENT]
