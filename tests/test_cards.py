@@ -123,7 +123,7 @@ def test_what_a_strategy_cannot_do_is_refused(
 
 def test_a_job_has_its_strategy_as_a_value() -> None:
     spec = Job(strategy="ddp:bucket_mb=1,reduce=tree", ranks=3).strategy_spec
-    assert (spec.name, spec.crew.size, spec.devices_of_a_rank) == ("ddp", 3, 1)
+    assert (spec.name, spec.process_set.size, spec.devices_of_a_rank) == ("ddp", 3, 1)
     assert spec.options == {"reduce": "tree", "bucket_mb": 1.0}
     assert spec.adds_shards and not Job(strategy="ddp").strategy_spec.adds_shards
     assert not Job(strategy="single").strategy_spec.adds_shards

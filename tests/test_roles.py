@@ -19,16 +19,16 @@ ALL = "parameter-server:servers=2,evaluator=yes"
 
 @pytest.mark.parametrize("name", sorted(set(CARDS) - {"parameter-server"}))
 def test_other_strategies_have_trainers_alone(name: str) -> None:
-    crew = strategy_spec(name, 3).crew
-    assert crew.are_all_trainers and crew.size == 3 and not crew.servants
-    assert [crew.name_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
-    assert not any(crew.goes_on_without(rank, {0, 1, 2}) for rank in range(3))
+    process_set = strategy_spec(name, 3).process_set
+    assert process_set.are_all_trainers and process_set.size == 3 and not process_set.helpers
+    assert [process_set.name_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
+    assert not any(process_set.survives_loss_of(rank, {0, 1, 2}) for rank in range(3))
 
 
 def test_a_job_with_servers_has_all_roles_in_one_order() -> None:
-    crew = strategy_spec(ALL, 2).crew
-    assert str(crew) == "1 chief, 2 workers, 2 servers, 1 evaluator"
-    assert [crew.name_of(rank) for rank in range(crew.size)] == [
+    process_set = strategy_spec(ALL, 2).process_set
+    assert str(process_set) == "1 chief, 2 workers, 2 servers, 1 evaluator"
+    assert [process_set.name_of(rank) for rank in range(process_set.size)] == [
         "chief (rank 0)",
         "worker 0 (rank 1)",
         "worker 1 (rank 2)",
@@ -36,17 +36,17 @@ def test_a_job_with_servers_has_all_roles_in_one_order() -> None:
         "server 1 (rank 4)",
         "evaluator (rank 5)",
     ]
-    assert crew.servants == {1, 2, 3, 4}
-    assert strategy_spec("parameter-server", 1).crew.size == 3
+    assert process_set.helpers == {1, 2, 3, 4}
+    assert strategy_spec("parameter-server", 1).process_set.size == 3
 
 
 def test_a_worker_is_spared_while_another_is_left_and_a_server_never() -> None:
-    crew = strategy_spec(ALL, 2).crew
-    everyone = set(range(crew.size))
-    assert [crew.goes_on_without(rank, everyone - {rank}) for rank in range(crew.size)] == [
-        *(False, True, True, False, False, True)
-    ]
-    assert not crew.goes_on_without(2, everyone - {1, 2}), "it was the last"
+    process_set = strategy_spec(ALL, 2).process_set
+    everyone = set(range(process_set.size))
+    assert [
+        process_set.survives_loss_of(rank, everyone - {rank}) for rank in range(process_set.size)
+    ] == [*(False, True, True, False, False, True)]
+    assert not process_set.survives_loss_of(2, everyone - {1, 2}), "it was the last"
 
 
 def test_on_several_nodes_the_others_are_where_the_first_worker_is() -> None:

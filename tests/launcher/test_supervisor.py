@@ -166,7 +166,7 @@ def test_one_that_can_be_spared_stops_nobody_and_servants_end_with_their_leader(
             ended_well=lambda rank: rank == 0,
             may_lose=lambda rank, left: rank == 1 and left == {0, 2},
             on_lost=on_lost,
-            servants=frozenset({1, 2}),
+            helpers=frozenset({1, 2}),
         )
         targets = ("ends_when_told", "is_killed", "waits")
         ended = supervise(ranks_server, processes(tmp_path, *targets), care=care)
@@ -180,13 +180,13 @@ def test_one_that_can_be_spared_stops_nobody_and_servants_end_with_their_leader(
 def test_the_last_of_its_role_is_a_fault_that_is_called_by_its_name(
     ranks_server: ForkServer, tmp_path: Path
 ) -> None:
-    crew = strategy_spec("parameter-server", 1).crew
+    process_set = strategy_spec("parameter-server", 1).process_set
     named = [
-        dataclasses.replace(process, name=crew.name_of(process.rank))
+        dataclasses.replace(process, name=process_set.name_of(process.rank))
         for process in processes(tmp_path, "waits", "is_killed", "waits")
     ]
     with closing(Pulses(3)) as pulses:
-        care = Care(pulses, may_lose=crew.goes_on_without, servants=crew.servants)
+        care = Care(pulses, may_lose=process_set.survives_loss_of, helpers=process_set.helpers)
         ended = supervise(ranks_server, named, care=care)
     assert ended.spared == frozenset() and ended.stopped == {0, 2}
     (tmp_path / "logs").mkdir()
@@ -251,7 +251,7 @@ def test_a_leader_that_leaves_without_a_word_leaves_no_servants(
 ) -> None:
     write_pid(str(tmp_path), "go", 0)
     with closing(Pulses(2)) as pulses:
-        care = Care(pulses, servants=frozenset({1}))
+        care = Care(pulses, helpers=frozenset({1}))
         ended = supervise(ranks_server, processes(tmp_path, "ends_when_told", "waits"), care=care)
     assert codes(ended) == {0: 0, 1: -signal.SIGKILL}
     fault = first_fault(ended, tmp_path, must_say_so=True)

@@ -15,7 +15,7 @@ from allranks.job.engines import trained_also_by
 from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PRECISIONS, WITNESS, Job
 from allranks.job.loss_scale import loss_scale_of
 from allranks.strategies.resolve import resolved_strategy
-from allranks.strategies.roles import Crew
+from allranks.strategies.roles import ProcessSet
 
 LEAST = {  # of each number: the bound, and whether it is allowed itself
     **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
@@ -51,7 +51,7 @@ def checked(job: Job) -> Job:
     _check_course(job)
     spec = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
     _check_devices(job, spec.devices_of_a_rank)
-    _check_roles(job, spec.crew)
+    _check_roles(job, spec.process_set)
     return dataclasses.replace(job, strategy=str(spec))
 
 
@@ -174,9 +174,9 @@ def check_engine(job: Job) -> None:
         )
 
 
-def _check_roles(job: Job, crew: Crew) -> None:
+def _check_roles(job: Job, process_set: ProcessSet) -> None:
     """What cannot be where the processes of a job have roles, and work in their own time."""
-    if crew.are_all_trainers:
+    if process_set.are_all_trainers:
         return
     at_once = "workers make several steps at once"
     alike = f"leave it out, or --strategy {ENGINES[job.engine].many}"
@@ -194,7 +194,7 @@ def _check_roles(job: Job, crew: Crew) -> None:
             alike,
         ),
         (
-            job.checkpoint_every is None and crew.has("evaluator"),
+            job.checkpoint_every is None and process_set.has("evaluator"),
             "no --checkpoint-every",
             "the evaluator judges checkpoints, and there would be none",
             "give --checkpoint-every, or leave the evaluator out",
@@ -203,7 +203,7 @@ def _check_roles(job: Job, crew: Crew) -> None:
     for is_asked, asked, why, do in refused:
         if is_asked:
             asked = f"--strategy {job.strategy} with {asked}"
-            raise RequestError(asked=asked, found=str(crew), why=why, do=do)
+            raise RequestError(asked=asked, found=str(process_set), why=why, do=do)
 
 
 def _check_course(job: Job) -> None:

@@ -123,16 +123,18 @@ class Attempts:
 
     def _try(self, target: str, attempt: int, pulses: Pulses) -> Ended:
         """Start all ranks, and watch them until all are gone."""
-        job, crew = self.plan.job, self.plan.crew
+        job, process_set = self.plan.job, self.plan.process_set
         care = Care(
             pulses,
             job.hang_timeout,
             self._stop_at(),
             self.resources.evidence_s,
             lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
-            lambda rank, left: pulses.read()[LEADER].step >= 0 and crew.goes_on_without(rank, left),
+            lambda rank, left: (
+                pulses.read()[LEADER].step >= 0 and process_set.survives_loss_of(rank, left)
+            ),
             self._record_lost,
-            crew.servants,
+            process_set.helpers,
         )
         hosts = [rank.host for rank in self.plan.ranks]
         stragglers = Stragglers(pulses, self.folder.events, hosts)
@@ -185,7 +187,7 @@ class Attempts:
         log = rank_log_path(self.folder.path, world.rank)
         environment = {**rank.environment, **world.variables()}
         argument = self.plan.job.to_data()
-        name = self.plan.crew.name_of(world.rank)
+        name = self.plan.process_set.name_of(world.rank)
         return Process(world.rank, target, argument, environment, log, hosts_store, name)
 
     def _summary(self, attempt: int) -> dict[str, Any] | None:
@@ -254,7 +256,7 @@ class Attempts:
         self.folder.events.event(
             "worker_lost",
             rank=rank,
-            who=self.plan.crew.name_of(rank),
+            who=self.plan.process_set.name_of(rank),
             exit=exit_.code,
             cause=exit_.lost or cause_of(fault),
             last_words=last_words(log).text,

@@ -20,7 +20,7 @@ from allranks.job.job_file import redacted
 from allranks.job.limits import devices_of
 from allranks.launcher.world import Visible, World
 from allranks.strategies.mesh import DATA
-from allranks.strategies.roles import Crew
+from allranks.strategies.roles import ProcessSet
 from allranks.strategies.shards import busy_fraction
 
 
@@ -65,9 +65,9 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
-    def crew(self) -> Crew:
+    def process_set(self) -> ProcessSet:
         """What the processes are to each other."""
-        return self.job.strategy_spec.crew
+        return self.job.strategy_spec.process_set
 
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data, for `--dry-run --json`; without secrets."""
@@ -82,7 +82,7 @@ class Plan:
         for rank in self.ranks:
             variables = " ".join(f"{k}={v}" for k, v in rank.environment.items())
             where = f" on {rank.host}" if rank.host and self.job.nodes > 1 else ""
-            lines += ["", f"{self.crew.name_of(rank.world.rank)}{where}: {variables}"]
+            lines += ["", f"{self.process_set.name_of(rank.world.rank)}{where}: {variables}"]
         lines += ["", *(f"note: {note}" for note in self.notes)]
         return "\n".join(printable(line) for line in lines)
 
@@ -98,25 +98,25 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
     them, where they meet is known only when an attempt begins. Of the devices that are `visible`, ranks see
     those that the job names; local rank r uses the r-th of them.
     """
-    crew = job.strategy_spec.crew
-    notes = _notes(job, shape) if crew.are_all_trainers else (f"processes: {crew}",)
-    store = str(Path(job.run_dir) / STORE) if crew.size > 1 and not seats else ""
-    seats = seats or [Seat()] * crew.size
+    process_set = job.strategy_spec.process_set
+    notes = _notes(job, shape) if process_set.are_all_trainers else (f"processes: {process_set}",)
+    store = str(Path(job.run_dir) / STORE) if process_set.size > 1 and not seats else ""
+    seats = seats or [Seat()] * process_set.size
     devices = devices_seen(job, visible)
     on_node, on_machine = Counter(s.node for s in seats), Counter(s.machine for s in seats)
     before: Counter[int] = Counter()
     ranks = []
-    for rank, (seat, member) in enumerate(zip(seats, crew.members, strict=True)):
+    for rank, (seat, member) in enumerate(zip(seats, process_set.members, strict=True)):
         world = World(
             rank,
-            crew.size,
+            process_set.size,
             local_rank=before[seat.node],
             local_size=on_node[seat.node],
             node=seat.node,
             store=store,
             on_machine=on_machine[seat.machine],
             role=member.role.name,
-            role_index=0 if crew.are_all_trainers else member.index,
+            role_index=0 if process_set.are_all_trainers else member.index,
         )
         before[seat.node] += 1
         threads = str(threads_per_rank(job, world.on_machine))

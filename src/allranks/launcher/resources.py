@@ -112,8 +112,8 @@ def for_all_processes(job: Job, of_ranks: Sequence[T]) -> list[T]:
     Where there are roles the ranks are the workers, and all others are where the first of them is.
     """
     ranks = iter(of_ranks)
-    crew = dataclasses.replace(job, ranks=len(of_ranks)).strategy_spec.crew
-    return [next(ranks) if one.role.name in RANKS else of_ranks[0] for one in crew.members]
+    process_set = dataclasses.replace(job, ranks=len(of_ranks)).strategy_spec.process_set
+    return [next(ranks) if one.role.name in RANKS else of_ranks[0] for one in process_set.members]
 
 
 def with_rendezvous(plan: Plan, address: str) -> Plan:

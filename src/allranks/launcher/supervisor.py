@@ -40,7 +40,7 @@ class Care:
     fault `evidence_s` pass before the others are stopped: the cause may be told after its victim.
 
     `may_lose(rank, left)` says whether the ranks `left` go on without one that failed; `on_lost`
-    hears of it. `servants` have no end of their own: they are ended when rank 0 has ended well.
+    hears of it. `helpers` have no end of their own: they are ended when rank 0 has ended well.
     """
 
     pulses: Pulses
@@ -50,7 +50,7 @@ class Care:
     ended_well: Callable[[int], bool] = lambda rank: False
     may_lose: Callable[[int, Collection[int]], bool] = lambda rank, left: False
     on_lost: Callable[[int, Exit], None] = lambda rank, exit_: None
-    servants: frozenset[int] = frozenset()
+    helpers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ class _Watch:
                 self.stop_at = min(self.stop_at, time.monotonic() + evidence_s)
 
     def _is_fine(self, rank: int, ended: Exit) -> bool:
-        """Whether this process ended as it should; with a leader that did its servants end too."""
+        """Whether this process ended as it should; with a leader that did its helpers end too."""
         if self.care is None or rank in self.dismissed:
             return self.care is not None or ended.code == 0
-        if rank != LEADER or not self.care.servants:
+        if rank != LEADER or not self.care.helpers:
             return ended.code == 0 or self.care.ended_well(rank)
-        if not self.care.ended_well(rank):  # it left its servants without a word
+        if not self.care.ended_well(rank):  # it left its helpers without a word
             return False
-        self.dismissed = self.care.servants & set(self.alive.values())
+        self.dismissed = self.care.helpers & set(self.alive.values())
         self._signal(signal.SIGKILL, self.dismissed)
         return True
 

@@ -12,7 +12,7 @@ from allranks.errors import RequestError, nearest
 from allranks.strategies.card import Card, Guarantee
 from allranks.strategies.choice import Choice, parse_choice
 from allranks.strategies.mesh import Mesh
-from allranks.strategies.roles import Crew
+from allranks.strategies.roles import ProcessSet
 from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
@@ -58,7 +58,7 @@ class StrategySpec:
     ranks: int
     card: Card
     options: Mapping[str, Any]
-    crew: Crew
+    process_set: ProcessSet
 
     @property
     def name(self) -> str:
@@ -109,7 +109,7 @@ def strategy_spec(text: str, ranks: int) -> StrategySpec:
 def _spec(text: str, choice: Choice, ranks: int) -> StrategySpec:
     card = card_for(choice)
     options = MappingProxyType(card.read_options(choice.options))
-    return StrategySpec(text, ranks, card, options, Crew(card.roles(ranks, options)))
+    return StrategySpec(text, ranks, card, options, ProcessSet(card.roles(ranks, options)))
 
 
 def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> StrategySpec:

@@ -39,7 +39,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Crew:
+class ProcessSet:
     """All processes of a job by their roles, in the order in which they are numbered."""
 
     roles: tuple[Role, ...]
@@ -62,7 +62,7 @@ class Crew:
         return any(one.name == role for one in self.roles)
 
     @property
-    def servants(self) -> frozenset[int]:
+    def helpers(self) -> frozenset[int]:
         """The processes that are ended when the leader is done."""
         return frozenset(rank for rank, one in enumerate(self.members) if one.role.serves)
 
@@ -74,7 +74,7 @@ class Crew:
         which = "" if one.role.count == 1 else f" {one.index}"
         return f"{one.role.name}{which} (rank {rank})"
 
-    def goes_on_without(self, rank: int, left: Collection[int]) -> bool:
+    def survives_loss_of(self, rank: int, left: Collection[int]) -> bool:
         """Whether the job goes on when `rank` is gone, and only the processes `left` are there."""
         role = self.members[rank].role
         if role.least is None:

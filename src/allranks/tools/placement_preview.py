@@ -23,10 +23,10 @@ from allranks.launcher.supervisor import supervise
 
 def place_ranks(plan: Plan, server: ForkServer) -> list[RankPlacement]:
     """What each rank holds; raises as a job would whose ranks cannot be set up."""
-    if not plan.crew.are_all_trainers:
+    if not plan.process_set.are_all_trainers:
         raise RequestError(
             asked=f"--placement with --strategy {plan.job.strategy}",
-            found=str(plan.crew),
+            found=str(plan.process_set),
             why="ranks are asked what they hold, and here servers hold it, which only serve",
             do="leave --placement out: a run writes which server has what into placement/ of its folder",
         )

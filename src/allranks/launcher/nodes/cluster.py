@@ -75,7 +75,9 @@ class Cluster:
         """The plan for the nodes that are there, and a socket at which their ranks meet."""
         self.nodes.newly_lost()  # what was lost before is not to blame for what comes
         self._idle = (
-            frozenset(range(1, plan.crew.size)) if not plan.crew.are_all_trainers else frozenset()
+            frozenset(range(1, plan.process_set.size))
+            if not plan.process_set.are_all_trainers
+            else frozenset()
         )
         seats = self._take_seats(plan.job)
         nodes = len({seat.node for seat in seats})

@@ -24,7 +24,7 @@ from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.heartbeat import Pulse
 from allranks.launcher.world import World
-from allranks.strategies.roles import LEADER, WORKER, Crew
+from allranks.strategies.roles import LEADER, WORKER, ProcessSet
 from allranks.tensorflow.machine import take_devices
 from allranks.tensorflow.rendezvous import meet
 
@@ -36,10 +36,10 @@ FAIL_FAST = {"GRPC_FAIL_FAST": "use_caller"}
 BEAT_S = 0.02
 
 
-def cluster_of(crew: Crew, addresses: list[str]) -> dict[str, list[str]]:
+def cluster_of(process_set: ProcessSet, addresses: list[str]) -> dict[str, list[str]]:
     """The addresses by TensorFlow's names of the roles; an evaluator is in no cluster."""
     cluster: dict[str, list[str]] = {}
-    for member, address in zip(crew.members, addresses, strict=True):
+    for member, address in zip(process_set.members, addresses, strict=True):
         if member.role.name in IN_TENSORFLOW:
             cluster.setdefault(IN_TENSORFLOW[member.role.name], []).append(address)
     return cluster
@@ -54,7 +54,7 @@ def serve(job: Job, world: World, events: JsonLines) -> NoReturn:
     else:
         tf.config.set_visible_devices([], "GPU")
     held = meet(world)
-    cluster = cluster_of(job.strategy_spec.crew, held.addresses)
+    cluster = cluster_of(job.strategy_spec.process_set, held.addresses)
     name = IN_TENSORFLOW[world.role]
     _ = tf.distribute.Server(
         tf.train.ClusterSpec(cluster),

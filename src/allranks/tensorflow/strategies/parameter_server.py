@@ -45,12 +45,12 @@ class ParameterServer(Strategy):
         tf.config.set_visible_devices([], "GPU")  # the chief computes no step
         os.environ.update(FAIL_FAST)
         held = meet(world)
-        crew = self.job.strategy_spec.crew
+        process_set = self.job.strategy_spec.process_set
         accelerators = {"GPU": 1} if self.job.device == "cuda" else {}
         self.distribution = tf.distribute.get_strategy()
         self.served = tf.distribute.ParameterServerStrategy(
             tf.distribute.cluster_resolver.SimpleClusterResolver(
-                tf.train.ClusterSpec(cluster_of(crew, held.addresses)),
+                tf.train.ClusterSpec(cluster_of(process_set, held.addresses)),
                 task_type="chief",
                 task_id=0,
                 rpc_layer="grpc",
