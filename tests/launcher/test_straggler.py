@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.job.run_folder import JsonLines, read_rows
-from allranks.launcher.heartbeat import PHASES, Beat, Pulse, Pulses
+from allranks.launcher.heartbeat import PHASES, Beat, Heartbeat, HeartbeatTable
 from allranks.launcher.straggler import FEWEST_STEPS, LEAST_S, Stragglers, slower
 
 STEPS = 10
@@ -79,16 +79,16 @@ def test_each_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("allranks.launcher.straggler.time.monotonic", lambda: now[0])
     monkeypatch.setattr("allranks.launcher.heartbeat.time.monotonic", lambda: now[0])
     path = tmp_path / "events.jsonl"
-    with closing(Pulses(2)) as pulses, JsonLines(path) as events:
-        ranks = [Pulse(pulses.fd, rank, 2) for rank in range(2)]
-        looks = Stragglers(pulses, events, HOSTS)
+    with closing(HeartbeatTable(2)) as heartbeats, JsonLines(path) as events:
+        ranks = [Heartbeat(heartbeats.fd, rank, 2) for rank in range(2)]
+        looks = Stragglers(heartbeats, events, HOSTS)
         for step in range(20):
-            for rank, pulse in enumerate(ranks):
-                pulse.at_step(step)
-                pulse.enter("data")
+            for rank, heartbeat in enumerate(ranks):
+                heartbeat.at_step(step)
+                heartbeat.enter("data")
                 now[0] += 0.5 if rank else 0.01
-                pulse.enter("compute")
-                pulse.enter("exchange")
+                heartbeat.enter("compute")
+                heartbeat.enter("exchange")
             looks.look()
     (told,) = read_rows(path)
     assert (told["event"], told["rank"], told["phase"]) == ("straggler", 1, "data")
@@ -103,22 +103,22 @@ def test_steps_that_are_longer_than_the_looks_are_compared_too(
     monkeypatch.setattr("allranks.launcher.straggler.time.monotonic", lambda: now[0])
     monkeypatch.setattr("allranks.launcher.heartbeat.time.monotonic", lambda: now[0])
     path = tmp_path / "events.jsonl"
-    with closing(Pulses(2)) as pulses, JsonLines(path) as events:
-        ranks = [Pulse(pulses.fd, rank, 2) for rank in range(2)]
-        looks = Stragglers(pulses, events, HOSTS)
+    with closing(HeartbeatTable(2)) as heartbeats, JsonLines(path) as events:
+        ranks = [Heartbeat(heartbeats.fd, rank, 2) for rank in range(2)]
+        looks = Stragglers(heartbeats, events, HOSTS)
         for step in range(12):
-            for rank, pulse in enumerate(ranks):
-                pulse.at_step(step)
-                pulse.enter("compute")
+            for rank, heartbeat in enumerate(ranks):
+                heartbeat.at_step(step)
+                heartbeat.enter("compute")
                 now[0] += 60.0 if rank else 10.0
-                pulse.enter("exchange")
+                heartbeat.enter("exchange")
                 looks.look()
     assert [(row["rank"], row["phase"]) for row in read_rows(path)] == [(1, "compute")]
 
 
 def test_one_rank_alone_is_no_straggler(tmp_path: Path) -> None:
-    with closing(Pulses(1)) as pulses, JsonLines(tmp_path / "events.jsonl") as events:
-        looks = Stragglers(pulses, events, HOSTS)
+    with closing(HeartbeatTable(1)) as heartbeats, JsonLines(tmp_path / "events.jsonl") as events:
+        looks = Stragglers(heartbeats, events, HOSTS)
         looks._next = 0.0
         looks.look()
     assert list(read_rows(tmp_path / "events.jsonl")) == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from allranks.launcher.heartbeat import Pulses
+from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes.process import Exit, Process, Stand
 from allranks.launcher.scripts.supervise import (
     ForwardedSignals,
@@ -33,7 +33,7 @@ class Fake:
         self.ends, self.sent = list(ends), list[tuple[int, int, int]]()
         self.alive, self.looks, self.said = set[int](), 0, ""
 
-    def spawn(self, process: Process, pulses: Pulses | None = None) -> int:
+    def spawn(self, process: Process, heartbeats: HeartbeatTable | None = None) -> int:
         self.alive.add(process.rank)
         return process.rank
 
@@ -131,11 +131,11 @@ def test_what_it_is_told_by_another_node_is_passed_on() -> None:
 def test_the_supervisor_waits_for_the_cause_too(evidence_s: float, stopped: set[int]) -> None:
     server = Fake([[(0, 1)], [], [(1, 3)], [(2, 0)]] if evidence_s else [[(0, 1)]])
     processes = [Process(rank, "", None, {}, Path("nowhere")) for rank in range(3)]
-    pulses = Pulses(3)
+    heartbeats = HeartbeatTable(3)
     try:
-        ended = supervise(server, processes, care=Care(pulses, evidence_s=evidence_s))
+        ended = supervise(server, processes, care=Care(heartbeats, evidence_s=evidence_s))
     finally:
-        pulses.close()
+        heartbeats.close()
     assert ended.stopped == stopped
     assert {number for _, _, number in server.sent} <= {signal.SIGKILL, signal.SIGCONT}
-    assert bool(server.sent) == bool(stopped), "those with a pulse are not asked by signals"
+    assert bool(server.sent) == bool(stopped), "those with a heartbeat are not asked by signals"

@@ -17,7 +17,7 @@ import pytest
 
 from allranks.errors import PlaceError, RequestError
 from allranks.launcher.fault_report import error_of, first_fault
-from allranks.launcher.heartbeat import Pulses
+from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit, Process, Stand
 from allranks.launcher.supervisor import Care, Ended, supervise
@@ -160,9 +160,9 @@ def test_one_that_can_be_spared_stops_nobody_and_servants_end_with_their_leader(
         heard.append((rank, exit_.code))
         write_pid(str(tmp_path), "go", 0)
 
-    with closing(Pulses(3)) as pulses:
+    with closing(HeartbeatTable(3)) as heartbeats:
         care = Care(
-            pulses,
+            heartbeats,
             ended_well=lambda rank: rank == 0,
             may_lose=lambda rank, left: rank == 1 and left == {0, 2},
             on_lost=on_lost,
@@ -185,8 +185,8 @@ def test_the_last_of_its_role_is_a_fault_that_is_called_by_its_name(
         dataclasses.replace(process, name=process_set.name_of(process.rank))
         for process in processes(tmp_path, "waits", "is_killed", "waits")
     ]
-    with closing(Pulses(3)) as pulses:
-        care = Care(pulses, may_lose=process_set.survives_loss_of, helpers=process_set.helpers)
+    with closing(HeartbeatTable(3)) as heartbeats:
+        care = Care(heartbeats, may_lose=process_set.survives_loss_of, helpers=process_set.helpers)
         ended = supervise(ranks_server, named, care=care)
     assert ended.spared == frozenset() and ended.stopped == {0, 2}
     (tmp_path / "logs").mkdir()
@@ -202,7 +202,7 @@ class LostNode:
     alive: list[int] = dataclasses.field(default_factory=list)
     ended: list[Exit] = dataclasses.field(default_factory=list)
 
-    def spawn(self, process: Process, pulses: Pulses | None = None) -> int:
+    def spawn(self, process: Process, heartbeats: HeartbeatTable | None = None) -> int:
         self.alive.append(process.rank)
         if process.rank == 1:
             self._end(1, lost="no word of it")
@@ -240,8 +240,8 @@ class LostNode:
 
 def test_who_is_lost_with_its_node_is_not_spared(tmp_path: Path) -> None:
     """The others would wait for its answer: nobody tells them that none will come."""
-    with closing(Pulses(3)) as pulses:
-        care = Care(pulses, may_lose=lambda rank, left: True)
+    with closing(HeartbeatTable(3)) as heartbeats:
+        care = Care(heartbeats, may_lose=lambda rank, left: True)
         ended = supervise(LostNode(), processes(tmp_path, "waits", "waits", "waits"), care=care)
     assert ended.spared == frozenset() and ended.stopped == {0, 2}
 
@@ -250,8 +250,8 @@ def test_a_leader_that_leaves_without_a_word_leaves_no_servants(
     ranks_server: ForkServer, tmp_path: Path
 ) -> None:
     write_pid(str(tmp_path), "go", 0)
-    with closing(Pulses(2)) as pulses:
-        care = Care(pulses, helpers=frozenset({1}))
+    with closing(HeartbeatTable(2)) as heartbeats:
+        care = Care(heartbeats, helpers=frozenset({1}))
         ended = supervise(ranks_server, processes(tmp_path, "ends_when_told", "waits"), care=care)
     assert codes(ended) == {0: 0, 1: -signal.SIGKILL}
     fault = first_fault(ended, tmp_path, must_say_so=True)

@@ -37,10 +37,10 @@ from allranks.launcher.fault_report import (
     hang_report,
     left_out,
 )
-from allranks.launcher.heartbeat import Beat, Pulses
+from allranks.launcher.heartbeat import Beat, HeartbeatTable
 from allranks.launcher.log_tail import last_words
 from allranks.launcher.plan import STORE, Plan, RankPlan
-from allranks.launcher.processes.fork_server import LISTENER_FD, PULSE_FD
+from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD
 from allranks.launcher.processes.oom import Kills
 from allranks.launcher.processes.process import Exit, Process
 from allranks.launcher.resources import Resources
@@ -79,11 +79,11 @@ class Attempts:
         for attempt in range(first, first + restarts + 1):
             self._plan_again(attempt)
             self._programs.begin()
-            with closing(Pulses(len(self.plan.ranks))) as pulses:
+            with closing(HeartbeatTable(len(self.plan.ranks))) as heartbeats:
                 kills = Kills.now()
-                ended = self._try(target, attempt, pulses)
+                ended = self._try(target, attempt, heartbeats)
                 self._look_at_programs(attempt, at_once=True)
-                beats = pulses.read()
+                beats = heartbeats.read()
             memory = Kills.now().since(kills)
             fault = first_fault(ended, self.folder.path, attempt, memory, beats, must_say_so=True)
             exits = {rank: exit_.code for rank, exit_ in sorted(ended.exits.items())}
@@ -121,27 +121,27 @@ class Attempts:
         if now.ranks != before:
             self.folder.events.event("fewer_ranks", was=before, ranks=now.ranks, nodes=now.nodes)
 
-    def _try(self, target: str, attempt: int, pulses: Pulses) -> Ended:
+    def _try(self, target: str, attempt: int, heartbeats: HeartbeatTable) -> Ended:
         """Start all ranks, and watch them until all are gone."""
         job, process_set = self.plan.job, self.plan.process_set
         care = Care(
-            pulses,
+            heartbeats,
             job.hang_timeout,
             self._stop_at(),
             self.resources.evidence_s,
             lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
             lambda rank, left: (
-                pulses.read()[LEADER].step >= 0 and process_set.survives_loss_of(rank, left)
+                heartbeats.read()[LEADER].step >= 0 and process_set.survives_loss_of(rank, left)
             ),
             self._record_lost,
             process_set.helpers,
         )
         hosts = [rank.host for rank in self.plan.ranks]
-        stragglers = Stragglers(pulses, self.folder.events, hosts)
+        stragglers = Stragglers(heartbeats, self.folder.events, hosts)
 
         def tick() -> None:
             stragglers.look()
-            self.resources.inject_due_faults(pulses.read())
+            self.resources.inject_due_faults(heartbeats.read())
             self._look_at_programs(attempt)
             with suppress(OSError, ValueError):  # who only looks on ends no training
                 self.on_tick()
@@ -181,7 +181,7 @@ class Attempts:
             store=store,
             attempt=attempt,
             restarts=attempt - self.first,
-            pulse=PULSE_FD,
+            heartbeat=HEARTBEAT_FD,
             listener=LISTENER_FD if hosts_store else -1,
         )
         log = rank_log_path(self.folder.path, world.rank)

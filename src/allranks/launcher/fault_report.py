@@ -34,7 +34,7 @@ ENDED_WELL = ("done", "stopped", "described")
 class Fault:
     """One rank that did not end well; `event` is what it wrote itself, if it could.
 
-    `memory` is what the kernel's counters say of its death, `beat` the last beat of its pulse;
+    `memory` is what the kernel's counters say of its death, `beat` the last beat of its heartbeat;
     `alike` are the other ranks that failed with the same words.
     """
 

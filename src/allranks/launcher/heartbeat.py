@@ -1,4 +1,4 @@
-"""The pulse of every rank, in memory that the supervisor shares with the ranks of its node.
+"""The heartbeat of every rank, in memory that the supervisor shares with the ranks of its node.
 
 A rank writes where it is, at every step and every change of phase, from the thread that trains: a
 thread of its own would go on beating in a deadlock. The supervisor reads it, and writes back what
@@ -47,7 +47,7 @@ class Beat:
     save_waits: bool = False
 
 
-class Pulse:
+class Heartbeat:
     """A rank's end. Without a supervisor (`fd` < 0) it is kept in memory that nobody reads."""
 
     def __init__(self, fd: int = -1, rank: int = 0, ranks: int = 1) -> None:
@@ -87,9 +87,9 @@ class Pulse:
         """This rank takes part in one more collective."""
         self._row[_COLLECTIVES] += 1
 
-    def aside(self) -> Aside:
+    def for_save_thread(self) -> SaveThreadHeartbeat:
         """For the thread that saves."""
-        return Aside(self._row)
+        return SaveThreadHeartbeat(self._row)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -107,7 +107,7 @@ class Pulse:
         return asked
 
 
-class Aside:
+class SaveThreadHeartbeat:
     """The end of the thread that saves: it only says whether it waits for other ranks.
 
     A rank that waits for its own thread waits for nobody, unless that thread waits for somebody.
@@ -117,7 +117,7 @@ class Aside:
         self._row = row
 
     def enter(self, phase: str) -> str:
-        """Like `Pulse.enter`, but the phase of the rank stays what it is."""
+        """Like `Heartbeat.enter`, but the phase of the rank stays what it is."""
         self._row[_SAVE_WAITS] = phase == "exchange"
         return "save"
 
@@ -126,7 +126,7 @@ class Aside:
 
 
 @dataclass
-class Pulses:
+class HeartbeatTable:
     """The supervisor's end, for one attempt of `ranks` ranks; hand `fd` to each of them."""
 
     ranks: int
@@ -134,7 +134,7 @@ class Pulses:
     is_closed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.fd = os.memfd_create("allranks-pulse")
+        self.fd = os.memfd_create("allranks-heartbeat")
         os.ftruncate(self.fd, _size(self.ranks))
         self._memory = memoryview(mmap.mmap(self.fd, _size(self.ranks))).cast("d")
         for rank in range(self.ranks):

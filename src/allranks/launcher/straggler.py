@@ -1,7 +1,7 @@
 """Stragglers: a rank that works longer on each step than the others, who wait for it.
 
 In synchronous training every rank's step takes as long as the slowest; what tells them apart is
-how much of it they work and how much they wait. The pulse counts both.
+how much of it they work and how much they wait. The heartbeat counts both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from allranks.job.run_folder import JsonLines
-from allranks.launcher.heartbeat import Beat, Pulses
+from allranks.launcher.heartbeat import Beat, HeartbeatTable
 
 EVERY_S = 5.0
 FEWEST_STEPS = 5
@@ -22,11 +22,11 @@ WORK = ("data", "compute")
 
 
 class Stragglers:
-    """Looks at the pulses of one attempt every few seconds; each straggler is told once."""
+    """Looks at the heartbeats of one attempt every few seconds; each straggler is told once."""
 
-    def __init__(self, pulses: Pulses, events: JsonLines, hosts: Sequence[str]) -> None:
-        self.pulses, self.events, self.hosts = pulses, events, hosts
-        self._before = pulses.read()
+    def __init__(self, heartbeats: HeartbeatTable, events: JsonLines, hosts: Sequence[str]) -> None:
+        self.heartbeats, self.events, self.hosts = heartbeats, events, hosts
+        self._before = heartbeats.read()
         self._next = time.monotonic() + EVERY_S
         self._told: set[tuple[int, str]] = set()
 
@@ -34,7 +34,7 @@ class Stragglers:
         """If it is time, compare the ranks' work per step since the last look."""
         if len(self._before) < 2 or time.monotonic() < self._next:
             return
-        now, self._next = self.pulses.read(), time.monotonic() + EVERY_S
+        now, self._next = self.heartbeats.read(), time.monotonic() + EVERY_S
         if steps_between(self._before, now) < FEWEST_STEPS:
             return  # long steps: the comparison goes on from where it began
         for rank, phase, own_s, usual_s in slower(self._before, now):

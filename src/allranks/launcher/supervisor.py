@@ -18,7 +18,7 @@ from typing import Self
 
 from allranks.errors import PlaceError
 from allranks.launcher.hang import Hang, find_hang
-from allranks.launcher.heartbeat import Pulses
+from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes.process import Exit, Process, Processes, Stand
 from allranks.launcher.signals import Signals
 from allranks.strategies.roles import LEADER
@@ -33,7 +33,7 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Care:
-    """What is watched beside the exits, for processes that have a pulse.
+    """What is watched beside the exits, for processes that have a heartbeat.
 
     `hang_timeout_s` 0 waits for ever; `stop_at` is on the monotonic clock. `ended_well(rank)` says
     whether a process that left with a bad exit code had done its work all the same. After the first
@@ -43,7 +43,7 @@ class Care:
     hears of it. `helpers` have no end of their own: they are ended when rank 0 has ended well.
     """
 
-    pulses: Pulses
+    heartbeats: HeartbeatTable
     hang_timeout_s: float = 0.0
     stop_at: float = NEVER
     evidence_s: float = EVIDENCE_S
@@ -127,7 +127,7 @@ class _Watch:
         self.awake_since = self.looked_at = time.monotonic()
 
     def start(self, process: Process) -> None:
-        ticket = self.server.spawn(process, self.care.pulses if self.care is not None else None)
+        ticket = self.server.spawn(process, self.care.heartbeats if self.care is not None else None)
         self.alive[ticket] = process.rank
 
     def take_exits(self) -> None:
@@ -186,7 +186,7 @@ class _Watch:
             return
         there = {rank: t for t, rank in self.alive.items() if self.server.started(t)}
         self.hang = find_hang(
-            self.care.pulses.read(),
+            self.care.heartbeats.read(),
             there,
             self.care.hang_timeout_s,
             self.awake_since,
@@ -200,7 +200,7 @@ class _Watch:
         """Do what signals and the time limit ask for: once politely, if there is a way to."""
         now = time.monotonic()
         if self.care is not None and signals.take_saves():
-            self.care.pulses.ask_to_save()
+            self.care.heartbeats.ask_to_save()
         asked = signals.reason or self.server.asked()
         if not asked and self.care is not None and now >= self.care.stop_at:
             asked = "time limit"
@@ -208,7 +208,7 @@ class _Watch:
             self.reason = asked
             self.stop_at = now
             if self.care is not None:
-                self.care.pulses.ask_to_stop()
+                self.care.heartbeats.ask_to_stop()
                 self.stop_at = now + COMMIT_S
         if signals.insists:
             self.stop_at = 0.0
@@ -217,7 +217,7 @@ class _Watch:
         now = time.monotonic()
         if now >= self.stop_at and not self.stopped:
             self.stopped = frozenset(self.alive.values())
-            # those with a pulse were asked by it, or are victims: they pass over SIGTERM
+            # those with a heartbeat were asked by it, or are victims: they pass over SIGTERM
             self._signal(signal.SIGTERM if self.care is None else signal.SIGKILL)
             self.stop_at, self.kill_at = NEVER, now + GRACE_S
         if now >= self.kill_at:

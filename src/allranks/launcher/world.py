@@ -27,7 +27,7 @@ class World:
     `store` is the file through which the ranks of one machine meet; empty when they meet through
     `MASTER_ADDR` (a script started by another launcher), or when there is only one. `attempt`
     counts the attempts of the job in its run folder, `restarts` those since it was last started by
-    hand; `pulse` is the file descriptor of the memory that this rank
+    hand; `heartbeat` is the file descriptor of the memory that this rank
     shares with its supervisor, -1 if it has none. Ranks of several nodes meet at `rendezvous`
     ("address:port"), where rank 0 listens at the socket that it was given, `listener`. `on_machine`
     ranks share its processors: those of this node, and of others that are simulated beside it.
@@ -44,7 +44,7 @@ class World:
     store: str = ""
     attempt: int = 0
     restarts: int = 0
-    pulse: int = -1
+    heartbeat: int = -1
     rendezvous: str = ""
     listener: int = -1
     on_machine: int = 0
@@ -67,7 +67,7 @@ class World:
             "ALLRANKS_STORE": self.store,
             "ALLRANKS_ATTEMPT": str(self.attempt),
             "ALLRANKS_RESTARTS": str(self.restarts),
-            "ALLRANKS_PULSE": str(self.pulse),
+            "ALLRANKS_HEARTBEAT": str(self.heartbeat),
             "ALLRANKS_RENDEZVOUS": self.rendezvous,
             "ALLRANKS_LISTENER": str(self.listener),
             "ALLRANKS_ON_MACHINE": str(self.on_machine),
@@ -91,7 +91,7 @@ class World:
                 store=given.get("ALLRANKS_STORE", ""),
                 attempt=int(given.get("ALLRANKS_ATTEMPT", "0")),
                 restarts=int(given.get("ALLRANKS_RESTARTS", "0")),
-                pulse=int(given.get("ALLRANKS_PULSE", "-1")),
+                heartbeat=int(given.get("ALLRANKS_HEARTBEAT", "-1")),
                 rendezvous=given.get("ALLRANKS_RENDEZVOUS", ""),
                 listener=int(given.get("ALLRANKS_LISTENER", "-1")),
                 on_machine=int(given.get("ALLRANKS_ON_MACHINE", "0")),

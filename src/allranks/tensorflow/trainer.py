@@ -24,7 +24,7 @@ from allranks.job.engines import default_strategy
 from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.job.limits import check_engine
-from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import TRAINER
@@ -80,7 +80,9 @@ class Trainer:
         check_task_limits(task)
         self.progress, self.course = Progress(), Course(self.job)
         self.callbacks = [*callbacks, *task.callbacks()]
-        self.pulse = Pulse(self.world.pulse, self.world.local_rank, self.world.local_size)
+        self.heartbeat = Heartbeat(
+            self.world.heartbeat, self.world.local_rank, self.world.local_size
+        )
         self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
         self._poison = 1.0
         self._undo = set_arithmetic(self.job)
@@ -137,7 +139,7 @@ class Trainer:
         upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
         self.task_data.compare()
         while not self.course.is_over:
-            self.pulse.enter("data")
+            self.heartbeat.enter("data")
             batch = next(upcoming, None)
             if batch is None:
                 return
@@ -177,20 +179,20 @@ class Trainer:
         """Several steps in one call of TensorFlow, on batches that are cut alike."""
         first = batches[0]
         assert all(_alike(batch, first) for batch in batches), "the batches of a call are cut alike"
-        self.pulse.at_step(first.index)
-        self.pulse.enter("compute")
+        self.heartbeat.at_step(first.index)
+        self.heartbeat.enter("compute")
         for batch in batches:
             self.faults.reach("step", batch.index)
-        asked = Asked(self.pulse.wants_stop, self.pulse.wants_save())
+        asked = Asked(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         says = [self._says(batch, number, asked) for number, batch in enumerate(batches)]
         data = self._fed(batches)
         self.own_writes.before_step()
         self._poison = 1.0
-        before = self.pulse.enter("exchange") if self.comm.size > 1 else ""
-        self.pulse.collective()
+        before = self.heartbeat.enter("exchange") if self.comm.size > 1 else ""
+        self.heartbeat.collective()
         found = self.graphs.run(data, first.cut, says)
         if before:
-            self.pulse.enter(before)
+            self.heartbeat.enter(before)
         self.own_writes.after_step()
         results = [self._taken(b, f) for b, f in zip(batches, found, strict=True)]
         for batch in batches:
@@ -237,10 +239,10 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """The metrics over the evaluation data, exact; every rank calls this."""
-        before = self.pulse.enter("evaluate")
+        before = self.heartbeat.enter("evaluate")
         self.faults.reach("evaluate")
-        metrics = self.task_data.evaluate(lambda: self.pulse.enter("evaluate"))
-        self.pulse.enter(before)
+        metrics = self.task_data.evaluate(lambda: self.heartbeat.enter("evaluate"))
+        self.heartbeat.enter(before)
         return metrics
 
     def evaluate_if_due(self) -> dict[str, float] | None:

@@ -27,7 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
 from allranks.errors import FaultKind, PeerLost, RequestError
-from allranks.launcher.heartbeat import Aside, Pulse
+from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
 from allranks.launcher.processes.foreign import is_said
 from allranks.launcher.world import World, master_endpoint
 from allranks.torch.counting import counting_group
@@ -73,13 +73,13 @@ class Pending:
     """
 
     work: Any = None
-    pulse: Pulse | Aside | None = None
+    heartbeat: Heartbeat | SaveThreadHeartbeat | None = None
     meetings: Meetings | None = None
 
     def wait(self) -> None:
         if self.work is None:
             return
-        before = self.pulse.enter("exchange") if self.pulse is not None else ""
+        before = self.heartbeat.enter("exchange") if self.heartbeat is not None else ""
         try:
             if self.meetings is None:
                 self.work.wait()
@@ -87,8 +87,8 @@ class Pending:
                 self._wait_and_look(self.meetings, before)
         except RuntimeError as error:
             raise _translated(error) from error
-        if self.pulse is not None:
-            self.pulse.enter(before)
+        if self.heartbeat is not None:
+            self.heartbeat.enter(before)
 
     def _wait_and_look(self, meetings: Meetings, phase: str) -> None:
         while not self.work.is_completed():
@@ -98,7 +98,7 @@ class Pending:
             except RuntimeError:  # it lasts, unless the collective itself has failed
                 if self.work.is_completed():
                     break
-            step = self.pulse.step if isinstance(self.pulse, Pulse) else -1
+            step = self.heartbeat.step if isinstance(self.heartbeat, Heartbeat) else -1
             meetings.look(f"in `{phase or 'exchange'}` of step {step}")
         self.work.wait()
 
@@ -120,7 +120,7 @@ class Comm:
     owns_group: bool = False
     group: Any = None
     members: tuple[int, ...] | None = None
-    pulse: Pulse | Aside | None = None
+    heartbeat: Heartbeat | SaveThreadHeartbeat | None = None
     meetings: Meetings | None = None
     leave_out_next: bool = False
 
@@ -154,13 +154,13 @@ class Comm:
         if self.leave_out_next:
             self.leave_out_next = False
             return Pending()
-        if self.pulse is not None:
-            self.pulse.collective()
+        if self.heartbeat is not None:
+            self.heartbeat.collective()
         try:
             kwargs.setdefault("group", self.group)
             work = collective(*args, async_op=True, **kwargs)
             looks = self.device.type == "cpu"  # elsewhere a wait is the device's
-            return Pending(work, self.pulse, self.meetings if looks else None)
+            return Pending(work, self.heartbeat, self.meetings if looks else None)
         except RuntimeError as error:
             raise _translated(error) from error
 
@@ -224,11 +224,11 @@ class Comm:
         """
         if self.meetings is None:
             return
-        before = self.pulse.enter("exchange") if self.pulse is not None else ""
-        step = self.pulse.step if isinstance(self.pulse, Pulse) else -1
+        before = self.heartbeat.enter("exchange") if self.heartbeat is not None else ""
+        step = self.heartbeat.step if isinstance(self.heartbeat, Heartbeat) else -1
         self.meetings.come(place, step)
-        if self.pulse is not None:
-            self.pulse.enter(before)
+        if self.heartbeat is not None:
+            self.heartbeat.enter(before)
         self.barrier()  # none leaves with the store before all have heard
 
     def come_no_more(self, *, failed: bool = False) -> None:
@@ -262,7 +262,7 @@ class Comm:
         if len(ranks) == self.size:
             return self
         if len(ranks) == 1:
-            return Comm(device=self.device, sent=self.sent, pulse=self.pulse, members=ranks)
+            return Comm(device=self.device, sent=self.sent, heartbeat=self.heartbeat, members=ranks)
         group, own = _group_of(ranks), ranks.index(self.rank)
         return replace(self, rank=own, size=len(ranks), owns_group=True, group=group, members=ranks)
 
@@ -274,8 +274,8 @@ class Comm:
 
         def count(sent: float) -> None:
             self._count(kind, sent)
-            if self.pulse is not None:
-                self.pulse.collective()
+            if self.heartbeat is not None:
+                self.heartbeat.collective()
 
         ranks = list(self.members or range(self.size))
         inner = self.group or (dist.group.WORLD if self.size > 1 else _group_of(tuple(ranks)))
@@ -288,7 +288,7 @@ class Comm:
         there is counted here.
         """
         if self.size == 1:
-            return Comm(device=self.device, sent=self.sent, pulse=self.pulse)
+            return Comm(device=self.device, sent=self.sent, heartbeat=self.heartbeat)
         return replace(self, owns_group=True, group=self._new_group())
 
     def aside(self) -> Comm:
@@ -299,9 +299,11 @@ class Comm:
         """
         if self.size == 1:
             return Comm()
-        pulse = self.pulse.aside() if isinstance(self.pulse, Pulse) else None
+        heartbeat = (
+            self.heartbeat.for_save_thread() if isinstance(self.heartbeat, Heartbeat) else None
+        )
         group = self._new_group("gloo")
-        return Comm(self.rank, self.size, CPU, owns_group=True, group=group, pulse=pulse)
+        return Comm(self.rank, self.size, CPU, owns_group=True, group=group, heartbeat=heartbeat)
 
     def _new_group(self, backend: str | None = None) -> Any:
         """Another group of the same ranks."""
@@ -317,7 +319,7 @@ def _group_of(ranks: tuple[int, ...], backend: str | None = None) -> Any:
     )
 
 
-def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm:
+def join(world: World, device: torch.device, heartbeat: Heartbeat | None = None) -> Comm:
     """Meet the other ranks of `world`; every rank calls this, and `leave` at the end.
 
     A process group that is there already is used as it is, and left to whoever made it. A process
@@ -334,9 +336,9 @@ def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm
                 do="set RANK and WORLD_SIZE as the group has them, or let the trainer make it",
             )
         meetings = _meetings_in(_get_default_store(), world) if world.size > 1 else None
-        return Comm(*there, device, pulse=pulse, meetings=meetings)
+        return Comm(*there, device, heartbeat=heartbeat, meetings=meetings)
     if world.size == 1:
-        return Comm(device=device, pulse=pulse)
+        return Comm(device=device, heartbeat=heartbeat)
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         keys = f"attempt-{world.attempt}/join-{next(_joins)}"
@@ -347,7 +349,9 @@ def join(world: World, device: torch.device, pulse: Pulse | None = None) -> Comm
     except RuntimeError as error:
         raise _translated(error) from error
     meetings = _meetings_in(store, world)
-    return Comm(world.rank, world.size, device, owns_group=True, pulse=pulse, meetings=meetings)
+    return Comm(
+        world.rank, world.size, device, owns_group=True, heartbeat=heartbeat, meetings=meetings
+    )
 
 
 def _meetings_in(store: Any, world: World) -> Meetings:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from allranks.job.faults import Faults
 from allranks.job.job import Job
-from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.torch.build import Built, build_model, build_strategy, compiled, job_for
 from allranks.torch.comm import join
@@ -89,7 +89,9 @@ class Trainer:
         self.callbacks = [*callbacks, *task.callbacks()]
         self.user_buffers: list[str] = []
         self._has_given, self._came_to_an_end, self._called = False, True, set[str]()
-        self.pulse = Pulse(self.world.pulse, self.world.local_rank, self.world.local_size)
+        self.heartbeat = Heartbeat(
+            self.world.heartbeat, self.world.local_rank, self.world.local_size
+        )
         self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
         self.meter = Meter(self.job, peak_of(self.job, self.device))
         self._taken = Taken()
@@ -134,7 +136,7 @@ class Trainer:
         if self.strategy.agreement.lockstep:
             self.task_data.compare_training()
         while not self.course.is_over:
-            self.pulse.enter("data")
+            self.heartbeat.enter("data")
             self.witness.before_reading(self.task_data.batches)
             batch = next(upcoming, None)
             self.witness.after_reading(self.task_data.batches)
@@ -151,13 +153,13 @@ class Trainer:
         if not isinstance(batch, Batch):
             raise no_batch(batch)
         done = self.progress
-        self.pulse.at_step(batch.index)
-        self.pulse.enter("compute")
+        self.heartbeat.at_step(batch.index)
+        self.heartbeat.enter("compute")
         self.faults.reach("step", batch.index)
         if not done.batch_index and self.task.overrides("initialise"):
             initialise(self.strategy, batch)
         step = self.strategy.step
-        step.asked = Asked.of(self.pulse.wants_stop, self.pulse.wants_save())
+        step.asked = Asked.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         step.rates.set(done.updates, self.course.rate_factor)
         if self._saving is not None:
             self._saving.look_at_rates()
@@ -190,14 +192,14 @@ class Trainer:
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """The metrics over `data` (the task's own if `None`), exact; every rank calls this."""
-        before = self.pulse.enter("evaluate")
+        before = self.heartbeat.enter("evaluate")
         self.faults.reach("evaluate")
         if self.strategy.agreement.is_one_training:
             self.comm.meet(EVALUATE)
         average = self.strategy.step.average
         with nullcontext() if average is None else average.in_place():
             metrics = self.task_data.evaluate(data)
-        self.pulse.enter(before)
+        self.heartbeat.enter(before)
         return metrics
 
     def evaluate_if_due(self) -> dict[str, float] | None:
@@ -212,9 +214,9 @@ class Trainer:
 
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update."""
-        before = self.pulse.enter("data")
+        before = self.heartbeat.enter("data")
         self.task_data.rehearse()
-        self.pulse.enter(before)
+        self.heartbeat.enter(before)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, by name in sorted order; every rank calls this."""
@@ -306,7 +308,7 @@ class Trainer:
         """Join the ranks, and make what the training needs; the last made is the first to leave."""
         taken, task, job = self._taken, self.task, self.job
         taken.undone_by(set_kernels(job))
-        self.comm = join(self.world, self.device, self.pulse)
+        self.comm = join(self.world, self.device, self.heartbeat)
         taken.left_by(self.comm.leave)
         self._scope = Scope(job.seed, self.device)
         self.strategy = build_strategy(task, job, self.comm, self._scope)

@@ -189,8 +189,8 @@ class RankProgram(ABC, Generic[T]):
         summary |= self.figures(trainer, summary["samples_per_s"])
         trainer.comm.barrier()
         trainer.close()
-        self.record.events.event("done", summary=summary, seconds=trainer.pulse.seconds)
-        trainer.pulse.enter("done")
+        self.record.events.event("done", summary=summary, seconds=trainer.heartbeat.seconds)
+        trainer.heartbeat.enter("done")
         trainer.faults.reach("done")
 
     def _stop(self, trainer: T) -> None:
@@ -201,4 +201,4 @@ class RankProgram(ABC, Generic[T]):
         trainer.close()
         step = trainer.progress.batch_index
         self.record.events.event("stopped", step=step, checkpoint=committed)
-        trainer.pulse.enter("done")
+        trainer.heartbeat.enter("done")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import PlaceError
-from allranks.launcher.heartbeat import Pulses
+from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.nodes.channel import Channel, Message
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.oom import Kills
@@ -28,7 +28,7 @@ class NodeRanks:
     def __init__(self, channel: Channel, server: ForkServer) -> None:
         self.channel = channel
         self.server: ForkServer | None = server
-        self._pulses: dict[int, Pulses] = {}  # attempt -> the memory of its ranks
+        self._heartbeats: dict[int, HeartbeatTable] = {}  # attempt -> the memory of its ranks
         self._own: dict[int, int] = {}  # ticket of the head -> ticket of the fork server here
         self._worlds: dict[int, World] = {}  # ticket -> who beats
         self._beats: dict[int, list[float]] = {}
@@ -40,17 +40,17 @@ class NodeRanks:
         assert self.server is not None
         given, ticket = message["process"], message["ticket"]
         process = Process(**{**given, "log": Path(given["log"])})
-        pulses = self._pulses_of(process, ticket) if message["beats"] else None
-        self._own[ticket] = self.server.spawn(process, pulses, listener)
+        heartbeats = self._heartbeats_of(process, ticket) if message["beats"] else None
+        self._own[ticket] = self.server.spawn(process, heartbeats, listener)
 
-    def _pulses_of(self, process: Process, ticket: int) -> Pulses:
+    def _heartbeats_of(self, process: Process, ticket: int) -> HeartbeatTable:
         """The memory in which the ranks of this attempt beat; that of the last one is given up."""
         world = self._worlds[ticket] = World.from_environment(process.environment)
-        if world.attempt not in self._pulses:
-            self._forget_pulses()
+        if world.attempt not in self._heartbeats:
+            self._forget_heartbeats()
             self._kills = Kills.now()
-            self._pulses[world.attempt] = Pulses(world.local_size)
-        return self._pulses[world.attempt]
+            self._heartbeats[world.attempt] = HeartbeatTable(world.local_size)
+        return self._heartbeats[world.attempt]
 
     def signal(self, ticket: int, number: int) -> None:
         if self.server is not None and ticket in self._own:
@@ -64,8 +64,8 @@ class NodeRanks:
 
     def put_wanted(self, wanted: Sequence[float]) -> None:
         """Pass on to the ranks what is wanted of them."""
-        for pulses in self._pulses.values():
-            pulses.put_wanted(wanted)
+        for heartbeats in self._heartbeats.values():
+            heartbeats.put_wanted(wanted)
 
     def wake(self) -> None:
         if self.server is not None:
@@ -96,20 +96,20 @@ class NodeRanks:
             return
         self._beats_at, news = now, []
         for world in self._worlds.values():
-            row = self._pulses[world.attempt].row(world.local_rank)
+            row = self._heartbeats[world.attempt].row(world.local_rank)
             if row != self._beats.get(world.rank):
                 self._beats[world.rank] = row
                 news.append([world.rank, row])
         started = [heads for heads, own in self._own.items() if server.started(own)]
         self.channel.send({"beats": news, "started": started, "clock": now})
 
-    def _forget_pulses(self) -> None:
-        for pulses in self._pulses.values():
-            pulses.close()
-        self._pulses.clear()
+    def _forget_heartbeats(self) -> None:
+        for heartbeats in self._heartbeats.values():
+            heartbeats.close()
+        self._heartbeats.clear()
 
     def close(self) -> None:
         """End every process."""
         if self.server is not None:
             self.server.close()
-        self._forget_pulses()
+        self._forget_heartbeats()

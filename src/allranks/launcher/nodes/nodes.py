@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from allranks.errors import PlaceError
-from allranks.launcher.heartbeat import Pulses
+from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait_for
 from allranks.launcher.nodes.facts import Facts
 from allranks.launcher.nodes.interfaces import Interface
@@ -88,7 +88,7 @@ class Nodes:
         self.seats: tuple[Node, ...] = ()
         self._tickets = itertools.count()
         self._exits: list[Exit] = []
-        self._pulses: Pulses | None = None
+        self._heartbeats: HeartbeatTable | None = None
         self._wanted: tuple[float, ...] = ()
         self._asked = ""
         self._alive_at = self._looked_at = self._awake_since = time.monotonic()
@@ -131,15 +131,15 @@ class Nodes:
         """Ports of this node that nobody else gets, until the next call."""
         return tuple(self.ask(node, {"do": "reserve", "count": count, "address": node.address}))
 
-    def spawn(self, process: Process, pulses: Pulses | None = None) -> int:
+    def spawn(self, process: Process, heartbeats: HeartbeatTable | None = None) -> int:
         ticket, node = next(self._tickets), self.seat_of(process.rank)
-        if pulses is not None and pulses is not self._pulses:
-            self._pulses, self._wanted = pulses, pulses.wanted
+        if heartbeats is not None and heartbeats is not self._heartbeats:
+            self._heartbeats, self._wanted = heartbeats, heartbeats.wanted
         node.tickets[ticket] = process.rank
         plain = {**asdict(process), "log": str(process.log)}
         message = {"do": "spawn", "ticket": ticket, "process": plain}
         checked_size(message)
-        self._send(node, {**message, "beats": pulses is not None})
+        self._send(node, {**message, "beats": heartbeats is not None})
         if node.lost:  # as it was, or became just now
             self._report_lost(node)
         return ticket
@@ -246,8 +246,8 @@ class Nodes:
         elif "beats" in message:
             node.started = set(message["started"])
             for rank, row in message["beats"]:
-                if self._pulses is not None and rank in node.tickets.values():
-                    self._pulses.put_row(rank, row, node.clock_ahead_s)
+                if self._heartbeats is not None and rank in node.tickets.values():
+                    self._heartbeats.put_row(rank, row, node.clock_ahead_s)
         elif "alive" in message:
             now = time.monotonic()
             trip = now - message["alive"]
@@ -267,21 +267,21 @@ class Nodes:
 
     def _note_asked(self, name: str) -> None:
         """A scheduler tells all nodes at once to stop, or to save; scripts get what it said."""
-        if self._pulses is None and name in MESSAGES:
+        if self._heartbeats is None and name in MESSAGES:
             now = time.monotonic()
             if now - self._said_at.get(name, 0.0) > ALL_SAY_IT_WITHIN_S:
                 self._said_at[name] = now
                 self._messages.append(signal.Signals[name])
         elif name == signal.SIGUSR2.name:
-            if self._pulses is not None and not self._pulses.is_closed:
-                self._pulses.ask_to_save()
+            if self._heartbeats is not None and not self._heartbeats.is_closed:
+                self._heartbeats.ask_to_save()
         else:
             self._asked = self._asked or name
 
     def _pass_on_what_is_wanted(self) -> None:
-        if self._pulses is None or self._pulses.is_closed:
+        if self._heartbeats is None or self._heartbeats.is_closed:
             return
-        wanted = self._pulses.wanted
+        wanted = self._heartbeats.wanted
         if wanted != self._wanted:
             self._wanted = wanted
             for node in self.living:

@@ -9,8 +9,8 @@ framework itself: a fork is safe only before the first one. When the socket clos
 supervisor is done or dead, it kills every process it started and everything that these started.
 
 A process gets standard output, standard error, a file for its stacks, which it writes at
-`STACKS_SIGNAL` from wherever it stands, and, if it has one, the memory of its pulse as `PULSE_FD`,
-and as `LISTENER_FD` the socket at which the ranks of all nodes meet.
+`STACKS_SIGNAL` from wherever it stands, and, if it has one, the memory of its heartbeat as
+`HEARTBEAT_FD`, and as `LISTENER_FD` the socket at which the ranks of all nodes meet.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from allranks.launcher.processes.linux import (
 
 MESSAGE_LIMIT = 1 << 17  # the kernel's default for a socket is 208 KiB
 STACKS_SIGNAL = signal.SIGRTMIN + 1
-STACKS_FD, PULSE_FD, LISTENER_FD = 3, 4, 5
+STACKS_FD, HEARTBEAT_FD, LISTENER_FD = 3, 4, 5
 MOST_FILES = 5
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PATIENCE_S = 2.0
@@ -197,7 +197,7 @@ def _default_signals() -> None:
 
 
 def _leave_signals_to_the_supervisor() -> None:
-    """A rank that has a pulse hears by it what is asked of the job.
+    """A rank that has a heartbeat hears by it what is asked of the job.
 
     Schedulers and systemd send such signals to all processes of a job at once; a rank that died of
     one could not commit its checkpoint. Its own children get the default actions back.

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from allranks.errors import PlaceError, RequestError
-from allranks.launcher.heartbeat import Pulses
+from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server import MESSAGE_LIMIT
 from allranks.launcher.processes.hash_seed import VARIABLE as HASH_SEED
@@ -85,10 +85,12 @@ class ForkServer:
             env={**os.environ, **environment},
         )
 
-    def spawn(self, process: Process, pulses: Pulses | None = None, listener: int = -1) -> int:
+    def spawn(
+        self, process: Process, heartbeats: HeartbeatTable | None = None, listener: int = -1
+    ) -> int:
         """Ask for a process; never waits. Returns the ticket by which its exit is told.
 
-        Its standard output and error are appended to its log, raw. With `pulses` it gets their
+        Its standard output and error are appended to its log, raw. With `heartbeats` it gets their
         memory, and a file for its stacks. `listener` is the file descriptor of a socket for it.
         """
         ticket = next(self._tickets)
@@ -102,9 +104,9 @@ class ForkServer:
         }
         with open(process.log, "ab") as file:
             files = [file.fileno()] * 3
-            if pulses is not None:
+            if heartbeats is not None:
                 self._stacks[ticket] = os.memfd_create(f"allranks-stacks-{process.rank}")
-                files[2:] = [self._stacks[ticket], pulses.fd]
+                files[2:] = [self._stacks[ticket], heartbeats.fd]
                 files += [listener] if listener >= 0 else []
             self._send(request, files)
         return ticket

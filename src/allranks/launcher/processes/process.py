@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from allranks.launcher.heartbeat import Pulses
+from allranks.launcher.heartbeat import HeartbeatTable
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Processes(Protocol):
     hash_seed: str
     """`PYTHONHASHSEED` of all of them."""
 
-    def spawn(self, process: Process, pulses: Pulses | None = None) -> int:
-        """Start a process; with `pulses` it beats in them, and can be asked where it stands."""
+    def spawn(self, process: Process, heartbeats: HeartbeatTable | None = None) -> int:
+        """Start a process; with `heartbeats` it beats in them, and can be asked where it stands."""
         ...
 
     def exits(self, timeout_s: float) -> list[Exit]:

@@ -19,7 +19,7 @@ from allranks.checkpoint.manifest import BadCheckpoint, read_manifest
 from allranks.job.job import Job
 from allranks.job.resume import CHECKPOINTS
 from allranks.job.run_folder import JsonLines, rank_events_path, read_rows
-from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.strategies.roles import LEADER
 from allranks.tensorflow.build import build
@@ -38,7 +38,7 @@ ENDED = ("done", "stopped")
 
 def evaluate_checkpoints(task: Task, job: Job, world: World, events: JsonLines) -> None:
     """Evaluate the checkpoints of `job` until its chief is done."""
-    pulse = Pulse(world.pulse, world.local_rank, world.local_size)
+    heartbeat = Heartbeat(world.heartbeat, world.local_rank, world.local_size)
     meet(world).close()  # nobody calls it, but the others wait until all are there
     set_arithmetic(job)
     alone = Single(Setting(task, job, world, {}))
@@ -48,14 +48,14 @@ def evaluate_checkpoints(task: Task, job: Job, world: World, events: JsonLines) 
     run_dir = Path(job.run_dir)
     done = _evaluated_before(run_dir, world.rank)
     while True:
-        is_last = pulse.wants_stop or _has_ended(run_dir, world.attempt)  # before it looks
-        pulse.enter("exchange")
+        is_last = heartbeat.wants_stop or _has_ended(run_dir, world.attempt)  # before it looks
+        heartbeat.enter("exchange")
         for step, weights in _newest(run_dir / CHECKPOINTS, done):
             done.add(step)
-            pulse.at_step(step)
-            pulse.enter("evaluate")
+            heartbeat.at_step(step)
+            heartbeat.enter("evaluate")
             set_weights(built.model, weights)
-            metrics = data.evaluate(partial(pulse.enter, "evaluate"))
+            metrics = data.evaluate(partial(heartbeat.enter, "evaluate"))
             events.event("evaluated", step=step, metrics=metrics, best=False)
         if is_last:
             break

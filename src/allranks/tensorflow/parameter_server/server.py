@@ -22,7 +22,7 @@ from allranks.job.config import threads_per_rank
 from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
-from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.strategies.roles import LEADER, WORKER, ProcessSet
 from allranks.tensorflow.machine import take_devices
@@ -47,7 +47,7 @@ def cluster_of(process_set: ProcessSet, addresses: list[str]) -> dict[str, list[
 
 def serve(job: Job, world: World, events: JsonLines) -> NoReturn:
     """Be a worker or a server of `job` until the supervisor ends this process."""
-    pulse = Pulse(world.pulse, world.local_rank, world.local_size)
+    heartbeat = Heartbeat(world.heartbeat, world.local_rank, world.local_size)
     os.environ.update(FAIL_FAST)
     if job.device == "cuda" and world.role == WORKER:
         take_devices(job, 1, world.role_index, job.ranks)
@@ -65,7 +65,7 @@ def serve(job: Job, world: World, events: JsonLines) -> NoReturn:
     )
     held.close()
     events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
-    _beat(pulse, Faults.of(job.inject, world.rank, world.restarts))
+    _beat(heartbeat, Faults.of(job.inject, world.rank, world.restarts))
 
 
 def _threads(job: Job, world: World) -> tf.compat.v1.ConfigProto:
@@ -77,15 +77,15 @@ def _threads(job: Job, world: World) -> tf.compat.v1.ConfigProto:
     )
 
 
-def _beat(pulse: Pulse, faults: Faults) -> NoReturn:
+def _beat(heartbeat: Heartbeat, faults: Faults) -> NoReturn:
     """Show life, and keep up with the step of the chief."""
     reached = None
     while True:
-        pulse.enter("compute")
-        now = pulse.step_of(LEADER)
+        heartbeat.enter("compute")
+        now = heartbeat.step_of(LEADER)
         if now >= 0:
             reached = now - 1 if reached is None else reached
-            pulse.at_step(now)
+            heartbeat.at_step(now)
         while reached is not None and reached < now:
             reached += 1
             faults.reach("step", reached)

@@ -94,19 +94,19 @@ class ServedTrainer(Trainer):
 
     def _waited(self, handed: Handed) -> Found:
         """What a step said. One that nobody says anything of for too long is a hang of the chief's."""
-        self.pulse.enter("exchange")
-        self.pulse.collective()
+        self.heartbeat.enter("exchange")
+        self.heartbeat.collective()
         begun, told = time.monotonic(), False
         while (found := self.graphs.row(handed, POLL_S)) is None:
             waited_s, limit_s = time.monotonic() - begun, self.job.hang_timeout
             if limit_s and waited_s > limit_s and not told:
-                told = bool(self.pulse.enter("compute"))
-        self.pulse.enter("data")
+                told = bool(self.heartbeat.enter("compute"))
+        self.heartbeat.enter("data")
         return found
 
     def _hand_out(self, batch: Batch) -> Handed:
-        self.pulse.at_step(batch.index)
-        self.pulse.enter("compute")
+        self.heartbeat.at_step(batch.index)
+        self.heartbeat.enter("compute")
         self.faults.reach("step", batch.index)
         says = self._says(batch, len(self._ahead), NOTHING)
         self._poison = 1.0
@@ -115,8 +115,10 @@ class ServedTrainer(Trainer):
 
     def _holds_back(self, last: Batch, batch: Batch) -> bool:
         """Whether something may be done between these two, for which nothing may be under way."""
-        pulse, asked = self.pulse, self._asked
-        self._asked = Asked(asked.stop or pulse.wants_stop, asked.save or pulse.wants_save())
+        heartbeat, asked = self.heartbeat, self._asked
+        self._asked = Asked(
+            asked.stop or heartbeat.wants_stop, asked.save or heartbeat.wants_save()
+        )
         new_epoch = self.job.eval_every == "epoch" and batch.epoch != last.epoch
         return new_epoch or self._asked != NOTHING or self._is_due_after(last)
 

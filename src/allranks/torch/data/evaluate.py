@@ -36,7 +36,7 @@ def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict
     """
     comm = strategy.data
     if not strategy.agreement.is_one_training:
-        comm = Comm(device=comm.device, pulse=comm.pulse)
+        comm = Comm(device=comm.device, heartbeat=comm.heartbeat)
     samples = len(source)
     chunks = [range(start, min(start + chunk, samples)) for start in range(0, samples, chunk)]
     own = range(comm.rank, len(chunks), comm.size)
@@ -47,8 +47,8 @@ def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict
     table, names = torch.empty(0), list[str]()
     with _evaluating(strategy.model), closing(source.batches(wanted)) as batches:
         for number, data in zip(visited, batches, strict=True):
-            if comm.pulse is not None:
-                comm.pulse.enter("evaluate")  # a sign of life for every chunk
+            if comm.heartbeat is not None:
+                comm.heartbeat.enter("evaluate")  # a sign of life for every chunk
             seed_generators(random_key(strategy.setting.scope.seed, EVALUATION, number))
             pairs = _pairs(task, strategy, data, len(chunks[number]))
             if not names:

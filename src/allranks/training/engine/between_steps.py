@@ -88,23 +88,23 @@ class BetweenSteps:
         saving, metrics = self.saving, trainer.course.metrics_of(trainer.progress)
         if metrics is None:
             metrics = trainer.evaluate() if trainer.job.best and not in_a_hurry else {}
-        before = trainer.pulse.enter("save")
+        before = trainer.heartbeat.enter("save")
         for callback in trainer.callbacks:
             callback.on_save(trainer)
         self._check()
         saving.save(trainer.progress.batch_index, self.rest(trainer), metrics)
         committed = saving.checkpointer.wait() if wait else True
-        trainer.pulse.enter(before)
+        trainer.heartbeat.enter(before)
         return committed
 
     def resume(self, trainer: Trainer) -> int | None:
         """Go on from the newest good checkpoint: how many global batches are done with it."""
-        before = trainer.pulse.enter("save")
+        before = trainer.heartbeat.enter("save")
         _ = (
             trainer.task_data.batches
         )  # opening it seeds the streams that the checkpoint brings back
         state = self.saving.load()
-        trainer.pulse.enter(before)
+        trainer.heartbeat.enter(before)
         if state is None:
             return None
         self.load_rest(trainer, state)
@@ -116,7 +116,7 @@ class BetweenSteps:
         stop = self._ending.is_at(step, result.asked.stop)
         asked = result.asked.save and self._ending.together
         if asked:
-            trainer.pulse.wants_save()  # heard from another rank first: not again with the next step
+            trainer.heartbeat.wants_save()  # heard from another rank first: not again with the next step
         due = every is not None and step % every == 0
         if stop or asked or due or trainer.course.wants_save(trainer.progress):
             trainer.save(wait=stop, in_a_hurry=stop)

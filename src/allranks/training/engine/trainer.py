@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 from allranks.checkpoint.commit import Ranks
 from allranks.job.faults import Faults
 from allranks.job.job import Job
-from allranks.launcher.heartbeat import Pulse
+from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.training.callback import Callback
 from allranks.training.evaluation_plan import Course
@@ -69,7 +69,7 @@ class Trainer(Loop, Protocol):
     @property
     def course(self) -> Course: ...
     @property
-    def pulse(self) -> Pulse: ...
+    def heartbeat(self) -> Heartbeat: ...
     @property
     def faults(self) -> Faults: ...
     @property
