@@ -9,7 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from allranks.launcher.world import World
-from allranks.torch.comm import CPU, join
+from allranks.torch.comm import CPU
+from allranks.torch.joining import join
 
 
 def what_torch_sends_itself(argument: None) -> None:

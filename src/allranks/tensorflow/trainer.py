@@ -37,8 +37,9 @@ from allranks.tensorflow.machine import check_backend, flip_one_bit, set_arithme
 from allranks.tensorflow.names import names_of, value_of
 from allranks.tensorflow.saving import Saving
 from allranks.tensorflow.state import State
+from allranks.tensorflow.step.inputs import StepInputs, StepSums
 from allranks.tensorflow.step.layers import restore_layers
-from allranks.tensorflow.step.step import Found, Graphs, Says
+from allranks.tensorflow.step.step import Graphs
 from allranks.tensorflow.step.step_result import Judge
 from allranks.tensorflow.step.user_variables import OwnWrites
 from allranks.tensorflow.strategies.base import Setting, Strategy
@@ -199,12 +200,12 @@ class Trainer:
             self.faults.reach("stepped", batch.index)
         return results
 
-    def _says(self, batch: Batch, number: int, asked: Asked) -> Says:
+    def _says(self, batch: Batch, number: int, asked: Asked) -> StepInputs:
         rate, update = 0.0, self.progress.updates + number
         if self.graphs.has_schedule:
             assert self.built.made_rate is not None
             rate = self.built.made_rate * float(self.task.schedule(update))
-        return Says(
+        return StepInputs(
             key=random_key(self.job.seed, batch.index),
             nominal=batch.nominal,
             rate=rate,
@@ -226,7 +227,7 @@ class Trainer:
             ]
         )
 
-    def _taken(self, batch: Batch, found: Found) -> StepResult:
+    def _taken(self, batch: Batch, found: StepSums) -> StepResult:
         """What a step has given, judged; the progress moves."""
         result = self.judge.judged(batch, found)
         self.progress = self.progress.after(result, batch.epoch, batch.step_in_epoch)

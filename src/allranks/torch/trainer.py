@@ -27,9 +27,9 @@ from allranks.job.job import Job
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.torch.build import Built, build_model, build_strategy, compiled, job_for
-from allranks.torch.comm import join
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.task_data import TaskData
+from allranks.torch.joining import join
 from allranks.torch.keras.task import torch_task
 from allranks.torch.limits import check_limits
 from allranks.torch.loop import check_own_loop, no_batch, nothing_left, tell_ignored
@@ -316,9 +316,8 @@ class Trainer:
         self.built = self._place_model()
         step = self.strategy.step
         check_limits(task, job, self.strategy)
-        if (
-            whole := whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
-        ) is not None:
+        whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
+        if whole is not None:
             taken.left_by(whole.leave)
         self.model_notes = notes_on(self.strategy.model, task)
         self.guard = guard_of(self.strategy, job, self.world.rank)

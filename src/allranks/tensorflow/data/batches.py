@@ -27,7 +27,7 @@ from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
 from allranks.tensorflow.data.nested import arrays_in, joined, mapped
 from allranks.tensorflow.data.tf_dataset import WholeDataset
-from allranks.tensorflow.step.step import Cut
+from allranks.tensorflow.step.inputs import Cut
 from allranks.training.order import Order, random_key
 from allranks.training.prefetch import staged
 from allranks.training.progress import Progress

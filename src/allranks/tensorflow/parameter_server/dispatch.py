@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from allranks.tensorflow.comm import peer_lost
 from allranks.tensorflow.data.nested import mapped
-from allranks.tensorflow.step.step import Cut, Found, Graphs, Says, told_of
+from allranks.tensorflow.step.inputs import Cut, StepInputs, StepSums, pack
+from allranks.tensorflow.step.step import Graphs
 
 Row = NDArray[np.float64]
 
@@ -66,9 +67,9 @@ class HandedOut(Graphs):
 
         self._held = iter(self.coordinator.create_per_worker_dataset(data))
 
-    def hand_out(self, data: Any, cut: Cut, says: Says) -> Handed:
+    def hand_out(self, data: Any, cut: Cut, says: StepInputs) -> Handed:
         """A worker will run this step; rows are fetched in the order of the calls."""
-        arguments = data, told_of([says])
+        arguments = data, pack([says])
         known = cut, 1
         if known not in self._made:
             self._made[known] = self._graph(cut, arguments)
@@ -77,7 +78,7 @@ class HandedOut(Graphs):
         self._schedule(handed)
         return handed
 
-    def row(self, handed: Handed, timeout_s: float) -> Found | None:
+    def row(self, handed: Handed, timeout_s: float) -> StepSums | None:
         """What a step said; `None` if it is not done within `timeout_s`."""
         try:
             return self._read(handed.row.result(timeout_s)[0])

@@ -29,7 +29,7 @@ from allranks.tensorflow.data.batches import Arrays, Batch
 from allranks.tensorflow.parameter_server.dispatch import Handed, HandedOut
 from allranks.tensorflow.parameter_server.in_flight import Ahead
 from allranks.tensorflow.state import State
-from allranks.tensorflow.step.step import Found
+from allranks.tensorflow.step.inputs import StepSums
 from allranks.tensorflow.strategies.parameter_server import ParameterServer, pieces_of
 from allranks.tensorflow.trainer import Trainer
 from allranks.training.keras_task import Task
@@ -92,7 +92,7 @@ class ServedTrainer(Trainer):
         self.faults.reach("stepped", batch.index)
         return result
 
-    def _waited(self, handed: Handed) -> Found:
+    def _waited(self, handed: Handed) -> StepSums:
         """What a step said. One that nobody says anything of for too long is a hang of the chief's."""
         self.heartbeat.enter("exchange")
         self.heartbeat.collective()

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,6 +34,19 @@ from allranks.strategies.shards import Micro
 from allranks.tensorflow.comm import translated
 from allranks.tensorflow.data.nested import mapped
 from allranks.tensorflow.step.autograph import InGraph
+from allranks.tensorflow.step.inputs import (
+    ASKED_SAVE,
+    ASKED_STOP,
+    LIMIT,
+    NOMINAL,
+    POISON,
+    RATE,
+    SCALE,
+    Cut,
+    StepInputs,
+    StepSums,
+    pack,
+)
 from allranks.tensorflow.step.layers import Passing, passing, shard_norms
 from allranks.tensorflow.step.losses import check_layer_losses, weighted_losses
 from allranks.training.keras_task import Task
@@ -43,66 +55,6 @@ SUM = tf.distribute.ReduceOp.SUM
 HEAD = 5
 LOSS, WEIGHT, SAMPLES, STOP, SAVE = range(HEAD)
 FINE = HEAD + 1  # in the row for the host
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a global batch is cut, as far as this process sees it.
-
-    `pieces` are those of shards, for each local replica and each of its micro-batches; `spare` says
-    that some replica, here or elsewhere, has no sample of this batch.
-    """
-
-    pieces: tuple[tuple[Micro, ...], ...]
-    spare: bool = False
-
-
-@dataclass(frozen=True)
-class Says:
-    """What the host says to a step: numbers that change from step to step without a new graph.
-
-    `key` belongs to (seed, step); `limit` is the longest gradient that is not a spike; `poison` is
-    1, or NaN where a fault is made on purpose.
-    """
-
-    key: int
-    nominal: float
-    rate: float
-    stop: bool = False
-    save: bool = False
-    scale: float = 1.0
-    limit: float = math.inf
-    poison: float = 1.0
-
-    def numbers(self) -> list[float]:
-        return [
-            *(self.nominal, self.rate, self.stop, self.save, self.scale, self.limit),
-            self.poison,
-        ]
-
-
-def told_of(says: list[Says]) -> Any:
-    """One tensor of what is said to each step, (steps, 8): the key, and the bits of the numbers."""
-    numbers = np.array([said.numbers() for said in says], np.float64).view(np.int64)
-    return tf.constant(np.column_stack([[said.key for said in says], numbers]), tf.int64)
-
-
-NOMINAL, RATE, ASKED_STOP, ASKED_SAVE, SCALE, LIMIT, POISON = range(7)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a step says to the host. `bad` are the replicas whose own part is not finite."""
-
-    loss: float
-    weight: float
-    samples: int
-    stop: bool
-    save: bool
-    norm: float
-    fine: bool
-    rate: float
-    bad: tuple[int, ...]
 
 
 class Graphs:
@@ -143,12 +95,12 @@ class Graphs:
         sizes = [int(math.prod(v.shape) * tf.as_dtype(v.dtype).size) for v in self.variables]
         return sum(sizes) + self.tally_size * int(self.kind.size)
 
-    def run(self, data: Any, cut: Cut, says: list[Says]) -> list[Found]:
+    def run(self, data: Any, cut: Cut, says: list[StepInputs]) -> list[StepSums]:
         """As many steps as there are in `says`; `data` is what `tf.distribute` gives its replicas.
 
         For several steps every array of it has them along a first axis more. All ranks call this.
         """
-        told = told_of(says)
+        told = pack(says)
         arrays = tf.nest.flatten(data, expand_composites=True)
         known = cut, len(says), *((tuple(array.shape), array.dtype) for array in arrays)
         with translated():
@@ -159,11 +111,13 @@ class Graphs:
             rows = self._made[known](data, told).numpy()
         return [self._read(row) for row in rows]
 
-    def _read(self, row: NDArray[np.float64]) -> Found:
+    def _read(self, row: NDArray[np.float64]) -> StepSums:
         head, bad = row[: HEAD + 3], row[HEAD + 3 :]
         loss, weight, samples, stop, save, norm, fine, rate = head.tolist()
         which = tuple(np.flatnonzero(bad).tolist())
-        return Found(loss, weight, round(samples), stop > 0, save > 0, norm, fine > 0, rate, which)
+        return StepSums(
+            loss, weight, round(samples), stop > 0, save > 0, norm, fine > 0, rate, which
+        )
 
     # --- the graph: what is called from here on makes it, and runs once for each --------------
 

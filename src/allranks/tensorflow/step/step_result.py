@@ -10,7 +10,7 @@ from typing import Any
 from allranks.job.job import Job
 from allranks.job.loss_scale import loss_scale_of
 from allranks.tensorflow.data.batches import Batch
-from allranks.tensorflow.step.step import Found
+from allranks.tensorflow.step.inputs import StepSums
 from allranks.training.guard import Finding, Guard, weightless
 from allranks.training.progress import Asked, StepResult
 
@@ -30,7 +30,7 @@ class Judge:
         """By what the loss of the next step is multiplied."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def judged(self, batch: Batch, found: Found) -> StepResult:
+    def judged(self, batch: Batch, found: StepSums) -> StepResult:
         """The result of a step. Raises `BadStep` where the job ends with it."""
         if found.weight <= 0:
             raise weightless(batch, found.weight)

@@ -25,7 +25,7 @@ from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
 from allranks.torch.data.batch import Batch, Leaf, MicroBatch, samples_of, with_data
 from allranks.torch.data.copying import Copying
-from allranks.torch.data.loaders import SamplerOrder, WholeLoader, rows_between
+from allranks.torch.data.loaders import SamplerOrder, WholeLoader, endless, rows_between
 from allranks.torch.data.sources import (
     COLLATE,
     Ids,
@@ -282,7 +282,7 @@ class GlobalBatches:
                 yield self._filled(plan, map(self.arithmetic.placed, parts))
                 step, index = step + 1, index + 1
             if step == 0:
-                raise _endless(epoch, "a DataLoader", "let it give batches")
+                raise endless(epoch, "a DataLoader", "let it give batches")
             epoch, step = epoch + 1, 0
 
     def _from_streams(
@@ -310,7 +310,7 @@ class GlobalBatches:
                 step, index = step + 1, index + 1
             if step == 1:
                 do = "let open(shard, epoch, seed, skip) yield samples"
-                raise _endless(epoch, "a stream", do)
+                raise endless(epoch, "a stream", do)
             epoch, step, index = epoch + 1, 0, index - 1
 
     def _key_collate(self, plan: Batch, micro: MicroBatch) -> None:
@@ -345,12 +345,3 @@ class GlobalBatches:
             if not self.shard_alone and self.micro_batch != 1:
                 warnings.warn(COLLATES_ALONE, stacklevel=1)
         return self.collates_alone
-
-
-def _endless(epoch: int, what: str, do: str) -> RequestError:
-    return RequestError(
-        asked=f"epoch {epoch} of {what}",
-        found="no sample in it",
-        why="an epoch without a step would never end",
-        do=do,
-    )

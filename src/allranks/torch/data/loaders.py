@@ -288,3 +288,13 @@ def _refused(found: str, why: str, do: str) -> RequestError:
 def _larger(found: str, size: int, own: int) -> RequestError:
     why = f"what it gives is the global batch of a step, and the task has batch_size = {size}"
     return _refused(found, why, f"--set batch_size={own}")
+
+
+def endless(epoch: int, what: str, do: str) -> RequestError:
+    """What to say of an epoch without a sample."""
+    return RequestError(
+        asked=f"epoch {epoch} of {what}",
+        found="no sample in it",
+        why="an epoch without a step would never end",
+        do=do,
+    )

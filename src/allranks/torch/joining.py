@@ -1,0 +1,97 @@
+"""How the ranks of a job meet: the store in which they find each other, and their process group."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # before any group: its defaults would keep that one for ever
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    PrefixStore,
+    TCPStore,
+    rendezvous,
+)
+from torch.distributed.distributed_c10d import _get_default_store
+
+from allranks.errors import RequestError
+from allranks.launcher.heartbeat import Heartbeat
+from allranks.launcher.world import World, master_endpoint
+from allranks.torch.comm import TIMEOUT, Comm, translated
+from allranks.torch.meetings import Meetings
+
+_joins, _trainings = itertools.count(), itertools.count()
+
+
+def join(world: World, device: torch.device, heartbeat: Heartbeat | None = None) -> Comm:
+    """Meet the other ranks of `world`; every rank calls this, and `leave` at the end.
+
+    A process group that is there already is used as it is, and left to whoever made it. A process
+    keeps the store of its first join, and each join has keys of its own in it: a second one finds
+    neither stale keys nor the store that another rank is about to close.
+    """
+    if dist.is_initialized():
+        there = dist.get_rank(), dist.get_world_size()
+        if there != (world.rank, world.size):
+            raise RequestError(
+                asked=f"to be rank {world.rank} of {world.size}, as RANK and WORLD_SIZE say",
+                found=f"a process group in which this process is rank {there[0]} of {there[1]}",
+                why="the ranks would share out the data in one way, and the sums in another",
+                do="set RANK and WORLD_SIZE as the group has them, or let the trainer make it",
+            )
+        meetings = _meetings_in(_get_default_store(), world) if world.size > 1 else None
+        return Comm(*there, device, heartbeat=heartbeat, meetings=meetings)
+    if world.size == 1:
+        return Comm(device=device, heartbeat=heartbeat)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        keys = f"attempt-{world.attempt}/join-{next(_joins)}"
+        store = PrefixStore(keys, _store_of(world))
+        dist.init_process_group(
+            backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT, store=store
+        )
+    except RuntimeError as error:
+        raise translated(error) from error
+    meetings = _meetings_in(store, world)
+    return Comm(
+        world.rank, world.size, device, owns_group=True, heartbeat=heartbeat, meetings=meetings
+    )
+
+
+def _meetings_in(store: Any, world: World) -> Meetings:
+    own = PrefixStore(f"meetings-{next(_trainings)}", store)
+    return Meetings(own, world.rank, world.size, TIMEOUT)
+
+
+def _store_of(world: World) -> Any:
+    """Where the ranks find each other: a file on one machine, else a port that rank 0 was given.
+
+    Only that address listens, and whoever started the ranks has bound it: nobody can be first.
+    Another launcher says where in the environment.
+    """
+    if world.store:
+        return FileStore(world.store, world.size)
+    if not world.rendezvous:
+        return _store_of_environment(world)
+    if world.rendezvous not in _met:
+        host, _, port = world.rendezvous.rpartition(":")
+        serves: dict[str, Any] = {"is_master": False}
+        if world.rank == 0:
+            serves = {"is_master": True, "master_listen_fd": world.listener}
+        _met[world.rendezvous] = TCPStore(
+            host, int(port), world.size, timeout=TIMEOUT, wait_for_workers=False, **serves
+        )
+    return _met[world.rendezvous]
+
+
+def _store_of_environment(world: World) -> Any:
+    """The store at MASTER_ADDR and MASTER_PORT, or torchrun's own, as torch itself would find it."""
+    where = master_endpoint()
+    if where not in _met:
+        _met[where], _, _ = next(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT))
+    return _met[where]
+
+
+_met: dict[str, Any] = {}  # a second join of a process meets where the first did
