@@ -115,7 +115,8 @@ class Rank:
 
 
 def measure_as_rank(rank: int, asked: dict[str, Any], folder: str) -> None:
-    """Measure what `asked` says, a `checkpoint.Plan` as a mapping; the leader writes `found.json`."""
+    """Measure what `asked` says, a `checkpoint.Plan` as a mapping;
+    the leader writes `found.json`."""
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     world = World(rank, asked["ranks"], rank, asked["ranks"], 0, str(Path(folder) / "store"))
     os.environ.update(world.variables(), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")

@@ -1,4 +1,5 @@
-"""What `launch.py` has allranks train: the smallest model there is, and the time of its second step.
+"""What `launch.py` has allranks train: the smallest model there is,
+and the time of its second step.
 
 The learning-rate schedule of a step is asked for before anything else in it, so when the leader
 asks for that of the second step, the first all-reduce is over, and so is the update after it. The

@@ -1,7 +1,8 @@
-"""One GPU: ResNet-50 (images/s) and GPT-2 124M (tokens/s, MFU) beside the best loop written by hand.
+"""One GPU: ResNet-50 (images/s) and GPT-2 124M (tokens/s, MFU)
+beside the best loop written by hand.
 
     python benchmarks/gpu.py                 on a machine with a GPU
-    python benchmarks/gpu.py --small         the same code in small on the CPU: does it run, not how fast
+    python benchmarks/gpu.py --small         the same in small on the CPU: does it run, not how fast
 
 Contenders train the same model in bf16 on the same batches, which lie on the device before anything
 is timed, with the same fused optimizer; each keeps the loss of every step as a Python number:

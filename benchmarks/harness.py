@@ -171,7 +171,8 @@ def in_words(comparison: Comparison) -> str:
     sign = {"difference_us": f" - {comparison.over}", "ratio": f" / {comparison.over}"}
     text = (
         f"{comparison.what}, {comparison.metric}: {comparison.of}{sign.get(comparison.kind, '')}"
-        f" = {i.median:.{digits}f}{unit} [{i.low:.{digits}f}, {i.high:.{digits}f}] at {i.confidence:.0%}, {i.pairs} pairs"
+        f" = {i.median:.{digits}f}{unit} [{i.low:.{digits}f}, {i.high:.{digits}f}] at "
+        f"{i.confidence:.0%}, {i.pairs} pairs"
     )
     if comparison.bar is not None:
         text += f", bar {comparison.bar:g}{unit}: {comparison.met}"

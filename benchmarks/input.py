@@ -1,4 +1,5 @@
-"""The input pipeline: images per second from JPEG files, and the steady step beside its longest stage.
+"""The input pipeline: images per second from JPEG files,
+and the steady step beside its longest stage.
 
     python benchmarks/input.py
 

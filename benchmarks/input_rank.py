@@ -1,6 +1,7 @@
 """The process of `input.py`: makes the pipelines that are compared, and times blocks of batches.
 
-All JPEG contenders read the same files with the same functions and key what is random by the sample.
+All JPEG contenders read the same files with the same functions and key
+what is random by the sample.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def command_of(name: str, ranks: int, scratch: Path) -> list[str]:
 
 
 def run_once(name: str, ranks: int) -> dict[str, float]:
-    """One cold start; the two times. Fails if the command does, or starts another number of ranks."""
+    """One cold start; the two times. Fails if the command does,
+    or starts another number of ranks."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="benchmark-launch-") as folder:
         scratch = Path(folder)

@@ -61,7 +61,8 @@ def measure_as_rank(
 
 
 class Turns:
-    """Who is timed, of two sets of processes side by side: A, B B, A A, and so on; else nobody waits.
+    """Who is timed, of two sets of processes side by side: A, B B, A A, and so on;
+    else nobody waits.
 
     The leader reads a byte when its set may go on; its other ranks wait for it in a barrier.
     """
@@ -72,7 +73,8 @@ class Turns:
         self._is_first = folders == sorted(folders)
 
     def before(self, number: int) -> None:
-        """Wait for the turn, where it is the other set's; the first waits till the other is there."""
+        """Wait for the turn, where it is the other set's;
+        the first waits till the other is there."""
         if self._own >= 0 and number == 0 and not self._is_first:
             os.write(self._other, b"t")
         if self._own >= 0 and self._is_other(number - 1):
@@ -116,7 +118,8 @@ def _measured(
 
 
 def _make(workload: str, names: list[str], world: World) -> dict[str, Contender]:
-    """All contenders, in the order of `names`; ours come first, because a Trainer joins the ranks."""
+    """All contenders, in the order of `names`; ours come first,
+    because a Trainer joins the ranks."""
     ours_first = sorted(names, key=lambda name: not name.startswith("allranks"))
     made = {name: CONTENDERS[name](WORKLOADS[workload], world) for name in ours_first}
     torch.use_deterministic_algorithms(False)  # a bitwise Trainer has set it; see `_timed_block_s`

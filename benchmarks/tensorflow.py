@@ -6,11 +6,12 @@
 
 `loops`: our Trainer beside `fit` of Keras and a loop written by hand (`on_keras/loops.py` says what
 each does) on one device and on two under MirroredStrategy, with 1 and with 10 steps per call of
-TensorFlow: a tiny MLP, the CNN of `digits-keras`, and a larger CNN. Where there is one processor the
-two devices are logical ones that share its cores. Every loop is a process of its own, forked from
-one that has imported TensorFlow: two MirroredStrategies in one process disturb each other's sums.
-They take turns, so only one computes at a time. Before anything is timed their first losses must
-agree. `fit` with 10 steps per call fails under MirroredStrategy on CPUs, so it is not in that row.
+TensorFlow: a tiny MLP, the CNN of `digits-keras`, and a larger CNN. Where there is one processor
+the two devices are logical ones that share its cores. Every loop is a process of its own, forked
+from one that has imported TensorFlow: two MirroredStrategies in one process disturb each other's
+sums. They take turns, so only one computes at a time. Before anything is timed their first losses
+must agree. `fit` with 10 steps per call fails under MirroredStrategy on CPUs,
+so it is not in that row.
 
 `start`: cold, from the command to the end of the first step, and to the end of the command, of four
 workers under MultiWorkerMirroredStrategy: `allranks train` beside four plain processes, each with a
@@ -135,7 +136,8 @@ def loops_of(plan: Plan) -> Iterator[dict[str, Connection]]:
 def be_loop(
     number: int, folder: str, names: list[str], ends: list[Connection], settings: tuple[Any, ...]
 ) -> None:
-    """In the process of a loop: what follows imports TensorFlow, which the script itself never does."""
+    """In the process of a loop: what follows imports TensorFlow,
+    which the script itself never does."""
     sys.path[:] = [folder, *(path for path in sys.path if Path(path).resolve() != HERE)]
     from turns import take_turns  # noqa: PLC0415
 

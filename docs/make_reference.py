@@ -24,8 +24,8 @@ from allranks.training.task_fields import TaskFields
 PAGE = Path(__file__).with_name("reference.md")
 HEAD = """# Reference
 
-Made by `make docs` from the docstrings; do not edit. [tasks](tasks.md) explains the same in the order in which one
-needs it.
+Made by `make docs` from the docstrings; do not edit.
+[tasks](tasks.md) explains the same in the order in which one needs it.
 """
 SCHEDULES = [
     *(schedules.constant, schedules.linear_warmup, schedules.cosine, schedules.polynomial),

@@ -30,7 +30,8 @@ class Gan(nn.Module):
         self.critic = nn.Sequential(nn.Linear(2, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
 
     def forward(self, real: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(samples, 2) and (samples, NOISE) -> three times (samples,), and the fakes (samples, 2)."""
+        """(samples, 2) and (samples, NOISE) -> three times (samples,),
+        and the fakes (samples, 2)."""
         fake = self.generator(noise)
         fixed = {name: weight.detach() for name, weight in self.critic.named_parameters()}
         said = self.critic(real), self.critic(fake.detach())  # the critic learns from these

@@ -1,4 +1,5 @@
-"""Tasks that `check` has to be right about: correct ones that look wrong, and wrong ones that hide."""
+"""Tasks that `check` has to be right about: correct ones that look wrong,
+and wrong ones that hide."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ class BiasBeforeNorm(Points):
 
 
 class Spectral(Points):
-    """A layer that keeps the direction of its largest factor, and moves it in every forward pass."""
+    """A layer that keeps the direction of its largest factor,
+    and moves it in every forward pass."""
 
     def model(self) -> nn.Module:
         layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 16))

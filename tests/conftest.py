@@ -5,8 +5,8 @@ file or setting of torch that is there after a test and was not before fails tha
 
 There are two tiers. `pytest` runs every test, but of large products a part in which every pair of
 values comes together (`tiers.py`: the markers `thinned` and `cases`), of ordeals a smaller number
-(the fixture `exhaustive`), and of made-up input fewer examples. `pytest --exhaustive` runs all of it. No test
-is skipped in either.
+(the fixture `exhaustive`), and of made-up input fewer examples. `pytest --exhaustive` runs all of
+it. No test is skipped in either.
 
 No bound in a test is a promise: machines that test are slow and loaded, and a wait only has to end.
 What is promised in seconds is measured in `benchmarks/`.
@@ -103,7 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def exhaustive(pytestconfig: pytest.Config) -> bool:
-    """Whether the ordeals (launches disturbed, ranks killed) are to be run in their whole number."""
+    """Whether the ordeals (launches disturbed, ranks killed)
+    are to be run in their whole number."""
     return bool(pytestconfig.getoption("exhaustive"))
 
 
@@ -203,7 +204,8 @@ def on_ranks(server: ForkServer, tmp_path: Path) -> Callable[..., Ended]:
 
 
 def _descendants(pid: int) -> set[int]:
-    """All processes below one, from the parents in /proc: its lists of children are not reliable."""
+    """All processes below one, from the parents in /proc:
+    its lists of children are not reliable."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

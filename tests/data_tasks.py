@@ -1,4 +1,5 @@
-"""Tasks whose data draws, differs from rank to rank, or is cut in a way that is not the engine's."""
+"""Tasks whose data draws, differs from rank to rank,
+or is cut in a way that is not the engine's."""
 
 from __future__ import annotations
 
@@ -216,7 +217,8 @@ class Reader(nn.Module):
 
 @dataclass(kw_only=True)
 class Padded(Task):
-    """Texts padded to their longest; `ignored` stands where there is none, with or without weights."""
+    """Texts padded to their longest; `ignored` stands where there is none,
+    with or without weights."""
 
     batch_size: int = 24
     ignored: int = 0

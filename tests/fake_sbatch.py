@@ -1,4 +1,5 @@
-"""A stand-in for `sbatch` that records what it reads in scripts: `fake_sbatch.py RECORD OPTION… FILE…`.
+"""A stand-in for `sbatch` that records what it reads in scripts:
+`fake_sbatch.py RECORD OPTION… FILE…`.
 
 The lines of `#SBATCH` are cut as sbatch cuts them, by the rules of its `_get_argument`: a backslash
 takes the next letter as it is, quotes hold blanks together, a `#` outside of them begins a comment.

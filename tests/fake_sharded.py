@@ -1,4 +1,5 @@
-"""A strategy that stands for all that cut their weights: every tensor is halved by hand, on two ranks.
+"""A strategy that stands for all that cut their weights: every tensor is halved by hand,
+on two ranks.
 
 Before each pass the weights are gathered from the two ranks. With `data=each` (as FSDP) these read
 different samples, and backward sums their gradients; with `data=same` (as tensor parallelism) they
@@ -167,7 +168,8 @@ class FakeSharded(Strategy):
 
     @contextmanager
     def gathered(self, *, sums: bool, kind: str) -> Iterator[None]:
-        """Within, the model has whole weights; backward adds to the halves, of both ranks if it sums."""
+        """Within, the model has whole weights; backward adds to the halves,
+        of both ranks if it sums."""
         apply: Any = Gather.apply
         whole = apply(self, sums, kind, *self.held.values())
         for name, tensor in zip(self.held, whole, strict=True):

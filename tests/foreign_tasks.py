@@ -1,4 +1,5 @@
-"""Tasks that hand in data as people have it already: loaders of torch, and Hugging Face data sets."""
+"""Tasks that hand in data as people have it already: loaders of torch,
+and Hugging Face data sets."""
 
 from __future__ import annotations
 

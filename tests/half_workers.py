@@ -35,7 +35,8 @@ def plain_sum(gradients: list[Tensor], kind: torch.dtype) -> Tensor:
 def made_up(
     rank: int, step: int, tally_size: int, dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients from tiny to huge, some of them not finite, and a tally that 16 bits cannot hold."""
+    """Gradients from tiny to huge, some of them not finite,
+    and a tally that 16 bits cannot hold."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
 
     def drawn(shape: tuple[int, ...]) -> Tensor:
@@ -51,7 +52,8 @@ def made_up(
 
 
 def sums_are_the_simulation(argument: None) -> None:
-    """Buckets of all sizes and types, twice through the same reducer: equal bits, two messages each."""
+    """Buckets of all sizes and types, twice through the same reducer: equal bits,
+    two messages each."""
     comm = join(World.from_environment(), CPU)
     try:
         messages = watched(comm)

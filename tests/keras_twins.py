@@ -52,7 +52,8 @@ class Sgd(DigitsKeras):
 
 @dataclass(kw_only=True)
 class Rich(Task):
-    """What a strategy can get wrong: norms, dropout, weights, an average, clipping, uneven batches."""
+    """What a strategy can get wrong: norms, dropout, weights, an average, clipping,
+    uneven batches."""
 
     batch_size: int = 24
     epochs: int = 100

@@ -3,8 +3,8 @@
 A host imports torch once and forks a launch for every line that it is told: command line,
 supervisor, fork server and ranks are real processes, and what they do is the product's own code.
 Three things stand in for what starting a program does: the fork server is forked from the
-supervisor, the jobs of a sweep from the sweep, and the mark of an owner is written over a place kept
-free for it in the environment block of the process, where the kernel shows it.
+supervisor, the jobs of a sweep from the sweep, and the mark of an owner is written over a place
+kept free for it in the environment block of the process, where the kernel shows it.
 
 A launch may be of a copy of the engine, in the folder `source`: all of allranks is imported anew
 from there, and only the framework is not.

@@ -1,4 +1,5 @@
-"""Trainings with the optimizers for large batches, and a schedule that counts updates of the job."""
+"""Trainings with the optimizers for large batches,
+and a schedule that counts updates of the job."""
 
 from __future__ import annotations
 

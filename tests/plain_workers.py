@@ -54,7 +54,8 @@ def refused(argument: dict[str, Any]) -> None:
 
 
 def stop_and_go_on(argument: dict[str, Any]) -> None:
-    """A training that saves itself and one that goes on from there: the bits of one that does not."""
+    """A training that saves itself and one that goes on from there:
+    the bits of one that does not."""
     torch.set_num_threads(1)
     world = World.from_environment()
     make = getattr(plain_tasks, argument["task"])

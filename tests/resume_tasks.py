@@ -171,7 +171,8 @@ class Averaged(Plain):
 
 @dataclass(kw_only=True)
 class Hooked(Plain):
-    """Writes into the file `seen` what is unpickled from here on; itself it unpickles a fraction."""
+    """Writes into the file `seen` what is unpickled from here on;
+    itself it unpickles a fraction."""
 
     seen: str = ""
 

@@ -17,7 +17,8 @@ import pytest
 
 SCRIPTS_FOLDER = Path(__file__).parent / "scripts"
 SAID = re.compile(
-    r"rank (?P<rank>\d+) of (?P<size>\d+) on (?P<host>[\w.-]+): loss (?P<first>\S+) -> (?P<last>\S+)"
+    r"rank (?P<rank>\d+) of (?P<size>\d+) on (?P<host>[\w.-]+): loss (?P<first>\S+) "
+    r"-> (?P<last>\S+)"
 )
 
 

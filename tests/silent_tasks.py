@@ -1,7 +1,7 @@
 """Tasks that tempt a training to follow the number of ranks, each in one way. See `test_silent`.
 
-Small on purpose, and written as people write them. 22 samples of 101 are a step, so shards hold 3, 2
-and 1 samples, and the last batch of an epoch is another size. Each trains in float64.
+Small on purpose, and written as people write them. 22 samples of 101 are a step, so shards hold 3,
+2 and 1 samples, and the last batch of an epoch is another size. Each trains in float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The floors: who may import whom, what importing the command line pulls in, a docstring in each."""
+"""The floors: who may import whom, what importing the command line pulls in,
+a docstring in each."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def sent():
 def counted(server, strategy, ranks, folder):
     wanted, found = [], []
     for steps in (2, 12):
-        flags = {"ranks": ranks, "strategy": strategy, "steps": steps, "run_dir": f"{folder}/{steps}"}
+        run_dir = f"{folder}/{steps}"
+        flags = {"ranks": ranks, "strategy": strategy, "steps": steps, "run_dir": run_dir}
         before = sent()
         summary = run_job(resolve("synthetic", flags, ("width=512",)), server).summary
         found.append(sent() - before)

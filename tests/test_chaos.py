@@ -1,4 +1,5 @@
-"""Chaos: launches disturbed at a random moment by a random act, and one run that is killed on and on.
+"""Chaos: launches disturbed at a random moment by a random act,
+and one run that is killed on and on.
 
 Every launch is whole (command line, supervisor, fork server, ranks, loader workers) and trains with
 torch. The seeds are fixed; each test prints what it did, so that a failure can be made again.

@@ -1,4 +1,5 @@
-"""`check` says equal of what is equal, in every precision, and finds what hides; it leaves no space.
+"""`check` says equal of what is equal, in every precision, and finds what hides;
+it leaves no space.
 
 Correct tasks of `check_tasks` look wrong to a comparison that is too simple: zero gradients,
 infinite buffers, losses that add up to nothing, callbacks that change weights.

@@ -138,7 +138,7 @@ def test_a_local_job_can_not_be_reached_and_reaches_nobody(
     assert [s for s in seen if not s.stays_here] == []
 
 
-# --- pickles, and text that is run ------------------------------------------------------------------
+# --- pickles, and text that is run ----------------------------------------------------------------
 
 FORBIDDEN_MODULES = {
     *("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"),
@@ -222,7 +222,7 @@ def test_going_on_unpickles_nothing(train: Train, tmp_path: Path) -> None:
         assert path.read_text().splitlines() == ["fractions.Fraction"] * 2, "one in each rank"
 
 
-# --- secrets ------------------------------------------------------------------------------------------
+# --- secrets --------------------------------------------------------------------------------------
 
 CANARY = "s3cr3t-c4n4ry"
 SECRET_VARIABLES = (
@@ -264,7 +264,8 @@ def test_no_secret_is_written_or_shown(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Of the environment and of the task: in no file, no plan, no summary; at start and going on."""
+    """Of the environment and of the task: in no file, no plan, no summary;
+    at start and going on."""
     for name in SECRET_VARIABLES:
         monkeypatch.setenv(name, CANARY)
     for name, value in SECRET_VALUES.items():
@@ -319,7 +320,7 @@ def test_a_refused_value_of_a_job_names_no_secret(train: Train, tmp_path: Path) 
     assert files_with(CANARY, tmp_path) == []
 
 
-# --- terminals ------------------------------------------------------------------------------------------
+# --- terminals ------------------------------------------------------------------------------------
 
 
 def on_a_terminal(host: Host, folder: Path, *words: str, kind: str = "dumb") -> tuple[int, bytes]:
@@ -450,7 +451,7 @@ def test_no_word_of_a_command_steers_the_terminal(
     assert_harmless((out + err).encode())
 
 
-# --- hostile names and values -------------------------------------------------------------------------
+# --- hostile names and values ---------------------------------------------------------------------
 
 CANARY_FILE = "canary"
 FRAGMENTS = st.sampled_from(
@@ -610,7 +611,8 @@ def test_hostile_words(text: str, other: str, sandbox: Path) -> None:
 @settings(max_examples=2 * EXAMPLES, derandomize=True, suppress_health_check=UNHURRIED)
 @given(text=HOSTILE_TEXT, other=HOSTILE_TEXT)
 def test_hostile_run_folders(text: str, other: str, sandbox: Path) -> None:
-    """To the files and back: what is written lies in the folder that was named, and says the same."""
+    """To the files and back: what is written lies in the folder that was named,
+    and says the same."""
     _files(text, other, sandbox)
     assert left_in(sandbox) == []
 
@@ -704,7 +706,7 @@ def test_hostile_job_files(content: bytes, tmp_path: Path) -> None:
     calmly(lambda: resolve("", {"run_dir": str(tmp_path)}))
 
 
-# --- modes ------------------------------------------------------------------------------------------------
+# --- modes ----------------------------------------------------------------------------------------
 
 
 def test_nobody_else_can_write_into_a_run_folder(train: Train) -> None:

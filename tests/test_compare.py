@@ -127,23 +127,28 @@ def all_gradients(factor: float) -> Change:
     ("change", "step", "stage", "tensor", "words"),
     [
         (set_row(1, 0, "ids", [0, 1]), 0, "samples", None, "2 samples twice"),
-        (set_row(1, 0, "ids", [2, 9]), 0, "samples", None, "1 samples missing, 1 not of this batch"),
+        (set_row(1, 0, "ids", [2, 9]), 0, "samples", None, "1 samples "
+                                                           "missing, 1 not of this batch"),
         (set_row(1, 0, "ids", [3, 2]), 0, "samples", None, "in another order"),
         (set_row(0, 1, "samples", 5), 1, "samples", None, "counted twice or lost"),
         (set_row(0, 1, "weight", 4.5), 1, "weight", None, "4.5, not 4.0"),
         (set_row(0, 1, "loss", 0.25), 1, "loss", None, "other random numbers"),
         (set_row(0, 0, "learning_rate", 0.2), 0, "learning rate", None, "stepped by each rank"),
         (set_row(1, 1, "digests", {"buffer/v": "x"}), 1, "buffer", "v", "rank 1 does not hold"),
-        (set_row(1, 1, "digests", {"weight/w": "x"}), 1, "weight", "w", "each rank updates by itself"),
+        (set_row(1, 1, "digests", {"weight/w": "x"}), 1, "weight", "w", "each rank updates by "
+                                                                        "itself"),
         (times("weight/w", 2.0, START), START, "weight", "w", "before the first step"),
         (times("weight/w", 1 + 1e-6), 1, "weight", "w", "an update made with another gradient"),
         (as_before("weight/w"), 1, "weight", "w", "an update that was lost"),
-        (times("buffer/norm.running_mean", 3.0), 1, "buffer", "norm.running_mean", "BatchNorm statistics of one rank"),
+        (times("buffer/norm.running_mean", 3.0), 1, "buffer", "norm.running_mean", "BatchNorm "
+                                                                                   "statistics of "
+                                                                                   "one rank"),
         (times("buffer/v", 3.0), 1, "buffer", "v", "a buffer that the model writes itself"),
         (all_gradients(2.0), 1, "gradient", "v", "a sum where the mean is wanted"),
         (all_gradients(0.5), 1, "gradient", "v", "divided twice"),
         (times("gradient/w", 1.25), 1, "gradient", "w", "scaled by 1.25"),
-        (lambda rows, tensors: tensors[0].pop("gradient/w"), 0, "gradient", "w", "the candidate has none"),
+        (lambda rows, tensors: tensors[0].pop("gradient/w"), 0, "gradient", "w", "the candidate "
+                                                                                 "has none"),
         (lambda rows, tensors: rows[0].pop(1), 1, "number of steps", None, "the candidate ended"),
     ],
 )  # fmt: skip

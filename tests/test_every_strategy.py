@@ -78,7 +78,8 @@ def reference_for(task: str, train: Train, references: dict[str, Any]) -> tuple[
 def test_every_card_has_a_setting() -> None:
     assert SETTINGS.keys() == {name for name, card in CARDS.items() if "torch" in card.engines}
     rest = {s for settings in SETTINGS.values() for s in settings} - set(EXACT)
-    # Equal to a simulation: `independent` below, the others in tests/on_torch/test_half_reducers.py.
+    # Equal to a simulation: `independent` below, the others in
+    # tests/on_torch/test_half_reducers.py.
     assert rest == {"independent", "ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"}
 
 

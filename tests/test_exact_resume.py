@@ -122,7 +122,8 @@ def test_every_kind_of_task(
     train: Train,
     whole: Whole,
 ) -> None:
-    """A schedule, a regularizer, tied and frozen weights, streams, loader workers, odd optimizers."""
+    """A schedule, a regularizer, tied and frozen weights, streams, loader workers,
+    odd optimizers."""
     wanted = whole(task, *settings, ranks=1, bitwise=True, steps=2 * k)
     half = train(task, *settings, ranks=first, bitwise=True, steps=k, checkpoint_every=100, **flags)
     found = train("", run_dir=str(half.run_dir), ranks=second, steps=2 * k)
@@ -303,7 +304,7 @@ def test_independent_trainings_are_refused_on_other_ranks(train: Train) -> None:
     assert refused.value.found == "3 ranks that trained apart"
 
 
-# --- a loop of one's own ----------------------------------------------------------------------------
+# --- a loop of one's own --------------------------------------------------------------------------
 
 
 @pytest.mark.slow(but=2)

@@ -66,7 +66,8 @@ def test_fine_tuning(folder: Path, host: Host) -> None:
 
 @pytest.mark.slow
 def test_a_gan_is_its_plain_loop_with_two_optimizers(folder: Path, train: Train) -> None:
-    """In float64 on two ranks, beside a loop that knows two Adams; and the points come to the ring."""
+    """In float64 on two ranks, beside a loop that knows two Adams;
+    and the points come to the ring."""
     task = find_program(str(folder / "gan.py"), Task)(epochs=1)
     weights = {name: tensor.double() for name, tensor in plain_gan(task).items()}
     found = train(str(folder / "gan.py"), ranks=2, steps=8, precision="fp64")

@@ -183,8 +183,8 @@ def test_what_was_trained_is_kept_though_the_program_was_broken_meanwhile(
 def test_exit_code_0_in_mid_training_is_a_fault(train: Train, tmp_path: Path) -> None:
     text = failed(train, tmp_path, inject="exit@rank=1,step=5,code=0")
     assert text.splitlines()[0] == (
-        f"rank 1 on {HOST} failed first at step 5: it left with exit code 0 before the training was done: "
-        "who calls os._exit?"
+        f"rank 1 on {HOST} failed first at step 5: it left with exit code 0 before the training "
+        "was done: who calls os._exit?"
     )
     assert seconds_to_the_end(tmp_path / "run") < WITHIN_S
 
@@ -405,8 +405,8 @@ def test_the_kernels_kill_for_want_of_memory_is_told_as_that(
     assert launch.wait() == 1
     first = launch.err.partition("allranks: ")[2].splitlines()[0]
     assert first.startswith(
-        f"rank 1 on {HOST} failed first at step 2: out of memory: the kernel killed it at the limit of its "
-        "control group (it held "
+        f"rank 1 on {HOST} failed first at step 2: out of memory: the kernel killed it at the "
+        "limit of its control group (it held "
     )
     launch.assert_nothing_left()
 
@@ -606,7 +606,8 @@ def test_a_signal_commits_and_the_job_can_be_gone_on_with(
 def test_a_signal_to_every_process_of_the_job_commits_too(
     launch: Callable[..., Launch], host: Host, tmp_path: Path, good: str
 ) -> None:
-    """As schedulers and systemd send it: to the supervisor, the fork server and the ranks at once."""
+    """As schedulers and systemd send it: to the supervisor,
+    the fork server and the ranks at once."""
     going = launch("bad_tasks:Good", "--steps", "200", *PACED)
     assert going.server is not None
     for pid in (*going.ranks, going.server, going.pid):

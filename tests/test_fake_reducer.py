@@ -1,4 +1,5 @@
-"""A reducer sees the shapes of gradients and keeps state: shown by one that lives in tests alone."""
+"""A reducer sees the shapes of gradients and keeps state:
+shown by one that lives in tests alone."""
 
 from __future__ import annotations
 

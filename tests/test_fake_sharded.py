@@ -1,4 +1,5 @@
-"""A strategy that cuts weights keeps the contract, and is a file, a card and a line: all in tests."""
+"""A strategy that cuts weights keeps the contract, and is a file, a card and a line:
+all in tests."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_exact(data: str, ranks: int, task: str, train: Train, references: dict[
 def test_ranks_with_fewer_micro_batches_pass_for_the_others(
     data: str, train: Train, references: dict[str, Any]
 ) -> None:
-    """101 samples by 24, 3 at once, on 4 ranks: the last batch of an epoch leaves two without any."""
+    """101 samples by 24, 3 at once, on 4 ranks:
+    the last batch of an epoch leaves two without any."""
     strategy = f"{NAME}:data={data}"
     wanted, weights = reference_for("Words", train, references)
     result = train(

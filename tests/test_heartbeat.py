@@ -1,4 +1,5 @@
-"""The heartbeat: what a rank says is what the supervisor reads, whole, and back; no name is left."""
+"""The heartbeat: what a rank says is what the supervisor reads, whole, and back;
+no name is left."""
 
 from __future__ import annotations
 

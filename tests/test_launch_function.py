@@ -1,4 +1,5 @@
-"""`allranks.launch`: from a script or a notebook to a result, an error that says why, and nothing left."""
+"""`allranks.launch`: from a script or a notebook to a result, an error that says why,
+and nothing left."""
 
 from __future__ import annotations
 
@@ -275,8 +276,8 @@ CELLS = (
     "class Base:\n    pass",
     "class Net(Base):\n    old = True",
     "WIDTH = int('3'); FACTORS = {'pi': math.pi}\nprint('nothing of this is kept')",
-    "# kept whole\nfrom math import pi as e\nTIMES: int = 1\n\ndef scaled(x):\n    return x * unit()\n\n"
-    "unit = lambda: WIDTH * TIMES",
+    "# kept whole\nfrom math import pi as e\nTIMES: int = 1\n\ndef scaled(x):\n    return x * "
+    "unit()\n\nunit = lambda: WIDTH * TIMES",
     "big = [object() for _ in range(9)]",
     "table, rest = dict([(1, 2)]), object()",
     NET,
@@ -386,8 +387,8 @@ DRAWN = (
     "config = Config(random.random())\nconfig.sizes.append(np.arange(3.0))",
     "device, dtype, where = torch.device('cpu'), torch.float64, Path('a') / 'b'\n"
     "table = {('a', 1): (float('inf'), {3}, b'b', None), 'b': [1j, (True,), frozenset()]}",
-    "def everything():\n    return [X, y, low, mean, part[0], part[3], config, device, dtype, where,"
-    " table]",
+    "def everything():\n    return [X, y, low, mean, part[0], part[3], config, device, dtype, "
+    "where, table]",
     "same = everything",
     "def all_of(): return same()",
 )

@@ -1,4 +1,5 @@
-"""What a checkpoint folder is: a manifest of which no byte may change, and files that it vouches for."""
+"""What a checkpoint folder is: a manifest of which no byte may change,
+and files that it vouches for."""
 
 from __future__ import annotations
 
@@ -259,7 +260,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 def test_a_kill_while_pruning_leaves_nothing_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    """Whatever call to the kernel is the last: all that is committed is whole, and sweep ends it."""
+    """Whatever call to the kernel is the last: all that is committed is whole,
+    and sweep ends it."""
     for step in range(4):
         commit(tmp_path, step)
     left = iter(range(calls - 1))

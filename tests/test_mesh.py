@@ -1,4 +1,5 @@
-"""The mesh: where ranks lie, and which of them share an axis. Torch's DeviceMesh lays them out alike."""
+"""The mesh: where ranks lie, and which of them share an axis.
+Torch's DeviceMesh lays them out alike."""
 
 from __future__ import annotations
 

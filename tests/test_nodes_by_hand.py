@@ -35,7 +35,8 @@ def rendezvous() -> Iterator[str]:
 
 @pytest.fixture
 def node(tmp_path: Path, rendezvous: str) -> Iterator[Nodes]:
-    """`node(i, *words)`: start node i of a job of two nodes with these words; -1: without a number."""
+    """`node(i, *words)`: start node i of a job of two nodes with these words; -1:
+    without a number."""
     started: list[subprocess.Popen[str]] = []
 
     def start(number: int, *words: str, key: str = "a-long-id", cwd: Path = tmp_path) -> Any:

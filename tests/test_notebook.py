@@ -1,4 +1,5 @@
-"""The notebook among the examples, run as Jupyter runs it: a kernel, two ranks, and nothing left."""
+"""The notebook among the examples, run as Jupyter runs it: a kernel, two ranks,
+and nothing left."""
 
 from __future__ import annotations
 

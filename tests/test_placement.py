@@ -164,7 +164,7 @@ def test_frozen_weights_have_no_gradient_and_an_average_is_held_too() -> None:
     assert averages == trained and "frozen.weight" not in averages
 
 
-# --- the table -------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def placed(rank: int, *names: str, replica: int = 0, kept: int | None = 8) -> RankPlacement:
@@ -211,7 +211,7 @@ def test_a_rank_that_is_no_more_is_left_out(tmp_path: Path) -> None:
     assert read_placements(tmp_path, 2) == [placed(0, "all"), placed(1, "all")]
 
 
-# --- the door ----------------------------------------------------------------------------------------
+# --- the door -------------------------------------------------------------------------------------
 
 
 Door = Callable[..., tuple[int, str, str]]
@@ -224,7 +224,8 @@ def door(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Door:
-    """`door(*words)`: exit code, standard output and error of `allranks WORDS`, on the warm server."""
+    """`door(*words)`: exit code, standard output and error of `allranks WORDS`,
+    on the warm server."""
     monkeypatch.chdir(tmp_path)
     name = "allranks.launcher.start.ForkServer"
     monkeypatch.setattr(name, lambda modules: contextlib.nullcontext(server))

@@ -1,6 +1,7 @@
 """`check` finds faults that are planted in a copy of the engine, and says where they first show.
 
-Each fault changes one line. All of them let training go on and the loss fall: nobody would see them.
+Each fault changes one line. All of them let training go on and the loss fall:
+nobody would see them.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def test_epochs_go_before_the_steps_of_the_run(train: Train, half: Result) -> No
     assert len(list(read_rows(found.run_dir / "metrics.jsonl"))) == 5
 
 
-# --- what may be said anew --------------------------------------------------------------------------
+# --- what may be said anew ------------------------------------------------------------------------
 
 
 @pytest.mark.cases("program", ["resume_tasks:Scheduled"], exhaustive=[TASK])
@@ -347,7 +347,7 @@ def test_ranks_that_load_other_files_end_the_job(
     assert events("run", "failed")[-1]["report"] == str(refused.value)
 
 
-# --- what is refused --------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.thinned(
@@ -479,7 +479,7 @@ def test_a_path_with_nothing_but_damaged_checkpoints_is_refused(
     assert refusal.found == "no checkpoint in it whose digests hold"
 
 
-# --- a damaged checkpoint -----------------------------------------------------------------------------
+# --- a damaged checkpoint -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["a tensor", "the manifest"])
@@ -526,7 +526,7 @@ def test_all_of_its_own_are_damaged_and_it_starts_over(
     assert committed(half.run_dir / "checkpoints")[0].name == "step-00000009"
 
 
-# --- at the door ----------------------------------------------------------------------------------------
+# --- at the door ----------------------------------------------------------------------------------
 
 
 def test_a_secret_is_asked_for_again_and_not_told(train: Train, folder: Path) -> None:

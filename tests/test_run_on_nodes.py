@@ -1,4 +1,5 @@
-"""`allranks run` over several nodes: unchanged scripts on two simulated ones, each in its right world.
+"""`allranks run` over several nodes: unchanged scripts on two simulated ones,
+each in its right world.
 
 One process of every role on each node where there are two; the torch ones are run on the real
 Slurm too (`tests/cluster`).

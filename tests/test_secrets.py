@@ -1,4 +1,5 @@
-"""What looks like a secret, by its name or by itself; and the three places where all of it passes."""
+"""What looks like a secret, by its name or by itself;
+and the three places where all of it passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A misspelt method of a task is refused with the nearest name; a name of one's own is left alone."""
+"""A misspelt method of a task is refused with the nearest name;
+a name of one's own is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A step of the TensorFlow engine beside one by hand, with the tape; runs in a fork of the tests."""
+"""A step of the TensorFlow engine beside one by hand, with the tape;
+runs in a fork of the tests."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def rows() -> tuple[Any, Any, Any]:
 
 @dataclass(kw_only=True)
 class Rows(Task):
-    """Token weights, a regularizer that outweighs the loss, and clipping; all data in each batch."""
+    """Token weights, a regularizer that outweighs the loss, and clipping;
+    all data in each batch."""
 
     batch_size: int = SAMPLES
     epochs: int = 10

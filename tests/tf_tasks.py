@@ -67,7 +67,8 @@ class Dense(Task):
 
 @dataclass(kw_only=True)
 class Convolutions(Dense):
-    """BatchNormalization, dropout of rows and of whole channels, regularizers, weights, a schedule."""
+    """BatchNormalization, dropout of rows and of whole channels, regularizers, weights,
+    a schedule."""
 
     lr: float = 0.02
 
@@ -145,7 +146,8 @@ class Averaged(Dense):
 
 @dataclass(kw_only=True)
 class Unreached(Dense):
-    """A layer whose output is not used, and an optimizer that changes weights without a gradient."""
+    """A layer whose output is not used,
+    and an optimizer that changes weights without a gradient."""
 
     def model(self) -> Any:
         layers = keras.layers

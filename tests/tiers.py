@@ -10,7 +10,8 @@
 is the whole under `--exhaustive`. Otherwise it is some of it, in which every two values of
 different factors come together at least once (every value, where the first number is 1): a fault
 that needs one rank count and one task shows, whatever the strategy. `where` says which cases there
-are at all. The choice is the same every time, and gives all values of a factor about the same share.
+are at all. The choice is the same every time,
+and gives all values of a factor about the same share.
 
     @pytest.mark.cases("k", [1, 7], exhaustive=[2, 3, 4, 5, 6])
 
@@ -28,8 +29,10 @@ import pytest
 
 Factor = tuple[str, Sequence[Any]]
 MARKERS = (
-    "thinned(together, *factors, where): some cases of a product, and all of them under --exhaustive",
-    "cases(names, values, exhaustive): parametrized by `values`, under --exhaustive by those of `exhaustive` too",
+    "thinned(together, *factors, where): some cases of a product, "
+    "and all of them under --exhaustive",
+    "cases(names, values, exhaustive): parametrized by `values`, "
+    "under --exhaustive by those of `exhaustive` too",
     "slow(but): for `make test-full`, but for so many cases",
 )
 TIERS = ("quick", "slow")

@@ -1,4 +1,5 @@
-"""Tasks for what a training run needs: blocks, an average, evaluations that get worse, callbacks."""
+"""Tasks for what a training run needs: blocks, an average, evaluations that get worse,
+callbacks."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Residual(nn.Module):
 
 @dataclass(kw_only=True)
 class Blocks(contract_tasks.Images):
-    """A residual net; `weights` is a file of pretrained weights, `frozen` leaves the first layer."""
+    """A residual net; `weights` is a file of pretrained weights,
+    `frozen` leaves the first layer."""
 
     weights: str = ""
     frozen: bool = False

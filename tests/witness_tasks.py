@@ -1,4 +1,5 @@
-"""Tasks whose result follows the number of ranks, a kind each, and right ones that look like them."""
+"""Tasks whose result follows the number of ranks, a kind each,
+and right ones that look like them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 @dataclass(kw_only=True)
 class Right(Task):
-    """Nothing is wrong with it: batches of 20, so shards of 3 and 2; the last of an epoch has 10."""
+    """Nothing is wrong with it: batches of 20, so shards of 3 and 2;
+    the last of an epoch has 10."""
 
     batch_size: int = 20
     epochs: int = 50
@@ -419,7 +421,8 @@ class OwnDraws(Right):
 
 
 class OtherNumbers(Right):
-    """The classes have other numbers on each rank, but for the samples that are compared at first."""
+    """The classes have other numbers on each rank,
+    but for the samples that are compared at first."""
 
     def train_data(self) -> Any:
         inputs, classes = super().train_data()

@@ -51,7 +51,8 @@ class Workload:
         return inputs, (flat @ rule).argmax(axis=1)
 
     def numbers(self, epochs: int) -> NDArray[np.int64]:
-        """The numbers of the samples of so many epochs, in the order in which allranks takes them."""
+        """The numbers of the samples of so many epochs,
+        in the order in which allranks takes them."""
         order = Order(self.samples, self.batch, SEED, "drop")
         return np.concatenate(
             [order.batch(e, s) for e in range(epochs) for s in range(order.steps_per_epoch)]

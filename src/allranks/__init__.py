@@ -2,8 +2,8 @@
 
 Importing this package does nothing: it reads no environment, sets up no logging and loads no
 framework. Tasks for torch start from `allranks.torch`; `allranks.launch(task, ranks=4)` trains
-one from a script or a notebook, `allranks.check(task)` compares it with one process; both are loaded when
-they are first asked for.
+one from a script or a notebook, `allranks.check(task)` compares it with one process; both are
+loaded when they are first asked for.
 """
 
 import importlib

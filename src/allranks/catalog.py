@@ -1,7 +1,8 @@
 """What can be named: tables from a name to `module:Class`, and the one place that imports by name.
 
-Adding a strategy is a file, a card and a line here; adding an engine is a row of `ENGINES`. The command line loads its verbs through here
-too, so that asking for help imports nothing but what help needs.
+Adding a strategy is a file, a card and a line here; adding an engine is a row of `ENGINES`. The
+command line loads its verbs through here too,
+so that asking for help imports nothing but what help needs.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ ENGINES = {
             "bitwise": "tf.distribute has no fixed order of sums, so they follow the replicas",
             "compile": "its steps are graphs of TensorFlow already",
             "channels_last": "a Keras model says by itself in which order it takes images",
-            "activation_checkpointing": "Keras has no way to it that works in a graph of TensorFlow",
+            "activation_checkpointing": "Keras has no way to it that "
+            "works in a graph of TensorFlow",
             "profile": "its profiler is torch's",
             "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
             "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",

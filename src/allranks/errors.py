@@ -133,7 +133,8 @@ class PlaceError(AllranksError):
 
 
 class Stopped(AllranksError):
-    """Asked to stop before it was done, and its checkpoint is committed: it can go on from there."""
+    """Asked to stop before it was done, and its checkpoint is committed:
+    it can go on from there."""
 
     exit_code = EXIT_STOPPED
 

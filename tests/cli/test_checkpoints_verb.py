@@ -27,7 +27,8 @@ FILE = "rank-000-of-001.a0.safetensors"
 
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Door:
-    """`door(*words)`: the exit code, standard output and standard error of `allranks checkpoints`."""
+    """`door(*words)`: the exit code,
+    standard output and standard error of `allranks checkpoints`."""
 
     def call(*words: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["allranks", "checkpoints", *map(str, words)])

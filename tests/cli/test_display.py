@@ -1,4 +1,5 @@
-"""What a person sees while a job runs: the picture, what it is made of, and both ways to show it."""
+"""What a person sees while a job runs: the picture, what it is made of,
+and both ways to show it."""
 
 from __future__ import annotations
 
@@ -494,7 +495,8 @@ def test_a_job_on_a_terminal_of_80_columns(launch: Callable[..., Launch], tmux: 
     seen = re.fullmatch(
         r" {6}━+\n2 ranks    step 60 of 60  epoch 1\n  loss \d\.\d{4}  learning rate 0\.1\n"
         r"  [\d,]+ samples/s  \d+s so far  ETA 0s\nsaved      after step 60\n"
-        r"(rank \d     slow .*…\n)*rank 1     step 5: the loss of sample .*…(\nrank 1     slow .*…)?",
+        r"(rank \d     slow .*…\n)*rank 1     step 5: "
+        r"the loss of sample .*…(\nrank 1     slow .*…)?",
         last.strip("\n"),
     )
     assert seen and "%" not in above, tmux.screen  # nothing is left of the pictures before

@@ -1,4 +1,5 @@
-"""`allranks doctor`: what it shows and measures, how it leaves, and that it leaves nothing behind."""
+"""`allranks doctor`: what it shows and measures, how it leaves,
+and that it leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ CUDA = ("--", "train", "digits", "--device", "cuda")
 def door(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Door:
-    """`door(*words)`: exit code, standard output and error, in a folder of its own without Slurm."""
+    """`door(*words)`: exit code, standard output and error,
+    in a folder of its own without Slurm."""
     work, commands = tmp_path / "work", tmp_path / "bin"
     work.mkdir()
     commands.mkdir()

@@ -1,8 +1,8 @@
 """A machine of its own on this one: a host name, a network, processes and shared memory apart.
 
-It shares the files and the clock of the machine it stands on, as the nodes of a cluster share theirs.
-All of it is in namespaces without names, which the kernel takes away with the last process in
-them; and that process ends with the thread that made the machine, however it ends.
+It shares the files and the clock of the machine it stands on, as the nodes of a cluster share
+theirs. All of it is in namespaces without names, which the kernel takes away with the last process
+in them; and that process ends with the thread that made the machine, however it ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ input: when the one who holds the other end lets go, the kernel kills all that r
 
 DEAD_BUT_NOT_BURIED_S = 20
 """The kernel waits for all that has died in there to be collected. A process that entered and lost
-its parent is collected by the first process of this machine, which in some containers never does."""
+its parent is collected by the first process of this machine,
+which in some containers never does."""
 
 DIES_WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
 

@@ -28,8 +28,8 @@ from slurm_packages import PATH, found, install_what_is_missing
 HEAD, NODES = "head", ("n1", "n2")
 ADDRESSES = {HEAD: "10.77.0.1", "n1": "10.77.0.11", "n2": "10.77.0.12"}
 CPUS, MEMORY_MB, GPUS = 4, 4000, 2
-"""Of a node, as Slurm is told. They need not be there: nothing enforces them. GPUs are in `gpu` only,
-a partition whose node is always down."""
+"""Of a node, as Slurm is told. They need not be there: nothing enforces them. GPUs are in `gpu`
+only, a partition whose node is always down."""
 
 LINES_OF_A_LOG = 30
 KILLED = {-9, 128 + 9}
@@ -288,7 +288,8 @@ class SlurmHere:
         bridge(self._machines[HEAD], ADDRESSES[HEAD])
         munge = self.folder / "munge"
         self._daemon(
-            "munged", HEAD, "munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key",
+            "munged", HEAD, "munged", "--foreground", "--force",
+            f"--key-file={self.folder}/munge.key",
             f"--socket={munge}/socket", f"--pid-file={munge}/pid", f"--seed-file={munge}/seed",
             f"--log-file={munge}/log",
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Puts the programs of Slurm, munge and ssh on this machine, if they are not there, with apt-get.
 
-What the packages start of their own accord is stopped again, and nothing else is: the clusters of the
-tests start daemons of their own (`slurm_here.py`).
+What the packages start of their own accord is stopped again, and nothing else is: the clusters of
+the tests start daemons of their own (`slurm_here.py`).
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ def test_what_is_at_the_limit_passes_here_and_there(slurm: SlurmHere, case: str)
 
 
 def test_a_site_as_it_was_discovered_refuses_a_job_without_an_account(slurm: SlurmHere) -> None:
-    """A Slurm without a data base never asks for one; its profile, when a person has said so, does."""
+    """A Slurm without a data base never asks for one; its profile,
+    when a person has said so, does."""
     profile = slurm.ask("allranks", "cluster", "discover")
     found = tomllib.loads(profile)
     assert found["account_required"] is False

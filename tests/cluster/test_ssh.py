@@ -1,4 +1,5 @@
-"""`--hosts FILE`: the nodes are reached by a real ssh, each with a network and a host name of its own."""
+"""`--hosts FILE`: the nodes are reached by a real ssh,
+each with a network and a host name of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The cluster that the other tests here stand on: it is what it claims to be, and it leaves nothing."""
+"""The cluster that the other tests here stand on: it is what it claims to be,
+and it leaves nothing."""
 
 from __future__ import annotations
 

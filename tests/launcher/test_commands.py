@@ -360,7 +360,10 @@ def test_scripts_that_all_save_and_leave_are_stopped_and_may_go_on(
 
 
 def test_after_the_grace_all_are_killed(run: Run, tmp_path: Path) -> None:
-    script = "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(600)"
+    script = (
+        "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('ready', "
+        "flush=True)\ntime.sleep(600)"
+    )
     forwarded = ForwardedSignals()
     watcher = Sends(forwarded, tmp_path, 2, ("ready", signal.SIGTERM))
     with pytest.raises(Interrupted, match="rank 0: SIGKILL, rank 1: SIGKILL"):

@@ -1,4 +1,5 @@
-"""Probes: what they measure is what came, they serve only who brings the token, and they try a folder."""
+"""Probes: what they measure is what came, they serve only who brings the token,
+and they try a folder."""
 
 from __future__ import annotations
 
@@ -296,7 +297,8 @@ Tree = Callable[[dict[str, str]], None]
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    """`groups({path: content})`: the control groups of this process, as the kernel would show them."""
+    """`groups({path: content})`: the control groups of this process,
+    as the kernel would show them."""
     monkeypatch.setattr(examination, "GROUPS", tmp_path / "self")
     monkeypatch.setattr(examination, "MOUNT", tmp_path / "mount")
 

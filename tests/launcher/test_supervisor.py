@@ -197,7 +197,8 @@ def test_the_last_of_its_role_is_a_fault_that_is_called_by_its_name(
 
 @dataclasses.dataclass
 class LostNode:
-    """Owns processes of which rank 1 is on a node that is lost at once; the others end when told."""
+    """Owns processes of which rank 1 is on a node that is lost at once;
+    the others end when told."""
 
     alive: list[int] = dataclasses.field(default_factory=list)
     ended: list[Exit] = dataclasses.field(default_factory=list)

@@ -1,4 +1,5 @@
-"""Batches that are handed out ahead: in order, each once, bounded, and held back where they must."""
+"""Batches that are handed out ahead: in order, each once, bounded,
+and held back where they must."""
 
 from __future__ import annotations
 

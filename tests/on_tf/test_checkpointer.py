@@ -1,4 +1,5 @@
-"""Checkpoints where the leader writes for all: whole or not there, and the same one on all ranks."""
+"""Checkpoints where the leader writes for all: whole or not there,
+and the same one on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Servers, workers, a chief and an evaluator: what each of them gives, and what their deaths cost."""
+"""Servers, workers, a chief and an evaluator: what each of them gives,
+and what their deaths cost."""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ def test_it_goes_on_in_mid_epoch_on_other_ranks(
 
 
 def test_a_step_that_goes_bad(train_tf: Train) -> None:
-    """It names the rank; skipped, nothing is updated, and the next step is as if it had not been."""
+    """It names the rank; skipped, nothing is updated,
+    and the next step is as if it had not been."""
     with pytest.raises(ProgramError, match=r"came in with rank 1\. Nothing was updated"):
         train_tf(PROGRAM, ranks=2, inject="nan@rank=1,step=2", steps=6)
     skipped = train_tf(PROGRAM, ranks=2, inject="nan@rank=1,step=2", on_bad_step="skip", steps=6)

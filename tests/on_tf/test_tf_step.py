@@ -1,4 +1,5 @@
-"""A step of the TensorFlow engine is that of a plain loop with the tape: weights, length, clipping."""
+"""A step of the TensorFlow engine is that of a plain loop with the tape: weights, length,
+clipping."""
 
 from __future__ import annotations
 

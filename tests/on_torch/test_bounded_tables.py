@@ -1,4 +1,5 @@
-"""Tables with a `max_norm`: their rows are what one process makes of them, on any number of ranks."""
+"""Tables with a `max_norm`: their rows are what one process makes of them,
+on any number of ranks."""
 
 from __future__ import annotations
 

@@ -123,7 +123,8 @@ def test_a_file_of_another_step_is_found(folder: Path, name: str) -> None:
 
 
 def resealed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Digests that hold, over something that is wrong: no accident, but never loaded all the same."""
+    """Digests that hold, over something that is wrong: no accident,
+    but never loaded all the same."""
     path = step_folder(folder, 2)
     values = json.loads((path / NAME).read_bytes())
     values.pop("blake2b")

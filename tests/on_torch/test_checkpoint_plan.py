@@ -1,4 +1,5 @@
-"""The plain plan of whole tensors, beside what the planner of torch.distributed.checkpoint makes."""
+"""The plain plan of whole tensors,
+beside what the planner of torch.distributed.checkpoint makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A state comes back as it was: keys, types, numbers; what it cannot hold is refused by its path."""
+"""A state comes back as it was: keys, types, numbers;
+what it cannot hold is refused by its path."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ class KeepsItsWeights(nn.Module):
 
 
 class Changing(contract_tasks.Plain):
-    """Its callback changes a rate of dropout, freezes a weight, and leaves a layer in evaluation."""
+    """Its callback changes a rate of dropout, freezes a weight,
+    and leaves a layer in evaluation."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(

@@ -1,4 +1,5 @@
-"""An evaluation counts every sample once: ten of them on four ranks, of which some may have none."""
+"""An evaluation counts every sample once: ten of them on four ranks,
+of which some may have none."""
 
 from __future__ import annotations
 

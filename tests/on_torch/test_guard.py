@@ -1,4 +1,5 @@
-"""Steps that go bad: seen by all ranks alike, undone to the bit, and whose fault it was is named."""
+"""Steps that go bad: seen by all ranks alike, undone to the bit,
+and whose fault it was is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""16-bit reducers: equal to a plain simulation, bit by bit; the tally is not rounded; they train."""
+"""16-bit reducers: equal to a plain simulation, bit by bit; the tally is not rounded;
+they train."""
 
 from __future__ import annotations
 

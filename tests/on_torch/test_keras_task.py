@@ -1,4 +1,5 @@
-"""A Keras task on the torch engine: one task for either engine, with every promise of a torch one."""
+"""A Keras task on the torch engine: one task for either engine,
+with every promise of a torch one."""
 
 from __future__ import annotations
 

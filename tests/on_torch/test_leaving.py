@@ -1,4 +1,5 @@
-"""A trainer leaves the other ranks: nothing of it stays, and nobody waits for a rank that failed."""
+"""A trainer leaves the other ranks: nothing of it stays,
+and nobody waits for a rank that failed."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ print(*names)
 def test_the_threads_of_a_group_are_gone_with_it() -> None:
     """One that is left may drop a tensor while the interpreter ends: SIGABRT after a good training.
 
-    The first optimizer of a process imports modules of torch whose defaults keep the group there is.
+    The first optimizer of a process imports modules of torch whose
+    defaults keep the group there is.
     """
     told = subprocess.run(
         [sys.executable, "-c", THREADS_AFTER_LEAVING], capture_output=True, text=True, check=True

@@ -75,7 +75,8 @@ def test_vectors_are_left_without_ratio_and_decay() -> None:
 
 
 def test_the_velocity_of_the_paper_remembers_rates_and_the_other_one_does_not() -> None:
-    """m = 0.5, gradient 1, rates 1 and 0.1: v = 1, 0.5 + 0.1; the corrected one v = 1, 0.05 + 0.1."""
+    """m = 0.5, gradient 1, rates 1 and 0.1: v = 1, 0.5 + 0.1; the corrected one v = 1,
+    0.05 + 0.1."""
     moved = {}
     for inside in (True, False):
         weight = parameter([0.0], [1.0])
@@ -87,7 +88,7 @@ def test_the_velocity_of_the_paper_remembers_rates_and_the_other_one_does_not() 
     assert moved == pytest.approx({True: 1.6, False: 1.15})
 
 
-# --- against the formulae, and against torch -------------------------------------------------------
+# --- against the formulae, and against torch ------------------------------------------------------
 
 
 def made_parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:

@@ -1,4 +1,5 @@
-"""A loop of one's own over a trainer: what it would leave out in silence is said, and what to do."""
+"""A loop of one's own over a trainer: what it would leave out in silence is said,
+and what to do."""
 
 from __future__ import annotations
 

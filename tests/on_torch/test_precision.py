@@ -1,4 +1,5 @@
-"""Half precision: it learns, it is equal where equality is promised, and an overflow leaves no trace."""
+"""Half precision: it learns, it is equal where equality is promised,
+and an overflow leaves no trace."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_images_in_channels_last_order() -> None:
     ids=str,
 )
 def test_channels_last_on_several_ranks_with_weights(flags: dict[str, Any], train: Train) -> None:
-    """Weights in that order lie in buckets; samples count for 1, 2 or 3, with a short last batch."""
+    """Weights in that order lie in buckets; samples count for 1, 2 or 3,
+    with a short last batch."""
     job: dict[str, Any] = {"precision": "fp64", "steps": 7}
     wanted = train("evaluation_workers:WeightedImages", **job, ranks=1)
     found = train("evaluation_workers:WeightedImages", **job, **flags, channels_last=True)

@@ -1,4 +1,5 @@
-"""Input made ahead: the same batches in the same order, no more of them than asked, none left over."""
+"""Input made ahead: the same batches in the same order, no more of them than asked,
+none left over."""
 
 from __future__ import annotations
 

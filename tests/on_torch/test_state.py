@@ -69,7 +69,7 @@ def steps(model: nn.Module, optimizer: Optimizer, count: int, seed: int) -> None
         optimizer.step()
 
 
-# --- models -----------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 def test_every_parameter_and_every_buffer_comes_back() -> None:
@@ -122,7 +122,7 @@ def test_another_model_is_refused_and_nothing_is_taken_up(
     assert model.lost.tolist() == [0.0, 0.0]
 
 
-# --- optimizers ---------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 MAKERS: dict[str, Make] = {
     "momentum": lambda m: SGD(trainable(m), lr=0.1, momentum=0.9, nesterov=True),
@@ -223,7 +223,7 @@ def test_the_hyper_parameters_as_made_do_not_follow_the_optimizer() -> None:
     assert float(made[0]["lr"]) == pytest.approx(0.1)
 
 
-# --- random numbers -----------------------------------------------------------------------------------
+# --- random numbers -------------------------------------------------------------------------------
 
 
 def draws() -> list[Any]:

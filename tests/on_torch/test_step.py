@@ -130,7 +130,8 @@ def test_an_evaluation_divides_by_the_weight_of_its_tokens() -> None:
 
 
 def test_an_evaluation_leaves_every_layer_in_its_mode() -> None:
-    """A frozen part that stays in evaluation mode is not woken up, and the rest not put to sleep."""
+    """A frozen part that stays in evaluation mode is not woken up,
+    and the rest not put to sleep."""
     with trainer_of(contract_tasks.Images()) as trainer:
         model = trainer.strategy.model
         model.get_submodule("1").eval()

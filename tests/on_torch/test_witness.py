@@ -43,7 +43,8 @@ MENDABLE = {  # or equal to one rank, once the engine can do it
     "Masked": COUPLED,
     "PaddedAndDropped": COUPLED,
     "Ignored": r"the weight of shards .* is \d+ and \d+: .* say which of them count with weight",
-    "Balanced": f"the regularizer is .* after one forward pass|which a forward pass has computed|{APART}",
+    "Balanced": "the regularizer is .* after one forward pass|which a forward "
+    f"pass has computed|{APART}",
     "Clears": f"^$|{APART}",
     "NoisySteps": f"^$|{APART}",
 }

@@ -1,4 +1,5 @@
-"""The contract of a place, held by each of the table: it refuses purely, foresees, starts, and ends.
+"""The contract of a place, held by each of the table: it refuses purely, foresees,
+starts, and ends.
 
 ssh and srun are commands of this test, which start on this machine what they are told.
 """
@@ -93,7 +94,8 @@ def place_at(path: str, request: NodeRequest) -> Place:
 
 @pytest.mark.parametrize("path", ALL)
 def test_it_refuses_purely(path: str, request_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a request can be is told from the request alone: nothing is read, called or opened."""
+    """Whether a request can be is told from the request alone: nothing is read,
+    called or opened."""
     request = request_for(path)
     can_break = place_at(path, request).has_links
     with monkeypatch.context() as nothing:

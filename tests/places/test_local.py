@@ -119,7 +119,8 @@ def test_one_rank_needs_no_store() -> None:
 def test_ranks_that_are_idle_for_a_while_are_remarked() -> None:
     (note,) = plan_for(ranks=6).notes
     assert note == (
-        "6 ranks on 8 shards: ranks are busy 67% of the time; --set shards=12 would keep all busy, as another job"
+        "6 ranks on 8 shards: ranks are busy 67% of the time; "
+        "--set shards=12 would keep all busy, as another job"
     )
     assert str(plan_for(ranks=6)).endswith(f"\nnote: {note}")
     assert [plan_for(ranks=ranks).notes for ranks in (1, 2, 4, 8)] == [()] * 4

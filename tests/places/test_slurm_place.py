@@ -82,7 +82,8 @@ def srun(per_rank: bool, tasks: int, job: Allocation) -> list[str]:
 def test_the_whole_step_of_an_agent_for_every_node_and_for_every_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A task for every rank keeps the CPUs and the memory that Slurm gave to it; an agent has all."""
+    """A task for every rank keeps the CPUs and the memory that Slurm gave to it;
+    an agent has all."""
     monkeypatch.setenv("ALLRANKS_INSIDE", "apptainer exec 'a b.sif'")
     job = allocation(SLURM_TASKS_PER_NODE="2(x2)", SLURM_CPUS_PER_TASK="7")
     first = ["srun", "--nodes=2"]

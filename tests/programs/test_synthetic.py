@@ -1,4 +1,5 @@
-"""Made-up data: the same seed gives the same batches, on any number of ranks and from any step on."""
+"""Made-up data: the same seed gives the same batches,
+on any number of ranks and from any step on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The program `text`: it learns, the same on any number of ranks, from every byte of a file once."""
+"""The program `text`: it learns, the same on any number of ranks,
+from every byte of a file once."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_four_ranks_learn_more_than_how_frequent_each_byte_is(
 
 
 def test_two_ranks_end_with_the_bits_of_one(train: Train, tmp_path: Path, text: bytes) -> None:
-    """With dropout, clipping and an uneven last batch: 81 windows are 3 batches of 24 and one of 9."""
+    """With dropout, clipping and an uneven last batch:
+    81 windows are 3 batches of 24 and one of 9."""
     path = tmp_path / "short.txt"
     path.write_bytes(text[:2900])
     fields = (f"path={path}", *SMALL, "batch_size=24", "warmup_steps=2", "total_steps=6")

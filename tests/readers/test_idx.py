@@ -1,4 +1,5 @@
-"""IDX: what is written is read again, mapped where it can be, and damage is told by file and byte."""
+"""IDX: what is written is read again, mapped where it can be,
+and damage is told by file and byte."""
 
 from __future__ import annotations
 

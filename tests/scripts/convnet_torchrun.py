@@ -1,4 +1,5 @@
-"""A convolutional network as a computing centre shows it: torchrun's variables, a sampler, argparse.
+"""A convolutional network as a computing centre shows it: torchrun's variables,
+a sampler, argparse.
 
 What stands for the data set are made-up digits, the same on every rank.
 """

@@ -197,7 +197,8 @@ def outcome(job: Job, steps: int = 4) -> tuple[str | None, int]:
 
 @pytest.mark.parametrize("micro_batch", [None, 6])
 def test_activations_computed_again_are_the_same(micro_batch: int | None) -> None:
-    """Dropout draws the same masks, BatchNorm counts its moments once; blocks run twice as often."""
+    """Dropout draws the same masks, BatchNorm counts its moments once;
+    blocks run twice as often."""
     plain, computed = outcome(Job(threads=1, micro_batch=micro_batch))
     again, twice = outcome(Job(threads=1, micro_batch=micro_batch, activation_checkpointing=True))
     assert again == plain and twice == 2 * computed

@@ -33,7 +33,8 @@ def row_of(step: int) -> dict[str, Any]:
 
 
 class Run:
-    """The leader of a job as its logs see it: attempts that begin at a checkpoint and are killed."""
+    """The leader of a job as its logs see it:
+    attempts that begin at a checkpoint and are killed."""
 
     def __init__(self, path: Path, log: str = "csv,tensorboard") -> None:
         self.path, self.job = path, Job(run_dir=str(path), log=log)
@@ -41,7 +42,8 @@ class Run:
     def attempt(
         self, start: int, stop: int, saved: tuple[int, ...] = (), ends: bool = True
     ) -> None:
-        """Make the steps from `start` to `stop`, an evaluation after every third; save after some."""
+        """Make the steps from `start` to `stop`, an evaluation after every third;
+        save after some."""
         metrics_path = self.path / "metrics.jsonl"
         keep_rows(metrics_path, lambda row: int(row["step"]) < start)
         with (

@@ -1,1 +1,2 @@
-"""The checkpoint on disk: its format, its commit, the search for the newest whole one, its export."""
+"""The checkpoint on disk: its format, its commit, the search for the newest whole one,
+its export."""

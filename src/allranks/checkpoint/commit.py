@@ -1,8 +1,8 @@
 """The commit of one checkpoint: what the thread of each writing rank does after the snapshot.
 
 Every rank writes its file. One exchange tells all how each fared: if all did well the leader writes
-the manifest, and a second exchange tells that it stands. If any could not write (a full disk), every
-rank takes its file back, the last good checkpoint stays, and training goes on.
+the manifest, and a second exchange tells that it stands. If any could not write (a full disk),
+every rank takes its file back, the last good checkpoint stays, and training goes on.
 
 An engine whose ranks all hold the same lets its leader write alone (`ALONE`): then nothing is sent.
 """
@@ -61,7 +61,8 @@ ALONE = Alone()
 
 
 class Snapshot(Protocol):
-    """Copies of tensors, as their file will have them: its layout, and the bytes after the header."""
+    """Copies of tensors, as their file will have them: its layout,
+    and the bytes after the header."""
 
     @property
     def layout(self) -> Layout: ...
@@ -190,7 +191,8 @@ class Commit:
         checkpoint_folder.prune(self.rules.folder, self.rules.keep, self.rules.best)
 
     def _after(self, point: str, act: Callable[[], None]) -> None:
-        """Leader: the checkpoint stands; what fails from here on is told, and takes nothing back."""
+        """Leader: the checkpoint stands; what fails from here on is told,
+        and takes nothing back."""
         try:
             self.rules.reach(point, self.save.step)
             act()

@@ -1,7 +1,8 @@
 """The weights of a checkpoint as one safetensors file, with the model's own names.
 
 Verified first, then put together tensor by tensor from the chunks that ranks wrote. Needs no
-framework. Optimizer and random streams stay where they are: the file is for those who use the model.
+framework. Optimizer and random streams stay where they are:
+the file is for those who use the model.
 """
 
 from __future__ import annotations

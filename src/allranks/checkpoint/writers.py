@@ -62,7 +62,8 @@ class Writers(ABC):
 
     @abstractmethod
     def ready(self, sweep: Callable[[], object]) -> Ranks:
-        """Who plans a save and looks for a checkpoint; in the first call the leader calls `sweep`."""
+        """Who plans a save and looks for a checkpoint;
+        in the first call the leader calls `sweep`."""
 
     @abstractmethod
     def begin(self, commit: Callable[[Ranks], bool]) -> None:
@@ -70,7 +71,8 @@ class Writers(ABC):
 
     @abstractmethod
     def outcome(self, step: int) -> bool:
-        """Wait for the save of `step`: whether it stands. Every rank calls this, and hears the same.
+        """Wait for the save of `step`: whether it stands. Every rank calls this,
+        and hears the same.
 
         Raises what the thread raised, and `PeerLost` where another rank's did.
         """

@@ -1,4 +1,5 @@
-"""`allranks checkpoints list|verify|export RUN`: what can be resumed, whether it holds, its model."""
+"""`allranks checkpoints list|verify|export RUN`: what can be resumed, whether it holds,
+its model."""
 
 from __future__ import annotations
 

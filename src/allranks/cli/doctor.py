@@ -1,4 +1,5 @@
-"""`allranks doctor`: would a run work here, how fast are its ranks joined, and what is left of dead ones?"""
+"""`allranks doctor`: would a run work here, how fast are its ranks joined,
+and what is left of dead ones?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`allranks submit -- train PROGRAM …`: the same job, as a batch script, checked and sent to Slurm."""
+"""`allranks submit -- train PROGRAM …`: the same job, as a batch script,
+checked and sent to Slurm."""
 
 from __future__ import annotations
 
@@ -224,7 +225,8 @@ def _site(cluster: str) -> Site:
 
 
 def _check_here(request: SlurmRequest) -> None:
-    """What the job finds only where the files of this machine are shared, and so are checked here."""
+    """What the job finds only where the files of this machine are shared,
+    and so are checked here."""
     image = request.container[-1] if request.container else ""
     for option, path in (("--venv", request.venv), ("--container", image)):
         file = Path(path, "bin", "activate") if option == "--venv" else Path(path)
@@ -238,7 +240,8 @@ def _check_here(request: SlurmRequest) -> None:
 
 
 def _send(submission: Submission) -> int:
-    """Write the script, readable by its owner alone, and send it; leave nothing if it is refused."""
+    """Write the script, readable by its owner alone, and send it;
+    leave nothing if it is refused."""
     path = submission.script
     made = [parent for parent in path.parents if not parent.exists()]
     try:

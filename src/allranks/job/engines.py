@@ -4,8 +4,9 @@
     the strategy          `ddp` is torch's, `mirrored` is TensorFlow's; `single` is in both
     the program           what its file imports: `allranks.tensorflow`, or else torch
 
-A Keras task (`allranks.tensorflow.Task`) can be trained by either engine; one of torch by torch alone.
-What each engine is stands in `catalog.ENGINES`. Nothing is imported to find out: a file is only read.
+A Keras task (`allranks.tensorflow.Task`) can be trained by either engine; one of torch by torch
+alone. What each engine is stands in `catalog.ENGINES`. Nothing is imported to find out:
+a file is only read.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     allranks train mytask.py --inject disk-full@at=save:write --checkpoint-every 10
 
 A fault is ACTION@NAME=VALUE,…: by default on rank 0, at the begin of every step, in the first
-attempt, not after a restart. The engine calls `reach` at named points and does nothing else about faults;
-`POINTS` lists them. What was injected is written into the job of the run folder.
+attempt, not after a restart. The engine calls `reach` at named points and does nothing else about
+faults; `POINTS` lists them. What was injected is written into the job of the run folder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Injected(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `step` and `attempt` -1 mean every one; `seconds` is for `slow`, `code` for `exit`.
+    """One fault. `step` and `attempt` -1 mean every one; `seconds` is for `slow`,
+    `code` for `exit`.
 
     `node` and `link` ("10mbit") are for those of `ON_NODES`, which happen to a simulated node when
     all ranks have come to `step`.

@@ -39,14 +39,14 @@ class Job:
     `bitwise`); `loader_workers` processes that read data for each rank.
 
     What protects it: a checkpoint after every `checkpoint_every` global batches (None: only when it
-    is stopped), of which the `keep` newest stay, and the one with the `best` metric ("max:accuracy",
-    "min:loss"). `resume` is a run folder or checkpoint to start from. After a fault the ranks are
-    started again up to `max_restarts` times; one without a sign of life for `hang_timeout` seconds
-    (0: for ever) is a fault. After `time_limit` seconds the job stops as if asked to. `on_bad_step`
-    says what happens with a step whose loss or gradient is not finite, or whose gradient is `spike`
-    times longer than usual; every `verify_every` steps the weights of all ranks are compared.
-    `witness` says what happens when the result is seen to follow the number of ranks.
-    `inject` lists faults to make on purpose (`allranks.job.faults`).
+    is stopped), of which the `keep` newest stay, and the one with the `best` metric
+    ("max:accuracy", "min:loss"). `resume` is a run folder or checkpoint to start from. After a
+    fault the ranks are started again up to `max_restarts` times; one without a sign of life for
+    `hang_timeout` seconds (0: for ever) is a fault. After `time_limit` seconds the job stops as if
+    asked to. `on_bad_step` says what happens with a step whose loss or gradient is not finite, or
+    whose gradient is `spike` times longer than usual; every `verify_every` steps the weights of all
+    ranks are compared. `witness` says what happens when the result is seen to follow the number of
+    ranks. `inject` lists faults to make on purpose (`allranks.job.faults`).
 
     How the arithmetic is done: `loss_scale` of fp16 ("dynamic", with options, or a number);
     `channels_last` images; `compile` by that backend of torch.compile; `activation_checkpointing`

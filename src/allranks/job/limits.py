@@ -1,4 +1,5 @@
-"""What the values of a job can be, each by itself and together, as far as its program is not needed.
+"""What the values of a job can be, each by itself and together,
+as far as its program is not needed.
 
 Every refusal names what was asked, what was found, why it cannot be, and what to do.
 """
@@ -141,7 +142,8 @@ def _check_arithmetic(job: Job) -> None:
         raise RequestError(
             asked=f"--loss-scale {job.loss_scale} --precision {job.precision}",
             found=f"a scale of {scale.value:g}",
-            why=f"the exponents of {job.precision} reach as far as those of fp32: nothing underflows",
+            why=f"the exponents of {job.precision} reach as far as those of fp32: "
+            "nothing underflows",
             do="--precision fp16, or leave --loss-scale out",
         )
 

@@ -1,4 +1,5 @@
-"""What is where: every tensor that a training holds, on which rank, on which device, in how many bytes.
+"""What is where: every tensor that a training holds, on which rank, on which device,
+in how many bytes.
 
 Ranks write what they hold (`write_placement`); the command line reads it, and folds into one line
 what several ranks hold alike. Unknown is `None`: what the optimizer keeps, before its first update.
@@ -106,7 +107,8 @@ def write_placement(run_dir: Path, rank: int, rows: Iterable[Placed]) -> None:
 
 
 def read_placements(run_dir: Path, ranks: int) -> list[RankPlacement]:
-    """What the ranks of a job have written; ranks of an earlier start, which are no more, left out."""
+    """What the ranks of a job have written; ranks of an earlier start, which are no more,
+    left out."""
     found = []
     for rank in range(ranks):
         path = placement_path(run_dir, rank)

@@ -101,7 +101,8 @@ def _nothing(path: Path, found: str) -> RequestError:
 
 
 def changed(base: Base, job: Job) -> dict[str, list[Any]]:
-    """What of the job is not as it was, name -> [was, is]; raises `RequestError` for the job itself."""
+    """What of the job is not as it was, name -> [was, is];
+    raises `RequestError` for the job itself."""
     changes: dict[str, list[Any]] = {}
     for name, now in job.to_data().items():
         was = base.values.get(name, getattr(Job(), name))

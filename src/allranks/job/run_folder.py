@@ -7,7 +7,7 @@
     logs/rank-RRR.log   what rank R printed, raw                         (rank R)
     logs/hang-A.txt     where every rank stood when attempt A hung       (supervisor)
     placement/          what every rank holds on which device            (each rank its own file)
-    checkpoints/        a folder for each, good only with its manifest   (all ranks, then the leader)
+    checkpoints/        a folder for each, good only with its manifest  (all ranks, then the leader)
     weights.safetensors the weights at the end                           (leader)
     average.safetensors their moving average, if the task keeps one      (leader)
     metrics.csv, evaluations.csv, tensorboard/   on request, `--log`     (leader)

@@ -2,8 +2,9 @@
 
     --place simulated:link=1gbit,delay=1ms --nodes 2
 
-The nodes are real network namespaces on this machine (`launcher.places.switch` makes them): what crosses
-from one to the other crosses a link, as slow and as late as asked. What stays on a node does not.
+The nodes are real network namespaces on this machine (`launcher.places.switch` makes them): what
+crosses from one to the other crosses a link, as slow and as late as asked.
+What stays on a node does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A traceback as a user wants it: the lines of one's own, and all others as how many they are. Pure.
+"""A traceback as a user wants it: the lines of one's own,
+and all others as how many they are. Pure.
 
 The whole of it stays in the events of the rank.
 """

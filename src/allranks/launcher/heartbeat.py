@@ -167,7 +167,8 @@ class HeartbeatTable:
         return row
 
     def put_row(self, rank: int, row: list[float], clock_ahead_s: float) -> None:
-        """Take over what a rank of another node said, by a clock that is ahead of ours by so much."""
+        """Take over what a rank of another node said,
+        by a clock that is ahead of ours by so much."""
         start = _WANTED + rank * _ROW
         for number, value in enumerate(row):
             self._memory[start + number] = value

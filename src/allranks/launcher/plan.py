@@ -48,7 +48,8 @@ class Seat:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One process: who it is, the variables that are added to its environment, and where it runs."""
+    """One process: who it is, the variables that are added to its environment,
+    and where it runs."""
 
     world: World
     environment: dict[str, str]
@@ -95,8 +96,8 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
 
     Without `seats` they are all on this machine: the ranks meet through a file in the run folder,
     and Gloo is bound to `lo`: no socket of a local job can be reached from another machine. With
-    them, where they meet is known only when an attempt begins. Of the devices that are `visible`, ranks see
-    those that the job names; local rank r uses the r-th of them.
+    them, where they meet is known only when an attempt begins. Of the devices that are `visible`,
+    ranks see those that the job names; local rank r uses the r-th of them.
     """
     process_set = job.strategy_spec.process_set
     notes = _notes(job, shape) if process_set.are_all_trainers else (f"processes: {process_set}",)
@@ -137,7 +138,8 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
 
 
 def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
-    """What the user should know beforehand; raises where a rank or a replica would have no shard."""
+    """What the user should know beforehand;
+    raises where a rank or a replica would have no shard."""
     replicas = job.strategy_spec.devices_of_a_rank
     readers = job.strategy_spec.mesh.size(DATA)
     each = job.ranks // readers

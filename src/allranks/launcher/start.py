@@ -130,9 +130,9 @@ def run_job(
 ) -> Result:
     """Run a job to its end and return its result.
 
-    Without `server` or `resources` it starts what it needs where the job says: here, or on nodes that
-    come together as `rendezvous` says, each started with the same `words`. `signals` are those that
-    the caller holds already; without it they are held meanwhile.
+    Without `server` or `resources` it starts what it needs where the job says: here, or on nodes
+    that come together as `rendezvous` says, each started with the same `words`. `signals` are those
+    that the caller holds already; without it they are held meanwhile.
 
     Raises `RequestError` (and leaves no run folder) if the request, the task or its data is wrong
     and no update was made; `ProgramError` with the first-fault report if the program failed and

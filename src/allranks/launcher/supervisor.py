@@ -57,9 +57,10 @@ class Care:
 class Ended:
     """All processes are gone. `exits` by rank; `stopped` are the ranks that were told to stop.
 
-    `reason` says why the job was asked to stop ("SIGTERM", "time limit"; "" if it was not). `spared`
-    are the ranks that failed and were done without; `names` those of processes that have one.
-    `stands` says where the others stood when one was ended by SIGABRT, as collectives do to it.
+    `reason` says why the job was asked to stop ("SIGTERM", "time limit"; "" if it was not).
+    `spared` are the ranks that failed and were done without; `names` those of processes that have
+    one. `stands` says where the others stood when one was ended by SIGABRT,
+    as collectives do to it.
     """
 
     exits: dict[int, Exit]

@@ -1,6 +1,7 @@
 """MNIST with Keras: the twin of `mnist`, for either engine; images have their channels last.
 
-The network of the first Keras example and of torch's, as `allranks.programs.models.mnist` has it for torch.
+The network of the first Keras example and of torch's,
+as `allranks.programs.models.mnist` has it for torch.
 """
 
 from __future__ import annotations

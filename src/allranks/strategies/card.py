@@ -224,7 +224,8 @@ class Card:
     paper: str = ""
     agreement: Agreement = REPLICATED
     mesh: Callable[[int, Mapping[str, Any]], Mesh] = lambda ranks, _: replicated_mesh(ranks)
-    """How so many ranks lie along its axes; raises `RequestError` for a number that does not fit."""
+    """How so many ranks lie along its axes;
+    raises `RequestError` for a number that does not fit."""
     roles: Callable[[int, Mapping[str, Any]], tuple[Role, ...]] = lambda ranks, _: trainers(ranks)
     """The processes of a job of so many ranks with these options, the leader first."""
     devices_of_a_rank: Callable[[Mapping[str, Any]], int] = lambda _: 1

@@ -71,7 +71,8 @@ class _Unreadable(ValueError):
 
 
 _EXAMPLES = {
-    "--strategy": "write it like ddp, ddp:bucket_mb=1 or ddp:reduce=tree; see `allranks strategies`",
+    "--strategy": "write it like ddp, ddp:bucket_mb=1 or ddp:reduce=tree; "
+    "see `allranks strategies`",
     "--place": "write it like local, slurm, simulated or simulated:link=1gbit,delay=1ms",
 }
 

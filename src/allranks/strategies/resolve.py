@@ -81,7 +81,8 @@ class StrategySpec:
 
     @property
     def adds_shards(self) -> bool:
-        """Whether its options ask for the order of sums of `--bitwise`, in which shards are added."""
+        """Whether its options ask for the order of sums of `--bitwise`,
+        in which shards are added."""
         needed = self.card.bitwise_options or {}
         values = self.card.read_options(needed)
         return bool(needed) and all(self.options[name] == values[name] for name in needed)
@@ -113,7 +114,8 @@ def _spec(text: str, choice: Choice, ranks: int) -> StrategySpec:
 
 
 def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> StrategySpec:
-    """The strategy, if so many ranks can have it; under `bitwise` with the options that it needs."""
+    """The strategy, if so many ranks can have it;
+    under `bitwise` with the options that it needs."""
     choice = parse_choice(text)
     spec = _spec(str(choice), choice, ranks)
     if ranks > 1 and not spec.card.many_ranks:

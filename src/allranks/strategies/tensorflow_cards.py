@@ -103,7 +103,8 @@ TENSORFLOW_CARDS = (
             ),
             Option("evaluator", "no", "a process that evaluates each checkpoint", ("no", "yes")),
         ),
-        paper="Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI",
+        paper="Li et al. 2014, Scaling Distributed Machine Learning with "
+        "the Parameter Server, OSDI",
     ),
     Card(
         name="tpu",

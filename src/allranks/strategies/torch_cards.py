@@ -72,10 +72,10 @@ CARDS = {
             summary="One process, a replica of the model per device, a thread for each.",
             guarantee=Exact(),
             bytes_sent=no_bytes,
-            bytes_formula="0 (between the devices: (replicas - 1) · (weights + buffers + gradients), "
-            "and the inputs and outputs of all but the first replica)",
-            memory="weights + gradients on every device; the first one holds the optimizer too, and "
-            "gathers the inputs and outputs of the whole micro-batch",
+            bytes_formula="0 (between the devices: (replicas - 1) · (weights + buffers + "
+            "gradients), and the inputs and outputs of all but the first replica)",
+            memory="weights + gradients on every device; the first one holds the optimizer too, "
+            "and gathers the inputs and outputs of the whole micro-batch",
             many_ranks=False,
             devices_of_a_rank=replicas_of,
             options=(

@@ -1,4 +1,5 @@
-"""From a task to a model under a strategy: weights, layers that belong to a shard, the optimizer."""
+"""From a task to a model under a strategy: weights, layers that belong to a shard,
+the optimizer."""
 
 from __future__ import annotations
 

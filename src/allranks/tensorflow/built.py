@@ -11,7 +11,8 @@ class Built:
     """A model and its optimizer; `swapped` names the layers that were swapped in.
 
     `made_rate` is the learning rate as the task made it, before any step; `None` where a schedule
-    of Keras decides it. `not_pretrained` are weights that the task's `pretrained` does not name: none.
+    of Keras decides it. `not_pretrained` are weights that the task's
+    `pretrained` does not name: none.
     """
 
     model: Any

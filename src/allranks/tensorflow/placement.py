@@ -1,4 +1,5 @@
-"""What a rank holds where: the variables of the model with their gradients, and of the optimizer."""
+"""What a rank holds where: the variables of the model with their gradients,
+and of the optimizer."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Trainer:
         return any(n is not None and (batch.index + 1) % n == 0 for n in every)
 
     def step(self, batch: Batch) -> StepResult:
-        """One optimizer step on one global batch; every rank calls this. Sends what the card says."""
+        """One optimizer step on one global batch; all ranks call this. Sends what the card says."""
         (result,) = self.steps([batch])
         return result
 

@@ -28,7 +28,8 @@ def place_ranks(plan: Plan, server: ForkServer) -> list[RankPlacement]:
             asked=f"--placement with --strategy {plan.job.strategy}",
             found=str(plan.process_set),
             why="ranks are asked what they hold, and here servers hold it, which only serve",
-            do="leave --placement out: a run writes which server has what into placement/ of its folder",
+            do="leave --placement out: "
+            "a run writes which server has what into placement/ of its folder",
         )
     with scratch_folder() as scratch:
         run_dir = Path(scratch)

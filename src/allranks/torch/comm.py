@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before any group: its defaults would keep that one for ever
+import torch.distributed.nn.functional  # before any group: its defaults would keep that one
 from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 
@@ -228,7 +228,8 @@ class Comm:
             self.meetings.leave(failed=failed)
 
     def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text, in rank order, on every rank. Sends N-1 times the longest, and a size."""
+        """Every rank's text, in rank order, on every rank. Sends N-1 times the longest,
+        and a size."""
         if self.size == 1:
             return [text]
         data = text.encode()

@@ -57,7 +57,8 @@ SENT: dict[str, tuple[int, Callable[[int, int], float]]] = {
     "scatter": (1, _once),
     **dict.fromkeys(("recv", "recv_anysource", "barrier"), (0, _nothing)),
 }
-"""Method of a process group -> which argument holds what this rank gives, and the bytes it sends."""
+"""Method of a process group -> which argument holds what this rank gives,
+and the bytes it sends."""
 
 
 class CountingGroup(dist.ProcessGroup):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before any group: its defaults would keep that one for ever
 from torch.distributed import (  # type: ignore[attr-defined]
     FileStore,
     PrefixStore,
@@ -87,7 +86,8 @@ def _store_of(world: World) -> Any:
 
 
 def _store_of_environment(world: World) -> Any:
-    """The store at MASTER_ADDR and MASTER_PORT, or torchrun's own, as torch itself would find it."""
+    """The store at MASTER_ADDR and MASTER_PORT, or torchrun's own,
+    as torch itself would find it."""
     where = master_endpoint()
     if where not in _met:
         _met[where], _, _ = next(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT))

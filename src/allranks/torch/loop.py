@@ -52,7 +52,8 @@ def no_batch(given: Any) -> RequestError:
         asked="step(batch)",
         found=f"a {type(given).__name__} for a batch",
         why="which samples a step uses, and which rank has which of them, is decided by the engine",
-        do="for batch in trainer.batches(): trainer.step(batch); the data is what train_data() gives",
+        do="for batch in trainer.batches(): trainer.step(batch); "
+        "the data is what train_data() gives",
     )
 
 

@@ -72,7 +72,8 @@ class Saving:
         return {}, {**own, **state}
 
     def load(self) -> dict[str, Any] | None:
-        """Take up the newest good checkpoint; returns the rest of the state, `None` if there is none.
+        """Take up the newest good checkpoint; returns the rest of the state,
+        `None` if there is none.
 
         That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
         the job is another one.

@@ -120,7 +120,8 @@ def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class TrainedSet:
-    """The names in each group of the optimizer, and of the weights of the model that are not frozen."""
+    """The names in each group of the optimizer,
+    and of the weights of the model that are not frozen."""
 
     groups: list[list[str]]
     free: list[str]

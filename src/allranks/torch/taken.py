@@ -1,4 +1,5 @@
-"""What a training has taken of its process: groups, threads, a model with other layers, switches."""
+"""What a training has taken of its process: groups, threads, a model with other layers,
+switches."""
 
 from __future__ import annotations
 

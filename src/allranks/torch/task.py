@@ -47,7 +47,8 @@ class Task(TaskFields):
         raise NotImplementedError
 
     def loss(self, output: Any, batch: Any) -> Tensor:
-        """The loss of each sample, (samples,), or of each token, (samples, tokens). Never a mean."""
+        """The loss of each sample, (samples,), or of each token, (samples, tokens).
+        Never a mean."""
         raise NotImplementedError
 
     def inputs(self, batch: Any) -> Any:

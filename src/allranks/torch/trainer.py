@@ -149,7 +149,7 @@ class Trainer:
         self._came_to_an_end = True
 
     def step(self, batch: Batch) -> StepResult:
-        """One optimizer step on one global batch; every rank calls this. Sends what the card says."""
+        """One optimizer step on one global batch; all ranks call this. Sends what the card says."""
         if not isinstance(batch, Batch):
             raise no_batch(batch)
         done = self.progress
@@ -230,7 +230,7 @@ class Trainer:
         return {"strategy": state, "random": random, **self._between.rest(self)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `state` returned, on any number of ranks; every rank calls this."""
+        """Go on from a state that `state` returned, on any number of ranks; all call this."""
         _ = self.task_data.batches
         self.strategy.load_state(copy.deepcopy(state["strategy"]))
         self._between.load_rest(self, state)

@@ -9,7 +9,8 @@ from allranks.training.engine.trainer import Loop
 
 
 def fit(trainer: Loop) -> bool:
-    """Train to the end: the loop of `allranks train`. Returns False if it was asked to stop before."""
+    """Train to the end: the loop of `allranks train`.
+    Returns False if it was asked to stop before."""
     finished = _fit(trainer)
     for callback in trainer.callbacks:
         callback.on_end(trainer)

@@ -1,8 +1,8 @@
 """The task of a Keras model: what a user writes. A dataclass whose fields are the hyper-parameters.
 
 Written as if for one device: no strategy, no scope, no mean. Four methods are needed (`model`,
-`optimizer`, `train_data`, `loss`). Nothing here imports TensorFlow or Keras: the torch engine trains
-the same task, with Keras on top of torch, as long as its methods compute with `keras.ops`.
+`optimizer`, `train_data`, `loss`). Nothing here imports TensorFlow or Keras: the torch engine
+trains the same task, with Keras on top of torch, as long as its methods compute with `keras.ops`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Task(TaskFields):
         return sum(terms[1:], terms[0]) if terms else None
 
     def pretrained(self) -> Any:
-        """Weights to start from: a path of a `.weights.h5` or `.keras` file. `None`: initial ones."""
+        """Weights to start from: a path of a `.weights.h5` or `.keras` file. `None`:
+        initial ones."""
         return None
 
     def schedule(self, step: int) -> float:

@@ -65,7 +65,8 @@ class StepResult:
     weights were left as they were; `grad_norm` is the length of the gradient before clipping.
     `asked` is what the supervisor of any rank wants; `bad` says what is wrong with a bad step, and
     `culprits` which rank brought in what.
-    `loss_scale` is that of this step under fp16; with `overflow` it was too large, and is smaller now.
+    `loss_scale` is that of this step under fp16; with `overflow` it was too large,
+    and is smaller now.
     """
 
     batch_index: int

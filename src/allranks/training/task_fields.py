@@ -142,7 +142,8 @@ def _check_dataclasses(task: TaskFields, program: str) -> None:
             raise RequestError(
                 asked=f"to train {program}",
                 found=f"{base.__name__} has fields ({', '.join(annotated)}) but is no dataclass",
-                why="without the decorator its fields cannot be set, and their values are passed over",
+                why="without the decorator its fields cannot be set, "
+                "and their values are passed over",
                 do=f"write @dataclass(kw_only=True) above class {base.__name__}",
             )
 

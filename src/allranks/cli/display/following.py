@@ -1,7 +1,8 @@
 """A running job, read from its run folder: what is known of it now, and what is new.
 
 `Follower` reads the files that the job writes and makes a `State` of them, which is plain data: who
-shows it, as lines, on a terminal or in a notebook, reads no file. It writes nothing and never waits.
+shows it, as lines, on a terminal or in a notebook, reads no file.
+It writes nothing and never waits.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ class _Tail:
             self._read = there.st_ino, there.st_size
 
     def rows(self) -> list[dict[str, Any]]:
-        """The new lines as JSON; what is none (a file written anew, read from its midst) is left."""
+        """The new lines as JSON; what is none (a file written anew,
+        read from its midst) is left."""
         rows = []
         for line in self.lines():
             with suppress(ValueError):

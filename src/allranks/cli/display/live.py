@@ -1,8 +1,8 @@
 """The live display of a job on a terminal: one picture that is drawn over, lines that scroll above.
 
-`Picture` is what is drawn of a `State`, for rich and at any width, so a notebook can show it too. It
-has one line for all ranks that agree, and one for each rank with an anomaly. What is not known is
-left out: no end of the training is guessed.
+`Picture` is what is drawn of a `State`, for rich and at any width, so a notebook can show it too.
+It has one line for all ranks that agree, and one for each rank with an anomaly. What is not known
+is left out: no end of the training is guessed.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Lines(Paced):
 
 
 def step_in_words(state: State, row: dict[str, Any]) -> str:
-    """`epoch   3  step    119  loss 0.0075  18,324 samples/s`: step 119 is done, in epoch 3; from 1."""
+    """`epoch   3  step    119  loss 0.0075  18,324 samples/s`: 119 is done, in epoch 3; from 1."""
     line = f"epoch {row['epoch'] + 1:>3}  step {row['step'] + 1:>6}  loss {float(row['loss']):.4f}"
     if state.samples_per_s is not None:
         line += f"  {format_count(state.samples_per_s)} samples/s"

@@ -1,4 +1,5 @@
-"""A program file out of a notebook: the class that is to be trained, and what it needs of the cells.
+"""A program file out of a notebook: the class that is to be trained,
+and what it needs of the cells.
 
 A cell that defines a needed function or class is taken whole, and may hold nothing but
 definitions, imports and plain constants: nothing that it did is done again. Every other name

@@ -1,4 +1,5 @@
-"""`allranks.check`: is the result of a task the same as in one process? From a script or a notebook.
+"""`allranks.check`: is the result of a task the same as in one process?
+From a script or a notebook.
 
 It does what `allranks check` does, in the same words, and returns the verdict.
 """

@@ -1,6 +1,7 @@
 """`allranks.launch`: train a task from a script or a notebook, and have its result as an object.
 
-It does what `allranks train` does, in the same words, and raises where the command line would leave.
+It does what `allranks train` does, in the same words,
+and raises where the command line would leave.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def launch(task: Any, *, settings: Mapping[str, Any] | None = None, **job: Any) 
     `task` is a class derived from `Task`, an instance of one (the fields that were set are those of
     the job), or a PROGRAM as on the command line; `settings` are further fields. The keywords are
     the options of `allranks train` (`ranks=4, strategy="ddp", epochs=3, eval_every=2, run_dir=…`),
-    and what they leave out is as there. Nothing is pickled: ranks are new processes, which import the
-    class from its file; one of a notebook is written into a file first, with what it needs.
+    and what they leave out is as there. Nothing is pickled: ranks are new processes, which import
+    the class from its file; one of a notebook is written into a file first, with what it needs.
 
     Raises `RequestError`, `ProgramError` (with the report of the first fault), `PlaceError`, or
     `Stopped` and `Interrupted` as `run_job` does. Ctrl-C, or the stop button of a notebook, lets
@@ -130,8 +131,8 @@ def flags_of(task: Any, job: dict[str, Any], call: str = "launch") -> dict[str, 
             raise RequestError(
                 asked=asked,
                 found=f"no option {name!r}",
-                why=f"the keywords of {call} are the options of a job; the fields of a task are set "
-                "in its instance, or by settings",
+                why=f"the keywords of {call} are the options of a job; the fields of a task are "
+                "set in its instance, or by settings",
                 do=f"launch({_class_of(task).__name__}({name}={value!r}), …), or "
                 f"settings={{{name!r}: {value!r}}}"
                 if is_field

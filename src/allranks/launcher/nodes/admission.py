@@ -1,4 +1,5 @@
-"""Admission: connections of strangers, until each has proved that it knows the key or is dropped."""
+"""Admission: connections of strangers,
+until each has proved that it knows the key or is dropped."""
 
 from __future__ import annotations
 

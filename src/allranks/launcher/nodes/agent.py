@@ -1,6 +1,6 @@
 """The agent of a node: owns the node's processes, and does what the head of the job says.
 
-    python -P -m allranks.launcher.nodes.agent        (what it must know stands on its standard input)
+    python -P -m allranks.launcher.nodes.agent        (what it must know stands on its stdin)
 
 One runs on every node. It connects to the head, shows that it knows the key of the job, tells what
 there is on its node, and starts a fork server. It decides nothing: exits, beats and signals go to
@@ -182,7 +182,8 @@ class Agent:
                 )
 
     def _obey(self, message: Message) -> None:
-        """Do what the head says; what cannot be done here ends this node, and the head hears why."""
+        """Do what the head says; what cannot be done here ends this node,
+        and the head hears why."""
         try:
             self._answers[message["do"]](message)
         except Disconnected:

@@ -31,8 +31,8 @@ MUST_BE_EQUAL = ("allranks", "source", "python", "program", "torch", "tensorflow
 class Facts:
     """One node: its host, its versions, its devices and its limits. Unknown is `None`.
 
-    `machine` is the same for simulated nodes, which share one; `processors` are the numbers of those
-    that this process may use.
+    `machine` is the same for simulated nodes, which share one; `processors` are the numbers of
+    those that this process may use.
     """
 
     host: str

@@ -32,7 +32,8 @@ ALIVE_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Expected:
-    """The nodes that are to join: how the user knows each (`names`, by number), and what they know."""
+    """The nodes that are to join: how the user knows each (`names`, by number),
+    and what they know."""
 
     names: tuple[str, ...]
     key: str
@@ -134,8 +135,8 @@ class JoinServer:
         away = f"; turned away: {'; '.join(dict.fromkeys(self._turned_away))}"
         return PlaceError(
             f"{_listed(missing)} of {len(self.expected.names)} nodes did not come within "
-            f"{self.expected.join_timeout_s:g} s (--join-timeout); here: {', '.join(here) or 'none'}"
-            + (away if self._turned_away else "")
+            f"{self.expected.join_timeout_s:g} s (--join-timeout); here: "
+            f"{', '.join(here) or 'none'}" + (away if self._turned_away else "")
         )
 
 

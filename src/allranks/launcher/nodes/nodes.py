@@ -1,9 +1,9 @@
 """The head's end of all nodes of a job: one owner of processes, made of an agent on each node.
 
 For the supervisor it is what a fork server is on one machine. A node whose connection breaks, or
-that is silent for longer than the time-out, is lost: its ranks are reported as gone with it, and the
-next attempt can do with the nodes that are left. Clocks are never compared between hosts: what an
-agent tells of its monotonic clock is put on ours by the shortest round trip seen so far.
+that is silent for longer than the time-out, is lost: its ranks are reported as gone with it, and
+the next attempt can do with the nodes that are left. Clocks are never compared between hosts: what
+an agent tells of its monotonic clock is put on ours by the shortest round trip seen so far.
 """
 
 from __future__ import annotations

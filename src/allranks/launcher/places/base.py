@@ -52,9 +52,9 @@ class Started:
     """Agents on their way: what they are called, what they must know, where they come to.
 
     `check` raises `PlaceError` if one of them will not come, `watch` if what holds the nodes has
-    failed. `slots` are the ranks that fit on each node, where that is known. At `ends_at` (monotonic)
-    a scheduler takes the nodes away. `said(number)` is what the agent of a node has printed.
-    `break_node` makes a fault happen, where nodes can be broken on purpose.
+    failed. `slots` are the ranks that fit on each node, where that is known. At `ends_at`
+    (monotonic) a scheduler takes the nodes away. `said(number)` is what the agent of a node has
+    printed. `break_node` makes a fault happen, where nodes can be broken on purpose.
     """
 
     names: tuple[str, ...]

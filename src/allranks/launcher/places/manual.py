@@ -16,7 +16,8 @@ from allranks.launcher.plan import Seat
 
 
 class ManualNodes(AgentPlace):
-    """The nodes of `--rendezvous`. In the record of a job they are hosts, as those of a file are."""
+    """The nodes of `--rendezvous`. In the record of a job they are hosts,
+    as those of a file are."""
 
     name = SshHosts.name
     lends_nodes = True

@@ -1,4 +1,5 @@
-"""Nodes of the Slurm job around this process: srun starts an agent on each, or one for every rank."""
+"""Nodes of the Slurm job around this process: srun starts an agent on each,
+or one for every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from allranks.launcher.slurm.allocation import Allocation
 from allranks.launcher.slurm.commands import end_time_of
 
 CONTAINER = "ALLRANKS_INSIDE"
-VARIABLES_NOT_FOR_SRUN = (  # what a batch script was given for its ranks, and srun would give to each agent
+# what a batch script was given for its ranks, and srun would give to each agent
+VARIABLES_NOT_FOR_SRUN = (
     *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS"),
     *("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION"),
     *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE"),

@@ -164,7 +164,8 @@ class ForkServer:
         self._send({"do": "signal", "ticket": ticket, "signal": int(number)}, [])
 
     def wake(self) -> None:
-        """Let the server go on if somebody has stopped it: it alone hears of exits and passes signals."""
+        """Let the server go on if somebody has stopped it:
+        it alone hears of exits and passes signals."""
         self._process.send_signal(signal.SIGCONT)
 
     def _readable(self, timeout_s: float) -> bool:

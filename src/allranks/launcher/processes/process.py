@@ -37,8 +37,9 @@ class Exit:
     """How a process ended: `code` < 0 is minus the signal; `monotonic` is this host's clock.
 
     `peak_bytes` is the most memory that it, or a process that it waited for, held at once. `lost`
-    says what became of its node, if that is why nothing more is known. On another node, its clock is
-    ahead of ours by `clock_ahead_s`, and `memory` is what its kernel says of processes it killed.
+    says what became of its node, if that is why nothing more is known. On another node, its clock
+    is ahead of ours by `clock_ahead_s`,
+    and `memory` is what its kernel says of processes it killed.
     """
 
     ticket: int

@@ -1,10 +1,11 @@
 """Whether the ranks of a script were ever connected to each other, as the kernel shows it.
 
-Scripts of torch that find no reason to make a process group (`Accelerator()` on a processor, without
-`cpu=True`) train N times the same, alone, and end well. Nothing of theirs tells it. A process group
-holds TCP sockets as long as it lives: those of torch's store, of Gloo and of NCCL. So from time to
-time it is looked whether any process of the ranks has one; after the first it is looked no more.
-Scripts in which something else may join the ranks (MPI, JAX, TensorFlow) are never spoken of.
+Scripts of torch that find no reason to make a process group (`Accelerator()` on a processor,
+without `cpu=True`) train N times the same, alone, and end well. Nothing of theirs tells it. A
+process group holds TCP sockets as long as it lives: those of torch's store, of Gloo and of NCCL. So
+from time to time it is looked whether any process of the ranks has one; after the first it is
+looked no more. Scripts in which something else may join the ranks (MPI, JAX, TensorFlow)
+are never spoken of.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Connections:
         if self.has_met or ranks < 2 or self.looks < LEAST_LOOKS:
             return ""
         return (
-            f"note: no rank was ever seen connected to another: the {ranks} of them may have trained "
-            "apart, each a copy of its own. A script has to make a process group: Accelerator(cpu="
-            "True) on a processor, init_process_group, or a launcher's strategy"
+            f"note: no rank was ever seen connected to another: the {ranks} of them may have "
+            "trained apart, each a copy of its own. A script has to make a process group: "
+            "Accelerator(cpu=True) on a processor, init_process_group, or a launcher's strategy"
         )
 
 

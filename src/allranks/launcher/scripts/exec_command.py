@@ -46,8 +46,9 @@ def prepare(argument: dict[str, Any]) -> None:
     """The environment of a process that was not started by us; and no core file of a hang.
 
     `restored` holds variables as they were before the fork server changed them (`None`: not
-    there); `defaults` are set unless this node's environment says something else. In a step of Slurm
-    `step` is what Slurm would say to this process, and of what a process manager says only `own`.
+    there); `defaults` are set unless this node's environment says something else. In a step of
+    Slurm `step` is what Slurm would say to this process,
+    and of what a process manager says only `own`.
     """
     for name, value in argument["restored"].items():
         os.environ.pop(name, None)

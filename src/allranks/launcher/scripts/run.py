@@ -152,7 +152,8 @@ def check_warm(request: CommandRequest) -> None:
         raise RequestError(
             asked=f"--warm {request.warm}",
             found=" ".join([python, *odd]),
-            why=f"a script that runs in a fork of {sys.executable} is started by it, with no options",
+            why=f"a script that runs in a fork of {sys.executable} is started by it, "
+            "with no options",
             do="allranks run --warm torch … -- train.py, or leave --warm away",
         )
 
@@ -262,7 +263,8 @@ class _Runs:
     def _stopped_well(
         self, reason: str, exits: dict[int, int], attempt: int
     ) -> Stopped | Interrupted:
-        """Asked to stop, all that decide left with 0: they have saved what they want to go on with."""
+        """Asked to stop, all that decide left with 0:
+        they have saved what they want to go on with."""
         self.folder.events.event("stopped", reason=reason, exits=exits, attempt=attempt)
         text = (
             f"stopped ({reason}), and left with exit code 0; the same command goes on in\n"

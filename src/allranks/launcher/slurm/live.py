@@ -1,8 +1,9 @@
-"""A site from what Slurm says of itself: the answers of `scontrol show`, as text, taken apart. Pure.
+"""A site from what Slurm says of itself: the answers of `scontrol show`, as text,
+taken apart. Pure.
 
-    scontrol show config                       settings, one a line: `ClusterName = lumi`
-    scontrol --oneliner show partition         a line for each: `PartitionName=gpu MaxTime=3-00:00:00 …`
-    scontrol --oneliner show node              a line for each: `NodeName=g1 CPUTot=40 Gres=gpu:v100:4 …`
+    scontrol show config                 settings, one a line: `ClusterName = lumi`
+    scontrol --oneliner show partition   a line for each: `PartitionName=gpu MaxTime=3-00:00:00 …`
+    scontrol --oneliner show node        a line for each: `NodeName=g1 CPUTot=40 Gres=gpu:v100:4 …`
 
 A value may have blanks in it (`OS=Linux 5.10.0 #1 SMP`), so a key is a word that begins with a
 capital letter before an `=`. Of the nodes of a partition the largest counts: a job that does not
@@ -80,8 +81,8 @@ def site_as_toml(site: Site) -> str:
         "memory_flag": site.memory_flag,
     }
     parts = [
-        f"# {site.title}, as Slurm described itself. It does not know modules, containers and networks:\n"
-        "# add them as in `allranks cluster show template`.\n\n" + write_toml(top)
+        f"# {site.title}, as Slurm described itself. It does not know modules, containers and "
+        "networks:\n# add them as in `allranks cluster show template`.\n\n" + write_toml(top)
     ]
     for name, source in site.sources.items():
         row = {"url": source.url, "as_of": source.as_of, "version": source.version or None}

@@ -32,7 +32,8 @@ DECIDED = {
     **dict.fromkeys(("output", "open-mode", "chdir", "workdir"), "--run-dir"),
     **dict.fromkeys(("export", "export-file", "get-user-env"), "--setup, for a line `export A=b`"),
 }
-"""What the script says itself, or what would change it -> the option of `allranks submit` for it."""
+"""What the script says itself,
+or what would change it -> the option of `allranks submit` for it."""
 
 OTHERS = frozenset(
     [

@@ -133,7 +133,8 @@ def _option(option: str) -> str:
 def _environment(request: SlurmRequest) -> list[str]:
     """The lines before the program: what Slurm hands on to it, and where it is found."""
     lines = [
-        "# srun would hand a clean environment on as well, and newer versions forget the CPUs of a task.",
+        "# srun would hand a clean environment on as well, "
+        "and newer versions forget the CPUs of a task.",
         "export SLURM_EXPORT_ENV=ALL",
         'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"',
     ]
@@ -160,8 +161,10 @@ def _program(request: SlurmRequest) -> list[str]:
         ]
     return [
         *inside,
-        "# The job itself, on the first node; it starts the ranks on all of them with srun. Without",
-        "# a trap the shell would die at once of a signal to the job, and with it all that is in it:",
+        "# The job itself, on the first node; "
+        "it starts the ranks on all of them with srun. Without",
+        "# a trap the shell would die at once of a signal to the job, "
+        "and with it all that is in it:",
         "# it waits for the program, which gets the same signal and commits a checkpoint.",
         "cancelled=no",
         "trap 'cancelled=yes' TERM",
@@ -188,7 +191,8 @@ def _end(request: SlurmRequest) -> list[str]:
     if not request.requeue:
         return ['exit "$code"']
     return [
-        f"# {EXIT_STOPPED}: it stopped early, and its checkpoint is committed. The same job, put back",
+        f"# {EXIT_STOPPED}: it stopped early, and its checkpoint is committed. The same job, "
+        "put back",
         "# into the queue, goes on from there; but not one that somebody cancelled.",
         f'if [ "$code" -eq {EXIT_STOPPED} ] && [ "$cancelled" = no ]; then',
         '    scontrol requeue "$SLURM_JOB_ID"',
@@ -234,6 +238,7 @@ def _refused(asked: str, found: str, shape: str) -> RequestError:
     return RequestError(
         asked=asked,
         found=found,
-        why=f"in a batch script it must be {shape}: lines of it are read by sbatch before the shell",
+        why=f"in a batch script it must be {shape}: "
+        "lines of it are read by sbatch before the shell",
         do="write it without",
     )

@@ -59,7 +59,8 @@ class GPT(nn.Module):
         return list(self.blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (n, t), t at most the context -> logits of the token that follows each, (n, t, v)."""
+        """Tokens (n, t), t at most the context -> logits of the token that follows each,
+        (n, t, v)."""
         length, context = tokens.shape[1], self.position_embedding.num_embeddings
         if length > context:
             raise ValueError(f"{length} tokens in a row, and the context is {context}")
@@ -70,7 +71,8 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward part of four times the width; each is added to what came in."""
+    """Attention, then a feed-forward part of four times the width;
+    each is added to what came in."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -116,7 +118,8 @@ class Attention(nn.Module):
         return joined
 
     def _by_explicit_weights(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same, with dropout of the weights: the fused kernel would draw from torch's generator."""
+        """The same, with dropout of the weights:
+        the fused kernel would draw from torch's generator."""
         scores = query @ key.transpose(-2, -1) / math.sqrt(self.head_width)  # (n, heads, t, t)
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         weights = scores.masked_fill(ahead, -math.inf).softmax(-1)

@@ -67,7 +67,8 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1, 3 and 1; where the shape changes a projection (option B) is the shortcut."""
+    """Convolutions of 1, 3 and 1; where the shape changes a projection (option B)
+    is the shortcut."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()

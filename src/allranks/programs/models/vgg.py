@@ -46,7 +46,8 @@ class VGG(nn.Module):
 
 
 def vgg16(classes: int = 1000, dropout: float = 0.5) -> VGG:
-    """138,357,544 parameters with 1000 classes. No BatchNorm, and images of 224 by 224 pixels only."""
+    """138,357,544 parameters with 1000 classes. No BatchNorm,
+    and images of 224 by 224 pixels only."""
     return VGG(classes, dropout)
 
 

@@ -57,7 +57,8 @@ def fetch(files: Sequence[Remote], folder: str | Path) -> list[Path]:
 
 @contextmanager
 def _alone_on_this_node(folder: Path) -> Iterator[None]:
-    """Wait until no other process fetches into this folder. Whatever ends a process ends its lock."""
+    """Wait until no other process fetches into this folder.
+    Whatever ends a process ends its lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / LOCK, "wb")

@@ -7,7 +7,7 @@ every process reads all of it and takes its own rows.
     arrays               rows are taken by number, where they are needed: a thread would take
                          Python's lock in the midst of the step, which costs more than the rows
     samples by number    read and augmented in threads, `prefetch` batches ahead (`stages`)
-    tf.data.Dataset      made anew for each epoch with its random numbers keyed; read ahead by itself
+    tf.data.Dataset      made anew for each epoch with its random numbers keyed; reads ahead itself
 
 What has to be read is: `prefetch` batches, so a process holds that many and the one in use.
 """
@@ -202,7 +202,8 @@ class Batches:
             yield from self._sampled(source, plans)
 
     def _sampled(self, source: Samples, plans: Iterator[Batch]) -> Generator[list[list[Any]]]:
-        """Each sample read and changed by a thread; the plan of a batch goes along as its last key."""
+        """Each sample read and changed by a thread;
+        the plan of a batch goes along as its last key."""
 
         def read(key: Any) -> Any:
             return key if isinstance(key, Batch) else source.samples[key[1]]

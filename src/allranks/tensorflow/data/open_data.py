@@ -1,4 +1,5 @@
-"""From what a task returns as its data to the source that reads it; what cannot be read is refused."""
+"""From what a task returns as its data to the source that reads it;
+what cannot be read is refused."""
 
 from __future__ import annotations
 

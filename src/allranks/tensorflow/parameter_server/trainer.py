@@ -93,7 +93,8 @@ class ServedTrainer(Trainer):
         return result
 
     def _waited(self, handed: Handed) -> StepSums:
-        """What a step said. One that nobody says anything of for too long is a hang of the chief's."""
+        """What a step said. One that nobody says anything of for too long is
+        a hang of the chief's."""
         self.heartbeat.enter("exchange")
         self.heartbeat.collective()
         begun, told = time.monotonic(), False
@@ -133,7 +134,8 @@ class ServedTrainer(Trainer):
     # --- between the steps ----------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """The metrics over the evaluation data, exact, at weights that no step changes meanwhile."""
+        """The metrics over the evaluation data, exact,
+        at weights that no step changes meanwhile."""
         self.graphs.settle()
         return super().evaluate()
 
@@ -151,7 +153,8 @@ class ServedTrainer(Trainer):
 
 
 class ServedState(State):
-    """A state in which variables that are cut over servers are whole: any number goes on from it."""
+    """A state in which variables that are cut over servers are whole:
+    any number goes on from it."""
 
     def __init__(self, built: Built) -> None:
         super().__init__(built)

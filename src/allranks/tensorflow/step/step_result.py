@@ -16,7 +16,8 @@ from allranks.training.progress import Asked, StepResult
 
 
 class Judge:
-    """Judges the steps of one job. `whose` is what a part of the batch belongs to: rank, replica."""
+    """Judges the steps of one job. `whose` is what a part of the batch belongs to:
+    rank, replica."""
 
     def __init__(self, job: Job, whose: str) -> None:
         self.whose = whose

@@ -2,7 +2,8 @@
 
 `mirrored` keeps a copy of every variable on each device and adds gradients between them;
 `central-storage` keeps one of each in the memory of the host. Where there are no GPUs the devices
-are logical ones of the CPU, which share its cores: nothing gets quicker, and everything is the same.
+are logical ones of the CPU, which share its cores: nothing gets quicker,
+and everything is the same.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class Plan:
     """What is looked at: `many` numbers of ranks in float64, the job as it is on `own` ranks.
 
     `shards` are those of the task: a strategy may let each go through the model by itself.
-    `trace_bytes` bounds the tensors that one run keeps (0: as many as the steps need); `keep` leaves
-    them in the folders of the runs.
+    `trace_bytes` bounds the tensors that one run keeps (0: as many as the steps need); `keep`
+    leaves them in the folders of the runs.
     """
 
     many: tuple[int, ...]

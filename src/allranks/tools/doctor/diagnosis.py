@@ -1,4 +1,5 @@
-"""What `allranks doctor` has found, as plain data: nodes, links between ranks, and what to do. Frozen.
+"""What `allranks doctor` has found, as plain data: nodes, links between ranks,
+and what to do. Frozen.
 
 `doctor` collects it, `findings` judges it, the command line prints it. Unknown is `None`.
 """

@@ -1,4 +1,5 @@
-"""What `allranks doctor` runs where ranks would run: it looks around, and measures how fast it is joined.
+"""What `allranks doctor` runs where ranks would run: it looks around,
+and measures how fast it is joined.
 
 One process stands for each rank. It connects back to the command that asked, shows that it knows
 the key, and then does one thing after another as it is told: look at its node, tell the time,

@@ -1,4 +1,5 @@
-"""Several jobs packed on one machine: what they are, and the folder that holds what becomes of them.
+"""Several jobs packed on one machine: what they are,
+and the folder that holds what becomes of them.
 
 A job gets what it would get alone: its words, a run folder, a number of threads that was decided
 beforehand. These stand in `sweep.json`, which is written once; what became of each job its own run
@@ -32,7 +33,8 @@ WAITING, RUNNING = "waiting", "running"
 
 @dataclass(frozen=True)
 class PackedJob:
-    """One job: the name of its run folder, what is its own, and the words after `allranks train`."""
+    """One job: the name of its run folder, what is its own,
+    and the words after `allranks train`."""
 
     name: str
     settings: dict[str, str]
@@ -102,7 +104,8 @@ def share_out(cores: Sequence[int], slots: int) -> list[tuple[int, ...]]:
 
 
 def previous(folder: Path) -> Previous | None:
-    """The sweep that was begun in this folder, if any; raises `RequestError` if it is unreadable."""
+    """The sweep that was begun in this folder, if any;
+    raises `RequestError` if it is unreadable."""
     path = folder / RECORD
     if not path.exists():
         return None

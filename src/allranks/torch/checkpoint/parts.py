@@ -1,4 +1,5 @@
-"""The parts that a checkpoint is planned in: what a rank writes of a tensor, what it reads of a chunk."""
+"""The parts that a checkpoint is planned in: what a rank writes of a tensor,
+what it reads of a chunk."""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ def gathered(comm: Comm, own: Rows | RequestError, rows: list[int]) -> Rows:
 
 
 def _agreed(comm: Comm, own: Rows | RequestError, rows: list[int]) -> Rows:
-    """`own` as all ranks have it; raises on all alike, before anything of unequal length is sent."""
+    """`own` as all ranks have it; raises on all alike,
+    before anything of unequal length is sent."""
     text = own.looks() if isinstance(own, Rows) else json.dumps(own.to_data())
     has_rows = rows[comm.rank] > 0
     digest = blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
@@ -170,7 +171,8 @@ def _gathered_tensor(comm: Comm, own: Tensor, rows: list[int]) -> Tensor:
 
 
 def _walked(value: Any, samples: int, place: str, visit: Visit) -> Any:
-    """The same structure with what `visit` gives for its tensors, lists of rows and plain values."""
+    """The same structure with what `visit` gives for its tensors,
+    lists of rows and plain values."""
     if isinstance(value, Mapping):
         return {k: _walked(v, samples, f"{place}[{k!r}]", visit) for k, v in value.items()}
     if not isinstance(value, (list, tuple)) or _is_list_of_rows(value, samples):

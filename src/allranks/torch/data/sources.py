@@ -91,9 +91,9 @@ class MapSource:
 
     Without workers the thread that trains reads: the generators of the process are keyed by the
     sample then, so no other thread may. Else `workers` processes do, which have generators of
-    their own; or, of a data set with `read` and `decode` (see `allranks.programs.readers`), as many threads
-    for each of the two. Such a data set, `collate` and `augment` draw from nothing but what they
-    are given.
+    their own; or, of a data set with `read` and `decode` (see `allranks.programs.readers`), as many
+    threads for each of the two. Such a data set, `collate` and `augment` draw from nothing but what
+    they are given.
     """
 
     def __init__(
@@ -196,7 +196,8 @@ class MapSource:
                 asked="train_data() of the task: a data set with read and decode",
                 found="a sample draws from the generators of Python, NumPy or torch themselves",
                 why="it is decoded and augmented by threads, which share these with the training",
-                do="draw from the `random` that decode(raw, random) and augment(sample, random) get",
+                do="draw from the `random` that decode(raw, random) and augment(sample, "
+                "random) get",
             )
 
     def made_ahead(self, ahead: int) -> int:

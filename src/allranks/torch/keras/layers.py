@@ -38,7 +38,10 @@ def check_keras(task: Task, model: nn.Module) -> None:
         _show_all_weights(keras_layer)
         regularized = any(v.regularizer is not None for v in keras_layer.trainable_variables)
         if regularized and not task.overrides("regularizer"):
-            why = "the engine takes losses from the task alone, so its weights would not be kept small"
+            why = (
+                "the engine takes losses from the task alone, "
+                "so its weights would not be kept small"
+            )
             raise _refused(module, "regularizers", why, "let regularizer(model) return their sum")
 
 

@@ -89,6 +89,6 @@ def check_types(model: Any, floatx: str) -> None:
                 asked="--precision fp64",
                 found=f"the weight {variable.path}, which the model makes as {variable.dtype}",
                 why="Keras would compute with it in that type",
-                do="leave dtype out of the layers, set no policy of mixed precision, and make them in "
-                "model(), with keras imported at the top of the file",
+                do="leave dtype out of the layers, set no policy of mixed precision, and make "
+                "them in model(), with keras imported at the top of the file",
             )

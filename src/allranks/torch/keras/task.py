@@ -46,7 +46,8 @@ def torch_task(task: Task | KerasTask, precision: str) -> Task:
 
 
 class _OnTorch(Task):
-    """Asks `own`, the task of the user, and puts between what Keras and the engine say otherwise."""
+    """Asks `own`, the task of the user,
+    and puts between what Keras and the engine say otherwise."""
 
     def take(self, own: KerasTask, floatx: str) -> None:
         self.own, self.setting = own, KerasSetting(floatx=floatx)

@@ -1,10 +1,11 @@
-"""Tables of vectors with a `max_norm`: `nn.Embedding` and `nn.EmbeddingBag` that shorten their rows.
+"""Tables of vectors with a `max_norm`:
+`nn.Embedding` and `nn.EmbeddingBag` that shorten their rows.
 
 Torch shortens, inside forward and in place, the rows that are looked up: on many ranks each would
-shorten its own, and replicas would drift. Here a row is shortened once in a step, where a rank looks
-it up first, and after the gradients are summed all ranks shorten the rows that any of them has
-looked up: before the update, every table is what one process makes of the whole batch. Sends a mark
-for each row of each such table (kind `rows`). Outside of a step nothing is written: rows are
+shorten its own, and replicas would drift. Here a row is shortened once in a step, where a rank
+looks it up first, and after the gradients are summed all ranks shorten the rows that any of them
+has looked up: before the update, every table is what one process makes of the whole batch. Sends a
+mark for each row of each such table (kind `rows`). Outside of a step nothing is written: rows are
 shortened on their way out, so an evaluation changes no weight.
 """
 

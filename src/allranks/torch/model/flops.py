@@ -1,4 +1,5 @@
-"""Model FLOPs utilisation: how much of what the devices can do goes into the model's own arithmetic.
+"""Model FLOPs utilisation: how much of what the devices can do goes into
+the model's own arithmetic.
 
     MFU = operations per sample * samples per second / (devices * peak of one device)
 

@@ -1,4 +1,5 @@
-"""Weights that the first batch decides: `initialise(model, inputs)` of a task, before the first step.
+"""Weights that the first batch decides: `initialise(model, inputs)` of a task,
+before the first step.
 
 ActNorm, data-dependent initialisation (Salimans and Kingma 2016, arXiv 1602.07868) and codebooks
 that start from samples take what goes in first for typical of all. In forward that would be a part

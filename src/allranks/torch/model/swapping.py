@@ -1,4 +1,5 @@
-"""Which layers of a model the engine swaps for those that follow the shard, and how it undoes it."""
+"""Which layers of a model the engine swaps for those that follow the shard,
+and how it undoes it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
             raise RequestError(
                 asked=f"to train a model with {kind.__name__} at {name!r}",
                 found=f"{kind.__name__}",
-                why="it communicates or makes its weights inside forward, out of the engine's sight",
+                why="it communicates or makes its weights inside forward, "
+                "out of the engine's sight",
                 do="use the plain layer, with its sizes given",
             )
         if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):

@@ -1,6 +1,6 @@
 """BatchNorm over the whole global batch (`batchnorm = "whole"`), whatever the number of ranks.
 
-    forward    every rank sends (count, mean, sum of squares around it) of its rows; all combine them
+    forward    every rank sends (count, mean, squares around it) of its rows; all combine them
                in rank order                          all-gather of 1 + 2C numbers for each layer
     backward   dx = w / s * (dy - mean(dy) - xhat * mean(dy * xhat)), with the means over all ranks
                                                       all-reduce of 2C numbers for each layer
@@ -60,7 +60,8 @@ class WholeBatchNorm:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within, a rank computes by itself again what it did, by the statistics that there were."""
+        """Within, a rank computes by itself again what it did,
+        by the statistics that there were."""
         self._alone = True
         try:
             yield
@@ -142,7 +143,8 @@ def whole_norm(task: Task, comm: Comm, scope: Scope, swapped: dict[str, list[str
 
 
 class _Whole(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps), where mean and variance are functions of the rows of all ranks."""
+    """(x - mean) / sqrt(var + eps),
+    where mean and variance are functions of the rows of all ranks."""
 
     @staticmethod
     def forward(

@@ -7,8 +7,8 @@
 You et al. 2019, arXiv 1904.00962, Algorithm 2, with φ(z) = z, or z held between two limits. Two
 variants are in use, and both are here: `bias_correction=True` is the algorithm as the paper prints
 it; `False` takes m and v as they are, as the program that trained BERT with it does. Lengths are
-Euclidean ones. As in that program, biases and the weights of norms get Adam's step, without ratio and
-without decay; `adapt_vectors=True` treats them as layers, as the printed algorithm does.
+Euclidean ones. As in that program, biases and the weights of norms get Adam's step, without ratio
+and without decay; `adapt_vectors=True` treats them as layers, as the printed algorithm does.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ WHOLE = 4  # 16-bit numbers: a row is whole 8 bytes, so that a tally of any type
 
 
 class Half(Reducer):
-    """An all-to-all and an all-gather per bucket. Sends 2(N-1)/N of 2 bytes per gradient + tally."""
+    """An all-to-all and an all-gather per bucket.
+    Sends 2(N-1)/N of 2 bytes per gradient + tally."""
 
     kind: ClassVar[torch.dtype]
 

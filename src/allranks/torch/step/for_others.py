@@ -1,9 +1,10 @@
-"""Passes through the model whose samples have no weight: where a pass communicates, all ranks make it.
+"""Passes through the model whose samples have no weight: where a pass communicates,
+all ranks make it.
 
-Under a strategy that cuts its weights (`Strategy.equal_passes`) a forward pass gathers them from all
-ranks, and backward sums their gradients over all ranks. A rank that has fewer micro-batches than
-another one, or no sample at all, goes through the model with the last micro-batch that it had, and
-what that adds is multiplied by zero.
+Under a strategy that cuts its weights (`Strategy.equal_passes`) a forward pass gathers them from
+all ranks, and backward sums their gradients over all ranks. A rank that has fewer micro-batches
+than another one, or no sample at all, goes through the model with the last micro-batch that it had,
+and what that adds is multiplied by zero.
 """
 
 from __future__ import annotations

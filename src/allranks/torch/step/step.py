@@ -30,7 +30,8 @@ REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
 
 
 class SharedStep(Passes):
-    """A step that no strategy writes again: its passes, and then the update. One for each strategy."""
+    """A step that no strategy writes again: its passes, and then the update.
+    One for each strategy."""
 
     def __init__(
         self,
@@ -69,11 +70,7 @@ class SharedStep(Passes):
             raise weightless(batch, weight)
         self._settle(batch, totals)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
-        factor = batch.nominal / weight if weight != batch.nominal else 1.0
-        if loss_scale is not None:
-            factor /= loss_scale
-        if factor != 1:
-            gradients.scale_(factor)
+        self._divide(gradients, batch, weight)
         loss = totals.loss / weight + self._add_regularizer(batch)
         if self.probe is not None:
             self.probe.gradients("gradient", self.names, self.parameters)
@@ -105,6 +102,14 @@ class SharedStep(Passes):
         self.regularizers.check(totals.regularizer, self.layout.like.dtype)
         if totals.changed:
             self._take_changes(batch)
+
+    def _divide(self, gradients: Gradients, batch: Batch, weight: float) -> None:
+        """Sums over the nominal samples become the mean over the weight, without the loss scale."""
+        factor = batch.nominal / weight if weight != batch.nominal else 1.0
+        if self.loss_scale is not None:
+            factor /= self.loss_scale.value
+        if factor != 1:
+            gradients.scale_(factor)
 
     def _adapt_loss_scale(self, overflow: bool, updated: bool) -> None:
         if self.loss_scale is None:

@@ -8,9 +8,9 @@ It rides on the gradients, so that no step sends a message for bookkeeping: ever
 the step the loss and the weight of the whole global batch, whether anybody had a sample, which
 parameters any rank used, whether any rank was asked to stop or to save, and the moments for the
 running statistics. `position` is where in the job each leaf stands: a rank that left a collective
-out, and whose step was added to another step of the rest, shows at once. `changed` counts the leaves
-that saw other parameters trained than the step was laid out for (`changes`), and `regularizer` is
-the value that the regularizer had on each rank in the step before.
+out, and whose step was added to another step of the rest, shows at once. `changed` counts the
+leaves that saw other parameters trained than the step was laid out for (`changes`), and
+`regularizer` is the value that the regularizer had on each rank in the step before.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class TallyLayout:
 
 
 class Tally:
-    """One tally: filled micro-batch by micro-batch, closed with its leaf, read once it is summed."""
+    """One tally: filled micro-batch by micro-batch, closed with its leaf,
+    read once it is summed."""
 
     def __init__(self, layout: TallyLayout, tensor: Tensor) -> None:
         self.layout, self.tensor = layout, tensor
@@ -128,7 +129,8 @@ class Tally:
         regularizer: float = 0.0,
         touched: Iterable[Tensor] = (),
     ) -> None:
-        """The leaf is complete; `used` says which parameters got a gradient, `touched` which rows."""
+        """The leaf is complete; `used` says which parameters got a gradient,
+        `touched` which rows."""
         counts = self.layout.counts_of(self._weight, self._samples, step, asked, used, changed)
         self._counts.add_(counts)
         if regularizer:

@@ -19,14 +19,15 @@ LABELLED = Optimizer.profile_hook_step(Optimizer.step).__code__  # of what torch
 
 
 def check_no_scheduler(optimizer: Optimizer, asked: str) -> None:
-    """Raise `RequestError` if a scheduler of torch sets the rates: nobody would save where it is."""
+    """Raise `RequestError` if a scheduler of torch sets the rates:
+    nobody would save where it is."""
     has_one = hasattr(optimizer.step, "_wrapped_by_lr_sched")
     if has_one or any("initial_lr" in group for group in optimizer.param_groups):
         raise RequestError(
             asked=asked,
             found="a scheduler of torch.optim.lr_scheduler on the optimizer",
-            why="the engine sets the rates before each update, and a checkpoint holds no scheduler: "
-            "a training that goes on would start it anew",
+            why="the engine sets the rates before each update, and a checkpoint holds no "
+            "scheduler: a training that goes on would start it anew",
             do="write schedule(step) in the task: the factor on the rates of the optimizer",
         )
 

@@ -66,7 +66,8 @@ class Setting:
 class Strategy(ABC):
     """One optimizer step on one global batch, carried out by all ranks together.
 
-    A step is `forward_backward`, then `reduce`, then what all strategies share (`SharedStep.apply`).
+    A step is `forward_backward`, then `reduce`,
+    then what all strategies share (`SharedStep.apply`).
     """
 
     name: ClassVar[str]
@@ -94,7 +95,8 @@ class Strategy(ABC):
         return self.card.agreement
 
     def axis(self, name: str) -> Comm:
-        """The ranks along an axis of the mesh; every rank calls this for the first time together."""
+        """The ranks along an axis of the mesh;
+        every rank calls this for the first time together."""
         if name not in self._axes:
             self._axes[name] = self.comm.among(self.mesh.group(self.comm.rank, name))
         return self._axes[name]
@@ -222,7 +224,8 @@ class Strategy(ABC):
         return self.card.bytes_sent(work, self.setting.options)
 
     def placement(self, *, updated: bool) -> list[Placed]:
-        """What this rank holds and where; what the optimizer keeps is unknown before it `updated`."""
+        """What this rank holds and where;
+        what the optimizer keeps is unknown before it `updated`."""
         step = self.step
         return list(held(self.model, step.names, step.optimizer, step.average, updated=updated))
 

@@ -3,7 +3,8 @@
 Gradients live in a few flat buckets, in the order in which backward finishes them. As soon as the
 last backward pass of a step has filled a bucket, its sum over all ranks is under way; the tally
 rides on the bucket that leaves last. Li et al. 2020, PyTorch Distributed, arXiv 2006.15704. How a
-bucket is summed is the reducer's: `reduce=tree` for equal bits, `bf16` or `fp16` for half the bytes.
+bucket is summed is the reducer's: `reduce=tree` for equal bits,
+`bf16` or `fp16` for half the bytes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ The result is the same on any number of ranks because a pass is a function of we
 keyed random numbers. Whatever else it reads and writes (a counter, a generator, a buffer, a weight)
 follows how many passes there are and which samples are in them, and so the number of ranks. In the
 first step contents are compared, as versions do not count every way to write; in the second, when
-modules hold what the first left on them, only numbers and generators. No pass is added, and nothing is changed.
+modules hold what the first left on them, only numbers and generators. No pass is added,
+and nothing is changed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 Roots = list[tuple[str, Any]]
 """What is looked through: the words before the names in it, and the object."""
 Token = tuple[str, Any]
-"""The kind of a value (`number`, `generator`, `array`, `tensor`), and what tells two contents apart."""
+"""The kind of a value (`number`, `generator`, `array`, `tensor`),
+and what tells two contents apart."""
 
 DEEPEST = 4  # attributes of attributes
 MOST_ITEMS = 64  # of a container that is looked into

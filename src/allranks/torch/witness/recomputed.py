@@ -67,7 +67,8 @@ class Part:
 
 
 class Recomputing:
-    """Passes over some samples of `batch`, without a trace. `tolerance` is of the job's precision."""
+    """Passes over some samples of `batch`, without a trace.
+    `tolerance` is of the job's precision."""
 
     def __init__(self, step: SharedStep, batch: Batch, precision: str) -> None:
         self.step, self.batch = step, batch
@@ -158,9 +159,9 @@ class Recomputing:
             off = 0.0 if left is None else length([left])
             if off > self.tolerance * (size + total):
                 return (
-                    f"the gradient of {name!r} for {words} is not the same, by {off / total:.1e} of "
-                    "the whole gradient's length: a hook that is not linear (clamp, normalise) or a "
-                    f"function that scales by its batch; if not, {COUPLED}"
+                    f"the gradient of {name!r} for {words} is not the same, by {off / total:.1e} "
+                    "of the whole gradient's length: a hook that is not linear (clamp, normalise) "
+                    f"or a function that scales by its batch; if not, {COUPLED}"
                 )
         return ""
 
@@ -251,7 +252,8 @@ def read_again(source: Source, epoch: int, ids: list[int], step: SharedStep) -> 
 
 
 def cut_out(part: Part, piece: Piece) -> Part:
-    """The rows of one piece of a part; raises `RequestError` for what has no row for each sample."""
+    """The rows of one piece of a part;
+    raises `RequestError` for what has no row for each sample."""
     before = 0
     for own in part.pieces:
         if own == piece:

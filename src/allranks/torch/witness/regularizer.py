@@ -54,7 +54,8 @@ class Regularizer:
         return value
 
     def check(self, mean: float, kind: torch.dtype) -> None:
-        """Raise `RequestError` unless the last value was the same on all ranks, with that `mean`."""
+        """Raise `RequestError` unless the last value was the same on all ranks,
+        with that `mean`."""
         own = self.was
         if own == mean or not math.isfinite(own) or not math.isfinite(mean):
             return  # of what is not finite the guard has told

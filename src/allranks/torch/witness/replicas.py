@@ -93,8 +93,8 @@ def _told(name: str, found: list[Any]) -> str:
         sides = " / ".join(_ranks(ranks) for ranks in sorted(groups.values()))
         differ = f"{sides} differ from each other, and no majority tells which is right"
     return (
-        f"ranks that must hold the same weights do not: {differ}; first in {name}. Memory or a chip "
-        "of that machine may be failing, or the task writes to weights on some ranks only."
+        f"ranks that must hold the same weights do not: {differ}; first in {name}. Memory or a "
+        "chip of that machine may be failing, or the task writes to weights on some ranks only."
     )
 
 

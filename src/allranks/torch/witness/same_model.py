@@ -26,7 +26,8 @@ DO = (
 
 
 def check_same_model(model: nn.Module, comm: Comm) -> None:
-    """Raise `RequestError` on all ranks unless all have these parameters and buffers, in this order.
+    """Raise `RequestError` on all ranks unless all have these parameters and buffers,
+    in this order.
 
     Every rank calls this. Sends 32 bytes to each other rank, and all names where they differ.
     """

@@ -4,10 +4,10 @@
     trace/tensors/step-SSSSSSSS.safetensors    the tensors themselves, written by the leader
 
 Stages, in the order in which a step makes them: `gradient` (summed over all ranks, divided,
-regularizer added), `clipped gradient`, `weight` (after the update), `average` (of the weights, where
-there is one), `buffer`. Step -1 is the state before the first step. What callbacks change after a
-step belongs to that step. With a replay, weights and buffers before each step are those of another
-trace, so that differences cannot add up.
+regularizer added), `clipped gradient`, `weight` (after the update), `average` (of the weights,
+where there is one), `buffer`. Step -1 is the state before the first step. What callbacks change
+after a step belongs to that step. With a replay, weights and buffers before each step are those of
+another trace, so that differences cannot add up.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class Trace(Callback):
             save_file(kept, tensors_path(self.path, row["step"]))
 
     def _is_kept(self, name: str, step: int) -> bool:
-        """Whether a tensor is in the files: nobody reads what a replay in 32 bits makes of weights."""
+        """Whether a tensor is in the files:
+        nobody reads what a replay in 32 bits makes of weights."""
         moved = name.startswith(("weight/", "average/"))
         return not moved or step == START or self.replay is None or self._in_float64
 

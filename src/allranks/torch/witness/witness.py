@@ -39,8 +39,9 @@ WITNESS_EVERY = 500  # steps between two looks, after the first two
 OBSERVED_STEPS = 2
 LONGEST = 400  # characters of what was not seen
 SO_EARLY = (
-    "So early it is the task, most often: it writes weights or clears gradients in forward or loss, "
-    "draws from generators of its own in its optimizer, or lets its regularizer read what forward left."
+    "So early it is the task, most often: it writes weights or clears gradients in forward or "
+    "loss, draws from generators of its own in its optimizer, "
+    "or lets its regularizer read what forward left."
 )
 NEEDS_ALL = "no shard was computed again: no rank holds the weights for it by itself"
 NOT_AGAIN = "no shard was computed again: what was found already would make it another one"

@@ -84,7 +84,8 @@ class BetweenSteps:
         return metrics
 
     def save(self, trainer: Trainer, *, wait: bool, in_a_hurry: bool) -> bool:
-        """Save, after an evaluation if the best is kept. Whether what was waited for is committed."""
+        """Save, after an evaluation if the best is kept.
+        Whether what was waited for is committed."""
         saving, metrics = self.saving, trainer.course.metrics_of(trainer.progress)
         if metrics is None:
             metrics = trainer.evaluate() if trainer.job.best and not in_a_hurry else {}
@@ -116,7 +117,8 @@ class BetweenSteps:
         stop = self._ending.is_at(step, result.asked.stop)
         asked = result.asked.save and self._ending.together
         if asked:
-            trainer.heartbeat.wants_save()  # heard from another rank first: not again with the next step
+            # heard from another rank first: not again with the next step
+            trainer.heartbeat.wants_save()
         due = every is not None and step % every == 0
         if stop or asked or due or trainer.course.wants_save(trainer.progress):
             trainer.save(wait=stop, in_a_hurry=stop)

@@ -56,7 +56,8 @@ class SavedJob:
         return about_of(self.task, self.job, rest["progress"], self.facts(self.job), metrics)
 
     def changes(self, loaded: Loaded | None) -> Changes | None:
-        """What is not as it was; raises `RequestError` for another job, and where one was asked for."""
+        """What is not as it was; raises `RequestError` for another job,
+        and where one was asked for."""
         if loaded is None:
             check_not_asked_for(self.job)
             return None

@@ -12,7 +12,8 @@ from allranks.checkpoint.commit import Ranks
 
 
 class Ending:
-    """Where the steps end, for one rank of `comm`; `together` says whether all ranks step as one."""
+    """Where the steps end, for one rank of `comm`;
+    `together` says whether all ranks step as one."""
 
     def __init__(self, comm: Ranks, together: bool) -> None:
         self.comm, self.together = comm, together

@@ -1,4 +1,5 @@
-"""What the trainer of any engine has, for the loop and the program of a rank that all engines share.
+"""What the trainer of any engine has,
+for the loop and the program of a rank that all engines share.
 
 An engine writes its own class; nothing derives from this. The public names mean in each what its
 docstrings say: see the `Trainer` of `allranks.torch`.
@@ -30,7 +31,8 @@ class Comm(Ranks, Protocol):
 
 
 class Loop(Protocol):
-    """What the loop of a training needs. A call is one step, or several that the engine makes at once."""
+    """What the loop of a training needs. A call is one step,
+    or several that the engine makes at once."""
 
     @property
     def callbacks(self) -> Sequence[Callback]: ...
@@ -53,7 +55,8 @@ class Loop(Protocol):
 class Trainer(Loop, Protocol):
     """What the program of a rank needs besides, from `rehearse` to `close`.
 
-    `weights` gives all of them by name in sorted order, each with its `nbytes`; every rank calls it.
+    `weights` gives all of them by name in sorted order, each with its `nbytes`;
+    every rank calls it.
     """
 
     progress: Progress

@@ -1,6 +1,7 @@
-"""Further files about a training, written on request (`--log`) beside `metrics.jsonl`, by the leader.
+"""Further files about a training, written on request (`--log`) beside `metrics.jsonl`,
+by the leader.
 
-    metrics.csv      a line for each step, the columns of metrics.jsonl; the first step and epoch are 1
+    metrics.csv      a line for each step, columns of metrics.jsonl; steps and epochs from 1
     evaluations.csv  a line for each metric of each evaluation on the way
     tensorboard/     event files (`tensorboard_log`)
 

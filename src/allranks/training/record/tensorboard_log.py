@@ -1,9 +1,10 @@
-"""TensorBoard: the steps and evaluations of a training as scalars, in event files of its own format.
+"""TensorBoard: the steps and evaluations of a training as scalars,
+in event files of its own format.
 
 Written with what TensorBoard itself writes them with, without its thread: a record is in the file
-when `flush` returns. A scalar stands at the number of steps that are done with it: the first step at
-1, an evaluation after 100 steps at 100; the first epoch is 1. A training that goes on writes a new file, which begins by
-telling the reader to forget what is there from the next step on.
+when `flush` returns. A scalar stands at the number of steps that are done with it: the first step
+at 1, an evaluation after 100 steps at 100; the first epoch is 1. A training that goes on writes a
+new file, which begins by telling the reader to forget what is there from the next step on.
 """
 
 from __future__ import annotations
