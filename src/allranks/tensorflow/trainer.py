@@ -344,8 +344,6 @@ def _for_world(job: Job, world: World) -> Job:
 
 
 def _made_strategy(task: Task, job: Job, world: World) -> Strategy:
-    spec = job.strategy_spec
-    made: Strategy = load(STRATEGIES[TENSORFLOW][spec.name])(
-        Setting(task, job, world, spec.options)
-    )
+    setting = Setting(task, job, world, job.strategy_spec.options)
+    made: Strategy = load(STRATEGIES[TENSORFLOW][job.strategy_spec.name])(setting)
     return made

@@ -58,11 +58,9 @@ class SharedStep(Passes):
         totals = tally.totals(batch.index)
         self.reached("finish")
         weight, samples = totals.weight, totals.samples
-        updates = samples > 0 and not (
-            batch.sizes is None and self.task.last_batch == "drop" and samples < batch.nominal
-        )
+        drops = batch.sizes is None and self.task.last_batch == "drop"
         where, rate = (batch.index, batch.epoch), float(self.optimizer.param_groups[0]["lr"])
-        if not updates:
+        if samples == 0 or (drops and samples < batch.nominal):
             return StepResult(*where, math.nan, samples, weight, rate, False, asked=totals.asked)
         if self._unweighted is not None:
             self._unweighted.sum_up(samples, weight)
