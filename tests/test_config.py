@@ -148,7 +148,7 @@ def test_what_is_not_said_again_stays_as_it_was(left: Path, tmp_path: Path) -> N
     assert sources["steps"] == sources["task.width"] == f"file {path}"
     assert sources["keep"] == sources["task.lr"] == "command line"
     assert sources["inject"] == "default"
-    assert found.base is not None and found.base.goes_on
+    assert found.base is not None and found.base.resumes
 
 
 def test_never_takes_nothing_over(left: Path) -> None:

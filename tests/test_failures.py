@@ -569,7 +569,7 @@ def good(host: Host, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(going.summary()["weights_sha256"])
 
 
-def goes_on(host: Host, folder: Path, *words: str) -> Launch:
+def resumes(host: Host, folder: Path, *words: str) -> Launch:
     again = host.launch(folder, "train", "--run-dir", "run", "--json", *words)
     assert again.wait() == 0, again.err
     return again
@@ -598,7 +598,7 @@ def test_a_signal_commits_and_the_job_can_be_gone_on_with(
     (stopped,) = named(tmp_path / "run", "stopped")
     assert (stopped["reason"], stopped["step"]) == (number.name, step_of(newest))
     going.assert_nothing_left()
-    again = goes_on(host, tmp_path)
+    again = resumes(host, tmp_path)
     assert again.summary()["weights_sha256"] == good
     assert again.summary()["resumed_from_step"] == step_of(newest)
 
@@ -614,7 +614,7 @@ def test_a_signal_to_every_process_of_the_job_commits_too(
         os.kill(pid, signal.SIGTERM)
     assert going.wait() == 4, going.err
     going.assert_nothing_left()
-    assert goes_on(host, tmp_path).summary()["weights_sha256"] == good
+    assert resumes(host, tmp_path).summary()["weights_sha256"] == good
 
 
 def test_ctrl_c_commits_too_and_is_130(
@@ -624,7 +624,7 @@ def test_ctrl_c_commits_too_and_is_130(
     going.signal(signal.SIGINT)
     assert going.wait() == 130
     assert "stopped (SIGINT) after step" in going.err and "go on with: " in going.err
-    assert goes_on(host, tmp_path).summary()["weights_sha256"] == good
+    assert resumes(host, tmp_path).summary()["weights_sha256"] == good
 
 
 @pytest.mark.slow
@@ -699,7 +699,7 @@ def test_a_time_limit_stops_with_a_checkpoint_and_the_rest_is_trained_later(
     going = host.launch(tmp_path, *words, "--time-limit", "1.5", *PACED)
     assert going.wait() == 4, going.err
     assert "stopped (time limit) after step" in going.err
-    again = goes_on(host, tmp_path, "--time-limit", "1h")
+    again = resumes(host, tmp_path, "--time-limit", "1h")
     assert again.summary()["weights_sha256"] == good
 
 
@@ -717,7 +717,7 @@ def test_a_terminal_that_is_closed_is_a_signal_and_no_failure(
     os.close(ours)
     going.wait()
     assert committed(tmp_path / "run" / "checkpoints"), "it was asked to stop, and has committed"
-    assert goes_on(host, tmp_path).summary()["weights_sha256"] == good
+    assert resumes(host, tmp_path).summary()["weights_sha256"] == good
     going.assert_nothing_left()
 
 
@@ -775,7 +775,7 @@ def test_the_job_file_is_whole_whenever_its_writer_is_killed(
                 tomllib.loads(path.read_text())
             process.kill()
         assert tomllib.loads(path.read_text())["program"] == "digits"
-        RunFolder(path.parent, goes_on=True).close()
+        RunFolder(path.parent, resumes=True).close()
         assert not list(path.parent.glob(".job.toml.*")), "what it left is cleared away"
         for left in sorted(path.parent.rglob("*"), reverse=True):
             left.unlink() if left.is_file() else left.rmdir()

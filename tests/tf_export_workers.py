@@ -62,7 +62,7 @@ def saves(argument: dict[str, Any]) -> None:
     np.save(Path(job.run_dir) / "logits.npy", np.asarray(model(INPUTS, training=False)))
 
 
-def goes_on(argument: dict[str, Any]) -> None:
+def resumes(argument: dict[str, Any]) -> None:
     """Load what `saves` saved; the events tell what has changed."""
     job = Job.from_data(argument["job"])
     told: list[tuple[str, dict[str, Any]]] = []

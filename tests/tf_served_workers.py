@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from allranks.tensorflow.parameter_server.dispatch import Handed, HandedOut
+from allranks.tensorflow.parameter_server.dispatch import RemoteStep, RemoteSteps
 from allranks.tensorflow.step.step import HEAD
 
 
@@ -39,11 +39,11 @@ class Coordinator:
 
 def a_row_that_is_lost_is_made_again(argument: Any) -> int:
     """The same step, with the same arguments, until a worker lives long enough to tell of it."""
-    graphs = object.__new__(HandedOut)
+    graphs = object.__new__(RemoteSteps)
     graphs.coordinator = Coordinator(lost=2)
     graphs._fetching = ThreadPoolExecutor(1)
     with closing(graphs):
-        handed = Handed("graph", ("data", "key", "numbers"))
+        handed = RemoteStep("graph", ("data", "key", "numbers"))
         graphs._schedule(handed)
         found, deadline = None, time.monotonic() + 60
         while found is None and time.monotonic() < deadline:

@@ -23,13 +23,13 @@ def test_what_is_under_way(items: int, most: int, every: int, over_at: int) -> N
     begun: list[int] = []
     done: list[int] = []
 
-    def hand_out(item: int) -> str:
+    def schedule(item: int) -> str:
         assert len(begun) - len(done) < most, "never more than that at once"
         assert all(other // every == item // every for other in begun[len(done) :])
         begun.append(item)
         return f"result {item}"
 
-    ahead = Ahead[int, str](most, hand_out, lambda last, item: item % every == 0)
+    ahead = Ahead[int, str](most, schedule, lambda last, item: item % every == 0)
     for item in ahead.through(iter(range(items)), lambda: len(done) >= over_at):
         assert item == len(done) and item in begun
         assert ahead.take() == (item, f"result {item}")

@@ -69,7 +69,7 @@ def test_plain_keras_and_tensorflow_give_the_same_logits(
     assert (tmp_path / "m.keras").read_bytes() == before
     changed = dataclasses.replace(job, task={"hidden": 4, "clip_norm": 1.0}, steps=9)
     changes = {"steps": [None, 9], "task.clip_norm": [None, 1.0], "task.token": ["[redacted]", ""]}
-    fork("goes_on", {"job": changed.to_data(), "changes": changes})
+    fork("resumes", {"job": changed.to_data(), "changes": changes})
 
 
 def test_what_keras_cannot_write_leaves_nothing(

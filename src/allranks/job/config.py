@@ -141,15 +141,15 @@ def _base_of(flags: dict[str, Any]) -> tuple[dict[str, Any], Base | None]:
     flags = {name: value for name, value in flags.items() if name != "resume"}
     if resume == "never":
         return flags, None
-    goes_on = resume == "auto"
-    if goes_on:
+    resumes = resume == "auto"
+    if resumes:
         path = Path(flags["run_dir"]) if flags.get("run_dir") else None
         if path is None or not os.path.isfile(path / "job.toml"):
             return flags, None
     else:
         path = Path(resume)
         flags["resume"] = os.path.abspath(path)
-    return flags, base_of(path, goes_on)
+    return flags, base_of(path, resumes)
 
 
 def _outgrown(job: Job, sources: dict[str, str]) -> bool:

@@ -50,11 +50,11 @@ NOT_INHERITED = ("inject", "profile", "run_dir", *FOR_CHECK)
 class Base:
     """What a job goes on from: the values of the job that left it, and where its checkpoints are.
 
-    `goes_on` means in the same run folder; otherwise a new one branches off.
+    `resumes` means in the same run folder; otherwise a new one branches off.
     """
 
     path: Path
-    goes_on: bool
+    resumes: bool
     values: dict[str, Any] = field(default_factory=dict)
     task: dict[str, Any] = field(default_factory=dict)
 
@@ -64,18 +64,18 @@ def sources_of(path: Path) -> list[Path]:
     return [path / CHECKPOINTS] if os.path.isdir(path / CHECKPOINTS) else [path]
 
 
-def base_of(path: Path, goes_on: bool) -> Base:
+def base_of(path: Path, resumes: bool) -> Base:
     """What a job goes on from: the run `path`, or that very checkpoint; raises `RequestError`.
 
     A run says in its `job.toml` how it went on last; a checkpoint remembers the job that made it.
     """
-    if goes_on or os.path.isdir(path / CHECKPOINTS):
+    if resumes or os.path.isdir(path / CHECKPOINTS):
         job_file = path / "job.toml"
-        if not goes_on and not any(committed(source) for source in sources_of(path)):
+        if not resumes and not any(committed(source) for source in sources_of(path)):
             raise _nothing(path, "no checkpoint that was committed")
         if os.path.isfile(job_file):
             values, task = read_job_file(str(job_file))
-            return Base(path, goes_on, _inherited(values), task)
+            return Base(path, resumes, _inherited(values), task)
     if not os.path.isdir(path):
         raise _nothing(path, "no such folder")
     found = next(iter(committed(sources_of(path)[0])), path)
@@ -84,7 +84,7 @@ def base_of(path: Path, goes_on: bool) -> Base:
     except BadCheckpoint as error:
         raise _nothing(path, str(error)) from None
     values, task = job_values(_inherited(job), str(found))
-    return Base(path, goes_on, values, task)
+    return Base(path, resumes, values, task)
 
 
 def _inherited(job: dict[str, Any]) -> dict[str, Any]:

@@ -47,18 +47,18 @@ LAST_EVENTS = ("done", "failed", "stopped", "interrupted", "kept_elsewhere", "no
 class RunFolder:
     """A run folder that this process owns: created, locked, and removed again if nothing ran."""
 
-    def __init__(self, path: Path, *, goes_on: bool = False) -> None:
+    def __init__(self, path: Path, *, resumes: bool = False) -> None:
         """Create `path` and lock it; raises `RequestError` if it is in use, or not empty.
 
-        With `goes_on` it is there already, left by the job that goes on; it is never removed.
+        With `resumes` it is there already, left by the job that goes on; it is never removed.
         """
-        self.path, self.goes_on = path, goes_on
+        self.path, self.resumes = path, resumes
         try:
             there = path.exists() and (not path.is_dir() or any(path.iterdir()))
-            if there and (not goes_on or is_in_use(path)):
+            if there and (not resumes or is_in_use(path)):
                 raise _taken(path)
             self._made = [p for p in (path, *path.parents) if not p.exists()]
-            (path / "logs").mkdir(parents=True, exist_ok=goes_on)
+            (path / "logs").mkdir(parents=True, exist_ok=resumes)
         except FileExistsError:
             raise _taken(path) from None
         except OSError as error:
@@ -106,7 +106,7 @@ class RunFolder:
     def remove(self) -> None:
         """Leave no trace: nothing was trained. Folders that were made for it go, no others."""
         self.close()
-        if self.goes_on:
+        if self.resumes:
             for file in self._told():
                 if file not in self._sizes_before:
                     file.unlink()

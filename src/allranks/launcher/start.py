@@ -152,7 +152,7 @@ def run_job(
             )
         plan = plan_job(resolved, resources, signals)
         changes = _changes(resolved, plan)
-        folder = RunFolder(Path(plan.job.run_dir), goes_on=_goes_on(resolved))
+        folder = RunFolder(Path(plan.job.run_dir), resumes=_resumes(resolved))
         stack.callback(folder.close)
         try:
             _record_start(folder, resolved, plan, changes, resources.server.hash_seed)
@@ -199,13 +199,13 @@ def _changes(resolved: Resolved, plan: Plan) -> dict[str, list[Any]]:
     return {**changed(resolved.base, plan.job), **fields}
 
 
-def _goes_on(resolved: Resolved) -> bool:
+def _resumes(resolved: Resolved) -> bool:
     """Whether the run folder is there, and this job goes on in it.
 
     One that is done and kept no checkpoint is refused like any other folder that is there.
     """
     base = resolved.base
-    if base is None or not base.goes_on:
+    if base is None or not base.resumes:
         return False
     events = [row["event"] for row in read_rows(base.path / "events.jsonl")]
     return "done" not in events[-1:] or bool(committed(base.path / CHECKPOINTS))

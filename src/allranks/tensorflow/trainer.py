@@ -40,13 +40,13 @@ from allranks.tensorflow.state import State
 from allranks.tensorflow.step.inputs import StepInputs, StepSums
 from allranks.tensorflow.step.layers import restore_layers
 from allranks.tensorflow.step.step import Graphs
-from allranks.tensorflow.step.step_result import Judge
+from allranks.tensorflow.step.step_result import StepResultBuilder
 from allranks.tensorflow.step.user_variables import OwnWrites
 from allranks.tensorflow.strategies.base import Setting, Strategy
 from allranks.training.callback import Callback
 from allranks.training.engine.between_steps import BetweenSteps, total_steps
-from allranks.training.engine.stopping import Ending
-from allranks.training.evaluation_plan import Course
+from allranks.training.engine.stopping import StopAgreement
+from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task
 from allranks.training.order import random_key
 from allranks.training.progress import Asked, Progress, StepResult
@@ -79,7 +79,7 @@ class Trainer:
         check_task(task, type(task).__name__)
         check_engine(self.job)
         check_task_limits(task)
-        self.progress, self.course = Progress(), Course(self.job)
+        self.progress, self.evaluation_plan = Progress(), EvaluationPlan(self.job)
         self.callbacks = [*callbacks, *task.callbacks()]
         self.heartbeat = Heartbeat(
             self.world.heartbeat, self.world.local_rank, self.world.local_size
@@ -92,15 +92,15 @@ class Trainer:
             self.comm = self.strategy.comm
             self.built: Built = build(task, self.job, self.strategy)
             self.strategy.check(self.built)
-            self.judge = Judge(self.job, "rank" if self.comm.size > 1 else "replica")
+            self.results = StepResultBuilder(self.job, "rank" if self.comm.size > 1 else "replica")
             self.graphs = self._made_graphs()
             self.own_writes = OwnWrites(self.built.model)
             self.task_data = TaskData(task, self.job, self.strategy, self.built.model)
             self.faults.corrupt = lambda: flip_one_bit(self.built.model.trainable_variables[0])
             self.faults.poison = self._poison_next
             self._saving = self._made_saving(report) if self.job.run_dir else None
-            ending, judge = Ending(self.comm, together=True), self.judge
-            self._between = BetweenSteps(self._saving, ending, judge.guard, judge.loss_scale)
+            stopping, results = StopAgreement(self.comm, together=True), self.results
+            self._between = BetweenSteps(self._saving, stopping, results.guard, results.loss_scale)
         except BaseException:
             self._undo()
             raise
@@ -115,7 +115,7 @@ class Trainer:
             replicas=strategy.replicas,
             first=strategy.own.start,
             options=strategy.collective_options,
-            updates_bad=self.judge.updates_bad,
+            updates_bad=self.results.updates_bad,
         )
 
     def _made_state(self) -> State:
@@ -139,7 +139,7 @@ class Trainer:
             last_epoch = 2**31  # steps were asked for: epochs do not end them
         upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
         self.task_data.compare()
-        while not self.course.is_over:
+        while not self.evaluation_plan.is_over:
             self.heartbeat.enter("data")
             batch = next(upcoming, None)
             if batch is None:
@@ -156,7 +156,7 @@ class Trainer:
             if group and not _alike(batch, group[0]):
                 yield group
                 group = []
-                if self.course.is_over:  # decided while the group was trained
+                if self.evaluation_plan.is_over:  # decided while the group was trained
                     return
             group.append(batch)
             if len(group) == self.job.steps_per_call or self._is_due_after(batch):
@@ -211,8 +211,8 @@ class Trainer:
             rate=rate,
             stop=asked.stop,
             save=asked.save,
-            scale=self.judge.scale,
-            limit=self.judge.guard.limit,
+            scale=self.results.scale,
+            limit=self.results.guard.limit,
             poison=self._poison,
         )
 
@@ -229,7 +229,7 @@ class Trainer:
 
     def _taken(self, batch: Batch, found: StepSums) -> StepResult:
         """What a step has given, judged; the progress moves."""
-        result = self.judge.judged(batch, found)
+        result = self.results.result(batch, found)
         self.progress = self.progress.after(result, batch.epoch, batch.step_in_epoch)
         return result
 
@@ -272,14 +272,14 @@ class Trainer:
 
     # --- checkpoints ----------------------------------------------------------------------
 
-    def save(self, *, wait: bool = True, in_a_hurry: bool = False) -> bool:
+    def save(self, *, wait: bool = True, evaluate: bool = True) -> bool:
         """Save a checkpoint into the run folder of the job; every rank calls this.
 
         Training waits for a copy in memory; a thread of the leader writes, and with `wait` its end
         is waited for. Returns whether what was waited for is committed. Where the job keeps the
-        best checkpoint it evaluates first, unless `in_a_hurry`.
+        best checkpoint it evaluates first, if `evaluate`.
         """
-        return self._between.save(self, wait=wait, in_a_hurry=in_a_hurry)
+        return self._between.save(self, wait=wait, evaluate=evaluate)
 
     def resume(self) -> int | None:
         """Go on from the newest good checkpoint; every rank calls this, before the first step.
@@ -293,9 +293,9 @@ class Trainer:
         """After a step: save where the job or a signal asks for it. Returns whether to stop now."""
         return self._between.save_if_due(self, result)
 
-    def come_to_the_end(self) -> bool:
+    def finish(self) -> bool:
         """After the last step: save, where checkpoints are made. Returns whether it is a stop."""
-        return self._between.come_to_the_end(self)
+        return self._between.finish(self)
 
     def close(self) -> None:
         """Leave the other ranks, and give model and process back as they were."""

@@ -62,7 +62,7 @@ def _remove(path: Path) -> None:
 
 def _job_of(folder: Path, target: Path, form: str) -> Job:
     """The job that made a checkpoint. What was hidden in its task is left at its default."""
-    base = base_of(folder, goes_on=False)
+    base = base_of(folder, resumes=False)
     task = {name: value for name, value in base.task.items() if value != HIDDEN}
     job = Job(**base.values, task=task)
     if not ENGINES[job.engine].export or not job.program:

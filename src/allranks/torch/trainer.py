@@ -53,8 +53,8 @@ from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
 from allranks.training.callback import Callback
 from allranks.training.engine.between_steps import BetweenSteps, total_steps
-from allranks.training.engine.stopping import Ending
-from allranks.training.evaluation_plan import Course
+from allranks.training.engine.stopping import StopAgreement
+from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import Asked, Progress, StepResult
 from allranks.training.task_fields import check_task
@@ -85,7 +85,7 @@ class Trainer:
         check_task(task, type(task).__name__)
         self.task = task = torch_task(task, self.job.precision)
         self.device = device_of(self.job, self.world)
-        self.progress, self.course = Progress(), Course(self.job, task.plateau())
+        self.progress, self.evaluation_plan = Progress(), EvaluationPlan(self.job, task.plateau())
         self.callbacks = [*callbacks, *task.callbacks()]
         self.user_buffers: list[str] = []
         self._has_given, self._came_to_an_end, self._called = False, True, set[str]()
@@ -135,7 +135,7 @@ class Trainer:
         upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
         if self.strategy.agreement.lockstep:
             self.task_data.compare_training()
-        while not self.course.is_over:
+        while not self.evaluation_plan.is_over:
             self.heartbeat.enter("data")
             self.witness.before_reading(self.task_data.batches)
             batch = next(upcoming, None)
@@ -160,7 +160,7 @@ class Trainer:
             initialise(self.strategy, batch)
         step = self.strategy.step
         step.asked = Asked.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
-        step.rates.set(done.updates, self.course.rate_factor)
+        step.rates.set(done.updates, self.evaluation_plan.rate_factor)
         if self._saving is not None:
             self._saving.look_at_rates()
         self.witness.before_step(batch, self.task_data.opened)
@@ -171,7 +171,7 @@ class Trainer:
             if self.job.bitwise:
                 raise written_in_forward(self.user_buffers)
         if batch.sizes is None and not result.taken:  # a stream has ended, on all ranks alike
-            self.task_data.batches.dry = True
+            self.task_data.batches.exhausted = True
             self.progress = dataclasses.replace(done, epoch=done.epoch + 1, step_in_epoch=0)
             return result
         self.progress = done.after(result, batch.epoch, batch.step_in_epoch)
@@ -239,14 +239,14 @@ class Trainer:
 
     # --- checkpoints ----------------------------------------------------------------------
 
-    def save(self, *, wait: bool = True, in_a_hurry: bool = False) -> bool:
+    def save(self, *, wait: bool = True, evaluate: bool = True) -> bool:
         """Save a checkpoint into the run folder of the job; every rank calls this.
 
         Training waits for a copy in memory; a thread writes, and with `wait` its end is waited for.
         Returns whether what was waited for is committed: a full disk costs a checkpoint, not the
-        training. Where the job keeps the best checkpoint it evaluates first, unless `in_a_hurry`.
+        training. Where the job keeps the best checkpoint it evaluates first, if `evaluate`.
         """
-        return self._between.save(self, wait=wait, in_a_hurry=in_a_hurry)
+        return self._between.save(self, wait=wait, evaluate=evaluate)
 
     def resume(self) -> int | None:
         """Go on from the newest good checkpoint; every rank calls this, before the first step.
@@ -266,13 +266,13 @@ class Trainer:
         self._called.add("save_if_due")
         return self._between.save_if_due(self, result)
 
-    def come_to_the_end(self) -> bool:
+    def finish(self) -> bool:
         """After the last step: save, where checkpoints are made. Returns whether it is a stop.
 
         It is one if ranks that train apart were asked to stop before they came to theirs: all ranks
         save then, and all end as stopped.
         """
-        return self._between.come_to_the_end(self)
+        return self._between.finish(self)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the other ranks, and give model and process back as they were.
@@ -333,7 +333,7 @@ class Trainer:
             self._saving = Saving(task, job, self.strategy, attempt, reach, report)
             taken.left_by(self._saving.checkpointer.close)
         check = self.witness.compare_replicas  # what differs between ranks is never saved
-        ending = Ending(self.comm, self.strategy.agreement.lockstep)
+        ending = StopAgreement(self.comm, self.strategy.agreement.lockstep)
         self._between = BetweenSteps(self._saving, ending, self.guard, step.loss_scale, check)
 
     def _place_model(self) -> Built:

@@ -1,7 +1,7 @@
-"""The course of a training: when it evaluates, what was best so far, and when enough is learnt.
+"""After each step: evaluate now? Is it the best so far? Stop early?
 
-Every rank keeps one and sees the same metrics, so all decide alike without a message. Ranks that
-train apart each judge their own.
+All ranks see the same metrics, so all decide alike without a message. Ranks that train apart each
+decide by their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from allranks.training.progress import Progress
 from allranks.training.schedules import Plateau, PlateauState
 
 
-class Course:
+class EvaluationPlan:
     """What happens to `job` between its steps. `found` are the metrics of the newest evaluation."""
 
     def __init__(self, job: Job, plateau: Plateau | None = None) -> None:

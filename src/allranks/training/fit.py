@@ -33,4 +33,4 @@ def _fit(trainer: Loop) -> bool:
                 callback.on_evaluation(trainer, metrics)
         if trainer.save_if_due(results[-1]):
             return False
-    return not trainer.come_to_the_end()
+    return not trainer.finish()

@@ -196,7 +196,7 @@ class RankProgram(ABC, Generic[T]):
     def _stop(self, trainer: T) -> None:
         """Asked to stop: the checkpoint is committed, or could not be."""
         self.record.close()
-        committed = trainer.save(in_a_hurry=True)  # the same step: known to all, not written again
+        committed = trainer.save(evaluate=False)  # the same step: known to all, not written again
         trainer.comm.barrier()
         trainer.close()
         step = trainer.progress.batch_index

@@ -122,7 +122,7 @@ def run_command(
         with hosts() as found:  # raises for what cannot be, before there is a folder
             plan = plan_command(request, found, os.environ, run_dir.name)
             check_warm(request)
-        folder = RunFolder(run_dir, goes_on=_is_of(request, run_dir))
+        folder = RunFolder(run_dir, resumes=_is_of(request, run_dir))
         stack.callback(folder.close)
         if server is None:
             server = stack.enter_context(ForkServer(WARM.get(request.warm, ())))

@@ -31,7 +31,7 @@ TIMES = 16  # a step is tried again; where no server is left the supervisor ends
 
 
 @dataclass(eq=False)
-class Handed:
+class RemoteStep:
     """A step that a worker has, or will have soon, and how often it was handed out."""
 
     graph: Any
@@ -40,7 +40,7 @@ class Handed:
     row: Future[Row] = field(default_factory=Future)
 
 
-class HandedOut(Graphs):
+class RemoteSteps(Graphs):
     """The graphs of steps that the workers of `coordinator` run."""
 
     coordinator: Any
@@ -67,18 +67,18 @@ class HandedOut(Graphs):
 
         self._held = iter(self.coordinator.create_per_worker_dataset(data))
 
-    def hand_out(self, data: Any, cut: Cut, says: StepInputs) -> Handed:
+    def schedule(self, data: Any, cut: Cut, says: StepInputs) -> RemoteStep:
         """A worker will run this step; rows are fetched in the order of the calls."""
         arguments = data, pack([says])
         known = cut, 1
         if known not in self._made:
             self._made[known] = self._graph(cut, arguments)
         held = () if self._held is None else (self._held,)
-        handed = Handed(self._made[known], (*held, *arguments))
+        handed = RemoteStep(self._made[known], (*held, *arguments))
         self._schedule(handed)
         return handed
 
-    def row(self, handed: Handed, timeout_s: float) -> StepSums | None:
+    def row(self, handed: RemoteStep, timeout_s: float) -> StepSums | None:
         """What a step said; `None` if it is not done within `timeout_s`."""
         try:
             return self._read(handed.row.result(timeout_s)[0])
@@ -92,7 +92,7 @@ class HandedOut(Graphs):
         self._schedule(handed)
         return None
 
-    def _schedule(self, handed: Handed) -> None:
+    def _schedule(self, handed: RemoteStep) -> None:
         try:
             value = self.coordinator.schedule(handed.graph, args=handed.arguments)
         except tf.errors.OpError as error:
@@ -100,7 +100,7 @@ class HandedOut(Graphs):
         handed.row = self._fetching.submit(value.fetch)
         handed.times += 1
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Return when no step is under way."""
         try:
             self.coordinator.join()

@@ -21,12 +21,12 @@ Result = TypeVar("Result")
 class Ahead(Generic[T, Result]):
     """What is under way, oldest first.
 
-    `hand_out(item)` begins the work on one. `holds_back(last, item)` says whether `item` has to
+    `schedule(item)` begins the work on one. `holds_back(last, item)` says whether `item` has to
     wait until nothing is under way, where `last` was handed out last; it is asked again and again.
     """
 
     most: int
-    hand_out: Callable[[T], Result]
+    schedule: Callable[[T], Result]
     holds_back: Callable[[T, T], bool]
     _under_way: deque[tuple[T, Result]] = field(default_factory=deque)
 
@@ -53,7 +53,7 @@ class Ahead(Generic[T, Result]):
                 ):
                     break
                 item = held.pop()
-                self._under_way.append((item, self.hand_out(item)))
+                self._under_way.append((item, self.schedule(item)))
             if not self._under_way:
                 return
             yield self._under_way[0][0]

@@ -26,7 +26,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.tensorflow.built import Built
 from allranks.tensorflow.data.batches import Arrays, Batch
-from allranks.tensorflow.parameter_server.dispatch import Handed, HandedOut
+from allranks.tensorflow.parameter_server.dispatch import RemoteStep, RemoteSteps
 from allranks.tensorflow.parameter_server.in_flight import Ahead
 from allranks.tensorflow.state import State
 from allranks.tensorflow.step.inputs import StepSums
@@ -44,18 +44,18 @@ class ServedTrainer(Trainer):
     """The chief's trainer of a job with servers. Workers and servers have none."""
 
     strategy: ParameterServer
-    graphs: HandedOut
+    graphs: RemoteSteps
 
     def __init__(self, task: Task, job: Job | None = None, **more: Any) -> None:
         self._asked = NOTHING
         super().__init__(task, job, **more)
         most = self.strategy.most_under_way
-        self._ahead = Ahead[Batch, Handed](most, self._hand_out, self._holds_back)
+        self._ahead = Ahead[Batch, RemoteStep](most, self._scheduled, self._holds_back)
         if any(len(pieces_of(v.value)) > 1 for v in self.built.model.trainable_variables):
             _check_optimizer(self.built.optimizer)
 
-    def _made_graphs(self) -> HandedOut:
-        graphs = HandedOut(
+    def _made_graphs(self) -> RemoteSteps:
+        graphs = RemoteSteps(
             self.task,
             self.built.model,
             self.built.optimizer,
@@ -75,7 +75,7 @@ class ServedTrainer(Trainer):
         """The global batches that come next; workers have them already. Give each one to `step`."""
         self._let_workers_hold_the_data()
         upcoming = super().batches(epochs, steps)
-        return self._ahead.through(upcoming, lambda: self.course.is_over)
+        return self._ahead.through(upcoming, lambda: self.evaluation_plan.is_over)
 
     def steps(self, batches: list[Batch]) -> list[StepResult]:
         """The results of steps that were handed out, in their order; waits for them."""
@@ -92,7 +92,7 @@ class ServedTrainer(Trainer):
         self.faults.reach("stepped", batch.index)
         return result
 
-    def _waited(self, handed: Handed) -> StepSums:
+    def _waited(self, handed: RemoteStep) -> StepSums:
         """What a step said. One that nobody says anything of for too long is
         a hang of the chief's."""
         self.heartbeat.enter("exchange")
@@ -105,14 +105,14 @@ class ServedTrainer(Trainer):
         self.heartbeat.enter("data")
         return found
 
-    def _hand_out(self, batch: Batch) -> Handed:
+    def _scheduled(self, batch: Batch) -> RemoteStep:
         self.heartbeat.at_step(batch.index)
         self.heartbeat.enter("compute")
         self.faults.reach("step", batch.index)
         says = self._says(batch, len(self._ahead), NOTHING)
         self._poison = 1.0
         (parts,) = batch.parts
-        return self.graphs.hand_out(parts, batch.cut, says)
+        return self.graphs.schedule(parts, batch.cut, says)
 
     def _holds_back(self, last: Batch, batch: Batch) -> bool:
         """Whether something may be done between these two, for which nothing may be under way."""
@@ -136,16 +136,16 @@ class ServedTrainer(Trainer):
     def evaluate(self) -> dict[str, float]:
         """The metrics over the evaluation data, exact,
         at weights that no step changes meanwhile."""
-        self.graphs.settle()
+        self.graphs.wait_all()
         return super().evaluate()
 
-    def save(self, *, wait: bool = True, in_a_hurry: bool = False) -> bool:
+    def save(self, *, wait: bool = True, evaluate: bool = True) -> bool:
         """Save a checkpoint, once nothing is under way.
 
         In a loop of one's own, batches that were under way are made again by who goes on from it.
         """
-        self.graphs.settle()
-        return super().save(wait=wait, in_a_hurry=in_a_hurry)
+        self.graphs.wait_all()
+        return super().save(wait=wait, evaluate=evaluate)
 
     def close(self) -> None:
         self.graphs.close()

@@ -1,6 +1,6 @@
-"""What is made of a step that was taken: was it good, did it count, and who brought in a bad one.
+"""The sums of one step become its `StepResult`: overflow, bad-step policy, loss scale.
 
-Every rank holds the same sums after a step, so all judge alike, and nobody sends a message for it.
+All ranks hold the same sums after a step, so all decide alike without a message.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from allranks.training.guard import Finding, Guard, weightless
 from allranks.training.progress import Asked, StepResult
 
 
-class Judge:
-    """Judges the steps of one job. `whose` is what a part of the batch belongs to:
-    rank, replica."""
+class StepResultBuilder:
+    """Of the steps of one job. `whose` is what a part of a batch belongs to: rank, replica."""
 
     def __init__(self, job: Job, whose: str) -> None:
         self.whose = whose
@@ -31,7 +30,7 @@ class Judge:
         """By what the loss of the next step is multiplied."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def judged(self, batch: Batch, found: StepSums) -> StepResult:
+    def result(self, batch: Batch, found: StepSums) -> StepResult:
         """The result of a step. Raises `BadStep` where the job ends with it."""
         if found.weight <= 0:
             raise weightless(batch, found.weight)

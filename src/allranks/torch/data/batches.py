@@ -55,7 +55,7 @@ class GlobalBatches:
     `shard_alone` makes every shard a leaf, `collates_alone` a micro-batch; `cut_for` cuts
     micro-batches as so many ranks would; `arithmetic` places the data; `order` is that of a sampler
     which came with the data. With `equal_passes` all ranks go through the model equally often.
-    `dry` is set by the trainer once a step of a stream has found no sample on any rank.
+    `exhausted` is set by the trainer once a step of a stream has found no sample on any rank.
     """
 
     source: Source | StreamSource | WholeLoader
@@ -72,7 +72,7 @@ class GlobalBatches:
     order: SamplerOrder | None = None
     cut_for: int = 0
     equal_passes: bool = False
-    dry: bool = False
+    exhausted: bool = False
     collates_alone: bool = False
 
     def __post_init__(self) -> None:
@@ -292,8 +292,8 @@ class GlobalBatches:
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
         while epoch < epochs:
             streams = {k: source.open(k, epoch, step * quota[k]) for k in self.owned}
-            self.dry = False
-            while not self.dry:
+            self.exhausted = False
+            while not self.exhausted:
                 if steps is not None and index >= steps:
                     return
                 read = {}

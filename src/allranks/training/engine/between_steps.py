@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from allranks.errors import RequestError
 from allranks.job.loss_scale import LossScale
-from allranks.training.engine.stopping import Ending
+from allranks.training.engine.stopping import StopAgreement
 from allranks.training.engine.trainer import Trainer
 from allranks.training.guard import Guard
 from allranks.training.progress import Progress, StepResult
@@ -54,7 +54,7 @@ class BetweenSteps:
     def __init__(
         self,
         saving: Saves | None,
-        ending: Ending,
+        ending: StopAgreement,
         guard: Guard,
         loss_scale: LossScale | None,
         check: Callable[[], None] = lambda: None,
@@ -77,18 +77,19 @@ class BetweenSteps:
 
     def evaluate_if_due(self, trainer: Trainer) -> dict[str, float] | None:
         """The metrics, where the job asks for an evaluation after the step that was made last."""
-        if not trainer.course.is_due(trainer.progress, trainer.task_data.batches.steps_per_epoch):
+        per_epoch = trainer.task_data.batches.steps_per_epoch
+        if not trainer.evaluation_plan.is_due(trainer.progress, per_epoch):
             return None
         metrics = trainer.evaluate()
-        trainer.course.take(metrics, trainer.progress)
+        trainer.evaluation_plan.take(metrics, trainer.progress)
         return metrics
 
-    def save(self, trainer: Trainer, *, wait: bool, in_a_hurry: bool) -> bool:
+    def save(self, trainer: Trainer, *, wait: bool, evaluate: bool) -> bool:
         """Save, after an evaluation if the best is kept.
         Whether what was waited for is committed."""
-        saving, metrics = self.saving, trainer.course.metrics_of(trainer.progress)
+        saving, metrics = self.saving, trainer.evaluation_plan.metrics_of(trainer.progress)
         if metrics is None:
-            metrics = trainer.evaluate() if trainer.job.best and not in_a_hurry else {}
+            metrics = trainer.evaluate() if trainer.job.best and evaluate else {}
         before = trainer.heartbeat.enter("save")
         for callback in trainer.callbacks:
             callback.on_save(trainer)
@@ -114,24 +115,24 @@ class BetweenSteps:
     def save_if_due(self, trainer: Trainer, result: StepResult) -> bool:
         """Save where the job or a signal asks for it after this step. Whether to stop now."""
         step, every = trainer.progress.batch_index, trainer.job.checkpoint_every
-        stop = self._ending.is_at(step, result.asked.stop)
+        stop = self._ending.should_stop(step, result.asked.stop)
         asked = result.asked.save and self._ending.together
         if asked:
             # heard from another rank first: not again with the next step
             trainer.heartbeat.wants_save()
         due = every is not None and step % every == 0
-        if stop or asked or due or trainer.course.wants_save(trainer.progress):
-            trainer.save(wait=stop, in_a_hurry=stop)
+        if stop or asked or due or trainer.evaluation_plan.wants_save(trainer.progress):
+            trainer.save(wait=stop, evaluate=not stop)
         elif every is not None and not self._is_prepared:
             self.saving.prepare(self.rest(trainer))
             self._is_prepared = True
         return stop
 
-    def come_to_the_end(self, trainer: Trainer) -> bool:
+    def finish(self, trainer: Trainer) -> bool:
         """Save after the last step, where checkpoints are made. Whether it is a stop."""
-        stop = self._ending.at_own_end(trainer.progress.batch_index)
+        stop = self._ending.rank_finished(trainer.progress.batch_index)
         if stop or trainer.job.checkpoint_every is not None:
-            trainer.save(in_a_hurry=stop)
+            trainer.save(evaluate=not stop)
         return stop
 
     def rest(self, trainer: Trainer) -> dict[str, Any]:
@@ -139,7 +140,7 @@ class BetweenSteps:
         return {
             "progress": dataclasses.asdict(trainer.progress),
             "guard": self._guard.state(),
-            "course": trainer.course.state(),
+            "course": trainer.evaluation_plan.state(),
             "loss_scale": None if self._loss_scale is None else self._loss_scale.state(),
         }
 
@@ -147,7 +148,7 @@ class BetweenSteps:
         """Take up what `rest` returned."""
         trainer.progress = Progress(**state["progress"])
         self._guard.load_state(state["guard"])
-        trainer.course.load_state(state["course"])
+        trainer.evaluation_plan.load_state(state["course"])
         if self._loss_scale is not None:
             self._loss_scale.load_state(state["loss_scale"])
 

@@ -11,15 +11,14 @@ import json
 from allranks.checkpoint.commit import Ranks
 
 
-class Ending:
-    """Where the steps end, for one rank of `comm`;
-    `together` says whether all ranks step as one."""
+class StopAgreement:
+    """Where the steps of a rank of `comm` end; with `together` all ranks step as one."""
 
     def __init__(self, comm: Ranks, together: bool) -> None:
         self.comm, self.together = comm, together
         self._at: int | None = None
 
-    def is_at(self, step: int, asked: bool) -> bool:
+    def should_stop(self, step: int, asked: bool) -> bool:
         """Whether to stop after this step; every rank calls this after each."""
         if self.together:
             return asked
@@ -27,7 +26,7 @@ class Ending:
             self._meet(step, asked=True)
         return self._at is not None and step >= self._at
 
-    def at_own_end(self, step: int) -> bool:
+    def rank_finished(self, step: int) -> bool:
         """This rank has no step left. Returns whether it is a stop; every rank calls this once.
 
         It is one if ranks that train apart were asked to stop before they came to their ends.

@@ -63,7 +63,7 @@ class RankRecord(Callback):
 
     def on_evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Record an evaluation on the way: the leader's, or each rank's own."""
-        step, best = trainer.progress.batch_index, trainer.course.is_best
+        step, best = trainer.progress.batch_index, trainer.evaluation_plan.is_best
         if self._speaks:
             self.events.event("evaluated", step=step, metrics=metrics, best=best)
         self._logs.evaluation(step, metrics)
@@ -109,7 +109,7 @@ class RankRecord(Callback):
             "resumed_from_step": self.resumed_from,
             "sent_bytes": None,
             "card_bytes_per_step": None,
-            "ended_early": trainer.course.is_over,
+            "ended_early": trainer.evaluation_plan.is_over,
             "user_randomness": trainer.built.swapped["user_randomness"],
             "user_buffers": trainer.user_buffers,
             **self.keeping.to_data(),
