@@ -26,6 +26,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES[TORCH], NAME, "fake_sharded:FakeSharded")
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.thinned(2, ("data", ["each", "same"]), ("ranks", [1, 2, 4, 8]), ("task", TASKS))
 def test_exact(data: str, ranks: int, task: str, train: Train, references: dict[str, Any]) -> None:
     wanted, weights = reference_for(task, train, references)
@@ -66,12 +67,14 @@ def test_ranks_with_fewer_micro_batches_pass_for_the_others(
     assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_state_can_be_taken_up_again(ranks: int, on_ranks: Callable[..., Any]) -> None:
     argument = {"task": "Images", "job": {"strategy": NAME}, "steps": 3}
     on_ranks(ranks, "sharded_tasks:go_on_from_a_state", argument)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("first", "second"),
     [
