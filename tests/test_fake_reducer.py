@@ -18,7 +18,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_not_sent_is_in_the_checkpoint(train: Train) -> None:
-    """5 steps, a checkpoint and 7 more are 12 steps, to the bit; without the rest they are not."""
+    """5 steps, a checkpoint and 7 more are 12 steps, to the bit."""
     program, strategy = "sharded_tasks:Images", f"ddp:reduce={NAME}"
     whole = train(program, strategy=strategy, ranks=2, steps=12)
     half = train(program, strategy=strategy, ranks=2, steps=5, checkpoint_every=5)

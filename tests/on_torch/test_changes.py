@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import plain_tasks
 from allranks.checkpoint.export import export_weights
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.torch import Trainer
+from allranks.torch import Task, Trainer
 from allranks.torch.model.reals import read_tensors
 from allranks.torch.step.ema import MovingAverage
 from allranks.training.fit import fit
@@ -42,6 +44,65 @@ def test_a_training_that_changes_goes_on_from_its_checkpoint(
 ) -> None:
     argument = {"task": task, "stop": stop, "setting": setting, "out": str(tmp_path)}
     on_ranks(2, "plain_workers:stop_and_go_on", argument)
+
+
+@dataclass(kw_only=True)
+class Unfrozen(Task):
+    """Losses of weight 0.25, clipped; the first layer is frozen, or not."""
+
+    frozen: bool = False
+    batch_size: int = 8
+    clip_norm: float | None = 1e-3
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        model[0].requires_grad_(not self.frozen)
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train_data(self) -> tuple[Tensor, Tensor]:
+        data = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+        return data, data.sum(1, keepdim=True)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1]).square()
+
+    def weight(self, batch: Any) -> Tensor:
+        return torch.full_like(batch[1], 0.25)
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, None])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "ddp-plain"])
+def test_the_step_that_unfreezes_divides_and_clips_what_is_new(
+    strategy: str, clip_norm: float | None
+) -> None:
+    def step(frozen: bool) -> tuple[float | None, list[Tensor]]:
+        task = Unfrozen(frozen=frozen, clip_norm=clip_norm)
+        with Trainer(task, Job(strategy=strategy, steps=1), world=World()) as trainer:
+            for batch in trainer.batches():
+                trainer.strategy.model.requires_grad_()
+                result = trainer.step(batch)
+            return result.grad_norm, [p.detach() for p in trainer.strategy.model.parameters()]
+
+    (norm, weights), (wanted_norm, wanted) = step(frozen=True), step(frozen=False)
+    assert norm == pytest.approx(wanted_norm, rel=1e-6)
+    for found, weight in zip(weights, wanted, strict=True):
+        torch.testing.assert_close(found, weight, rtol=1e-6, atol=1e-8)
+
+
+def test_a_wrapper_that_renames_weights_in_the_state_dict_is_saved() -> None:
+    """As torch's own `checkpoint_wrapper` does."""
+
+    class Wrapped(Unfrozen):
+        def model(self) -> nn.Module:
+            return checkpoint_wrapper(super().model())
+
+    with Trainer(Wrapped(), Job(strategy="single", steps=2), world=World()) as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+        trainer.load_state(trainer.state())
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ class Comm:
         if self.owns_group and dist.is_initialized():
             if failed and dist.get_backend(self.group) == "nccl":
                 with suppress(RuntimeError, ValueError):  # the failure itself is what counts
-                    _abort_process_group()
+                    _abort_process_group(self.group)
             else:
                 dist.destroy_process_group(self.group)
         self.owns_group = False
@@ -164,9 +164,10 @@ class Comm:
 
     def pair(self, partner: int) -> Any:
         """The group of this rank and `partner`; both call this, before they `add_in_pair`."""
-        if self.size == 2:
+        if self.size == 2 and self.members is None:
             return dist.group.WORLD
-        return _group_of(tuple(sorted((self.rank, partner))))
+        ranks = self.members or range(self.size)
+        return _group_of(tuple(sorted((ranks[self.rank], ranks[partner]))))
 
     def add_in_pair(self, tensor: Tensor, pair: Any) -> Pending:
         """Sum `tensor` over the two ranks of `pair`, in place. Sends all of its bytes."""
@@ -271,7 +272,7 @@ class Comm:
 
         ranks = list(self.members or range(self.size))
         inner = self.group or (dist.group.WORLD if self.size > 1 else _group_of(tuple(ranks)))
-        return counting_group(inner, ranks, count, self.device.type, TIMEOUT)
+        return counting_group(inner, ranks, count, TIMEOUT)
 
     def beside(self) -> Comm:
         """The same ranks on a group of their own, for what is sent while gradients are under way.

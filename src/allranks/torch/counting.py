@@ -53,8 +53,8 @@ SENT: dict[str, tuple[int, Callable[[int, int], float]]] = {
     ),
     **dict.fromkeys(("alltoall_base", "all_to_all_single", "alltoall"), (1, _parts)),
     **dict.fromkeys(("broadcast", "reduce"), (0, _parts)),
-    **dict.fromkeys(("send", "gather"), (0, _once)),
-    "scatter": (1, _once),
+    "send": (0, _once),
+    **dict.fromkeys(("gather", "scatter"), (1, _once)),
     **dict.fromkeys(("recv", "recv_anysource", "barrier"), (0, _nothing)),
 }
 """Method of a process group -> which argument holds what this rank gives,
@@ -98,11 +98,11 @@ for _name in SENT:
 
 
 def counting_group(
-    inner: Any, ranks: list[int], count: Callable[[float], None], device: str, timeout: timedelta
+    inner: Any, ranks: list[int], count: Callable[[float], None], timeout: timedelta
 ) -> Any:
     """A registered group of the same ranks as `inner`; each of `ranks` calls this."""
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make, devices=[device])
+        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
     _next.append(CountingGroup(inner, count))
     return dist.new_group(ranks, timeout=timeout, backend=BACKEND, use_local_synchronization=True)
 

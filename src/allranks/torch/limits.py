@@ -29,7 +29,11 @@ def _whole_norm(task: Task, job: Job, strategy: Strategy) -> RequestError | None
     sizes = even_sizes(task.batch_size, task.shards)
     most = max(rows_of_ranks(sizes, strategy.mesh.size(DATA)))
     found = why = do = ""
-    if strategy.shard_alone:
+    if strategy.equal_passes:
+        found = f"--strategy {job.strategy}, whose passes communicate"
+        why = "a rank without a sample would wait in BatchNorm for ranks that wait for its pass"
+        do = "--strategy ddp, or --set batchnorm=shard"
+    elif strategy.shard_alone:
         found = "every shard goes through the model by itself"
         why = "its statistics would be those of the shard"
         do = "leave --bitwise (reduce=tree) out, or --set batchnorm=shard"
@@ -90,10 +94,14 @@ def _compiled_copies(task: Task, job: Job, strategy: Strategy) -> RequestError |
         return None
     return RequestError(
         asked=f"--strategy {job.strategy} --compile {job.compile}",
-        found=f"{strategy.name!r} runs copies of the model in threads",
+        found=f"{strategy.name!r} runs {_what_runs(strategy)}",
         why="a compiled model is one model in one thread, so they would run uncompiled",
         do=f"--strategy ddp --compile {job.compile}, or leave --compile out",
     )
+
+
+def _what_runs(strategy: Strategy) -> str:
+    return "passes of its own" if strategy.has_one_model else "copies of the model in threads"
 
 
 def _metrics_of_ranks_apart(task: Task, job: Job, strategy: Strategy) -> RequestError | None:

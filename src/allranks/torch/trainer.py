@@ -225,9 +225,9 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """All that the rest of the training depends on: weights, optimizer, how far it is."""
         check_no_scheduler(self.strategy.step.optimizer, "the state of a training")
-        state = copy.deepcopy(self.strategy.state())  # training goes on in the tensors themselves
+        state = {"strategy": self.strategy.state(), "own": self.strategy.own_state()}
         random = {"ranks": self.comm.size, **random_streams(self.device)}
-        return {"strategy": state, "random": random, **self._between.rest(self)}
+        return {**copy.deepcopy(state), "random": random, **self._between.rest(self)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state` returned, on any number of ranks; all call this."""
@@ -236,6 +236,7 @@ class Trainer:
         self._between.load_rest(self, state)
         if state["random"]["ranks"] == self.comm.size:
             set_random_streams(state["random"], self.device)
+            self.strategy.load_own_state(state.get("own", {}))
 
     # --- checkpoints ----------------------------------------------------------------------
 
@@ -338,13 +339,12 @@ class Trainer:
 
     def _place_model(self) -> Built:
         """Build the model and hand it to the strategy."""
-        arithmetic = self.strategy.setting.arithmetic
-        built = build_model(self.task, self.job, self._scope, arithmetic)
+        built = build_model(self.task, self.job, self._scope, self.strategy.setting.arithmetic)
         self._taken.undone_by(partial(restore_layers, built.model))
         self._taken.undone_by(built.undo)
         self.strategy.setup(built.model, self.task.optimizer)
         self._taken.undone_by(self.strategy.close)
         if self.job.compile:
-            self.strategy.step.call, undo = compiled(built.model, self.job.compile)
+            self.strategy.step.call, undo = compiled(self.strategy.model, self.job.compile)
             self._taken.undone_by(undo)
         return built

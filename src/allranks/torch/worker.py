@@ -52,7 +52,7 @@ class TorchRank(RankProgram[Trainer]):
         if self.job.trace:
             folder = self.record.run_dir / "trace"
             trace = Trace(folder, self.world.rank, trainer.strategy, self.job)
-            trainer.callbacks.append(trace)
+            trainer.callbacks.insert(0, trace)
             trainer.job = dataclasses.replace(trainer.job, steps=trace.steps)
         return trainer
 

@@ -76,7 +76,7 @@ class SlurmJob(AgentPlace):
 
 
 def _allocation(request: NodeRequest) -> Allocation:
-    """What Slurm has given; raises `RequestError` if it is nothing, or less than is request."""
+    """What Slurm has given; raises `RequestError` if it is nothing, or less than is asked for."""
     job = Allocation.from_environment(os.environ)
     if job is None:
         raise RequestError(

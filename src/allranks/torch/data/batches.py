@@ -304,7 +304,8 @@ class GlobalBatches:
                 leaves, passes = self._leaves(sizes), self._passes(tuple(quota))
                 plan = Batch(index, epoch, step, self.batch_size, None, leaves, NO_IDS, passes)
                 if self._collating_draws(source, plan, read):
-                    plan = replace(plan, leaves=self._leaves(sizes))
+                    passes = self._passes(tuple(quota))
+                    plan = replace(plan, leaves=self._leaves(sizes), passes=passes)
                 collated = (self._collated(source, plan, micro, read) for micro in plan.micros)
                 yield self._filled(plan, map(self.arithmetic.placed, collated))
                 step, index = step + 1, index + 1

@@ -24,6 +24,10 @@ class Gradients:
     def __init__(self, parameters: list[nn.Parameter], flats: Sequence[Tensor] = ()) -> None:
         self.parameters, self.flats = parameters, list(flats)
 
+    def follow(self, parameters: list[nn.Parameter]) -> None:
+        """Be the gradient of these: other ones are trained than the step began with."""
+        self.parameters, self.flats = parameters, []
+
     def scale_(self, factor: float) -> None:
         """Multiply all of it."""
         for gradient in gradients_of(self.parameters):

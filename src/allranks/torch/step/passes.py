@@ -297,7 +297,11 @@ class Passes:
         self.used[:] = [False] * len(self.used)
         loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         self.scope.key(batch.index, LOSS)
-        after = partial(self.for_others.forward, batch)
+
+        def after() -> None:
+            self.for_others.forward(batch)
+            self.scope.key(batch.index, LOSS)
+
         take_rows = batch_loss.prepare(batch, forward_one, after, loss_scale)
         if any(self.used):
             raise uses_a_parameter(self.names[self.used.index(True)])

@@ -66,7 +66,7 @@ class SharedStep(Passes):
             self._unweighted.sum_up(samples, weight)
         if weight <= 0:
             raise weightless(batch, weight)
-        self._settle(batch, totals)
+        self._settle(batch, totals, gradients)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
         self._divide(gradients, batch, weight)
         loss = totals.loss / weight + self._add_regularizer(batch)
@@ -92,7 +92,7 @@ class SharedStep(Passes):
         done = verdict.update, norm, totals.asked
         return StepResult(*seen, *done, *judged, verdict.culprits)
 
-    def _settle(self, batch: Batch, totals: Totals) -> None:
+    def _settle(self, batch: Batch, totals: Totals, gradients: Gradients) -> None:
         """Let every parameter that some rank used have a gradient, and no other one."""
         for position in totals.unused:  # as in one process: no gradient, not one of zeros
             self.parameters[position].grad = None
@@ -100,6 +100,7 @@ class SharedStep(Passes):
         self.regularizers.check(totals.regularizer, self.layout.like.dtype)
         if totals.changed:
             self._take_changes(batch)
+            gradients.follow(self.parameters)
 
     def _divide(self, gradients: Gradients, batch: Batch, weight: float) -> None:
         """Sums over the nominal samples become the mean over the weight, without the loss scale."""

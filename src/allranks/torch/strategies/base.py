@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from allranks.errors import RequestError
 from allranks.job.loss_scale import LossScale
 from allranks.job.placement import Placed
 from allranks.strategies.card import Card, Workload
@@ -168,6 +169,8 @@ class Strategy(ABC):
                 tree.add(span, [tensor])
             return tree.total()[0]
         ((_, own),) = leaves
+        if self.agreement.weights in ("sharded", "staged"):
+            raise unfrozen_on_the_way(self.name)
         if self.agreement.is_one_training:
             self.comm.all_reduce(own).wait()
         return own
@@ -257,7 +260,14 @@ class Strategy(ABC):
         }
         if self.step.average is not None:
             state["average"] = self.step.average.state()
-        return with_parameters(state, self.model, self.as_saved)
+        return self._with_parameters(state, self.as_saved)
+
+    def _with_parameters(
+        self, state: dict[str, Any], change: Callable[[str, Tensor], Tensor]
+    ) -> dict[str, Any]:
+        if self.agreement.weights in ("replicated", "own"):
+            return state
+        return with_parameters(state, self.model, change)
 
     def own_state(self) -> dict[str, Any]:
         """What belongs to this rank alone, and is lost where another number of ranks goes on."""
@@ -268,7 +278,7 @@ class Strategy(ABC):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up a state that `state` returned; every rank calls this."""
-        state = with_parameters(state, self.model, self.as_held)
+        state = self._with_parameters(state, self.as_held)
         load_model_state(self.model, state["model"])
         step, groups = self.step, len(self.made.groups)
         if "trained" in state:  # older checkpoints have none
@@ -301,3 +311,13 @@ class Strategy(ABC):
         for comm in self._axes.values():
             if comm is not self.comm:
                 comm.leave(failed=failed)
+
+
+def unfrozen_on_the_way(name: str) -> RequestError:
+    """What to say where other parameters are trained than a strategy has cut."""
+    return RequestError(
+        asked=f"--strategy {name} with parameters that are unfrozen or added in mid-training",
+        found="other parameters than the strategy has laid out",
+        why="each rank holds a part of every weight, and has no sum for new ones",
+        do="unfreeze them in model(), or --strategy ddp",
+    )

@@ -60,10 +60,13 @@ class DDP(Strategy):
 
     def own_state(self) -> dict[str, Any]:
         state = self.reducer.state()
-        return {"reducer": state} if state else {}
+        name = str(self.setting.options["reduce"])
+        return {"reducer": {"name": name, "state": state}} if state else {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        self.reducer.load_state(state.get("reducer", {}))
+        kept = state.get("reducer", {})
+        if kept.get("name") == str(self.setting.options["reduce"]):  # no residuals of another one
+            self.reducer.load_state(kept["state"])
 
     def messages(self) -> tuple[int, ...]:
         return tuple(flat.nbytes for flat in self.buckets.flats)
