@@ -71,13 +71,16 @@ def test_a_rank_that_failed_waits_for_no_checkpoint(on_ranks: OnRanks, tmp_path:
 def test_a_rank_that_failed_aborts_what_nccl_waits_for(
     failed: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    did: list[str] = []
+    did: list[Any] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(dist, "destroy_process_group", lambda group: did.append("destroyed"))
-    monkeypatch.setattr(comm, "_abort_process_group", lambda: did.append("aborted"))
-    Comm(size=2, owns_group=True).leave(failed=failed)
-    assert did == [wanted]
+    monkeypatch.setattr(
+        dist, "destroy_process_group", lambda group: did.append(("destroyed", group))
+    )
+    monkeypatch.setattr(comm, "_abort_process_group", lambda group: did.append(("aborted", group)))
+    own = object()  # of some of the ranks: the process may be in others that are not ours
+    Comm(size=2, owns_group=True, group=own).leave(failed=failed)
+    assert did == [(wanted, own)]
 
 
 class Broken:
