@@ -72,18 +72,18 @@ def first_bucket_leaves_early(argument: dict[str, Any]) -> None:
     with _trainer(argument) as trainer:
         buckets = trainer.strategy.buckets  # type: ignore[attr-defined]
         order: list[str] = []
-        launch, finished = buckets._launch, buckets.gradient_finished
+        launch, finished = buckets._order._leave, buckets.gradient_finished
 
-        def launched(shards: range) -> None:
+        def launched(bucket: int) -> None:
             order.append("launch")
-            launch(shards)
+            launch(bucket)
 
         def gradient(position: int) -> None:
             finished(position)
             if position == 0:
                 order.append("first layer")
 
-        buckets._launch = launched
+        buckets._order._leave = launched
         trainer.strategy.step.on_gradient = gradient
         trainer.step(next(trainer.batches()))
         assert len(buckets.flats) > 2

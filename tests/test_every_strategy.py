@@ -34,6 +34,8 @@ SETTINGS = {
         *("ddp", "ddp:bucket_mb=0.0005", "ddp:reduce=tree", "ddp:reduce=tree,bucket_mb=0.0005"),
         *("ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"),
     ],
+    "zero1": ["zero1", "zero1:reduce=tree,bucket_mb=0.0005"],
+    "zero2": ["zero2:bucket_mb=0.0005", "zero2:reduce=tree"],
     "independent": ["independent"],
 }
 TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures"]

@@ -121,6 +121,8 @@ STRATEGIES = {
         "dp": "allranks.torch.strategies.dp:DP",
         "ddp-plain": "allranks.torch.strategies.ddp_plain:DDPPlain",
         "ddp": "allranks.torch.strategies.ddp:DDP",
+        "zero1": "allranks.torch.strategies.zero:ZeRO1",
+        "zero2": "allranks.torch.strategies.zero:ZeRO2",
         "independent": "allranks.torch.strategies.independent:Independent",
     },
     TENSORFLOW: {
@@ -152,7 +154,7 @@ BY_HAND = "allranks.launcher.places.manual:ManualNodes"
 PLACE_CHECK = "allranks.launcher.places.base:check_job"
 
 PLANNER = "allranks.torch.checkpoint.dcp"
-DISTRIBUTE = "torch.distributed.tensor:distribute_tensor"
+DTENSORS = "allranks.torch.sharding.dtensors"
 """What only jobs pay for whose ranks hold parts of tensors: importing it takes a second."""
 
 PROGRAMS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,8 @@ def test_complex_weights_train_in_16_bits(precision: str, strategy: str, train: 
 def test_an_average_is_exchanged_in_place() -> None:
     weight = nn.Parameter(torch.ones(3))
     memory = weight.data_ptr()
-    average = MovingAverage(["weight"], [weight], 0.5)
+    average = MovingAverage(0.5, lambda **_: nullcontext())
+    average.add(["weight"], [weight])
     with torch.no_grad():
         weight.mul_(3)
     average.update()

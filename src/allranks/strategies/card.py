@@ -69,7 +69,8 @@ class Workload:
 
     The last message carries the tally: loss, weight, samples, which parameters were used, moments
     of BatchNorm. `gradients` (how many numbers) and `tally` (its bytes) tell the two apart, for
-    reducers that send gradients in another type.
+    reducers that send gradients in another type. `passes` are the backward passes of the rank with
+    the most, where each of them sends.
     """
 
     messages: tuple[int, ...]
@@ -77,6 +78,7 @@ class Workload:
     shards: int
     gradients: int = 0
     tally: int = 0
+    passes: int = 1
 
 
 @dataclass(frozen=True)

@@ -86,17 +86,24 @@ class Agreement:
     """What the ranks of a job have in common while it trains.
 
     `weights`: all ranks hold the same ("replicated"), each a part of every tensor ("sharded") or
-    some of the tensors ("staged"), or each a training of its own ("own"). With `lockstep` all
-    ranks make every step together, and hear in it what one of them was asked.
+    some of the tensors ("staged"), or each a training of its own ("own"). With `cuts_optimizer`
+    they hold parts of what the optimizer keeps, even where their weights are replicated. With
+    `lockstep` all ranks make every step together, and hear in it what one of them was asked.
     """
 
     weights: Literal["replicated", "sharded", "staged", "own"] = "replicated"
     lockstep: bool = True
+    cuts_optimizer: bool = False
 
     @property
     def is_one_training(self) -> bool:
         """Whether all ranks train one model, whoever holds it."""
         return self.weights != "own"
+
+    @property
+    def cuts_state(self) -> bool:
+        """Whether no rank has the whole state of the training."""
+        return self.weights in ("sharded", "staged") or self.cuts_optimizer
 
 
 REPLICATED = Agreement()

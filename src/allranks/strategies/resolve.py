@@ -16,7 +16,7 @@ from allranks.strategies.roles import ProcessSet
 from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
-    **dict.fromkeys(("zero1", "zero2", "zero3", "fsdp", "fsdp2", "hsdp"), "sharded training"),
+    **dict.fromkeys(("zero3", "fsdp", "fsdp2", "hsdp"), "sharded training"),
     **dict.fromkeys(("tensor", "tensor-parallel", "tp"), "tensor parallelism"),
     **dict.fromkeys(("pipeline", "pp", "gpipe", "model-parallel"), "splitting a model by layers"),
     **dict.fromkeys(("context", "ulysses", "ring"), "splitting sequences"),
@@ -30,6 +30,8 @@ TO_COME = {
 
 def card_for(choice: Choice) -> Card:
     """The card of a chosen strategy; an unknown name raises with the nearest known one."""
+    if choice.name in CARDS:
+        return CARDS[choice.name]
     if choice.name in TO_COME:
         raise RequestError(
             asked=f"--strategy {choice}",
@@ -37,14 +39,12 @@ def card_for(choice: Choice) -> Card:
             why=f"{TO_COME[choice.name]} is to come, and nothing here does the same",
             do=f"one of those there are: {', '.join(CARDS)}",
         )
-    if choice.name not in CARDS:
-        raise RequestError(
-            asked=f"--strategy {choice}",
-            found=f"no strategy {choice.name!r}",
-            why="a strategy is asked for by the name on its card",
-            do=nearest(choice.name, CARDS),
-        )
-    return CARDS[choice.name]
+    raise RequestError(
+        asked=f"--strategy {choice}",
+        found=f"no strategy {choice.name!r}",
+        why="a strategy is asked for by the name on its card",
+        do=nearest(choice.name, CARDS),
+    )
 
 
 @dataclass(frozen=True)

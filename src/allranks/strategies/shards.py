@@ -74,3 +74,12 @@ def micro_batches(sizes: dict[int, int], limit: int | None) -> tuple[Micro, ...]
             else:
                 open_.append(piece)
     return (*done, tuple(open_)) if open_ else tuple(done)
+
+
+def rows_of(rows: int, ranks: int, rank: int) -> range:
+    """The rows of a tensor that `rank` holds of it, cut as torch.chunk does: 10, 4 -> 3 3 3 1.
+
+    The last ranks may have none.
+    """
+    chunk = -(-rows // ranks)
+    return range(min(rank * chunk, rows), min((rank + 1) * chunk, rows))

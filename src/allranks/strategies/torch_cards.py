@@ -12,26 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from allranks.strategies.card import Card, Exact, Option, Reference, Workload, replicas_of
-from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes
+from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes, tree_bytes
 from allranks.strategies.mesh import Agreement
-from allranks.strategies.reduction_tree import rounds_of_pairs, subtree_roots, uses_pairs
-from allranks.strategies.shards import owned_shards
+from allranks.strategies.sharded_cards import SHARDED_CARDS
 from allranks.strategies.tensorflow_cards import TENSORFLOW_CARDS
 
 
 def _tree(work: Workload, options: Mapping[str, Any]) -> int:
     """Each message in rounds of pairs, or by all-to-all of roots and all-gather of sums."""
-    if work.ranks == 1:
-        return 0
-    owned = (owned_shards(work.shards, work.ranks, rank) for rank in range(work.ranks))
-    roots = max(len(subtree_roots(span, work.shards)) for span in owned)
-    sent = 0.0
-    for message in work.messages:
-        if uses_pairs(work.shards, work.ranks, message):
-            sent += (rounds_of_pairs(work.shards, work.ranks) or 0) * message
-        else:
-            sent += (roots + 1) * (work.ranks - 1) / work.ranks * message
-    return round(sent)
+    return tree_bytes(work, work.messages)
 
 
 def _half(work: Workload, options: Mapping[str, Any]) -> int:
@@ -127,6 +116,7 @@ CARDS = {
             many_ranks=True,
             agreement=Agreement("own", lockstep=False),
         ),
+        *SHARDED_CARDS,
         *TENSORFLOW_CARDS,
     )
 }

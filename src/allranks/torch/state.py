@@ -18,10 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.catalog import DISTRIBUTE, load
+from allranks.catalog import DTENSORS, load
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.model.reals import reals
+
+
+def copied(state: Any) -> Any:
+    """A state that shares no memory with this one, DTensors too."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {name: copied(value) for name, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(copied(value) for value in state)
+    return copy.deepcopy(state)
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -81,7 +92,8 @@ def put_whole(target: Tensor, given: Tensor) -> None:
         reals(target).copy_(given)
         return
     held: Any = target
-    placed = load(DISTRIBUTE)(given, held.device_mesh, held.placements, src_data_rank=None)
+    cut = load(DTENSORS).distribute_tensor
+    placed = cut(given, held.device_mesh, held.placements, src_data_rank=None)
     held.to_local().copy_(placed.to_local())
 
 

@@ -11,7 +11,6 @@ script or a notebook, and nothing that the command does is out of its reach:
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -43,7 +42,7 @@ from allranks.torch.model.precision import set_kernels
 from allranks.torch.model.swapping import restore_layers
 from allranks.torch.model.whole_norm import whole_norm
 from allranks.torch.saving import Saving
-from allranks.torch.state import random_streams, set_random_streams
+from allranks.torch.state import copied, random_streams, set_random_streams
 from allranks.torch.step.bad_step import guard_of
 from allranks.torch.step.trainable import check_no_scheduler
 from allranks.torch.step.user_buffers import written_in_forward
@@ -227,12 +226,12 @@ class Trainer:
         check_no_scheduler(self.strategy.step.optimizer, "the state of a training")
         state = {"strategy": self.strategy.state(), "own": self.strategy.own_state()}
         random = {"ranks": self.comm.size, **random_streams(self.device)}
-        return {**copy.deepcopy(state), "random": random, **self._between.rest(self)}
+        return {**copied(state), "random": random, **self._between.rest(self)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state` returned, on any number of ranks; all call this."""
         _ = self.task_data.batches
-        self.strategy.load_state(copy.deepcopy(state["strategy"]))
+        self.strategy.load_state(copied(state["strategy"]))
         self._between.load_rest(self, state)
         if state["random"]["ranks"] == self.comm.size:
             set_random_streams(state["random"], self.device)

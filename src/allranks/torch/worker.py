@@ -67,7 +67,8 @@ class TorchRank(RankProgram[Trainer]):
     def placement(self, trainer: Trainer) -> Iterable[Placed]:
         """What this rank holds, with what an update has made the optimizer keep."""
         step = trainer.strategy.step
-        update_by_nothing(step.parameters, step.optimizer, step.sparse.positions)
+        with trainer.strategy.owned():
+            update_by_nothing(step.parameters, step.optimizer, step.sparse.positions)
         return trainer.strategy.placement(updated=True)
 
     def save_weights(self, trainer: Trainer, keeping: Keeping) -> None:

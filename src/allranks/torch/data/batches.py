@@ -71,7 +71,7 @@ class GlobalBatches:
     prefetch: int = 2
     order: SamplerOrder | None = None
     cut_for: int = 0
-    equal_passes: bool = False
+    counts_passes: bool = False
     exhausted: bool = False
     collates_alone: bool = False
 
@@ -228,7 +228,7 @@ class GlobalBatches:
 
     def _passes(self, sizes: tuple[int, ...]) -> int:
         """How often the rank with the most micro-batches goes through the model, if all are to."""
-        if not self.equal_passes:
+        if not self.counts_passes:
             return 0
         if sizes not in self._passes_of:
             spans = (owned_shards(self.shards, self.ranks, rank) for rank in range(self.ranks))

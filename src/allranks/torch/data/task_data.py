@@ -74,7 +74,7 @@ class TaskData:
                 order=opened.order,
                 collates_alone=probed.collate_draws,
                 cut_for=self.job.cut_for,
-                equal_passes=self.strategy.equal_passes,
+                counts_passes=self.strategy.equal_passes or self.strategy.counts_passes,
             )
             alone = probed.collate_draws and not self.strategy.shard_alone
             self.notes += filter(None, (self._batches.note, COLLATES_ALONE if alone else ""))

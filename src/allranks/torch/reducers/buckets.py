@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from allranks.errors import RequestError
 from allranks.torch.model.reals import real_type, reals
 from allranks.torch.reducers.base import Bucket, Reducer
+from allranks.torch.reducers.in_order import InOrder
 from allranks.torch.step.gradients import gradient_taken
 
 ALIGNED_BYTES = 128
@@ -36,8 +36,7 @@ class Buckets:
         self.buckets: list[Bucket] = []
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         self._bucket_of = [0] * len(parameters)
-        self._members: list[int] = []
-        groups = _grouped(parameters, bucket_bytes)
+        groups = grouped(parameters, bucket_bytes)
         for bucket, positions in enumerate(groups):
             extra = tally_size if bucket == len(groups) - 1 else 0
             sizes = [_room_for(parameters[position]) for position in positions]
@@ -51,13 +50,10 @@ class Buckets:
                 self._views.append((parameters[position], view))
                 self._bucket_of[position] = bucket
             self.buckets.append(Bucket(flat, flat[:size], views))
-            self._members.append(len(positions))
         self.tally = self.buckets[-1].flat[size : size + tally_size]
         reducer.prepare(self.buckets)
-        self._pending: list[int] = []
-        self._finished: set[int] = set()
-        self._left = 0
-        self._leaf: range | None = None
+        self._order = InOrder(self._bucket_of, self._launch, held_back=1)
+        self._shards = range(0)
 
     @property
     def flats(self) -> list[Tensor]:
@@ -75,7 +71,7 @@ class Buckets:
             bucket.flat.zero_()
         for parameter, view in self._views:
             parameter.grad = view
-        self._leaf, self._left = None, 0
+        self._order.begin()
 
     def add_leaf(self, shards: range) -> None:
         """Take in a leaf that is not the last; gradients and tally are zero again."""
@@ -84,40 +80,25 @@ class Buckets:
 
     def release(self, shards: range) -> None:
         """The next backward pass is the last: a bucket may leave once it is finished."""
-        self._leaf, self._pending = shards, list(self._members)
-        self._finished.clear()
+        self._shards = shards
+        self._order.release()
 
     def gradient_finished(self, position: int) -> None:
         """Backward has finished the gradient of a parameter (called during backward)."""
-        if self._leaf is None:
-            return
-        if position in self._finished:
-            raise RequestError(
-                asked="one backward pass",
-                found="it finished the gradient of a parameter twice",
-                why="its bucket may have left after the first time",
-                do="use checkpoint(…, use_reentrant=False)",
-            )
-        self._finished.add(position)
-        bucket = self._bucket_of[position]
-        self._pending[bucket] -= 1
-        last = len(self.buckets) - 1  # it carries the tally, which is complete after backward only
-        while self._left < last and self._pending[self._left] == 0:
-            self._launch(self._leaf)
+        self._order.finished(position)
 
     def finish(self, shards: range) -> None:
         """Let the rest leave and wait: gradients and tally are the sums over all ranks."""
-        while self._left < len(self.buckets):
-            self._launch(shards)
-        self._leaf = None
+        self._shards = shards
+        self._order.finish()
         for parameter, view in self._views:
             if parameter.grad is not view:
                 raise gradient_taken(parameter)
         self.reducer.finish()
 
-    def _launch(self, shards: range) -> None:
-        self.reducer.launch(self._left, (shards.start, shards.stop), last=True)
-        self._left += 1
+    def _launch(self, bucket: int) -> None:
+        shards = self._shards
+        self.reducer.launch(bucket, (shards.start, shards.stop), last=True)
 
 
 def _room_for(parameter: Tensor) -> int:
@@ -139,7 +120,7 @@ def _laid_out_as(parameter: Tensor, flat: Tensor) -> Tensor:
     )
 
 
-def _grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
+def grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
     """Positions of the parameters of each bucket, last parameter first, one type per bucket."""
     groups: list[list[int]] = []
     filled, kind = 0, torch.float32

@@ -33,16 +33,15 @@ from allranks.torch.reducers.base import Reducer
 class TreeSum:
     """Adds what belongs to the nodes of the tree, given from left to right.
 
-    Holds at most one partial sum per level of the tree. What is added is borrowed: it is copied
-    where it must be kept.
+    Holds at most one partial sum per level of the tree. What is added is `borrowed`, and copied
+    where it must be kept, or given away.
     """
 
     def __init__(self, shards: int) -> None:
         self.shards = shards
         self.roots: list[tuple[Span, list[Tensor]]] = []
 
-    def add(self, span: Span, tensors: list[Tensor]) -> None:
-        borrowed = True
+    def add(self, span: Span, tensors: list[Tensor], *, borrowed: bool = True) -> None:
         while self.roots and are_siblings(self.roots[-1][0], span, self.shards):
             (low, _), left = self.roots.pop()
             for total, tensor in zip(left, tensors, strict=True):
@@ -57,6 +56,36 @@ class TreeSum:
         return tensors
 
 
+class TreeChunks:
+    """The end of the tree over the ranks of `comm`: chunk r of every sum is finished by rank r."""
+
+    def __init__(self, comm: Comm, shards: int) -> None:
+        self.comm, self.shards = comm, shards
+        self._roots = [
+            subtree_roots(owned_shards(shards, comm.size, rank), shards)
+            for rank in range(comm.size)
+        ]
+
+    def give(self, roots: list[Tensor]) -> tuple[Tensor, Pending]:
+        """Send chunk r of each of this rank's roots to rank r; what comes is for `total`."""
+        chunk = roots[0].numel() // self.comm.size
+        given = roots[0]
+        if len(roots) > 1:  # (root, rank, chunk) -> (rank, root, chunk)
+            given = torch.stack([root.view(-1, chunk) for root in roots], dim=1).flatten()
+        sizes = [len(spans) * chunk for spans in self._roots]
+        received = given.new_empty(sum(sizes))
+        own = [len(roots) * chunk] * self.comm.size
+        return received, self.comm.all_to_all(received, given, sizes, own)
+
+    def total(self, received: Tensor, chunk: int) -> Tensor:
+        """The sum over all shards of this rank's chunk, once all roots were received."""
+        spans = [span for roots in self._roots for span in roots]
+        tree = TreeSum(self.shards)
+        for span, part in zip(spans, received.split(chunk), strict=True):
+            tree.add(span, [part])
+        return tree.total()[0]
+
+
 class Tree(Reducer):
     """Fixed order of sums. Sends what the card of `ddp` says for `reduce=tree`."""
 
@@ -64,10 +93,7 @@ class Tree(Reducer):
         super().__init__(comm, shards)
         self._trees: dict[int, TreeSum] = {}
         self._under_way: list[_Exchange] = []
-        self._roots = [
-            subtree_roots(owned_shards(shards, comm.size, rank), shards)
-            for rank in range(comm.size)
-        ]
+        self._chunks = TreeChunks(comm, shards)
         rounds = rounds_of_pairs(shards, comm.size) or 0
         self._pairs = [comm.pair(comm.rank ^ (1 << k)) for k in range(rounds)]
 
@@ -93,25 +119,16 @@ class Tree(Reducer):
             first = self.comm.add_in_pair(roots[0], self._pairs[0])
             exchange = _Exchange(flat, roots[0], first, in_pairs=True)
         else:
-            exchange = self._give_chunks(flat, roots)
+            exchange = _Exchange(flat, *self._chunks.give(roots))
         self._under_way.append(exchange)
-
-    def _give_chunks(self, flat: Tensor, roots: list[Tensor]) -> _Exchange:
-        """Send chunk r of every root to rank r."""
-        chunk = flat.numel() // self.comm.size
-        given = roots[0]
-        if len(roots) > 1:  # (root, rank, chunk) -> (rank, root, chunk)
-            given = torch.stack([root.view(-1, chunk) for root in roots], dim=1).flatten()
-        sizes = [len(spans) * chunk for spans in self._roots]
-        received = flat.new_empty(sum(sizes))
-        own = [len(roots) * chunk] * self.comm.size
-        return _Exchange(flat, received, self.comm.all_to_all(received, given, sizes, own))
 
     def finish(self) -> None:
         for exchange in self._under_way:
             exchange.pending.wait()
             if self.comm.size > 1 and not exchange.in_pairs:
-                exchange.pending = self.comm.all_gather(exchange.flat, self._total(exchange))
+                chunk = exchange.flat.numel() // self.comm.size
+                total = self._chunks.total(exchange.held, chunk)
+                exchange.pending = self.comm.all_gather(exchange.flat, total)
         paired = [exchange for exchange in self._under_way if exchange.in_pairs]
         for pair in self._pairs[1:]:
             for exchange in paired:
@@ -123,16 +140,6 @@ class Tree(Reducer):
             if (self.comm.size == 1 or exchange.in_pairs) and exchange.held is not exchange.flat:
                 exchange.flat.copy_(exchange.held)
         self._under_way.clear()
-
-    def _total(self, exchange: _Exchange) -> Tensor:
-        """The sum over all shards of this rank's chunk."""
-        spans = [span for roots in self._roots for span in roots]
-        tree = TreeSum(self.shards)
-        chunk = exchange.flat.numel() // self.comm.size
-        for span, part in zip(spans, exchange.held.split(chunk), strict=True):
-            tree.add(span, [part])
-        (total,) = tree.total()
-        return total
 
 
 @dataclass

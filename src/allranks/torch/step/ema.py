@@ -9,30 +9,40 @@ Tarvainen and Valpola 2017, arXiv 1703.01780.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 
-class MovingAverage:
-    """The average of `parameters`, which starts as they are."""
+class Owned(Protocol):
+    """`Strategy.owned`."""
 
-    def __init__(self, names: list[str], parameters: list[nn.Parameter], decay: float) -> None:
-        self.decay = decay
+    def __call__(self, *, writes: bool = False) -> AbstractContextManager[None]: ...
+
+
+class MovingAverage:
+    """The average of the parameters that are added, which starts as they are.
+
+    Each rank averages what it updates: within `owned()` that is what the parameters are.
+    """
+
+    def __init__(self, decay: float, owned: Owned) -> None:
+        self.decay, self._owned = decay, owned
         self.names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         self._tensors: list[Tensor] = []
-        self.add(names, parameters)
 
     def add(self, names: list[str], parameters: list[nn.Parameter]) -> None:
         """Average these too, from now on; those that are averaged already go on."""
         known = set(self.names)
-        for name, parameter in zip(names, parameters, strict=True):
-            if name not in known:
-                self.names.append(name)
-                self._parameters.append(parameter)
-                self._tensors.append(parameter.detach().clone())
+        with self._owned():
+            for name, parameter in zip(names, parameters, strict=True):
+                if name not in known:
+                    self.names.append(name)
+                    self._parameters.append(parameter)
+                    self._tensors.append(parameter.detach().clone())
 
     @torch.no_grad()
     def update(self) -> None:
@@ -51,10 +61,11 @@ class MovingAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         """In place: whoever else knows a weight by its memory sees the average too."""
-        for parameter, tensor in zip(self._parameters, self._tensors, strict=True):
-            weight = parameter.clone()
-            parameter.copy_(tensor)
-            tensor.copy_(weight)
+        with self._owned(writes=True):
+            for parameter, tensor in zip(self._parameters, self._tensors, strict=True):
+                weight = parameter.clone()
+                parameter.copy_(tensor)
+                tensor.copy_(weight)
 
     def state(self) -> dict[str, Tensor]:
         """The averages by the names of their weights; the tensors themselves."""
@@ -67,7 +78,8 @@ class MovingAverage:
             weights = dict(model.named_parameters())
             self.names, self._parameters, self._tensors = [], [], []
             self.add(list(state), [weights[name] for name in state])
-        for name, tensor, parameter in zip(
-            self.names, self._tensors, self._parameters, strict=True
-        ):
-            tensor.copy_(parameter if state is None else state[name])
+        with self._owned():
+            for name, tensor, parameter in zip(
+                self.names, self._tensors, self._parameters, strict=True
+            ):
+                tensor.copy_(parameter if state is None else state[name])

@@ -12,21 +12,43 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from allranks.errors import RequestError
 from allranks.torch.model.reals import real_type
+from allranks.torch.reducers.exact_norm import exact_norm
 
 
 class Gradients:
     """The gradient of a step, summed over all ranks, in the `.grad` of `parameters`.
 
-    `flats`, if any, hold the same numbers and nothing else, in fewer tensors. Every rank makes the
+    `flats`, if any, hold the same numbers and nothing else, in fewer tensors. The norm that clips
+    is `exact` where bits must not follow how many ranks hold the gradient. Every rank makes the
     same calls, because those of a strategy that cuts its weights communicate.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], flats: Sequence[Tensor] = ()) -> None:
-        self.parameters, self.flats = parameters, list(flats)
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        flats: Sequence[Tensor] = (),
+        *,
+        exact: bool = False,
+    ) -> None:
+        self.parameters, self.flats, self.exact = parameters, list(flats), exact
+
+    def settle(self, unused: Sequence[int]) -> None:
+        """Let every parameter have a gradient, but the `unused` ones."""
+        for position in unused:  # as in one process: no gradient, not one of zeros
+            self.parameters[position].grad = None
+        make_dense(self.parameters, len(unused))
 
     def follow(self, parameters: list[nn.Parameter]) -> None:
         """Be the gradient of these: other ones are trained than the step began with."""
         self.parameters, self.flats = parameters, []
+
+    def add(self, value: Tensor) -> None:
+        """Add the gradient of `value`, which every rank has computed alike from whole weights."""
+        value.backward()
+
+    def tensors(self) -> list[Tensor | None]:
+        """What this rank holds of the gradient of each parameter; `None` where there is none."""
+        return [parameter.grad for parameter in self.parameters]
 
     def scale_(self, factor: float) -> None:
         """Multiply all of it."""
@@ -38,6 +60,8 @@ class Gradients:
 
         `clips` asks for what torch clips by; `left_out` says that flats hold what is no gradient.
         """
+        if clips and self.exact:
+            return exact_norm(gradients_of(self.parameters))
         return norm_of(self.parameters, [] if left_out else self.flats, clips=clips)
 
     def clip_(self, limit: float, norm: float) -> None:

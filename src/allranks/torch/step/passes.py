@@ -31,7 +31,7 @@ from allranks.torch.step.apart import Apart
 from allranks.torch.step.batch_loss import BatchLoss, Take, Taken, uses_a_parameter
 from allranks.torch.step.changes import Changes
 from allranks.torch.step.for_others import PassesForOthers
-from allranks.torch.step.gradients import run_backward
+from allranks.torch.step.gradients import Gradients, run_backward
 from allranks.torch.step.losses import Unweighted, forward, weighted_losses
 from allranks.torch.step.sparse import SparseRows
 from allranks.torch.step.tally import Tally, TallyLayout
@@ -54,8 +54,8 @@ class Probe(Protocol):
         """The weighted losses of a micro-batch, a row per sample."""
         ...
 
-    def gradients(self, stage: str, names: list[str], parameters: list[nn.Parameter]) -> None:
-        """The gradients of that stage are there."""
+    def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
+        """The gradients of that stage are there, as this rank holds them."""
         ...
 
 
@@ -72,6 +72,9 @@ class StepParts:
     lay_out: Callable[[], None]
     watch_gradients: Callable[[list[nn.Parameter], Callable[[int], None]], list[RemovableHandle]]
     whole_weights: Callable[[], AbstractContextManager[None]]
+    updating: Callable[[Gradients], AbstractContextManager[None]]
+    after_backward: Callable[[], None]
+    equal_passes: bool = False
     counts_samples: bool = True
     tally_type: torch.dtype | None = None
 
@@ -187,6 +190,7 @@ class Passes:
                     before_last()
                 calls = dict(self.scope.calls)
                 backward()
+                self.parts.after_backward()
                 if self.scope.moments or self.scope.calls != calls:
                     raise computed_again()
             tally.close(
@@ -212,12 +216,14 @@ class Passes:
             marks.zero_()
         if self.scope.whole is not None:
             self.scope.whole.begin(batch.own_samples)
-        self.for_others.begin(batch)
+        if self.parts.equal_passes:
+            self.for_others.begin(batch)
         self.reached("begin")
 
     def _end(self, batch: Batch) -> None:
         """The passes are over, also those for other ranks."""
-        self.for_others.finish(batch)
+        if self.parts.equal_passes:
+            self.for_others.finish(batch)
         self.scope.leave()
         self.user_buffers.end(batch)
         self.reached("end")
@@ -299,7 +305,8 @@ class Passes:
         self.scope.key(batch.index, LOSS)
 
         def after() -> None:
-            self.for_others.forward(batch)
+            if self.parts.equal_passes:
+                self.for_others.forward(batch)
             self.scope.key(batch.index, LOSS)
 
         take_rows = batch_loss.prepare(batch, forward_one, after, loss_scale)

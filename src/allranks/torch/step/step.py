@@ -17,7 +17,7 @@ from allranks.torch.model.bounded_tables import shorten_alike
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.precision import Arithmetic
 from allranks.torch.step.ema import MovingAverage
-from allranks.torch.step.gradients import Gradients, make_dense
+from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.passes import Passes, StepParts
 from allranks.torch.step.rates import Rates
 from allranks.torch.step.tally import Tally, Totals
@@ -69,9 +69,9 @@ class SharedStep(Passes):
         self._settle(batch, totals, gradients)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
         self._divide(gradients, batch, weight)
-        loss = totals.loss / weight + self._add_regularizer(batch)
+        loss = totals.loss / weight + self._add_regularizer(batch, gradients)
         if self.probe is not None:
-            self.probe.gradients("gradient", self.names, self.parameters)
+            self.probe.gradients("gradient", self.names, gradients.tensors())
         left_out = bool(totals.unused) and self.regularizers.is_there
         norm = gradients.norm(clips=self.task.clip_norm is not None, left_out=left_out)
         overflow = self.loss_scale is not None and self.loss_scale.explains(loss, norm)
@@ -94,9 +94,7 @@ class SharedStep(Passes):
 
     def _settle(self, batch: Batch, totals: Totals, gradients: Gradients) -> None:
         """Let every parameter that some rank used have a gradient, and no other one."""
-        for position in totals.unused:  # as in one process: no gradient, not one of zeros
-            self.parameters[position].grad = None
-        make_dense(self.parameters, len(totals.unused))
+        gradients.settle(totals.unused)
         self.regularizers.check(totals.regularizer, self.layout.like.dtype)
         if totals.changed:
             self._take_changes(batch)
@@ -140,13 +138,14 @@ class SharedStep(Passes):
         if self.task.clip_norm is not None:
             gradients.clip_(self.task.clip_norm, norm)
             if self.probe is not None:
-                self.probe.gradients("clipped gradient", self.names, self.parameters)
+                self.probe.gradients("clipped gradient", self.names, gradients.tensors())
         self._rows.hand_over([tally.tensor[where] for where in tally.layout.rows])
         self.scope.key(batch.index, UPDATE)
-        update(self.optimizer)
-        self.rates.see()
-        if self.average is not None:
-            self.average.update()
+        with self.parts.updating(gradients):
+            update(self.optimizer)
+            self.rates.see()
+            if self.average is not None:
+                self.average.update()
 
     def regularizer(self, batch: Batch) -> Tensor | None:
         """The regularizer of a step, the same on every rank; `None` if the task has none."""
@@ -155,13 +154,13 @@ class SharedStep(Passes):
         self.scope.key(batch.index, REGULARIZER)
         return self.regularizers.of(self.model)
 
-    def _add_regularizer(self, batch: Batch) -> float:
+    def _add_regularizer(self, batch: Batch, gradients: Gradients) -> float:
         """Add the gradient of the regularizer, alike on every rank; returns its value."""
         value = self.regularizer(batch)
         if value is None:
             return 0.0
         on_gradient, self.on_gradient = self.on_gradient, None
-        value.backward()
+        gradients.add(value)
         self.on_gradient = on_gradient
         self.regularizers.was = float(value.detach())
         return self.regularizers.was

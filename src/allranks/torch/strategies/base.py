@@ -50,6 +50,8 @@ from allranks.torch.task import Task
 from allranks.torch.witness.same_model import check_same_groups, check_same_model
 from allranks.training.progress import StepResult
 
+NOTHING = nullcontext()
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -78,6 +80,9 @@ class Strategy(ABC):
     """Whether a rank has one model: copies in threads meet in no forward."""
     equal_passes: ClassVar[bool] = False
     """Whether all ranks make the same number of passes, because a pass communicates."""
+    counts_passes: ClassVar[bool] = False
+    """Whether batches say how many passes the rank with the most makes, though not all make so
+    many."""
     tally_type: ClassVar[torch.dtype | None] = None
     """The type of the tally, where it is a message of its own; else it rides on gradients."""
 
@@ -131,6 +136,9 @@ class Strategy(ABC):
             lay_out=self.lay_out,
             watch_gradients=self.watch_gradients,
             whole_weights=self.whole_weights,
+            updating=self.updating,
+            after_backward=self.after_backward,
+            equal_passes=self.equal_passes,
             counts_samples=self.mesh.is_first_of_its_data(self.comm.rank),
             tally_type=self.tally_type,
         )
@@ -140,10 +148,12 @@ class Strategy(ABC):
         check_same_groups(model, optimizer, self.comm)
         self.step.loss_scale = setting.loss_scale
         if (decay := self.task.ema) is not None:
-            self.step.average = MovingAverage(self.step.names, self.step.parameters, decay)
+            self.step.average = MovingAverage(decay, self.owned)
         self.made = TrainedSet.of(model, optimizer)
         self.prepare()
         self.lay_out()
+        if self.step.average is not None:
+            self.step.average.add(self.step.names, self.step.parameters)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """What this rank holds of the model, whole and the same on all ranks until now.
@@ -191,6 +201,20 @@ class Strategy(ABC):
     def whole_weights(self) -> AbstractContextManager[None]:
         """Within, the parameters of the model are whole, for a loss that every rank computes."""
         return nullcontext()
+
+    def owned(self, *, writes: bool = False) -> AbstractContextManager[None]:
+        """Within, each parameter is what this rank updates of it, in the memory of the whole.
+
+        If it `writes` there, every rank enters this, and has what all have written afterwards.
+        """
+        return NOTHING
+
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        """Within, the optimizer finds what it updates, and its gradient; every rank enters this."""
+        return NOTHING
+
+    def after_backward(self) -> None:
+        """A backward pass of the step is over."""
 
     @final
     def train_step(self, batch: Batch) -> StepResult:
@@ -249,25 +273,24 @@ class Strategy(ABC):
 
     def state(self) -> dict[str, Any]:
         """All that a step depends on but the data: weights, buffers, optimizer."""
-        state = {
-            "model": model_state(self.model),
-            "optimizer": optimizer_state(self.model, self.step.optimizer, self.step.rates.made),
-            "trained": {
-                "made": asdict(self.made),
-                "now": asdict(TrainedSet.of(self.model, self.step.optimizer)),
-            },
-            "not_persistent": not_persistent(self.model),
-        }
-        if self.step.average is not None:
-            state["average"] = self.step.average.state()
-        return self._with_parameters(state, self.as_saved)
+        with self.owned():
+            state = {
+                "model": model_state(self.model),
+                "optimizer": optimizer_state(self.model, self.step.optimizer, self.step.rates.made),
+                "trained": {
+                    "made": asdict(self.made),
+                    "now": asdict(TrainedSet.of(self.model, self.step.optimizer)),
+                },
+                "not_persistent": not_persistent(self.model),
+            }
+            if self.step.average is not None:
+                state["average"] = self.step.average.state()
+            return self._with_parameters(state, self.as_saved)
 
     def _with_parameters(
         self, state: dict[str, Any], change: Callable[[str, Tensor], Tensor]
     ) -> dict[str, Any]:
-        if self.agreement.weights in ("replicated", "own"):
-            return state
-        return with_parameters(state, self.model, change)
+        return with_parameters(state, self.model, change) if self.agreement.cuts_state else state
 
     def own_state(self) -> dict[str, Any]:
         """What belongs to this rank alone, and is lost where another number of ranks goes on."""
@@ -278,17 +301,18 @@ class Strategy(ABC):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up a state that `state` returned; every rank calls this."""
-        state = self._with_parameters(state, self.as_held)
-        load_model_state(self.model, state["model"])
         step, groups = self.step, len(self.made.groups)
         if "trained" in state:  # older checkpoints have none
             load_trained_set(self.model, step.optimizer, state["trained"], self.made)
             step.rates.made[groups:] = state["optimizer"]["made"][groups:]
-        load_optimizer_state(self.model, step.optimizer, state["optimizer"], step.rates.made)
-        step.rates.see()
         step.follow_changes()
-        if step.average is not None:
-            step.average.load_state(self.model, state.get("average"))
+        state = self._with_parameters(state, self.as_held)
+        with self.owned(writes=True):
+            load_model_state(self.model, state["model"])
+            load_optimizer_state(self.model, step.optimizer, state["optimizer"], step.rates.made)
+            step.rates.see()
+            if step.average is not None:
+                step.average.load_state(self.model, state.get("average"))
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer whole, by name in sorted order, one at a time.

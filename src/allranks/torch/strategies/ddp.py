@@ -102,4 +102,4 @@ class DDP(Strategy):
         self.buckets.finish(batch.leaves[-1].shards)
         # by shards the norm too is the same, to the bit, on any ranks: not that of buckets
         flats = [] if self.shard_alone else self.buckets.gradients
-        return local, Gradients(self.step.parameters, flats)
+        return local, Gradients(self.step.parameters, flats, exact=self.shard_alone)

@@ -24,7 +24,7 @@ class Single(Strategy):
         return self._along_the_tree(batch) if self.shard_alone else super().forward_backward(batch)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        return local, Gradients(self.step.parameters)
+        return local, Gradients(self.step.parameters, exact=self.shard_alone)
 
     def _along_the_tree(self, batch: Batch) -> Tally:
         """Leave in `.grad` the sum of the shards' gradients; returns the sum of their tallies."""

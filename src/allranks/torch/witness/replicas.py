@@ -62,6 +62,8 @@ def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
     step = strategy.step
     yield from strategy.model.named_parameters()
     yield from _same_buffers(strategy)
+    if strategy.agreement.cuts_optimizer:
+        return
     for name, parameter in zip(step.names, step.parameters, strict=True):
         for key, value in step.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):

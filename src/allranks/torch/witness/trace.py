@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
@@ -74,11 +74,11 @@ class Trace(Callback):
         self._magnitude = (self._magnitude or 0.0) + float(losses.abs().sum())
         self._drawn |= _was_drawn_from(torch.default_generator)
 
-    def gradients(self, stage: str, names: list[str], parameters: list[nn.Parameter]) -> None:
+    def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
         """Within a step, when the gradients of that stage are there."""
         self._drawn |= _was_drawn_from(torch.default_generator)
-        for name, parameter in zip(names, parameters, strict=True):
-            if (gradient := parameter.grad) is not None:
+        for name, gradient in zip(names, tensors, strict=True):
+            if gradient is not None:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 full = self.strategy.full(name, dense.detach())
                 self._gradients[f"{stage}/{name}"] = full.clone()
@@ -109,7 +109,7 @@ class Trace(Callback):
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """All that a step starts from and changes, but what the optimizer keeps.
 
-        A tensor that no rank holds whole is a DTensor.
+        A tensor that no rank holds whole is a DTensor. Called within `Strategy.owned`.
         """
         strategy = self.strategy
         model, average = strategy.model, strategy.step.average
@@ -124,17 +124,20 @@ class Trace(Callback):
 
     def _bytes_per_step(self) -> int:
         step, strategy = self.strategy.step, self.strategy
-        pairs = zip(step.names, step.parameters, strict=True)
-        trained = sum(strategy.as_saved(name, p.detach()).nbytes for name, p in pairs)
         kinds = 1 if self.strategy.task.clip_norm is None else 2
-        return max(1, kinds * trained + sum(tensor.nbytes for _, tensor in self._state()))
+        pairs = zip(step.names, step.parameters, strict=True)
+        with strategy.owned():
+            trained = sum(strategy.as_saved(name, p.detach()).nbytes for name, p in pairs)
+            state = sum(tensor.nbytes for _, tensor in self._state())
+        return max(1, kinds * trained + state)
 
     def _write(self) -> None:
         """Write the step that is over, with the state that it and all callbacks have left."""
         row, self._row = self._row, None
         if row is None:
             return
-        tensors = {**self._gradients, **{name: whole(t) for name, t in self._state()}}
+        with self.strategy.owned():
+            tensors = {**self._gradients, **{name: whole(t) for name, t in self._state()}}
         self._gradients = {}
         row["digests"] = {name: _digest(tensor) for name, tensor in tensors.items()}
         self._rows.row(row)
@@ -151,9 +154,10 @@ class Trace(Callback):
     @torch.no_grad()
     def _take_over(self, step: int, trace: Path) -> None:
         tensors = load_file(tensors_path(trace, step))
-        for name, tensor in self._state():
-            if name in tensors:  # what the other run does not have is what `check` will say
-                put_whole(tensor, tensors[name])
+        with self.strategy.owned(writes=True):
+            for name, tensor in self._state():
+                if name in tensors:  # what the other run does not have is what `check` will say
+                    put_whole(tensor, tensors[name])
 
 
 def _was_drawn_from(generator: torch.Generator) -> bool:

@@ -1,0 +1,98 @@
+"""Parameters packed rank by rank: what a reduce-scatter gives out, and an all-gather brings back.
+
+A packed bucket is (ranks, section): row r holds, one after another, the rows of each parameter that
+rank r owns, cut along dimension 0 as torch.chunk does, each padded to the largest cut. So one
+reduce-scatter of a bucket leaves every rank with its own rows of the summed gradients, and one
+all-gather of updated rows makes the weights whole again. Rajbhandari et al. 2020, ZeRO, arXiv
+1910.02054.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from allranks.strategies.shards import rows_of
+from allranks.torch.model.reals import reals
+from allranks.torch.reducers.buckets import ALIGNED_BYTES
+
+
+def own_rows(tensor: Tensor, ranks: int, rank: int) -> Tensor:
+    """The rows of a tensor that `rank` owns: a view."""
+    rows = rows_of(tensor.shape[0], ranks, rank)
+    return tensor[rows.start : rows.stop]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter of this shape stands in each section, in real numbers."""
+
+    shape: tuple[int, ...]
+    start: int
+
+    def rows(self, section: Tensor, ranks: int, rank: int) -> Tensor:
+        """Its rows in the section of `rank`: a view."""
+        rows = len(rows_of(self.shape[0], ranks, rank))
+        shape = (rows, *self.shape[1:])
+        return section[self.start : self.start + math.prod(shape)].view(shape)
+
+
+class PackedBucket:
+    """Some parameters of one type, on so many `ranks`. All of them have rows."""
+
+    def __init__(self, parameters: list[nn.Parameter], ranks: int) -> None:
+        self.parameters, self.ranks = parameters, ranks
+        real = [reals(parameter.detach()) for parameter in parameters]
+        self.dtype, self.device = real[0].dtype, real[0].device
+        unit = ALIGNED_BYTES // real[0].element_size()
+        self.places, self.section = [], 0
+        for tensor in real:
+            self.places.append(Place(tuple(tensor.shape), self.section))
+            most = len(rows_of(tensor.shape[0], ranks, 0)) * math.prod(tensor.shape[1:])
+            self.section += -(-most // unit) * unit
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole bucket, padding and all."""
+        return self.ranks * self.section * self.dtype.itemsize
+
+    def packed(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """A new flat tensor that holds these; zeros for one that is not there."""
+        flat = torch.zeros(self.ranks * self.section, dtype=self.dtype, device=self.device)
+        sections = flat.view(self.ranks, self.section)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            if tensor is None:
+                continue
+            dense = reals(tensor.to_dense() if tensor.is_sparse else tensor.detach())
+            for rank, section in enumerate(sections):
+                rows = own_rows(dense, self.ranks, rank)
+                if rows.shape[0]:
+                    place.rows(section, self.ranks, rank).copy_(rows)
+        return flat
+
+    @torch.no_grad()
+    def unpack(self, flat: Tensor) -> None:
+        """Write rows that stand in `flat` as `packed` puts them into the parameters, all whole."""
+        for rank, section in enumerate(flat.view(self.ranks, self.section)):
+            for place, parameter in zip(self.places, self.parameters, strict=True):
+                rows = own_rows(reals(parameter.detach()), self.ranks, rank)
+                if rows.shape[0]:
+                    rows.copy_(place.rows(section, self.ranks, rank))
+
+    def section_of(self, rank: int) -> Tensor:
+        """A new section that holds the rows of `rank` of the parameters, all whole."""
+        section = torch.zeros(self.section, dtype=self.dtype, device=self.device)
+        for place, parameter in zip(self.places, self.parameters, strict=True):
+            own = own_rows(reals(parameter.detach()), self.ranks, rank)
+            place.rows(section, self.ranks, rank).copy_(own)
+        return section
+
+    def parts(self, section: Tensor, rank: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with what the section of `rank` holds for it: a view."""
+        for place, parameter in zip(self.places, self.parameters, strict=True):
+            part = place.rows(section, self.ranks, rank)
+            yield parameter, torch.view_as_complex(part) if parameter.is_complex() else part

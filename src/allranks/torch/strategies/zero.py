@@ -1,0 +1,270 @@
+"""ZeRO: every rank has the whole weights, and updates its own rows of them alone.
+
+zero1   gradients are summed once a step, as in `ddp`, but each rank is given the sums of its own
+        rows only; what the optimizer keeps lies where the rows are
+zero2   the same after every backward pass, so that no rank holds all gradients whole
+
+A step is reduce-scatter, update, all-gather: as many bytes as the all-reduce of `ddp`. Between
+updates the model is whole, as under `ddp`. Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.catalog import DTENSORS, REDUCERS, load
+from allranks.job.placement import Placed
+from allranks.strategies.card import Workload
+from allranks.strategies.mesh import SHARD
+from allranks.torch.checkpoint.tree import is_dtensor
+from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.model.reals import reals
+from allranks.torch.optimizers.elementwise import check_elementwise
+from allranks.torch.reducers.base import Bucket, Reducer
+from allranks.torch.reducers.buckets import grouped
+from allranks.torch.reducers.in_order import InOrder
+from allranks.torch.reducers.packed import PackedBucket, own_rows
+from allranks.torch.reducers.sections import MeanSections, Sections, TreeSections
+from allranks.torch.sharding.gradient_parts import GradientParts
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.base import Strategy
+
+
+class ZeRO1(Strategy):
+    """Reduce-scatter the gradients, update own rows, all-gather the weights."""
+
+    name = "zero1"
+
+    @property
+    def shard_alone(self) -> bool:
+        return bool(self.setting.options["reduce"] == "tree")
+
+    @property
+    def each_pass(self) -> bool:
+        """Whether gradients are exchanged after every backward pass, and not once a step."""
+        return False
+
+    def prepare(self) -> None:
+        if self.comm.size > 1:
+            check_elementwise(self.step.optimizer, f"--strategy {self.name}")
+        summed = load(REDUCERS[self.setting.options["reduce"]])
+        self.summed: Reducer = summed(self.comm, self.task.shards)
+        sections = TreeSections if self.shard_alone else MeanSections
+        self.sections: Sections = sections(self.comm, self.task.shards)
+        self._is_cut = False
+        self._device_mesh: Any = None
+
+    def lay_out(self) -> None:
+        """What has rows is cut; a parameter of no dimension is summed whole, beside the tally."""
+        parameters, layout = self.step.parameters, self.step.layout
+        cut = [position for position, p in enumerate(parameters) if p.ndim]
+        bytes_of_bucket = int(self.setting.options["bucket_mb"] * 2**20)
+        groups = grouped([parameters[position] for position in cut], bytes_of_bucket)
+        self.buckets = [
+            PackedBucket([parameters[cut[i]] for i in group], self.comm.size) for group in groups
+        ]
+        self.sections.prepare(self.buckets)
+        bucket_of = {i: number for number, group in enumerate(groups) for i in group}
+        self._order = InOrder([bucket_of[i] for i in range(len(cut))], self._leave)
+        self._turn = {position: i for i, position in enumerate(cut)}
+        self.step.on_gradient = self._finished
+        self._like = {
+            name: torch.empty_like(p.detach(), device="meta")
+            for name, p in zip(self.step.names, parameters, strict=True)
+            if p.ndim
+        }
+        numbers = [p for p in parameters if not p.ndim]
+        self._whole = [self._flat(reals(p.detach()).numel(), p) for p in numbers]
+        self._numbers = [
+            (p, torch.view_as_complex(flat[:2]) if p.is_complex() else flat[0])
+            for p, flat in zip(numbers, self._whole, strict=True)
+        ]
+        self._whole.append(self._flat(layout.size, layout.like))
+        self.summed.prepare([Bucket(flat, flat) for flat in self._whole])
+        self.tally = layout.tally(self._whole[-1][: layout.size])
+
+    def _flat(self, size: int, like: Tensor) -> Tensor:
+        multiple = self.summed.multiple
+        return reals(like.detach()).new_zeros(-(-size // multiple) * multiple)
+
+    # --- gradients ------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        for flat in self._whole:
+            flat.zero_()
+        for parameter in self.step.parameters:
+            parameter.grad = None
+        for parameter, view in self._numbers:
+            parameter.grad = view
+        self._leaf, self._is_last, self.passes = batch.leaves[-1], True, 0
+        self._order.begin()
+        if self.each_pass:
+            self._order.release()
+        self.step.accumulate(
+            batch,
+            lambda leaf: self.tally,
+            lambda leaf: None if leaf is batch.leaves[-1] else self._give(leaf),
+            before_last=lambda: None if self.each_pass else self._order.release(),
+        )
+        while self.each_pass and self.passes < batch.passes:  # other ranks have more of them
+            self.after_backward()
+        return self.tally
+
+    def after_backward(self) -> None:
+        if self.each_pass:
+            self.passes += 1
+            self._order.finish()
+            self._order.begin()
+            self._order.release()
+
+    def _finished(self, position: int) -> None:
+        if position in self._turn:
+            self._order.finished(self._turn[position])
+
+    def _give(self, leaf: Leaf) -> None:
+        """Take in a leaf that is not the last: its gradients are empty again."""
+        last, self._leaf, self._is_last = self._leaf, leaf, False
+        for number in range(len(self.buckets)):
+            self._leave(number)
+        for number in range(len(self._whole)):
+            self.summed.launch(number, self._span, last=False)
+        self._leaf, self._is_last = last, True
+
+    def _leave(self, number: int) -> None:
+        bucket = self.buckets[number]
+        flat = bucket.packed([parameter.grad for parameter in bucket.parameters])
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        self.sections.launch(number, flat, self._span, last=self._is_last)
+
+    @property
+    def _span(self) -> tuple[int, int]:
+        return self._leaf.shards.start, self._leaf.shards.stop
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        if not self.each_pass:
+            self._order.finish()
+        for number in range(len(self._whole)):
+            self.summed.launch(number, self._span, last=True)
+        parts = {id(parameter): view for parameter, view in self._numbers}
+        for bucket, section in zip(self.buckets, self.sections.finish(), strict=True):
+            for parameter, part in bucket.parts(section, self.comm.rank):
+                parts[id(parameter)] = part
+        self.summed.finish()
+        parameters = self.step.parameters
+        for parameter, _ in self._numbers:
+            parameter.grad = None
+        own = [parts[id(parameter)] for parameter in parameters]
+        return local, GradientParts(parameters, own, self._own, self.comm, exact=self.shard_alone)
+
+    # --- weights --------------------------------------------------------------------------
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of a whole tensor; all of it, if it has no dimension."""
+        return own_rows(tensor, self.comm.size, self.comm.rank) if tensor.ndim else tensor
+
+    @contextmanager
+    def owned(self, *, writes: bool = False) -> Iterator[None]:
+        if self._is_cut:
+            yield
+            return
+        parameters = [p for bucket in self.buckets for p in bucket.parameters]
+        whole = [parameter.data for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
+        self._is_cut = True
+        for parameter in parameters:
+            parameter.grad = None
+            parameter.data = self._own(parameter.data)
+        try:
+            yield
+        finally:
+            self._is_cut = False
+            for parameter, weight, gradient in zip(parameters, whole, gradients, strict=True):
+                parameter.grad = None
+                parameter.data = weight
+                parameter.grad = gradient
+        if writes:
+            self._gather("control")
+
+    @contextmanager
+    def updating(self, gradients: Gradients) -> Iterator[None]:
+        with self.owned():
+            for parameter, part in zip(gradients.parameters, gradients.tensors(), strict=True):
+                parameter.grad = part
+            yield
+            for parameter in gradients.parameters:
+                parameter.grad = None
+        self._gather("gradients")
+
+    @torch.no_grad()
+    def _gather(self, kind: str) -> None:
+        """Let every rank have all rows as their owners have them."""
+        if self.comm.size == 1:
+            return
+        sent = []
+        for bucket in self.buckets:
+            section = bucket.section_of(self.comm.rank)
+            flat = section.new_empty(self.comm.size * section.numel())
+            sent.append((bucket, flat, self.comm.all_gather(flat, section, kind)))
+        for bucket, flat, pending in sent:
+            pending.wait()
+            bucket.unpack(flat)
+
+    # --- bytes and state ------------------------------------------------------------------
+
+    def messages(self) -> tuple[int, ...]:
+        """What is cut, with its padding, and what is summed whole."""
+        return sum(bucket.nbytes for bucket in self.buckets), sum(f.nbytes for f in self._whole)
+
+    def promised_bytes(self) -> int:
+        passes = self.passes if self.each_pass else 1
+        work = Workload(self.messages(), self.comm.size, self.task.shards, passes=passes)
+        return self.card.bytes_sent(work, self.setting.options)
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        held = super().placement(updated=updated)
+        return held if not self.each_pass else [self._without_whole_gradient(row) for row in held]
+
+    def _without_whole_gradient(self, row: Placed) -> Placed:
+        if not row.gradient_bytes or row.name not in self._like:
+            return row
+        return replace(row, gradient_bytes=self._own(self._like[row.name]).nbytes)
+
+    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
+        if self.comm.size == 1 or name not in self._like:
+            return tensor
+        dtensors = load(DTENSORS)
+        if self._device_mesh is None:
+            self._device_mesh = dtensors.device_mesh(self.comm, SHARD)
+        rows = [dtensors.Shard(0)]
+        found: Tensor = dtensors.dtensor(tensor, self._device_mesh, rows, self._like[name])
+        return found
+
+    def as_held(self, name: str, saved: Tensor) -> Tensor:
+        if is_dtensor(saved):
+            local: Tensor = saved.to_local()  # type: ignore[attr-defined]
+            return local
+        return self._own(saved) if name in self._like else saved
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return ((name, tensors[name].detach()) for name in sorted(tensors))
+
+
+class ZeRO2(ZeRO1):
+    """As `zero1`, but the gradients of every backward pass are scattered, bucket by bucket."""
+
+    name = "zero2"
+    counts_passes = True
+
+    @property
+    def each_pass(self) -> bool:
+        """The leaves of a fixed tree are whole, as in `zero1`."""
+        return not self.shard_alone

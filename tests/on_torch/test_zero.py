@@ -1,0 +1,94 @@
+"""ZeRO: what each rank keeps, what it refuses, and ranks that have less to do than others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import nn
+
+from allranks.errors import RequestError
+from allranks.torch.optimizers.elementwise import check_elementwise
+from allranks.torch.optimizers.lamb import LAMB
+from conftest import Train
+from test_every_strategy import STEPS, difference, reference_for, references
+
+__all__ = ["references"]
+
+
+def test_the_norm_is_that_of_one_process(train: Train) -> None:
+    """With a parameter of no dimension, which all ranks hold; clipped, so weights show it too."""
+    found = {
+        strategy: train("zero_tasks:Scaled", strategy=strategy, ranks=n, precision="fp64", steps=5)
+        for strategy, n in (("single", 1), ("zero1", 3), ("zero2", 2))
+    }
+    weights = {name: load_file(run.run_dir / "weights.safetensors") for name, run in found.items()}
+    for name in ("zero1", "zero2"):
+        assert difference(weights[name], weights["single"]) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_ranks_with_fewer_passes_exchange_with_the_others(
+    strategy: str, train: Train, references: dict[str, Any]
+) -> None:
+    """101 samples by 24, 3 at once, on 4 ranks: the last batch leaves two ranks without any."""
+    _, weights = reference_for("Words", train, references)
+    result = train(
+        "contract_tasks:Words",
+        strategy=strategy,
+        ranks=4,
+        precision="fp64",
+        steps=STEPS,
+        micro_batch=3,
+    )
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+
+
+def test_each_rank_keeps_its_own_part(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(3, "zero_tasks:keeps_its_part", {"strategy": "zero1"})
+    on_ranks(3, "zero_tasks:keeps_its_part", {"strategy": "zero2"})
+
+
+def test_bits_are_those_of_one_process_through_a_chain_of_strategies(train: Train) -> None:
+    """Clipped, with an average: weights and average, after checkpoints of other ranks."""
+    job: dict[str, Any] = {"bitwise": True, "checkpoint_every": 3}
+    whole = train("zero_tasks:Scaled", strategy="single", steps=12, **job)
+    parts = ("ddp", 3, 3), ("zero1", 4, 6), ("zero2", 2, 9), ("zero1", 3, 12)
+    for strategy, ranks, steps in parts:
+        run = train("zero_tasks:Scaled", strategy=strategy, ranks=ranks, steps=steps, **job)
+        job["resume"] = str(run.run_dir)
+    assert run.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    name = "average.safetensors"
+    assert (run.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "muon": lambda p: torch.optim.Muon(p),
+    "lamb": lambda p: LAMB(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused(name: str) -> None:
+    optimizer = OPTIMIZERS[name]([nn.Parameter(torch.randn(4, 4))])
+    with pytest.raises(RequestError, match="--strategy zero1 with") as refused:
+        check_elementwise(optimizer, "--strategy zero1")
+    assert "by itself" in refused.value.why
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adamax", "Rprop"])
+def test_an_optimizer_of_numbers_is_asked_and_left_as_it_was(kind: str) -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    optimizer = getattr(torch.optim, kind)([weight], lr=0.01)
+    before = weight.detach().clone()
+    groups = str(optimizer.param_groups)
+    check_elementwise(optimizer, "--strategy zero1")
+    assert torch.equal(weight, before) and weight.grad is None
+    assert str(optimizer.param_groups) == groups
+    assert weight not in optimizer.state or not any(
+        isinstance(v, torch.Tensor) and v.any() for v in optimizer.state[weight].values()
+    )
