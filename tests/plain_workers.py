@@ -25,7 +25,9 @@ def trained(task: Any, job: Job, world: World) -> dict[str, torch.Tensor]:
         found = {name: tensor.clone() for name, tensor in trainer.weights()}
         average = trainer.strategy.step.average
         if average is not None:
-            found |= {f"average/{n}": t.clone() for n, t in average.state().items()}
+            with average.in_place():
+                averages = {n: t.clone() for n, t in trainer.weights() if n in average.names}
+            found |= {f"average/{name}": tensor for name, tensor in averages.items()}
     return found
 
 
@@ -72,7 +74,8 @@ def stop_and_go_on(argument: dict[str, Any]) -> None:
                 found = {name: tensor.clone() for name, tensor in trainer.weights()}
                 average = trainer.strategy.step.average
                 if average is not None:
-                    found |= {f"average/{n}": t.clone() for n, t in average.state().items()}
+                    with average.in_place():
+                        found |= {f"average/{n}": t.clone() for n, t in trainer.weights()}
         weights.append(found)
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():

@@ -34,7 +34,12 @@ TOGETHER: list[dict[str, Any]] = [
     {"strategy": "ddp", "micro_batch": 4},
     {"strategy": "ddp-plain"},
     {"strategy": "ddp", "bitwise": True},
+    {"strategy": "zero1:bucket_mb=0.0001"},
+    {"strategy": "zero2", "micro_batch": 4},
+    {"strategy": "zero1", "bitwise": True},
 ]
+BY_ROWS = ("SparseRows",)
+"""Their optimizer takes rows that some sample touched, and is not asked to take rows of a rank."""
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
@@ -58,9 +63,10 @@ def test_one_rank_and_two_equal_a_plain_loop(
         found = trained(make(), job, World())
         assert_equal(found, wanted, str(setting))
         bits += [found] if setting.get("bitwise") else []
-    argument = {"task": name, "settings": TOGETHER, "out": str(tmp_path)}
+    settings = [s for s in TOGETHER if name not in BY_ROWS or "zero" not in s["strategy"]]
+    argument = {"task": name, "settings": settings, "out": str(tmp_path)}
     on_ranks(2, "plain_workers:settings_in_turn", argument)
-    for number, setting in enumerate(TOGETHER):
+    for number, setting in enumerate(settings):
         for rank in range(2):
             found = read_tensors(tmp_path / f"{number}-{rank}.safetensors")
             assert_equal(found, wanted, f"{setting}, rank {rank}")

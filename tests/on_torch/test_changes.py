@@ -36,7 +36,9 @@ OnRanks = Callable[..., Any]
         ("Averaged", 6, {"strategy": "ddp", "bitwise": True}),
         ("Averaged", 10, {"strategy": "ddp-plain"}),
         ("ResumedGroup", 6, {"strategy": "ddp"}),
+        ("Averaged", 6, {"strategy": "zero1"}),
         ("ComplexWeight", 6, {"strategy": "ddp"}),
+        ("ComplexWeight", 6, {"strategy": "zero2"}),
         ("SparseRows", 6, {"strategy": "ddp"}),
     ],
 )

@@ -222,7 +222,7 @@ class Trainer:
         return self.strategy.full_state()
 
     def state(self) -> dict[str, Any]:
-        """All that the rest of the training depends on: weights, optimizer, how far it is."""
+        """All that the rest depends on: weights, optimizer, progress; every rank calls this."""
         check_no_scheduler(self.strategy.step.optimizer, "the state of a training")
         state = {"strategy": self.strategy.state(), "own": self.strategy.own_state()}
         random = {"ranks": self.comm.size, **random_streams(self.device)}

@@ -57,6 +57,20 @@ class Reducer(ABC):
     def finish(self) -> None:
         """Wait until every bucket holds its sum over all ranks."""
 
+    def sum_apart(self, leaves: Sequence[tuple[Span, Tensor]]) -> Tensor:
+        """The sum of flat tensors, one for each leaf of this rank, in the order of every sum.
+
+        Every rank calls this, between the sums of two steps. The buckets are to be prepared again.
+        """
+        size = leaves[0][1].numel()
+        flat = leaves[0][1].new_zeros(-(-size // self.multiple) * self.multiple)
+        self.prepare([Bucket(flat, flat)])
+        for span, tensor in leaves:
+            flat[:size].copy_(tensor)
+            self.launch(0, span, last=span is leaves[-1][0])
+        self.finish()
+        return flat[:size]
+
     def state(self) -> dict[str, Any]:
         """What the next steps depend on, of this rank alone: residuals that were not sent yet."""
         return {}

@@ -128,7 +128,8 @@ class Strategy(ABC):
             for tensor in (*model.parameters(), *model.buffers()):
                 self.comm.broadcast(tensor)
         model = self.model = self.parallelize(model)
-        optimizer = make_optimizer(model)
+        with self.owned():  # what it keeps from the start is of what this rank updates
+            optimizer = make_optimizer(model)
         setting, one_training = self.setting, self.agreement.is_one_training
         parts = StepParts(
             comm=self.data if one_training else Comm(device=self.comm.device),

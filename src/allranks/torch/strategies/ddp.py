@@ -17,7 +17,7 @@ from allranks.catalog import REDUCERS, load
 from allranks.strategies.card import Workload
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch, Leaf
-from allranks.torch.reducers.base import Bucket, Reducer
+from allranks.torch.reducers.base import Reducer
 from allranks.torch.reducers.buckets import Buckets
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -49,14 +49,7 @@ class DDP(Strategy):
         self.step.on_gradient = self.buckets.gradient_finished
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
-        size = leaves[0][1].numel()
-        flat = leaves[0][1].new_zeros(-(-size // self.reducer.multiple) * self.reducer.multiple)
-        self.reducer.prepare([Bucket(flat, flat)])  # the buckets are laid out anew after this
-        for span, tensor in leaves:
-            flat[:size].copy_(tensor)
-            self.reducer.launch(0, span, last=span is leaves[-1][0])
-        self.reducer.finish()
-        return flat[:size]
+        return self.reducer.sum_apart(leaves)  # the buckets are laid out anew after this
 
     def own_state(self) -> dict[str, Any]:
         state = self.reducer.state()

@@ -10,18 +10,20 @@ updates the model is whole, as under `ddp`. Rajbhandari et al. 2020, ZeRO, arXiv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from allranks.catalog import DTENSORS, REDUCERS, load
+from allranks.errors import RequestError
 from allranks.job.placement import Placed
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import SHARD
+from allranks.strategies.reduction_tree import Span
 from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.model.reals import reals
@@ -51,22 +53,30 @@ class ZeRO1(Strategy):
         """Whether gradients are exchanged after every backward pass, and not once a step."""
         return False
 
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        self._is_cut = False
+        self._device_mesh: Any = None
+        self._with_rows = {n: p for n, p in model.named_parameters() if p.ndim}
+        self._like = {
+            name: torch.empty_like(p.detach(), device="meta") for name, p in self._with_rows.items()
+        }
+        return model
+
     def prepare(self) -> None:
         if self.comm.size > 1:
             check_elementwise(self.step.optimizer, f"--strategy {self.name}")
+            self._check_bits()
         summed = load(REDUCERS[self.setting.options["reduce"]])
         self.summed: Reducer = summed(self.comm, self.task.shards)
         sections = TreeSections if self.shard_alone else MeanSections
         self.sections: Sections = sections(self.comm, self.task.shards)
-        self._is_cut = False
-        self._device_mesh: Any = None
 
     def lay_out(self) -> None:
         """What has rows is cut; a parameter of no dimension is summed whole, beside the tally."""
         parameters, layout = self.step.parameters, self.step.layout
+        self._laid_out = parameters
         cut = [position for position, p in enumerate(parameters) if p.ndim]
-        bytes_of_bucket = int(self.setting.options["bucket_mb"] * 2**20)
-        groups = grouped([parameters[position] for position in cut], bytes_of_bucket)
+        groups = grouped([parameters[i] for i in cut], self._bucket_bytes)
         self.buckets = [
             PackedBucket([parameters[cut[i]] for i in group], self.comm.size) for group in groups
         ]
@@ -75,11 +85,6 @@ class ZeRO1(Strategy):
         self._order = InOrder([bucket_of[i] for i in range(len(cut))], self._leave)
         self._turn = {position: i for i, position in enumerate(cut)}
         self.step.on_gradient = self._finished
-        self._like = {
-            name: torch.empty_like(p.detach(), device="meta")
-            for name, p in zip(self.step.names, parameters, strict=True)
-            if p.ndim
-        }
         numbers = [p for p in parameters if not p.ndim]
         self._whole = [self._flat(reals(p.detach()).numel(), p) for p in numbers]
         self._numbers = [
@@ -90,9 +95,29 @@ class ZeRO1(Strategy):
         self.summed.prepare([Bucket(flat, flat) for flat in self._whole])
         self.tally = layout.tally(self._whole[-1][: layout.size])
 
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self.setting.options["bucket_mb"] * 2**20)
+
+    def _check_bits(self) -> None:
+        """Raise for 16 bits: at the end of a piece of memory torch rounds them otherwise."""
+        short = [
+            n for n, p in zip(self.step.names, self.step.parameters, strict=True) if p.itemsize < 4
+        ]
+        if self.shard_alone and short:
+            raise RequestError(
+                asked=f"--strategy {self.name} with equal bits on any ranks",
+                found=f"weights of 16 bits: {short[0]!r}",
+                why="an update of some rows rounds them otherwise than an update of all",
+                do="keep the weights in float32 (--precision bf16 does), or --strategy ddp",
+            )
+
     def _flat(self, size: int, like: Tensor) -> Tensor:
         multiple = self.summed.multiple
         return reals(like.detach()).new_zeros(-(-size // multiple) * multiple)
+
+    def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
+        return self.summed.sum_apart(leaves)  # everything is laid out anew after this
 
     # --- gradients ------------------------------------------------------------------------
 
@@ -115,6 +140,8 @@ class ZeRO1(Strategy):
         )
         while self.each_pass and self.passes < batch.passes:  # other ranks have more of them
             self.after_backward()
+        if self.each_pass:
+            self._order.begin()  # no backward pass that comes now is one of the step
         return self.tally
 
     def after_backward(self) -> None:
@@ -175,7 +202,7 @@ class ZeRO1(Strategy):
         if self._is_cut:
             yield
             return
-        parameters = [p for bucket in self.buckets for p in bucket.parameters]
+        parameters = list(self._with_rows.values())
         whole = [parameter.data for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters]
         self._is_cut = True
@@ -191,25 +218,30 @@ class ZeRO1(Strategy):
                 parameter.data = weight
                 parameter.grad = gradient
         if writes:
-            self._gather("control")
+            everything = list(self._with_rows.values())
+            groups = grouped(everything, self._bucket_bytes)
+            buckets = (PackedBucket([everything[i] for i in g], self.comm.size) for g in groups)
+            self._gather(buckets, "control")
 
     @contextmanager
     def updating(self, gradients: Gradients) -> Iterator[None]:
+        if self.step.parameters is not self._laid_out:  # unfrozen in this step
+            self.lay_out()
         with self.owned():
             for parameter, part in zip(gradients.parameters, gradients.tensors(), strict=True):
                 parameter.grad = part
             yield
             for parameter in gradients.parameters:
                 parameter.grad = None
-        self._gather("gradients")
+        self._gather(self.buckets, "gradients")
 
     @torch.no_grad()
-    def _gather(self, kind: str) -> None:
+    def _gather(self, buckets: Iterable[PackedBucket], kind: str) -> None:
         """Let every rank have all rows as their owners have them."""
         if self.comm.size == 1:
             return
         sent = []
-        for bucket in self.buckets:
+        for bucket in buckets:
             section = bucket.section_of(self.comm.rank)
             flat = section.new_empty(self.comm.size * section.numel())
             sent.append((bucket, flat, self.comm.all_gather(flat, section, kind)))
