@@ -51,13 +51,17 @@ Samples = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of one workload: `compared` are (of, over, kind, bar)."""
+    """What is measured of one workload: `compared` are (of, over, kind, bar).
+
+    `contenders_in` is the module whose loops they are.
+    """
 
     workload: str
     ranks: int
     block: int
     contenders: tuple[str, ...]
     compared: tuple[tuple[str, str, str, float | None], ...]
+    contenders_in: str = "contenders"
 
 
 WRAPPERS = ("fabric-local", "fabric-global", "accelerate-local", "accelerate-global")
@@ -177,9 +181,10 @@ def _rank(
     sys.path[:0] = [source, str(Path(source).parent / "benchmarks")]  # each tree knows its names
     from step_rank import measure_as_rank  # noqa: PLC0415
 
-    names = list(plan.contenders)
+    names, table = list(plan.contenders), plan.contenders_in
     turns = range(first_turn, first_turn + rounds)
-    measure_as_rank(plan.workload, plan.ranks, rank, names, plan.block, turns, source, folders)
+    job = plan.workload, plan.ranks, rank, names, plan.block, turns, source, folders
+    measure_as_rank(*job, *([] if table == "contenders" else [table]))  # older trees know no other
 
 
 def compare(plan: Plan, samples: Samples) -> tuple[list[dict[str, Any]], list[Comparison]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, Contender
+from contenders import Contender
 from harness import order_of
 from workloads import WORKLOADS
 
@@ -34,6 +35,7 @@ def measure_as_rank(
     turns: range,
     source: str,
     folders: list[str],
+    contenders_in: str = "contenders",
 ) -> None:
     """Time the rounds `turns` as `rank` of `ranks`; the leader writes `samples.json`.
 
@@ -51,7 +53,8 @@ def measure_as_rank(
     if ranks == 1:  # a Trainer that is alone makes no group, but the barriers here want one
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     with Turns(folders if world.is_leader else []) as taking:
-        slowest = _measured(workload, world, names, block, turns, taking)
+        contenders = _make(workload, names, world, contenders_in)
+        slowest = _measured(contenders, block, turns, taking)
     if world.is_leader:
         (Path(folder) / "samples.json").write_text(json.dumps(slowest))
     gc.unfreeze()  # every DistributedDataParallel must be gone before the group is: one that holds
@@ -99,10 +102,10 @@ class Turns:
 
 
 def _measured(
-    workload: str, world: World, names: list[str], block: int, turns: range, taking: Turns
+    contenders: dict[str, Contender], block: int, turns: range, taking: Turns
 ) -> dict[str, list[float]]:
     """Microseconds per step of each contender in each round, on the slowest rank."""
-    contenders = _make(workload, names, world)
+    names = list(contenders)
     _check(contenders)
     for contender in contenders.values():
         _timed_block_s(contender, block)
@@ -117,11 +120,12 @@ def _measured(
     return {name: _slowest(values) for name, values in own.items()}
 
 
-def _make(workload: str, names: list[str], world: World) -> dict[str, Contender]:
+def _make(workload: str, names: list[str], world: World, table: str) -> dict[str, Contender]:
     """All contenders, in the order of `names`; ours come first,
     because a Trainer joins the ranks."""
     ours_first = sorted(names, key=lambda name: not name.startswith("allranks"))
-    made = {name: CONTENDERS[name](WORKLOADS[workload], world) for name in ours_first}
+    known = importlib.import_module(table).CONTENDERS
+    made = {name: known[name](WORKLOADS[workload], world) for name in ours_first}
     torch.use_deterministic_algorithms(False)  # a bitwise Trainer has set it; see `_timed_block_s`
     return {name: made[name] for name in names}
 

@@ -120,6 +120,12 @@ WORKLOADS = {
         Workload("tiny MLP", 32, 4096, (64,), lambda: _mlp(64, 64)),
         Workload("small CNN", 32, 1024, (3, 32, 32), _cnn, has_batchnorm=True),
         Workload("gradient-heavy MLP", 32, 1024, (1024,), lambda: _mlp(1024, 1024)),
+        Workload(
+            "gradient-heavy AdamW",
+            *(32, 1024, (1024,)),
+            make_model=lambda: _mlp(1024, 1024),
+            is_adamw=True,
+        ),
         Workload("17 M MLP", 8, 1024, (1024,), lambda: _deep_mlp(1024, 16), is_adamw=True),
     )
 }

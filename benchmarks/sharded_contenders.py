@@ -1,0 +1,94 @@
+"""The loops that `strategies.py` runs side by side: ours, and torch's own parts, used by hand.
+
+    ddp              DistributedDataParallel, with the mean loss over all ranks
+    ddp-again        the same loop a second time: how much equal loops differ here
+    zero-by-hand     DistributedDataParallel with torch's ZeroRedundancyOptimizer
+    fsdp2-by-hand    `fully_shard` on each repeated block and on the model
+    allranks NAME    our Trainer with that strategy
+
+All keep the mean loss over all ranks of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+from contenders import Contender, DDPGlobal
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from workloads import Workload, task_of
+
+from allranks.job.job import Job
+from allranks.launcher.world import World
+from allranks.torch import Trainer
+
+STEPS_LIMIT = 10**9
+
+
+class ZeroByHand(DDPGlobal):
+    """As in the tutorial of torch."""
+
+    def prepare(self) -> None:
+        self.model = DistributedDataParallel(self.workload.model())
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(), optimizer_class=AdamW, lr=1e-4
+        )
+
+
+class FSDP2ByHand(Contender):
+    """As in the tutorial of torch: each repeated block is a unit, and the rest."""
+
+    def prepare(self) -> None:
+        mesh = init_device_mesh("cpu", (self.world.size,))
+        model: Any = self.workload.model()
+        for child in model.children():
+            if isinstance(child, nn.Linear):
+                fully_shard(child, mesh=mesh)
+        self.model = fully_shard(model, mesh=mesh)
+        self.optimizer = self.workload.optimizer(self.model)
+
+    def run(self, steps: int) -> None:
+        for inputs, labels in islice(self.batches, steps):
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self.model(inputs), labels)
+            loss.backward()
+            self.optimizer.step()
+            mean = loss.detach()
+            dist.all_reduce(mean)
+            self.losses.append(mean.item() / self.world.size)
+
+
+class OfStrategy(Contender):
+    """The Trainer, from a script."""
+
+    def __init__(self, workload: Workload, world: World, strategy: str) -> None:
+        self.strategy = strategy
+        super().__init__(workload, world)
+
+    def prepare(self) -> None:
+        task = task_of(self.workload, self.world.size, self.world.size)
+        self.trainer = Trainer(task, Job(strategy=self.strategy), world=self.world)
+        self.batches = self.trainer.batches(steps=STEPS_LIMIT)
+
+    def run(self, steps: int) -> None:
+        for batch in islice(self.batches, steps):
+            self.losses.append(self.trainer.step(batch).loss)
+
+
+OURS = ("ddp", "zero1", "zero2", "fsdp")
+CONTENDERS: dict[str, Callable[[Workload, World], Contender]] = {
+    "ddp": DDPGlobal,
+    "ddp-again": DDPGlobal,
+    "zero-by-hand": ZeroByHand,
+    "fsdp2-by-hand": FSDP2ByHand,
+    **{f"allranks {name}": partial(OfStrategy, strategy=name) for name in OURS},
+}

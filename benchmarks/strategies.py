@@ -1,0 +1,59 @@
+"""Time per optimizer step of the sharded strategies, beside torch's own parts used by hand.
+
+    python benchmarks/strategies.py
+
+Measured as `step.py` does: every rank is a process that holds all contenders on one Gloo group with
+one thread, a round gives each one block of steps, and what is compared was measured in the same
+round. `sharded_contenders.py` says what each does. The bar is 1.03 of the best way by hand that
+keeps as little: `zero1` beside ZeroRedundancyOptimizer, `fsdp` beside `fully_shard`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from harness import RECORDS, finish_record, start_record
+from step import METRIC, Plan, compare, measure
+
+BAR = 1.03
+BY_HAND = ("ddp", "ddp-again", "zero-by-hand", "fsdp2-by-hand")
+OURS = ("allranks ddp", "allranks zero1", "allranks zero2", "allranks fsdp")
+COMPARED = (
+    ("allranks ddp", "ddp", "ratio", BAR),
+    ("allranks zero1", "zero-by-hand", "ratio", BAR),
+    ("allranks zero2", "zero-by-hand", "ratio", BAR),
+    ("allranks fsdp", "fsdp2-by-hand", "ratio", BAR),
+    ("allranks zero1", "allranks ddp", "ratio", None),
+    ("ddp-again", "ddp", "ratio", None),
+)
+PLANS = tuple(
+    Plan(workload, ranks, block, (*BY_HAND, *OURS), COMPARED, contenders_in="sharded_contenders")
+    for workload, ranks, block in (("gradient-heavy AdamW", 2, 4), ("17 M MLP", 2, 1))
+)
+
+
+def main() -> None:
+    """Measure, write the record, print it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=40, help="rounds")
+    parser.add_argument("--sets", type=int, default=2, help="fresh sets of processes")
+    parser.add_argument("--workload", default="", help="only this one, by the start of its name")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")
+    asked = parser.parse_args()
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    settings = {"pairs": asked.pairs, "sets": asked.sets, "threads_per_rank": 1}
+    record = start_record("strategies", settings)
+    record["rows"], record["samples"], comparisons = [], {}, []
+    for plan in (plan for plan in PLANS if plan.workload.startswith(asked.workload)):
+        samples = measure(plan, asked.pairs, asked.sets)
+        rows, compared = compare(plan, samples)
+        record["rows"] += rows
+        record["samples"][f"{plan.workload}, {plan.ranks} ranks"] = {METRIC: samples}
+        comparisons += compared
+    finish_record(record, comparisons, asked.records)
+
+
+if __name__ == "__main__":
+    main()
