@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.cli.notebook.launch import Trained, launch
-from allranks.job.job import Job
+from allranks.job.job import GROUPS, Job
 from allranks.torch import Task, Trainer
 from allranks.torch.data.batches import Batch
 from allranks.training import schedules
@@ -62,13 +62,13 @@ def _described(thing: Any) -> Iterator[str]:
     if not inspect.isclass(thing):
         yield f"`{_signature(thing.__name__, thing)}`\n"
         return
-    if dataclasses.is_dataclass(thing):
-        yield "| field | default |\n|---|---|"
-        yield from (
-            f"| `{f.name}: {_in_table(str(f.type))}` | {_default(f)} |"
-            for f in dataclasses.fields(thing)
-        )
-        yield ""
+    if thing is Job:
+        for title, group in GROUPS.items():
+            yield f"#### {title}\n"
+            yield _doc(group, group.__name__)
+            yield from _fields(group)
+    elif dataclasses.is_dataclass(thing):
+        yield from _fields(thing)
     elif "__init__" in vars(thing):
         yield f"`{_signature(thing.__name__, thing.__init__)}`\n"
     for name, member in list(vars(thing).items()):
@@ -79,6 +79,14 @@ def _described(thing: Any) -> Iterator[str]:
             is_property = isinstance(member, property)
             yield f"**`{name if is_property else _signature(name, inner)}`**\n"
             yield _doc(inner, f"{thing.__name__}.{name}")
+
+
+def _fields(thing: Any) -> Iterator[str]:
+    """The fields of a dataclass as a table."""
+    yield "| field | default |\n|---|---|"
+    for field in dataclasses.fields(thing):
+        yield f"| `{field.name}: {_in_table(str(field.type))}` | {_default(field)} |"
+    yield ""
 
 
 def _signature(name: str, function: Any) -> str:

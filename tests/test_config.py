@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve, threads_per_rank
-from allranks.job.job import Job
+from allranks.job.job import GROUPS, Job, names_in
 from allranks.job.job_file import FOR_CHECK, NOT_SETTABLE, read_job_file, write_toml
 from allranks.job.run_folder import RunFolder
 
@@ -44,6 +44,14 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_default(
     assert sources["seed"] == sources["task.lr"] == "command line"
     assert sources["precision"] == sources["strategy"] == "default"
     assert set(sources) >= {f.name for f in dataclasses.fields(Job)} - set(NOT_SETTABLE)
+
+
+def test_every_value_of_a_job_stands_in_one_group_and_in_its_order() -> None:
+    """The groups are what `--help` and `--dry-run` show; the fields are what job files hold."""
+    grouped = [name for group in GROUPS.values() for name in names_in(group)]
+    assert grouped == [field.name for field in dataclasses.fields(Job)]
+    shown = [name for values in Job().grouped().values() for name in values]
+    assert shown == [name for name in grouped if name not in NOT_SETTABLE]
 
 
 def test_a_program_on_the_command_line_goes_before_that_of_the_file(tmp_path: Path) -> None:

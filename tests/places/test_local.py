@@ -20,51 +20,56 @@ from allranks.launcher.world import Visible
 ALL = Visible()
 
 GOLDEN = """\
-program = digits
-engine = torch
-strategy = ddp
-ranks = 2
-nodes = 1
-place = local
-device = cpu
-precision = fp32
-bitwise = False
-micro_batch = None
-seed = 7
-steps = 3
-threads = 1
-loader_workers = 0
-prefetch = 2
-steps_per_call = 1
-devices = 
-loss_scale = dynamic
-channels_last = False
-compile = 
-activation_checkpointing = False
-eval_every = 
-early_stop = 
-patience = 3
-log = 
-profile = False
-checkpoint_every = None
-keep = 3
-best = 
-resume = 
-max_restarts = 0
-hang_timeout = 1800.0
-time_limit = None
-on_bad_step = stop
-spike = None
-verify_every = None
-witness = warn
-inject = 
-run_dir = /somewhere/run
-trace = False
-trace_bytes = 0
-replay = 
-cut_for = 0
+What is trained:
+  program = digits
+  engine = torch
+  steps = 3
+  seed = 7
+  micro_batch = None
+  steps_per_call = 1
+  loader_workers = 0
+  prefetch = 2
+  eval_every = 
+  early_stop = 
+  patience = 3
 
-task:
+Where:
+  strategy = ddp
+  ranks = 2
+  nodes = 1
+  place = local
+  device = cpu
+  devices = 
+  threads = 1
+
+Numbers:
+  precision = fp32
+  bitwise = False
+  loss_scale = dynamic
+  channels_last = False
+  compile = 
+  activation_checkpointing = False
+
+Safety:
+  checkpoint_every = None
+  keep = 3
+  best = 
+  resume = 
+  max_restarts = 0
+  hang_timeout = 1800.0
+  time_limit = None
+  on_bad_step = stop
+  spike = None
+  verify_every = None
+  witness = warn
+  inject = 
+
+Looking:
+  run_dir = /somewhere/run
+  log = 
+  profile = False
+
+Fields of the task:
   batch_size = 256
   lr = 0.1
 

@@ -1,37 +1,37 @@
-"""Help in groups: what people use first on top, then what, where, numbers, safety, looking."""
+"""Help in the groups of a job: what people use first on top, then what, where, numbers, safety."""
 
 from __future__ import annotations
 
 import click
 
-GROUPS = {
-    "First of all": (
-        *("--ranks", "--nodes", "--strategy", "--set", "--epochs", "--bitwise", "--run-dir"),
-        *("--checkpoint-every", "--max-restarts", "--dry-run"),
-    ),
-    "What is trained": (
-        *("--job", "--engine", "--steps", "--seed", "--eval-every", "--early-stop", "--patience"),
-        *("--micro-batch", "--steps-per-call", "--loader-workers", "--prefetch"),
-    ),
+from allranks.job.job import GROUPS, names_in
+
+FIRST = (
+    *("--ranks", "--nodes", "--strategy", "--set", "--epochs", "--bitwise", "--run-dir"),
+    *("--checkpoint-every", "--max-restarts", "--dry-run"),
+)
+NO_FIELDS = {  # options that are no field of a job
+    "What is trained": ("--job",),
     "Where": (
-        *("--slots", "--place", "--device", "--devices", "--threads", "--ranks-per-node"),
-        *("--hosts", "--rendezvous", "--id", "--node-rank", "--interface", "--join-timeout"),
-        *("--node-timeout", "--per-rank"),
+        *("--slots", "--ranks-per-node", "--hosts", "--rendezvous", "--id", "--node-rank"),
+        *("--interface", "--join-timeout", "--node-timeout", "--per-rank"),
     ),
-    "Numbers": (
-        *("--precision", "--loss-scale", "--channels-last", "--compile"),
-        "--activation-checkpointing",
-    ),
-    "Safety": (
-        *("--keep", "--best", "--resume", "--time-limit", "--hang-timeout", "--on-bad-step"),
-        *("--spike", "--verify-every", "--witness", "--inject"),
-    ),
-    "Looking": ("--log", "--profile", "--placement", "--keep-runs", "--json", "--help"),
+    "Looking": ("--placement", "--keep-runs", "--json", "--help"),
 }
 
 
+def option_groups() -> dict[str, list[str]]:
+    """The options of all verbs by the titles of their groups, each in one group."""
+    groups = {"First of all": list(FIRST)}
+    for title, group in GROUPS.items():
+        fields = [f"--{name.replace('_', '-')}" for name in names_in(group)]
+        groups[title] = [flag for flag in fields if flag not in FIRST]
+        groups[title] += NO_FIELDS.get(title, ())
+    return groups
+
+
 class GroupedCommand(click.Command):
-    """A command whose options are shown in the groups above, and in their order."""
+    """A command whose options are shown in these groups, and in their order."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = {
@@ -39,7 +39,7 @@ class GroupedCommand(click.Command):
             for option in self.get_params(ctx)
             if (row := option.get_help_record(ctx)) is not None
         }
-        for title, names in GROUPS.items():
+        for title, names in option_groups().items():
             shown = [rows[name] for name in names if name in rows]
             if shown:
                 with formatter.section(title):

@@ -24,72 +24,84 @@ WITNESS = ("warn", "stop", "off")
 
 
 @dataclass(frozen=True)
-class Job:
-    """Everything that decides how a task is run; the task's own fields are in `task`.
+class Training:
+    """What is trained, for how long, and how its data comes.
 
-    `engine` is the framework that does the arithmetic, and `steps_per_call` how many steps it makes
-    before it comes back to Python (TensorFlow).
-
-    Where: `place` is this machine ("local"), machines that the user names ("hosts"), nodes that are
-    made here ("simulated:link=1gbit"), or those of a Slurm job ("slurm"); `nodes` of them.
-
-    Sizes: `ranks` over all nodes; `steps` optimizer steps of the job (None: until the epochs of
-    the task are over); `micro_batch` samples through the model at once on one rank (None: all
-    that the rank owns); `threads` intra-op threads of a rank (None: the cores shared out, 1 under
-    `bitwise`); `loader_workers` processes that read data for each rank.
-
-    What protects it: a checkpoint after every `checkpoint_every` global batches (None: only when it
-    is stopped), of which the `keep` newest stay, and the one with the `best` metric
-    ("max:accuracy", "min:loss"). `resume` is a run folder or checkpoint to start from. After a
-    fault the ranks are started again up to `max_restarts` times; one without a sign of life for
-    `hang_timeout` seconds (0: for ever) is a fault. After `time_limit` seconds the job stops as if
-    asked to. `on_bad_step` says what happens with a step whose loss or gradient is not finite, or
-    whose gradient is `spike` times longer than usual; every `verify_every` steps the weights of all
-    ranks are compared. `witness` says what happens when the result is seen to follow the number of
-    ranks. `inject` lists faults to make on purpose (`allranks.job.faults`).
-
-    How the arithmetic is done: `loss_scale` of fp16 ("dynamic", with options, or a number);
-    `channels_last` images; `compile` by that backend of torch.compile; `activation_checkpointing`
-    keeps no activations of repeated blocks. `devices` are the numbers of those to use ("0,1,4,5");
-    `prefetch` batches are made ready ahead of the step.
-
-    What is learnt on the way: an evaluation every `eval_every` steps ("100", or "epoch"); the
-    training ends when `patience` of them in a row have not bettered the metric `early_stop`
-    ("max:accuracy"); `log` lists further files to write ("csv,tensorboard"); `profile` has torch's
-    profiler write what a few steps of rank 0 spend their time on.
-
-    Set by `check` alone: `trace` records the insides of every step, of so many steps that their
-    tensors fit in `trace_bytes` (0: of all), each from the weights of the trace in `replay`; one
-    process cuts its batches as `cut_for` ranks would (0: as its own ranks do).
+    `engine` is the framework that does the arithmetic; `steps_per_call` is how many steps it makes
+    before it returns to Python (TensorFlow). `steps` is the number of optimizer steps (None: until
+    the task's epochs are over); `micro_batch` is how many samples one pass of the model takes on
+    one rank (None: all that the rank owns). `loader_workers` processes read data for each rank, and
+    `prefetch` batches are made ready ahead of the step. The job evaluates every `eval_every` steps
+    ("100", or "epoch"), and ends when `patience` evaluations in a row have not bettered the metric
+    `early_stop` ("max:accuracy").
     """
 
     program: str = ""
     task: dict[str, Any] = field(default_factory=dict)
     engine: str = TORCH
+    steps: int | None = None
+    seed: int = 0
+    micro_batch: int | None = None
+    steps_per_call: int = 1
+    loader_workers: int = 0
+    prefetch: int = 2
+    eval_every: str = ""
+    early_stop: str = ""
+    patience: int = 3
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which processes train, how they work together, and on which machines.
+
+    `ranks` counts those of all nodes. `place` is this machine ("local"), machines that the user
+    names ("hosts"), nodes that are made here ("simulated:link=1gbit"), or those of a Slurm job
+    ("slurm"); `nodes` is how many of them. `devices` are the numbers of the devices to use
+    ("0,1,4,5"); `threads` are the intra-op threads of a rank (None: the cores shared out, 1 under
+    `bitwise`).
+    """
+
     strategy: str = ""
     ranks: int = 1
     nodes: int = 1
     place: str = LOCAL
     device: str = "cpu"
+    devices: str = ""
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How the arithmetic is done.
+
+    `bitwise` gives equal bits on any number of ranks; `loss_scale` is that of fp16 ("dynamic", with
+    options, or a number); `channels_last` stores images as NHWC; `compile` names a backend of
+    torch.compile; `activation_checkpointing` recomputes the activations of repeated blocks.
+    """
+
     precision: str = "fp32"
     bitwise: bool = False
-    micro_batch: int | None = None
-    seed: int = 0
-    steps: int | None = None
-    threads: int | None = None
-    loader_workers: int = 0
-    prefetch: int = 2
-    steps_per_call: int = 1
-    devices: str = ""
     loss_scale: str = "dynamic"
     channels_last: bool = False
     compile: str = ""
     activation_checkpointing: bool = False
-    eval_every: str = ""
-    early_stop: str = ""
-    patience: int = 3
-    log: str = ""
-    profile: bool = False
+
+
+@dataclass(frozen=True)
+class Safety:
+    """What protects a job: checkpoints, restarts, and looks at its numbers.
+
+    A checkpoint is written every `checkpoint_every` global batches (None: only when the job is
+    stopped); the `keep` newest stay, and the one with the `best` metric ("max:accuracy",
+    "min:loss"). `resume` is a run folder or a checkpoint to start from. After a fault the ranks
+    start again, up to `max_restarts` times; a rank without a sign of life for `hang_timeout`
+    seconds (0: for ever) is a fault. After `time_limit` seconds the job stops as if asked to.
+    `on_bad_step` says what happens with a step whose loss or gradient is not finite, or whose
+    gradient norm is over `spike` times the recent median. Every `verify_every` steps the weights of
+    all ranks are compared; `witness` says what happens when the result is seen to follow the number
+    of ranks. `inject` lists faults to make on purpose (`allranks.job.faults`).
+    """
+
     checkpoint_every: int | None = None
     keep: int = 3
     best: str = ""
@@ -102,11 +114,53 @@ class Job:
     verify_every: int | None = None
     witness: str = "warn"
     inject: str = ""
+
+
+@dataclass(frozen=True)
+class Looking:
+    """Where the job leaves its records, and which.
+
+    `log` lists further files to write ("csv,tensorboard"); `profile` has torch's profiler write
+    what a few steps of rank 0 spend their time on.
+    """
+
     run_dir: str = ""
+    log: str = ""
+    profile: bool = False
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """Set by `check` alone; no flag and no job file says them.
+
+    `trace` records the insides of every step, of so many steps that their tensors fit in
+    `trace_bytes` (0: of all), each from the weights of the trace in `replay`; one process cuts its
+    batches as `cut_for` ranks would (0: as its own ranks do).
+    """
+
     trace: bool = False
     trace_bytes: int = 0
     replay: str = ""
     cut_for: int = 0
+
+
+GROUPS: dict[str, type] = {
+    "What is trained": Training,
+    "Where": Where,
+    "Numbers": Numerics,
+    "Safety": Safety,
+    "Looking": Looking,
+    "Set by check": Tracing,
+}
+
+
+@dataclass(frozen=True)  # takes the fields of its last base first: these are `GROUPS`, reversed
+class Job(Tracing, Looking, Safety, Numerics, Where, Training):
+    """Everything that decides how a task is run; the task's own fields are in `task`.
+
+    A job is flat, as its flags are: `Job(strategy="ddp", ranks=2)`. `GROUPS` has its fields in
+    groups, in the order in which `--help`, `--dry-run`, job files and the reference show them.
+    """
 
     @cached_property
     def strategy_spec(self) -> StrategySpec:
@@ -119,6 +173,14 @@ class Job:
         """The place by its name and options; raises `RequestError` for one that is not known."""
         return place_spec(self.place)
 
+    def grouped(self) -> dict[str, dict[str, Any]]:
+        """The values that a user can set, group by group; without the fields of the task."""
+        return {
+            title: {name: getattr(self, name) for name in names_in(group) if name != "task"}
+            for title, group in GROUPS.items()
+            if group is not Tracing
+        }
+
     def to_data(self) -> dict[str, Any]:
         """The job as a mapping that JSON and TOML can carry."""
         return dataclasses.asdict(self)
@@ -127,3 +189,8 @@ class Job:
     def from_data(cls, data: dict[str, Any]) -> Job:
         """The job that `to_data` described."""
         return cls(**data)
+
+
+def names_in(group: type) -> tuple[str, ...]:
+    """The names of the fields of one of the `GROUPS`, in their order."""
+    return tuple(field.name for field in dataclasses.fields(group))

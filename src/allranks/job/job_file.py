@@ -14,10 +14,10 @@ from typing import Any
 
 from allranks.errors import RequestError, nearest
 from allranks.job.fields import read_value
-from allranks.job.job import Job
+from allranks.job.job import Job, Tracing, names_in
 
 SCHEMA = 1
-FOR_CHECK = ("trace", "trace_bytes", "replay", "cut_for")
+FOR_CHECK = names_in(Tracing)
 NOT_SETTABLE = ("task", *FOR_CHECK)
 HIDDEN = "[redacted]"
 _SECRET_WORD = re.compile(  # one word of a name, small letters

@@ -20,27 +20,18 @@ from typing import Any
 from allranks.checkpoint.folder import FOLDER, committed
 from allranks.checkpoint.manifest import BadCheckpoint, read_manifest
 from allranks.errors import RequestError
-from allranks.job.job import Job
+from allranks.job.job import Job, Looking, Safety, Where, names_in
 from allranks.job.job_file import FOR_CHECK, job_values, read_job_file, redacted
 from allranks.strategies.card import APART
 from allranks.strategies.resolve import card_of
 
 CHECKPOINTS = FOLDER
 FREE = (
-    *("ranks", "nodes", "place", "strategy", "micro_batch", "device", "threads"),
-    *(
-        "devices",
-        "prefetch",
-        "steps_per_call",
-        "eval_every",
-        "early_stop",
-        "patience",
-        "log",
-        "profile",
-    ),
-    *("loader_workers", "steps", "checkpoint_every", "keep", "best", "resume", "max_restarts"),
-    *("hang_timeout", "time_limit", "on_bad_step", "spike", "verify_every", "witness", "inject"),
-    "run_dir",
+    *("steps", "micro_batch", "steps_per_call", "loader_workers", "prefetch"),
+    *("eval_every", "early_stop", "patience"),
+    *names_in(Where),
+    *names_in(Safety),
+    *names_in(Looking),
 )
 POSITION_FIELDS = ("batch_size", "shards", "last_batch")
 NOT_INHERITED = ("inject", "profile", "run_dir", *FOR_CHECK)

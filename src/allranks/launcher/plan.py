@@ -78,13 +78,15 @@ class Plan:
         return data
 
     def __str__(self) -> str:
-        lines = [f"{key} = {value}" for key, value in self.job.to_data().items() if key != "task"]
-        lines += ["", "task:"] + [f"  {k} = {v}" for k, v in redacted(self.shape.fields).items()]
+        groups = {**self.job.grouped(), "Fields of the task": redacted(self.shape.fields)}
+        lines: list[str] = []
+        for title, values in groups.items():
+            lines += [f"{title}:", *(f"  {name} = {value}" for name, value in values.items()), ""]
         for rank in self.ranks:
             variables = " ".join(f"{k}={v}" for k, v in rank.environment.items())
             where = f" on {rank.host}" if rank.host and self.job.nodes > 1 else ""
-            lines += ["", f"{self.process_set.name_of(rank.world.rank)}{where}: {variables}"]
-        lines += ["", *(f"note: {note}" for note in self.notes)]
+            lines += [f"{self.process_set.name_of(rank.world.rank)}{where}: {variables}", ""]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(printable(line) for line in lines)
 
 
