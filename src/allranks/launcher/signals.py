@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import TracebackType
 from typing import Any, Self
 
 
@@ -45,11 +44,6 @@ class Signals:
         asked, self._saves = self._saves > 0, 0
         return asked
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

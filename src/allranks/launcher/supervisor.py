@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from allranks.errors import PlaceError
@@ -235,16 +234,19 @@ class _Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        """If watching itself broke, the processes are killed before the error goes on."""
-        with suppress(PlaceError):
-            if error is not None:
-                self._signal(signal.SIGKILL)
-            while self.alive:
-                for ended in self.server.exits(TICK_S):
-                    self.alive.pop(ended.ticket, None)
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
+        reap(self.server, self.alive, kill=error is not None)
+
+
+def reap(server: Processes, alive: dict[int, int], *, kill: bool) -> None:
+    """Wait until the processes `alive` (ticket -> rank) have ended; `kill` if watching broke.
+
+    A server that is gone has taken them with it.
+    """
+    with suppress(PlaceError):
+        if kill:
+            for ticket in alive:
+                server.signal(ticket, signal.SIGKILL)
+        while alive:
+            for ended in server.exits(TICK_S):
+                alive.pop(ended.ticket, None)

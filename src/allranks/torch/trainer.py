@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -284,12 +283,7 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         failed = True
         try:
             if error is None:

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from allranks.errors import PlaceError, RequestError
@@ -213,10 +212,5 @@ class ForkServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

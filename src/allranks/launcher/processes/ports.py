@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import socket
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 from allranks.errors import PlaceError, RequestError
@@ -50,12 +49,7 @@ class Reservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -12,16 +12,13 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from allranks.errors import PlaceError
 from allranks.launcher.processes.process import Exit, Process, Processes
 from allranks.launcher.signals import Signals
-from allranks.launcher.supervisor import EVIDENCE_S, GRACE_S, NEVER, SUSPENDED_S, TICK_S
+from allranks.launcher.supervisor import EVIDENCE_S, GRACE_S, NEVER, SUSPENDED_S, TICK_S, reap
 
 ASK_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
@@ -228,19 +225,8 @@ class _ScriptWatch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        """If supervision itself broke, the processes are killed before the error goes on."""
-        with suppress(PlaceError):
-            if error is not None:
-                self._tell(signal.SIGKILL)
-            while self.alive:
-                for ended in self.server.exits(TICK_S):
-                    self.alive.pop(ended.ticket, None)
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
+        reap(self.server, self.alive, kill=error is not None)
 
 
 def _size(log: Path) -> int:

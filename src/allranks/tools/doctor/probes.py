@@ -14,7 +14,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from allranks.errors import PlaceError
@@ -125,12 +124,7 @@ class Probes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """All leave, and are waited for; one that stays is killed."""
         for rank in self.there:
             with suppress(Lost):

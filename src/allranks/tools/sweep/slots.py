@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from allranks.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED
@@ -133,12 +132,7 @@ class _Running:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """If packing itself broke, the jobs are killed, and what they started ends with them."""
         for _, process in self.jobs.values():
             process.kill()

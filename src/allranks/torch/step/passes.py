@@ -121,6 +121,10 @@ class Passes:
         )
         self._hooks: list[RemovableHandle] = []
         self._take_parameters()
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Make what is built on these passes; called once, when they are ready."""
 
     def _take_parameters(self) -> None:
         """Train the parameters that `changes` has; what a step needs for each is made."""

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.bounded_tables import shorten_alike
-from allranks.torch.model.layers import Scope
-from allranks.torch.model.precision import Arithmetic
 from allranks.torch.step.ema import MovingAverage
 from allranks.torch.step.gradients import Gradients
-from allranks.torch.step.passes import Passes, StepParts
+from allranks.torch.step.passes import Passes
 from allranks.torch.step.rates import Rates
 from allranks.torch.step.tally import Tally, Totals
 from allranks.torch.step.trainable import update
-from allranks.torch.task import Task
 from allranks.training.guard import Bad, Guard, Verdict, weightless
 from allranks.training.progress import StepResult
 
@@ -30,22 +26,12 @@ REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
 
 
 class SharedStep(Passes):
-    """A step that no strategy writes again: its passes, and then the update.
-    One for each strategy."""
+    """A step that no strategy writes again: its passes, and then the update."""
 
-    def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scope: Scope,
-        arithmetic: Arithmetic,
-        parts: StepParts,
-    ) -> None:
-        super().__init__(task, model, optimizer, scope, arithmetic, parts)
+    def set_up(self) -> None:
         self.average: MovingAverage | None = None
         self.guard = Guard()
-        self.rates = Rates(task, optimizer)
+        self.rates = Rates(self.task, self.optimizer)
 
     def apply(self, batch: Batch, tally: Tally, gradients: Gradients) -> StepResult:
         """The update, from gradients and tally that are summed over all ranks.

@@ -8,7 +8,6 @@ docstrings say: see the `Trainer` of `allranks.torch`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from allranks.checkpoint.commit import Ranks
@@ -100,9 +99,4 @@ class Trainer(Loop, Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None: ...
