@@ -133,8 +133,7 @@ class PlaceError(AllranksError):
 
 
 class Stopped(AllranksError):
-    """Asked to stop before it was done, and its checkpoint is committed:
-    it can go on from there."""
+    """The job stopped early, as it was asked to; it can resume from the checkpoint it committed."""
 
     exit_code = EXIT_STOPPED
 

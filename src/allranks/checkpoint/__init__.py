@@ -1,2 +1,1 @@
-"""The checkpoint on disk: its format, its commit, the search for the newest whole one,
-its export."""
+"""The checkpoint on disk: its format, commit, search for the newest whole one, and export."""

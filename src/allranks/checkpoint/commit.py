@@ -61,8 +61,7 @@ ALONE = Alone()
 
 
 class Snapshot(Protocol):
-    """Copies of tensors, as their file will have them: its layout,
-    and the bytes after the header."""
+    """Copies of tensors as their file will hold them: its layout, and the bytes after it."""
 
     @property
     def layout(self) -> Layout: ...
@@ -191,8 +190,7 @@ class Commit:
         checkpoint_folder.prune(self.rules.folder, self.rules.keep, self.rules.best)
 
     def _after(self, point: str, act: Callable[[], None]) -> None:
-        """Leader: the checkpoint stands; what fails from here on is told,
-        and takes nothing back."""
+        """The leader's work after a commit: a failure is reported, and the checkpoint stands."""
         try:
             self.rules.reach(point, self.save.step)
             act()

@@ -93,8 +93,7 @@ def _problem(path: Path, manifest: Manifest, name: str) -> str:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: its manifest, then its files,
-    then the folder if nothing else is in it."""
+    """Remove a checkpoint: its manifest, then its files, then the folder if it is empty."""
     (folder / NAME).unlink(missing_ok=True)
     fsync_folder(folder)
     for path in _ours(folder):

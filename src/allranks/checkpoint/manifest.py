@@ -152,8 +152,7 @@ def _no_number(name: str) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest, reach: Reach = nothing) -> None:
-    """Commit a checkpoint: written beside, fsync, rename, fsync. Raises OSError,
-    and then it is not.
+    """Commit a checkpoint: write beside, fsync, rename, fsync. Not committed if it raises OSError.
 
     `reach` is told before the text is written, and before the name is given.
     """
@@ -242,8 +241,7 @@ def _claim(holds: Any, otherwise: str) -> None:
 
 
 def _filled(tensor: SavedTensor) -> bool:
-    """Whether the chunks lie inside, apart from each other,
-    and are as many numbers as the whole."""
+    """Whether the chunks lie inside the tensor, do not overlap, and fill it."""
     for chunk in tensor.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape):
             return False

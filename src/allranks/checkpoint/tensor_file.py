@@ -1,5 +1,4 @@
-"""One file of tensors, as the safetensors format has it: 8 bytes of length,
-a JSON header, the data.
+"""One safetensors file: 8 bytes of length, a JSON header, the data.
 
 Only the layout: which tensor lies at which bytes. No framework and no numpy, so that checkpoints
 are verified and exported without one. Tensors of large elements come first, so that each is

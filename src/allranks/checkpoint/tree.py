@@ -102,8 +102,7 @@ def _key(key: Any, path: str) -> str | int:
 
 
 def below(path: str, key: Any) -> str:
-    """The path of a member. Text that looks like a number, `/`,
-    `@` and `~` are written with `~`."""
+    """The path of a member; `~` escapes `/`, `@`, `~` and text that looks like a number."""
     if not isinstance(key, str):
         return f"{path}/{key}"
     written = key.replace("~", "~0").replace("/", "~1").replace("@", "~2")

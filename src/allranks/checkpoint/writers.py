@@ -62,8 +62,7 @@ class Writers(ABC):
 
     @abstractmethod
     def ready(self, sweep: Callable[[], object]) -> Ranks:
-        """Who plans a save and looks for a checkpoint;
-        in the first call the leader calls `sweep`."""
+        """The rank that plans a save and finds a checkpoint; its first call calls `sweep`."""
 
     @abstractmethod
     def begin(self, commit: Callable[[Ranks], bool]) -> None:
@@ -71,8 +70,7 @@ class Writers(ABC):
 
     @abstractmethod
     def outcome(self, step: int) -> bool:
-        """Wait for the save of `step`: whether it stands. Every rank calls this,
-        and hears the same.
+        """Whether the save of `step` is committed; every rank waits here, and hears the same.
 
         Raises what the thread raised, and `PeerLost` where another rank's did.
         """

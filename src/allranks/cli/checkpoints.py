@@ -1,5 +1,4 @@
-"""`allranks checkpoints list|verify|export RUN`: what can be resumed, whether it holds,
-its model."""
+"""`allranks checkpoints list|verify|export RUN`: what can be resumed, and is it whole?"""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from allranks.launcher.slurm.site import Partition, Site, bundled_names, bundled
 
 @click.group()
 def cluster() -> None:
-    """The computing sites that submit knows: bundled profiles, files of your own,
-    this machine's."""
+    """The computing sites that submit knows: bundled, in your own files, and this machine's."""
 
 
 @cluster.command("list")
@@ -38,8 +37,7 @@ def list_sites(as_object: bool) -> None:
 @click.argument("name")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def show_site(name: str, as_object: bool) -> None:
-    """Show the site NAME, as the file that describes it, with its sources; or a FILE,
-    as it is read.
+    """Show the profile of the site NAME with its sources, or a FILE as submit reads it.
 
     \b
     allranks cluster show puhti

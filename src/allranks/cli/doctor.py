@@ -1,5 +1,4 @@
-"""`allranks doctor`: would a run work here, how fast are its ranks joined,
-and what is left of dead ones?"""
+"""`allranks doctor`: would a run work here, how fast are its links, what did dead runs leave?"""
 
 from __future__ import annotations
 

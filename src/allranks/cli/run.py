@@ -311,8 +311,7 @@ def _watcher(output: RankOutput) -> CommandWatcher:
 
 
 def _print_plan(request: CommandRequest, wanted: NodeRequest, as_object: bool) -> None:
-    """What would run. Ports, and addresses of nodes that are not there yet,
-    are chosen at a start."""
+    """What would run; ports, and addresses of nodes still to come, are chosen at a start."""
     check_warm(request)
     foreseen = foreseen_hosts(place_of(wanted.place, wanted.rendezvous).seats(wanted))
     with nullcontext(foreseen) if foreseen else this_host(request)() as found:

@@ -1,5 +1,4 @@
-"""`allranks submit -- train PROGRAM …`: the same job, as a batch script,
-checked and sent to Slurm."""
+"""`allranks submit -- train PROGRAM …`: the same job as a batch script, checked and queued."""
 
 from __future__ import annotations
 
@@ -225,8 +224,7 @@ def _site(cluster: str) -> Site:
 
 
 def _check_here(request: SlurmRequest) -> None:
-    """What the job finds only where the files of this machine are shared,
-    and so are checked here."""
+    """Raise for files that the job would miss; they can be checked here where files are shared."""
     image = request.container[-1] if request.container else ""
     for option, path in (("--venv", request.venv), ("--container", image)):
         file = Path(path, "bin", "activate") if option == "--venv" else Path(path)
@@ -240,8 +238,7 @@ def _check_here(request: SlurmRequest) -> None:
 
 
 def _send(submission: Submission) -> int:
-    """Write the script, readable by its owner alone, and send it;
-    leave nothing if it is refused."""
+    """Write the script, readable by its owner alone, and send it; remove it if it is refused."""
     path = submission.script
     made = [parent for parent in path.parents if not parent.exists()]
     try:

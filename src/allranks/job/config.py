@@ -153,8 +153,7 @@ def _base_of(flags: dict[str, Any]) -> tuple[dict[str, Any], Base | None]:
 
 
 def _outgrown(job: Job, sources: dict[str, str]) -> bool:
-    """Whether a strategy that nobody asked for this time is one process,
-    and the job now is many."""
+    """Whether an inherited strategy has one process where the job has many ranks now."""
     inherited = sources.get("strategy", "").startswith("run ")
     return inherited and job.ranks > 1 and not job.strategy_spec.card.many_ranks
 

@@ -46,8 +46,7 @@ class Injected(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `step` and `attempt` -1 mean every one; `seconds` is for `slow`,
-    `code` for `exit`.
+    """One fault; `step` or `attempt` -1: every one. `slow` has `seconds`, `exit` a `code`.
 
     `node` and `link` ("10mbit") are for those of `ON_NODES`, which happen to a simulated node when
     all ranks have come to `step`.

@@ -1,5 +1,4 @@
-"""What the values of a job can be, each by itself and together,
-as far as its program is not needed.
+"""The values that a job can have, each alone and together; its program is not needed.
 
 Every refusal names what was asked, what was found, why it cannot be, and what to do.
 """

@@ -1,5 +1,4 @@
-"""What is where: every tensor that a training holds, on which rank, on which device,
-in how many bytes.
+"""The placement of every tensor of a training: rank, device and size in bytes.
 
 Ranks write what they hold (`write_placement`); the command line reads it, and folds into one line
 what several ranks hold alike. Unknown is `None`: what the optimizer keeps, before its first update.
@@ -107,8 +106,7 @@ def write_placement(run_dir: Path, rank: int, rows: Iterable[Placed]) -> None:
 
 
 def read_placements(run_dir: Path, ranks: int) -> list[RankPlacement]:
-    """What the ranks of a job have written; ranks of an earlier start, which are no more,
-    left out."""
+    """What the ranks of a job have written, without those that only an earlier start had."""
     found = []
     for rank in range(ranks):
         path = placement_path(run_dir, rank)

@@ -92,8 +92,7 @@ def _nothing(path: Path, found: str) -> RequestError:
 
 
 def changed(base: Base, job: Job) -> dict[str, list[Any]]:
-    """What of the job is not as it was, name -> [was, is];
-    raises `RequestError` for the job itself."""
+    """What has changed, name -> [was, is]; raises `RequestError` where that is another job."""
     changes: dict[str, list[Any]] = {}
     for name, now in job.to_data().items():
         was = base.values.get(name, getattr(Job(), name))

@@ -31,8 +31,7 @@ DURATIONS = (
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of `90`, `90s`, `1h30m`, `2d` or, as Slurm writes it, `1:30:00` or `1-12:00:00`;
-    else `None`.
+    """Seconds of `90`, `90s`, `1h30m`, `2d`, or Slurm's `1:30:00` and `1-12:00:00`; else `None`.
 
     `1h30` is none: it may mean minutes as well as seconds.
     """

@@ -146,8 +146,7 @@ def events_of(run_dir: Path, rank: int, attempt: int) -> list[dict[str, Any]]:
 
 
 def error_of(fault: Fault, ended: Ended, run_dir: Path) -> RequestError | ProgramError | PlaceError:
-    """The error that tells of this fault: a bad request found before the first update,
-    or a report."""
+    """The error for this fault: a bad request, if found before the first update, or a report."""
     if fault.lost:
         return PlaceError(_lost_node(fault, ended))
     event = fault.event or {}
@@ -158,8 +157,7 @@ def error_of(fault: Fault, ended: Ended, run_dir: Path) -> RequestError | Progra
 
 
 def _lost_node(fault: Fault, ended: Ended) -> str:
-    """The node that is gone, the ranks that were on it,
-    and those that were stopped because of it."""
+    """The lost node, the ranks that were on it, and those that were stopped because of it."""
     on_it = [rank for rank, exit_ in ended.exits.items() if exit_.lost and exit_.host == fault.host]
     others = [rank for rank in ended.exits if rank not in on_it]
     step = f" at step {fault.step}" if fault.step is not None else ""
@@ -239,8 +237,7 @@ def _last_words(fault: Fault, run_dir: Path) -> LastWords | None:
 
 
 def left_out(beats: Sequence[Beat]) -> str:
-    """Which rank made fewer collectives than its step needs,
-    when ranks are not at the same step."""
+    """The rank that left a collective out, where ranks are at different steps; else ""."""
     counts = {beat.rank: beat for beat in beats}
     short = missing_of(counts, set())
     if not short:

@@ -1,5 +1,4 @@
-"""A traceback as a user wants it: the lines of one's own,
-and all others as how many they are. Pure.
+"""A traceback for users: the lines of their own code, and how many others. Pure.
 
 The whole of it stays in the events of the rank.
 """

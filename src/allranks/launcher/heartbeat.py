@@ -167,8 +167,7 @@ class HeartbeatTable:
         return row
 
     def put_row(self, rank: int, row: list[float], clock_ahead_s: float) -> None:
-        """Take over what a rank of another node said,
-        by a clock that is ahead of ours by so much."""
+        """Take over the row of a rank on another node, whose clock is ahead by so much."""
         start = _WANTED + rank * _ROW
         for number, value in enumerate(row):
             self._memory[start + number] = value

@@ -1,5 +1,4 @@
-"""Which rank is this process,
-when it was not started by us or torchrun? Every launcher's words. Pure.
+"""The rank that another launcher (mpirun, srun, …) gave this process, by its variables. Pure.
 
 srun, and the mpirun of Open MPI, MPICH, Intel MPI and MVAPICH each tell a process its rank under
 names of their own. Here is the table, and what follows in the names that the rest of the field uses
@@ -23,8 +22,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher says rank, size, and both on this node;
-    the first set one."""
+    """The variables of a launcher for rank, size, and both on this node; the first that is set."""
 
     name: str
     rank: tuple[str, ...]

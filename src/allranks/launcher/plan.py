@@ -48,8 +48,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One process: who it is, the variables that are added to its environment,
-    and where it runs."""
+    """One process: its place in the world, what its environment gets, and where it runs."""
 
     world: World
     environment: dict[str, str]
@@ -140,8 +139,7 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
 
 
 def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
-    """What the user should know beforehand;
-    raises where a rank or a replica would have no shard."""
+    """What the user should know; raises where a rank or a replica would have no shard."""
     replicas = job.strategy_spec.devices_of_a_rank
     readers = job.strategy_spec.mesh.size(DATA)
     each = job.ranks // readers

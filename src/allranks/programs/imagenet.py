@@ -32,8 +32,7 @@ TOP = 5
 
 @dataclass(kw_only=True)
 class ImageNet(Task):
-    """Classify photographs. `lr` is the rate for a batch of 256;
-    `size` the side of what is seen."""
+    """Classify photographs; `lr` is for a batch of 256, `size` is the side of an input."""
 
     batch_size: int = 256
     epochs: int = 90

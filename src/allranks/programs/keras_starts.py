@@ -29,8 +29,7 @@ def batch_norm(name: str) -> Any:
 
 
 def adamw(rate: float) -> Any:
-    """AdamW with torch's numbers. Keras adds epsilon before it corrects for the start,
-    torch after."""
+    """AdamW with torch's defaults; Keras adds epsilon before bias correction, torch after."""
     return keras.optimizers.AdamW(rate, weight_decay=1e-2, epsilon=1e-8)
 
 

@@ -112,8 +112,7 @@ class Text(Task):
         return {**metrics, "bits_per_byte": metrics["loss"] / math.log(2)}
 
     def _windows(self, part: Tensor) -> Tensor:
-        """Views of a part of the file, (windows, context + 1):
-        the last byte of one begins the next."""
+        """Views of a part of the file, (windows, context + 1); neighbours share one byte."""
         return part.unfold(0, self.context + 1, self.context)
 
     def _parts(self) -> tuple[Tensor, Tensor]:

@@ -81,8 +81,7 @@ class StrategySpec:
 
     @property
     def adds_shards(self) -> bool:
-        """Whether its options ask for the order of sums of `--bitwise`,
-        in which shards are added."""
+        """Whether its options ask for sums shard by shard, in the order of `--bitwise`."""
         needed = self.card.bitwise_options or {}
         values = self.card.read_options(needed)
         return bool(needed) and all(self.options[name] == values[name] for name in needed)
@@ -114,8 +113,7 @@ def _spec(text: str, choice: Choice, ranks: int) -> StrategySpec:
 
 
 def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> StrategySpec:
-    """The strategy, if so many ranks can have it;
-    under `bitwise` with the options that it needs."""
+    """The strategy, if it takes so many ranks; under `bitwise` with the options for that."""
     choice = parse_choice(text)
     spec = _spec(str(choice), choice, ranks)
     if ranks > 1 and not spec.card.many_ranks:

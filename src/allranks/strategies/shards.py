@@ -30,8 +30,7 @@ Micro = tuple[Piece, ...]
 
 @lru_cache(maxsize=64)
 def even_sizes(total: int, parts: int) -> tuple[int, ...]:
-    """`total` cut into `parts` runs as even as can be, the longer ones first: 5,
-    8 -> 1 1 1 1 1 0 0 0."""
+    """`total` in `parts` even runs, longer ones first: 5 in 8 is 1 1 1 1 1 0 0 0."""
     size, longer = divmod(total, parts)
     return tuple(size + (part < longer) for part in range(parts))
 

@@ -1,5 +1,4 @@
-"""From a task to a model under a strategy: weights, layers that belong to a shard,
-the optimizer."""
+"""From a task to a model under a strategy: weights, keyed layers, the optimizer."""
 
 from __future__ import annotations
 

@@ -137,8 +137,7 @@ def described(value: Any) -> str:
 
 
 def flip_one_bit(variable: Any) -> None:
-    """A fault on purpose: flip one bit of the mantissa of the first value,
-    as a failing chip would."""
+    """Flip one bit of the mantissa of the first value, as a failing chip would."""
     values = np.array(variable)
     values.reshape(-1)[:1].view(np.uint8)[-2] ^= 1
     variable.assign(values)

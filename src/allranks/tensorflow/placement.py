@@ -1,5 +1,4 @@
-"""What a rank holds where: the variables of the model with their gradients,
-and of the optimizer."""
+"""The placement of a rank's variables, gradients and optimizer state."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ class Exchange(Protocol):
 
 @dataclass
 class Held:
-    """The addresses ("host:port") of all processes, in order;
-    the own port is held until `close`."""
+    """The `host:port` of all processes, in order; the own port is held until `close`."""
 
     addresses: list[str]
     _exchange: Exchange

@@ -1,5 +1,4 @@
-"""One rank of a job of the TensorFlow engine. Started by the launcher, by name:
-see `rank_program`."""
+"""One rank of a TensorFlow job; the launcher starts it by name (see `rank_program`)."""
 
 from __future__ import annotations
 

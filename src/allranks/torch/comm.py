@@ -229,8 +229,7 @@ class Comm:
             self.meetings.leave(failed=failed)
 
     def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text, in rank order, on every rank. Sends N-1 times the longest,
-        and a size."""
+        """Every rank's text on every rank, in order; sends a size and N-1 times the longest."""
         if self.size == 1:
             return [text]
         data = text.encode()

@@ -86,8 +86,7 @@ def _store_of(world: World) -> Any:
 
 
 def _store_of_environment(world: World) -> Any:
-    """The store at MASTER_ADDR and MASTER_PORT, or torchrun's own,
-    as torch itself would find it."""
+    """The store at MASTER_ADDR and MASTER_PORT, or torchrun's own, as torch finds it."""
     where = master_endpoint()
     if where not in _met:
         _met[where], _, _ = next(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT))

@@ -56,8 +56,7 @@ class Meetings:
     held: int = 0
 
     def come(self, place: str, step: int) -> None:
-        """Return when all ranks came to the same `place` after the same step;
-        every rank calls this.
+        """Wait for all ranks at the same `place` after the same step; every rank calls this.
 
         Raises `RequestError` if they did not, and `PeerLost` if one left. Costs some round trips
         to the store.

@@ -72,8 +72,7 @@ class Saving:
         return {}, {**own, **state}
 
     def load(self) -> dict[str, Any] | None:
-        """Take up the newest good checkpoint; returns the rest of the state,
-        `None` if there is none.
+        """Load the newest good checkpoint; returns the rest of the state, or `None`.
 
         That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
         the job is another one.

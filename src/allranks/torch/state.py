@@ -142,8 +142,7 @@ def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class TrainedSet:
-    """The names in each group of the optimizer,
-    and of the weights of the model that are not frozen."""
+    """The names in each group of the optimizer, and those of trainable weights."""
 
     groups: list[list[str]]
     free: list[str]

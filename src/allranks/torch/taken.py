@@ -1,5 +1,4 @@
-"""What a training has taken of its process: groups, threads, a model with other layers,
-switches."""
+"""What a training has taken of its process: groups, threads, swapped layers, switches."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ class Task(TaskFields):
         raise NotImplementedError
 
     def loss(self, output: Any, batch: Any) -> Tensor:
-        """The loss of each sample, (samples,), or of each token, (samples, tokens).
-        Never a mean."""
+        """The loss of each sample, (samples,), or token, (samples, tokens); never a mean."""
         raise NotImplementedError
 
     def inputs(self, batch: Any) -> Any:

@@ -9,8 +9,7 @@ from allranks.training.engine.trainer import Loop
 
 
 def fit(trainer: Loop) -> bool:
-    """Train to the end: the loop of `allranks train`.
-    Returns False if it was asked to stop before."""
+    """The loop of `allranks train`; returns False if it was asked to stop before the end."""
     finished = _fit(trainer)
     for callback in trainer.callbacks:
         callback.on_end(trainer)

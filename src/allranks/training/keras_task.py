@@ -71,8 +71,7 @@ class Task(TaskFields):
         return sum(terms[1:], terms[0]) if terms else None
 
     def pretrained(self) -> Any:
-        """Weights to start from: a path of a `.weights.h5` or `.keras` file. `None`:
-        initial ones."""
+        """A `.weights.h5` or `.keras` file with the weights to start from; `None`: initial ones."""
         return None
 
     def schedule(self, step: int) -> float:

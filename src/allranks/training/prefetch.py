@@ -90,8 +90,7 @@ def _next(items: Iterator[T]) -> tuple[T] | tuple[()]:
 
 @contextmanager
 def _threads(**sizes: int) -> Iterator[dict[str, ThreadPoolExecutor]]:
-    """Threads by stage. At the end work that was not begun is dropped,
-    and nobody is left waiting."""
+    """Threads by stage; at the end, work that has not begun is dropped and waiters wake."""
     pools = {stage: ThreadPoolExecutor(n, f"allranks-{stage}") for stage, n in sizes.items()}
     try:
         yield pools

@@ -198,8 +198,7 @@ class _Tail:
             self._read = there.st_ino, there.st_size
 
     def rows(self) -> list[dict[str, Any]]:
-        """The new lines as JSON; what is none (a file written anew,
-        read from its midst) is left."""
+        """The new lines that are JSON; a file written anew may begin in the middle of one."""
         rows = []
         for line in self.lines():
             with suppress(ValueError):

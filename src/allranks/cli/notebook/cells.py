@@ -1,5 +1,4 @@
-"""A program file out of a notebook: the class that is to be trained,
-and what it needs of the cells.
+"""A program file from a notebook: the class to train, and what it needs of the cells.
 
 A cell that defines a needed function or class is taken whole, and may hold nothing but
 definitions, imports and plain constants: nothing that it did is done again. Every other name

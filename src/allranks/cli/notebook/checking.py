@@ -1,5 +1,4 @@
-"""`allranks.check`: is the result of a task the same as in one process?
-From a script or a notebook.
+"""`allranks.check`, for scripts and notebooks: is a task's result the same as in one process?
 
 It does what `allranks check` does, in the same words, and returns the verdict.
 """

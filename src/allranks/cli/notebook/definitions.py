@@ -79,8 +79,7 @@ def function_of(value: Any) -> FunctionType | None:
 
 
 def made_at_once(name: str, value: Any, node: ast.stmt) -> Iterator[tuple[str, Any]]:
-    """What a definition computed by a call, and would compute again: (how to name it,
-    its value)."""
+    """What a definition would compute again: (how to name it, its value)."""
     if isinstance(node, ast.ClassDef):
         for statement in node.body:
             if isinstance(statement, ast.FunctionDef):

@@ -12,8 +12,7 @@ RUN_AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")
 
 @dataclass(frozen=True)
 class Needs:
-    """Global names: those that must be there when a statement runs, and those that what it defines
-    looks up when it is called."""
+    """Global names: what a statement needs when it runs, and what it defines needs when called."""
 
     now: frozenset[str]
     later: frozenset[str]

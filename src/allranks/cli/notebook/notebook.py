@@ -68,8 +68,7 @@ class NotebookDisplay(Paced):
 
 
 def as_output(told: Iterable[str], picture: Picture) -> dict[str, str]:
-    """What was told and the picture below it, as an output of a notebook: as text,
-    and in colours."""
+    """The lines and the picture below them as the output of a notebook: plain, and in colours."""
     console = Console(
         file=io.StringIO(), record=True, width=WIDEST, force_terminal=True, force_jupyter=False
     )

@@ -1,5 +1,4 @@
-"""Admission: connections of strangers,
-until each has proved that it knows the key or is dropped."""
+"""Admission of strangers' connections: each proves that it knows the key, or is dropped."""
 
 from __future__ import annotations
 

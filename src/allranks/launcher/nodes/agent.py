@@ -182,8 +182,7 @@ class Agent:
                 )
 
     def _obey(self, message: Message) -> None:
-        """Do what the head says; what cannot be done here ends this node,
-        and the head hears why."""
+        """Do what the head says; if this node cannot, the head hears why and the node ends."""
         try:
             self._answers[message["do"]](message)
         except Disconnected:

@@ -1,5 +1,4 @@
-"""Messages between the head of a job and the agents on its nodes:
-JSON over one TCP connection each.
+"""Messages between a job's head and its nodes' agents: JSON, one TCP connection each.
 
 Who connects proves that it knows the key of the job before it is told anything, and so does the
 head to it: both answer the other's number with a keyed digest, and the key itself is never sent.
@@ -83,8 +82,7 @@ class Channel:
         self._limit = LARGEST
 
     def send(self, message: Message) -> None:
-        """Send a message, or as much of it as goes; the rest goes with `flush`.
-        Raises `Disconnected`."""
+        """Send what goes of a message, `flush` sends the rest; raises `Disconnected`."""
         data = json.dumps(message).encode()
         self._out += _HEADER.pack(len(data)) + data
         self.flush()
@@ -100,8 +98,7 @@ class Channel:
             raise Disconnected(str(error)) from error
 
     def receive(self) -> list[Message]:
-        """The messages that have come, without waiting.
-        Raises `Disconnected` when there will be no more."""
+        """The messages that have come, without waiting; raises `Disconnected` at their end."""
         over: str = ""
         try:
             while part := self._socket.recv(1 << 16):
@@ -159,8 +156,7 @@ class Channel:
 
 
 def _proof(key: bytes, who: str, mine: str, theirs: str) -> bytes:
-    """What only who knows the key can say to these two numbers.
-    Strangers may have sent any text."""
+    """HMAC of two nonces, which may be any text of a stranger's, under the key."""
     text = f"allranks {who} {mine} {theirs}".encode(errors="replace")
     return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
 
@@ -177,8 +173,7 @@ def challenge(channel: Channel) -> str:
 
 
 def verify_proof(channel: Channel, key: bytes, nonce: str, answer: Message) -> None:
-    """The head's part, second: verify that the node knows the key, and prove the same.
-    Raises `Refused`."""
+    """Verify that the node knows the key, and prove the same to it; raises `Refused`."""
     given, theirs = str(answer.get("proof", "")), str(answer.get("nonce", ""))
     if not hmac.compare_digest(_bytes(given), _proof(key, "node", nonce, theirs)):
         channel.send({"refused": "it is not of this job: the id is another"})

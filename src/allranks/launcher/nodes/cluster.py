@@ -116,8 +116,7 @@ class Cluster:
         yield tuple(found)
 
     def _take_seats(self, job: Job | None = None) -> list[Seat]:
-        """A seat for every process on the nodes that are there;
-        without a job they are the ranks."""
+        """A seat for every process on the nodes that are there; without a job, for the ranks."""
         living = self.nodes.living
         counts = [self.counts[node.number] for node in living]
         nodes = [node for count, node in zip(counts, living, strict=True) for _ in range(count)]

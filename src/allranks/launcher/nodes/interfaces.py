@@ -85,8 +85,7 @@ class Doorbell:
 
 
 class Ringing:
-    """Rings at all addresses of all other nodes at once; `bells` are name -> (addresses,
-    port, token)."""
+    """Rings at all addresses of other nodes at once; `bells`: name -> (addresses, port, token)."""
 
     def __init__(self, bells: Mapping[str, tuple[Sequence[str], int, str]], seconds: float) -> None:
         self._deadline = time.monotonic() + seconds

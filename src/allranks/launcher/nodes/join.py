@@ -32,8 +32,7 @@ ALIVE_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class Expected:
-    """The nodes that are to join: how the user knows each (`names`, by number),
-    and what they know."""
+    """The nodes that are to join: their `names` by number, and what they must know."""
 
     names: tuple[str, ...]
     key: str

@@ -27,8 +27,7 @@ MOST = 100_000
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host (`user@` before it is kept) and the processes it may run;
-    `None` where no line says."""
+    """A host, with its `user@`, and how many processes it may run (`None`: no line says)."""
 
     host: str
     slots: int | None
@@ -92,8 +91,7 @@ def _read_line(words: list[str], number: int, name: str) -> _Line:
 
 
 def _host_of(word: str, where: str) -> tuple[str, int | None]:
-    """`node3:4` -> node3, 4; an address of IPv6 has colons of its own,
-    and brackets before a `:4`."""
+    """`node3:4` -> node3, 4; `[fe80::1]:4` is an IPv6 address in brackets."""
     bracketed = BRACKETED.fullmatch(word)
     if bracketed:
         host, count = bracketed[1] + bracketed[2], bracketed[3]

@@ -16,8 +16,7 @@ from allranks.launcher.plan import Seat
 
 
 class ManualNodes(AgentPlace):
-    """The nodes of `--rendezvous`. In the record of a job they are hosts,
-    as those of a file are."""
+    """The nodes of `--rendezvous`; the record of a job calls them hosts, as those of a file."""
 
     name = SshHosts.name
     lends_nodes = True

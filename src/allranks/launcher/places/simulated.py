@@ -184,8 +184,7 @@ class SimulatedNodes:
         return answer
 
     def close(self) -> None:
-        """End all nodes, wait until they are gone,
-        and remove what lay on those that were killed."""
+        """End all nodes, wait until they are gone, and sweep up after those that were killed."""
         self._control.close()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)

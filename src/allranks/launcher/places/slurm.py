@@ -1,5 +1,4 @@
-"""Nodes of the Slurm job around this process: srun starts an agent on each,
-or one for every rank."""
+"""The nodes of the Slurm job around this process: srun starts an agent on each, or per rank."""
 
 from __future__ import annotations
 

@@ -163,8 +163,7 @@ class ForkServer:
         self._send({"do": "signal", "ticket": ticket, "signal": int(number)}, [])
 
     def wake(self) -> None:
-        """Let the server go on if somebody has stopped it:
-        it alone hears of exits and passes signals."""
+        """Continue a server that was suspended: it alone hears of exits and passes signals on."""
         self._process.send_signal(signal.SIGCONT)
 
     def _readable(self, timeout_s: float) -> bool:

@@ -148,8 +148,7 @@ def remove_what_was_of(pid: int) -> None:
 
 
 def remove_shared_memory(pid: int) -> None:
-    """Remove what torch's data loaders keep in shared memory under the id
-    of a process that ended."""
+    """Remove the shared memory that torch's data loaders named by an ended process's id."""
     for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
         with contextlib.suppress(OSError):
             path.unlink()

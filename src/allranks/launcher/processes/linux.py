@@ -45,8 +45,7 @@ def state_of(pid: int) -> str:
 
 
 def started_at(pid: int) -> str:
-    """When a process started, in the kernel's ticks: with its id,
-    a name that is never used again."""
+    """The start of a process in the kernel's ticks; with its id, a name never used again."""
     return "".join(_stat(pid)[19:20])
 
 
@@ -77,8 +76,7 @@ def unshare(kinds: int) -> None:
 
 
 def become_root_of_a_user_namespace() -> None:
-    """All that root may do to networks, in namespaces that this process makes;
-    no more elsewhere."""
+    """Enter a user namespace: root over the networks that this process makes, and no others."""
     user, group = os.geteuid(), os.getegid()
     unshare(CLONE_NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")

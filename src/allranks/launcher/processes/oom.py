@@ -26,8 +26,7 @@ class Kills:
         return cls(_in_our_group(), _counter(MACHINE))
 
     def since(self, before: Kills) -> str:
-        """What to say of a rank that was killed between `before` and these counts;
-        "" for nothing."""
+        """What to say of a rank killed between `before` and these counts; "" for nothing."""
         if _rose(before.in_our_group, self.in_our_group):
             return "out of memory: the kernel killed it at the limit of its control group"
         if _rose(before.on_this_machine, self.on_this_machine):

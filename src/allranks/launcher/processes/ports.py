@@ -24,8 +24,7 @@ NAME = "\0allranks-port-{}"
 
 
 class Reservation:
-    """`count` ports of this machine; the first is `first` if that is not 0.
-    Closing gives them back.
+    """`count` ports of this machine, from `first` on if that is not 0, held until `close`.
 
     `address` is one that the processes of the job will be reached at: it must be this machine's.
     The ports are free on all addresses, because some servers take no other than all. Raises

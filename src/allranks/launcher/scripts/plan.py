@@ -201,8 +201,7 @@ def script_position(command: tuple[str, ...]) -> int:
 
 
 def with_local_rank(command: tuple[str, ...], argument: str, local_rank: int) -> tuple[str, ...]:
-    """The words with `--local_rank=0` behind the script,
-    where `torch.distributed.launch` put it."""
+    """The words with `--local_rank=0` after the script, as `torch.distributed.launch` had it."""
     if not argument:
         return command
     behind = script_position(command) + 1

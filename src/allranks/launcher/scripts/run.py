@@ -263,8 +263,7 @@ class _Runs:
     def _stopped_well(
         self, reason: str, exits: dict[int, int], attempt: int
     ) -> Stopped | Interrupted:
-        """Asked to stop, all that decide left with 0:
-        they have saved what they want to go on with."""
+        """The error for a stop after which all that decide left with 0, their state saved."""
         self.folder.events.event("stopped", reason=reason, exits=exits, attempt=attempt)
         text = (
             f"stopped ({reason}), and left with exit code 0; the same command goes on in\n"

@@ -59,8 +59,7 @@ def _run(script: str, is_module: bool) -> int:
 
 
 def _run_file(script: str) -> None:
-    """The file as `__main__`, with its whole path as `__file__` and the
-    words as they were given."""
+    """Run the file as `__main__`, with its absolute path as `__file__` and these arguments."""
     module = types.ModuleType("__main__")
     module.__file__ = os.path.abspath(script)
     module.__dict__["__builtins__"] = builtins

@@ -1,5 +1,4 @@
-"""A site from what Slurm says of itself: the answers of `scontrol show`, as text,
-taken apart. Pure.
+"""A site as Slurm describes itself: the text of `scontrol show`, parsed. Pure.
 
     scontrol show config                 settings, one a line: `ClusterName = lumi`
     scontrol --oneliner show partition   a line for each: `PartitionName=gpu MaxTime=3-00:00:00 …`

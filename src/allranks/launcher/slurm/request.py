@@ -110,8 +110,7 @@ class SlurmRequest:
 
 
 def memory_mb_of(text: str) -> int | None:
-    """`64G`, `250000` (MB, as Slurm reads it) or `512M` in MB; `None` for anything else,
-    and zero."""
+    """MB in `64G`, `512M` or Slurm's plain `250000`; `None` for zero and for anything else."""
     match = MEMORY.fullmatch(text.strip())
     size = int(match[1]) * MB_OF_A_UNIT[match[2].upper()] if match else 0
     return int(size) if size >= 1 else None

@@ -63,8 +63,7 @@ class Partition:
     sources: dict[str, str] = field(default_factory=dict)
 
     def source_of(self, number: str) -> str:
-        """The name, in the site's `sources`,
-        of the page that a number of this partition is from."""
+        """The name in `sources` of the page from which a number of this partition is."""
         return self.sources.get(number, self.source)
 
     def numbers(self) -> dict[str, Any]:

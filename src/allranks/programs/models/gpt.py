@@ -1,5 +1,4 @@
-"""A decoder of the GPT-2 kind: Radford et al. 2019, "Language Models are Unsupervised Multitask
-Learners".
+"""A decoder like GPT-2 (Radford et al. 2019, Language Models are Unsupervised Multitask Learners).
 
 Learned positions, LayerNorm before attention and before the feed-forward part, GELU (tanh form),
 and the token embedding used again as the output matrix. From tokens to the logits of the next.
@@ -59,8 +58,7 @@ class GPT(nn.Module):
         return list(self.blocks)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (n, t), t at most the context -> logits of the token that follows each,
-        (n, t, v)."""
+        """Tokens (n, t), t at most the context -> logits of each next token, (n, t, v)."""
         length, context = tokens.shape[1], self.position_embedding.num_embeddings
         if length > context:
             raise ValueError(f"{length} tokens in a row, and the context is {context}")
@@ -71,8 +69,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward part of four times the width;
-    each is added to what came in."""
+    """Attention, then a feed-forward layer of four times the width; both are residual."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -118,8 +115,7 @@ class Attention(nn.Module):
         return joined
 
     def _by_explicit_weights(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same, with dropout of the weights:
-        the fused kernel would draw from torch's generator."""
+        """The same by explicit weights: the fused kernel's dropout draws from torch's generator."""
         scores = query @ key.transpose(-2, -1) / math.sqrt(self.head_width)  # (n, heads, t, t)
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         weights = scores.masked_fill(ahead, -math.inf).softmax(-1)

@@ -10,8 +10,7 @@ from torch import nn
 
 
 def mnist_cnn(classes: int = 10, dropout: tuple[float, float] = (0.25, 0.5)) -> nn.Sequential:
-    """1,199,882 parameters. Images (n, 1, 28, 28) -> logits (n, classes).
-    Torch's own initial weights.
+    """Images (n, 1, 28, 28) -> logits (n, classes); 1,199,882 parameters, torch's initial weights.
 
     `dropout` is the rate after the convolutions, and that before the last layer.
     """

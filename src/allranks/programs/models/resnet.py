@@ -67,8 +67,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1, 3 and 1; where the shape changes a projection (option B)
-    is the shortcut."""
+    """Convolutions of 1, 3 and 1; the shortcut projects where the shape changes (option B)."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()

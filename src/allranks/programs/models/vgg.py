@@ -46,8 +46,7 @@ class VGG(nn.Module):
 
 
 def vgg16(classes: int = 1000, dropout: float = 0.5) -> VGG:
-    """138,357,544 parameters with 1000 classes. No BatchNorm,
-    and images of 224 by 224 pixels only."""
+    """VGG-16 without BatchNorm, for 224 by 224 pixels; 138,357,544 parameters with 1000 classes."""
     return VGG(classes, dropout)
 
 

@@ -57,8 +57,7 @@ def fetch(files: Sequence[Remote], folder: str | Path) -> list[Path]:
 
 @contextmanager
 def _alone_on_this_node(folder: Path) -> Iterator[None]:
-    """Wait until no other process fetches into this folder.
-    Whatever ends a process ends its lock."""
+    """Hold the lock of this folder, so that one process fetches; its end releases the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / LOCK, "wb")

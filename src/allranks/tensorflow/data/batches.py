@@ -202,8 +202,7 @@ class Batches:
             yield from self._sampled(source, plans)
 
     def _sampled(self, source: Samples, plans: Iterator[Batch]) -> Generator[list[list[Any]]]:
-        """Each sample read and changed by a thread;
-        the plan of a batch goes along as its last key."""
+        """Each sample, read and transformed by a thread; a batch's plan is its last key."""
 
         def read(key: Any) -> Any:
             return key if isinstance(key, Batch) else source.samples[key[1]]

@@ -43,8 +43,7 @@ class Evaluator:
         self._call = tf.function(self._on_replicas, autograph=False)
 
     def run(self, source: Source, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """The metrics of the task, and its mean `loss`, over all of `source`;
-        every rank calls it."""
+        """The metrics and the mean `loss` over all of `source`; every rank calls it."""
         rows: list[list[list[float]]] = []
         for group in self._groups(source):
             alive()

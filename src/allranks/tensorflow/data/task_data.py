@@ -118,8 +118,7 @@ class TaskData:
         self._batches = self._eval_source = None
 
     def _evaluated(self) -> Source | None:
-        """The evaluation data of the task, opened when it is first needed;
-        `None` if it has none."""
+        """The evaluation data of the task, opened when first needed; `None` if it has none."""
         if self._eval_source is None:
             self._eval_source = open_data(self.task, "eval_data", self.model, self.job.seed)
         return self._eval_source

@@ -20,8 +20,7 @@ from allranks.training.order import random_key
 
 
 class WholeDataset:
-    """Batches of `batch_size` samples out of what `make()` returns;
-    `ranks` are those of the inputs.
+    """Batches of `batch_size` samples of the `tf.data.Dataset` that `make()` returns.
 
     `input_ndim` is how many axes the first input of the model has, with that of the samples; by it
     a data set of samples is told from one of batches.
@@ -104,8 +103,7 @@ class WholeDataset:
         return self._first_input(element if len(element) > 1 else element[0])
 
     def _seems_batched(self, made: Any) -> bool:
-        """Whether elements are batches, where the model does not tell:
-        all begin with one length."""
+        """Whether all tensors of an element begin with one length, as those of a batch do."""
         shapes = [spec.shape for spec in arrays_in(made.element_spec)]
         return all(s.rank for s in shapes) and {s[0] for s in shapes} <= {None, self._size}
 

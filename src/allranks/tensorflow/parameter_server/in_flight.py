@@ -39,8 +39,7 @@ class Ahead(Generic[T, Result]):
         return self._under_way.popleft()
 
     def through(self, upcoming: Iterator[T], is_over: Callable[[], bool]) -> Iterator[T]:
-        """Each item in order, when it and those after it were handed out;
-        `take` it before the next.
+        """Each item in order, once it and the next ones are handed out; `take` it before the next.
 
         When `is_over`, nothing more is handed out.
         """

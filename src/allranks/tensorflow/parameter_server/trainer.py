@@ -93,8 +93,7 @@ class ServedTrainer(Trainer):
         return result
 
     def _waited(self, handed: RemoteStep) -> StepSums:
-        """What a step said. One that nobody says anything of for too long is
-        a hang of the chief's."""
+        """The result of a step; one that is silent for too long is a hang of the chief's."""
         self.heartbeat.enter("exchange")
         self.heartbeat.collective()
         begun, told = time.monotonic(), False
@@ -134,8 +133,7 @@ class ServedTrainer(Trainer):
     # --- between the steps ----------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """The metrics over the evaluation data, exact,
-        at weights that no step changes meanwhile."""
+        """The exact metrics over the evaluation data; no step changes the weights meanwhile."""
         self.graphs.wait_all()
         return super().evaluate()
 
@@ -153,8 +151,7 @@ class ServedTrainer(Trainer):
 
 
 class ServedState(State):
-    """A state in which variables that are cut over servers are whole:
-    any number goes on from it."""
+    """A state whose sharded variables are whole: any number of servers resumes from it."""
 
     def __init__(self, built: Built) -> None:
         super().__init__(built)

@@ -184,8 +184,7 @@ class Graphs:
         return self.distribution.experimental_local_results(value)[0]
 
     def gradients_of(self, cut: Cut, micros: Any, key: Any, numbers: Any) -> tuple[list[Any], Any]:
-        """The gradients of this replica's part (`None` for what the loss
-        does not reach), its tally.
+        """The replica's gradients (`None` where the loss does not reach), and its tally.
 
         `micros` is one structure for each micro-batch. No communication.
         """

@@ -1,5 +1,4 @@
-"""`allranks doctor --clean`: remove what runs that are dead have left on this machine,
-and say what.
+"""`allranks doctor --clean`: remove what dead runs have left on this machine, and report it.
 
 Every start sweeps by itself; this is for who will start nothing more. A process belongs to the run
 whose log it writes to, which its standard output tells. What is alive and has a living owner is
@@ -33,8 +32,7 @@ MOST_LETTERS = 120
 
 @dataclass(frozen=True)
 class Leftover:
-    """A process or a folder that an owner left behind. `run` is its run folder,
-    where that is known.
+    """A process or folder that an owner left behind, and its run folder if known.
 
     `name` is the command of a process, or the path of a folder.
     """

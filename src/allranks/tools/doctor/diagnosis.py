@@ -1,5 +1,4 @@
-"""What `allranks doctor` has found, as plain data: nodes, links between ranks,
-and what to do. Frozen.
+"""The findings of `allranks doctor` as frozen data: nodes, links between ranks, what to do.
 
 `doctor` collects it, `findings` judges it, the command line prints it. Unknown is `None`.
 """

@@ -1,5 +1,4 @@
-"""`allranks doctor`: would a run work here, and how fast are its ranks joined? Collects,
-prints nothing.
+"""`allranks doctor`: examines nodes and measures links; collects, prints nothing.
 
 The nodes come together as for a run, but what would stop one is noted here, not raised: a doctor
 who leaves at the first complaint hides the others. One probe per rank looks at its node, tells the

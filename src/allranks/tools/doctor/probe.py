@@ -1,5 +1,4 @@
-"""What `allranks doctor` runs where ranks would run: it looks around,
-and measures how fast it is joined.
+"""The program of `allranks doctor` on each rank: it examines its node and measures its links.
 
 One process stands for each rank. It connects back to the command that asked, shows that it knows
 the key, and then does one thing after another as it is told: look at its node, tell the time,

@@ -1,5 +1,4 @@
-"""Several jobs packed on one machine: what they are,
-and the folder that holds what becomes of them.
+"""Jobs packed on one machine, and the folder with their state.
 
 A job gets what it would get alone: its words, a run folder, a number of threads that was decided
 beforehand. These stand in `sweep.json`, which is written once; what became of each job its own run
@@ -32,8 +31,7 @@ WAITING, RUNNING = "waiting", "running"
 
 @dataclass(frozen=True)
 class PackedJob:
-    """One job: the name of its run folder, what is its own,
-    and the words after `allranks train`."""
+    """One job: the name of its run folder, its own settings, and the words after `train`."""
 
     name: str
     settings: dict[str, str]
@@ -103,8 +101,7 @@ def share_out(cores: Sequence[int], slots: int) -> list[tuple[int, ...]]:
 
 
 def previous(folder: Path) -> Previous | None:
-    """The sweep that was begun in this folder, if any;
-    raises `RequestError` if it is unreadable."""
+    """The sweep that began in this folder, if any; raises `RequestError` if unreadable."""
     path = folder / RECORD
     if not path.exists():
         return None

@@ -142,8 +142,7 @@ class _Running:
 
 
 def start_command(words: Sequence[str], cores: Sequence[int], log: Path) -> subprocess.Popen[bytes]:
-    """Start `allranks train WORDS` on these cores, in a session of its own:
-    Ctrl-C is for the sweep.
+    """Run `allranks train WORDS` on these cores, in its own session: Ctrl-C is the sweep's.
 
     Its output is appended to `log`. The kernel kills it when this process dies, and then its fork
     server ends its ranks.

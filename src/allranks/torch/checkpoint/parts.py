@@ -1,5 +1,4 @@
-"""The parts that a checkpoint is planned in: what a rank writes of a tensor,
-what it reads of a chunk."""
+"""The parts of a checkpoint's plan: what a rank writes of a tensor, and reads of a chunk."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ class OnItsWay:
 
 
 class Copying:
-    """Places collated data as the job says: `begin` in any thread,
-    `finish` in that which trains."""
+    """Places collated data as the job says: `begin` in any thread, `finish` in the training one."""
 
     def __init__(self, arithmetic: Arithmetic) -> None:
         self._arithmetic = arithmetic

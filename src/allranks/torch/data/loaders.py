@@ -61,8 +61,7 @@ def order_of(loader: DataLoader[Any], task: Task, seed: int) -> SamplerOrder | N
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """What decides the order: of single samples,
-    unless the batches are cut in a way of their own."""
+    """What decides the order of samples, or of whole batches where a sampler cuts them."""
     batches = loader.batch_sampler
     return batches.sampler if type(batches) is BatchSampler else batches
 

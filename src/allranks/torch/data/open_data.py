@@ -1,5 +1,4 @@
-"""From what a task returns as its data to the source that reads it;
-what cannot be read is refused."""
+"""From a task's data to the source that reads it; refuses data that no source can read."""
 
 from __future__ import annotations
 

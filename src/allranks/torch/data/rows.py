@@ -127,8 +127,7 @@ def gathered(comm: Comm, own: Rows | RequestError, rows: list[int]) -> Rows:
 
 
 def _agreed(comm: Comm, own: Rows | RequestError, rows: list[int]) -> Rows:
-    """`own` as all ranks have it; raises on all alike,
-    before anything of unequal length is sent."""
+    """`own` if all ranks have the same; raises on all of them before unequal lengths are sent."""
     text = own.looks() if isinstance(own, Rows) else json.dumps(own.to_data())
     has_rows = rows[comm.rank] > 0
     digest = blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
@@ -171,8 +170,7 @@ def _gathered_tensor(comm: Comm, own: Tensor, rows: list[int]) -> Tensor:
 
 
 def _walked(value: Any, samples: int, place: str, visit: Visit) -> Any:
-    """The same structure with what `visit` gives for its tensors,
-    lists of rows and plain values."""
+    """The same structure with `visit` of its tensors, lists of rows and plain values."""
     if isinstance(value, Mapping):
         return {k: _walked(v, samples, f"{place}[{k!r}]", visit) for k, v in value.items()}
     if not isinstance(value, (list, tuple)) or _is_list_of_rows(value, samples):

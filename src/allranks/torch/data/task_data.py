@@ -121,8 +121,7 @@ class TaskData:
         return largest_shard(self.task.batch_size, self.task.shards)
 
     def _evaluated(self, data: Any = None) -> dict[str, Any]:
-        """What reads each set of `data`, or of the task's own, which is opened once; {}:
-        there is none."""
+        """A reader for each set of `data`, or of the task's own, opened once; {} for none."""
         if data is not None:
             return self._opened_sets(data)
         if self._eval_sources is None:
@@ -164,8 +163,7 @@ class TaskData:
             )
 
     def _compare_evaluation(self, sources: dict[str, Any], *, of_task: bool = True) -> None:
-        """Raise where ranks have other evaluation data, that of the task once.
-        Every rank calls this."""
+        """Raise where ranks' evaluation data differ, the task's once; every rank calls this."""
         comm, name = self.strategy.comm, "eval_data" if of_task else "evaluate"
         if comm.size == 1 or not self.strategy.agreement.is_one_training or name in self._compared:
             return

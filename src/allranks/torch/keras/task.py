@@ -46,8 +46,7 @@ def torch_task(task: Task | KerasTask, precision: str) -> Task:
 
 
 class _OnTorch(Task):
-    """Asks `own`, the task of the user,
-    and puts between what Keras and the engine say otherwise."""
+    """Passes calls to `own`, the user's task, and translates between Keras and the engine."""
 
     def take(self, own: KerasTask, floatx: str) -> None:
         self.own, self.setting = own, KerasSetting(floatx=floatx)

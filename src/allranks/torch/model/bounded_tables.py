@@ -1,5 +1,4 @@
-"""Tables of vectors with a `max_norm`:
-`nn.Embedding` and `nn.EmbeddingBag` that shorten their rows.
+"""`nn.Embedding` and `nn.EmbeddingBag` with a `max_norm`, which renormalise rows in forward.
 
 Torch shortens, inside forward and in place, the rows that are looked up: on many ranks each would
 shorten its own, and replicas would drift. Here a row is shortened once in a step, where a rank

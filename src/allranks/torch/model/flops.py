@@ -1,5 +1,4 @@
-"""Model FLOPs utilisation: how much of what the devices can do goes into
-the model's own arithmetic.
+"""Model FLOPs utilisation: the share of the devices' peak that the model's arithmetic takes.
 
     MFU = operations per sample * samples per second / (devices * peak of one device)
 

@@ -1,5 +1,4 @@
-"""Weights that the first batch decides: `initialise(model, inputs)` of a task,
-before the first step.
+"""Initial weights that depend on the first batch: a task's `initialise(model, inputs)`.
 
 ActNorm, data-dependent initialisation (Salimans and Kingma 2016, arXiv 1602.07868) and codebooks
 that start from samples take what goes in first for typical of all. In forward that would be a part

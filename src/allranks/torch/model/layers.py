@@ -124,8 +124,7 @@ class Scope:
 
 
 class Swapped:
-    """What a layer of a model is, too, while the engine has it:
-    its own class is the second base."""
+    """A layer while the engine holds the model; its own class is the second base."""
 
 
 class OfShard(Swapped):
@@ -206,8 +205,7 @@ def normalised(scope: Scope, index: int, input: Tensor, by: Normalising) -> Tens
 
 
 def no_variance(what: str) -> RequestError:
-    """What to say where one value for each channel is to be normalised
-    without running statistics."""
+    """The refusal of a BatchNorm of one value per channel without running statistics."""
     return RequestError(
         asked="BatchNorm with track_running_stats=False",
         found=f"one value for each channel in {what}",
@@ -286,8 +284,7 @@ def normalising_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def computed_again() -> RequestError:
-    """What to say where a layer of a shard ran once more, in backward,
-    and nobody told its scope."""
+    """The refusal of a keyed layer that backward runs again, unknown to its scope."""
     return RequestError(
         asked="activation checkpointing around BatchNorm or dropout",
         found="such a layer ran again during backward",

@@ -1,5 +1,4 @@
-"""Which layers of a model the engine swaps for those that follow the shard,
-and how it undoes it."""
+"""The layers that the engine swaps for keyed ones, and how it swaps them back."""
 
 from __future__ import annotations
 

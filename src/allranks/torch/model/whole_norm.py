@@ -60,8 +60,7 @@ class WholeBatchNorm:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within, a rank computes by itself again what it did,
-        by the statistics that there were."""
+        """Within, a rank recomputes its part alone, with the statistics of the first time."""
         self._alone = True
         try:
             yield
@@ -143,8 +142,7 @@ def whole_norm(task: Task, comm: Comm, scope: Scope, swapped: dict[str, list[str
 
 
 class _Whole(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps),
-    where mean and variance are functions of the rows of all ranks."""
+    """(x - mean) / sqrt(var + eps), where mean and var depend on the rows of all ranks."""
 
     @staticmethod
     def forward(

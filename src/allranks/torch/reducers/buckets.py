@@ -108,8 +108,7 @@ def _room_for(parameter: Tensor) -> int:
 
 
 def _laid_out_as(parameter: Tensor, flat: Tensor) -> Tensor:
-    """The start of `flat` in the shape of a parameter,
-    and in its order of memory (channels-last)."""
+    """The start of `flat` as a parameter's shape, in its memory format (channels-last)."""
     if parameter.is_complex():
         flat = torch.view_as_complex(flat.view(-1, 2))
     flat = flat[: parameter.numel()]

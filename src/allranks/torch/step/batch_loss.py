@@ -83,8 +83,7 @@ class BatchLoss:
         return take
 
     def _whole(self, batch: Batch, outputs: list[Any]) -> tuple[Any, int]:
-        """Output and batch of all ranks in shard order,
-        and how many rows come before this rank's."""
+        """All ranks' output and batch in shard order, and how many rows precede this rank's."""
         assert batch.sizes is not None
         rows = rows_of_ranks(batch.sizes, self.comm.size)
         before = sum(rows[: self.comm.rank])

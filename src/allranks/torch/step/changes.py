@@ -32,8 +32,7 @@ Gradients = dict[int, Tensor]
 
 
 class Changes:
-    """The parameters that the optimizer updates now,
-    beside those that the step was laid out for."""
+    """The parameters that the optimizer updates now, and those the step was built for."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -99,8 +98,7 @@ class Changes:
         like: Tensor,
         sum_apart: Callable[[list[tuple[Span, Tensor]]], Tensor],
     ) -> None:
-        """Agree on what is trained now, give the new parameters their sums,
-        and be laid out for all.
+        """Agree on what is trained now, sum what is new over all ranks, and lay it out.
 
         Every rank calls this, once the sums of a step say that something has changed.
         """

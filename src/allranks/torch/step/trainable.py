@@ -19,8 +19,7 @@ LABELLED = Optimizer.profile_hook_step(Optimizer.step).__code__  # of what torch
 
 
 def check_no_scheduler(optimizer: Optimizer, asked: str) -> None:
-    """Raise `RequestError` if a scheduler of torch sets the rates:
-    nobody would save where it is."""
+    """Raise `RequestError` if a torch scheduler sets the rates: no checkpoint would hold it."""
     has_one = hasattr(optimizer.step, "_wrapped_by_lr_sched")
     if has_one or any("initial_lr" in group for group in optimizer.param_groups):
         raise RequestError(

@@ -67,8 +67,7 @@ class Part:
 
 
 class Recomputing:
-    """Passes over some samples of `batch`, without a trace.
-    `tolerance` is of the job's precision."""
+    """Passes over samples of `batch` that leave no trace; `tolerance` is the precision's."""
 
     def __init__(self, step: SharedStep, batch: Batch, precision: str) -> None:
         self.step, self.batch = step, batch
@@ -252,8 +251,7 @@ def read_again(source: Source, epoch: int, ids: list[int], step: SharedStep) -> 
 
 
 def cut_out(part: Part, piece: Piece) -> Part:
-    """The rows of one piece of a part;
-    raises `RequestError` for what has no row for each sample."""
+    """The rows of one piece of a part; raises `RequestError` for what has no rows."""
     before = 0
     for own in part.pieces:
         if own == piece:

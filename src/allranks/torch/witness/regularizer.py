@@ -54,8 +54,7 @@ class Regularizer:
         return value
 
     def check(self, mean: float, kind: torch.dtype) -> None:
-        """Raise `RequestError` unless the last value was the same on all ranks,
-        with that `mean`."""
+        """Raise `RequestError` unless all ranks had the same last value; `mean` is over them."""
         own = self.was
         if own == mean or not math.isfinite(own) or not math.isfinite(mean):
             return  # of what is not finite the guard has told

@@ -26,8 +26,7 @@ DO = (
 
 
 def check_same_model(model: nn.Module, comm: Comm) -> None:
-    """Raise `RequestError` on all ranks unless all have these parameters and buffers,
-    in this order.
+    """Raise `RequestError` on all unless parameters and buffers are the same, in order.
 
     Every rank calls this. Sends 32 bytes to each other rank, and all names where they differ.
     """

@@ -146,8 +146,7 @@ class Trace(Callback):
             save_file(kept, tensors_path(self.path, row["step"]))
 
     def _is_kept(self, name: str, step: int) -> bool:
-        """Whether a tensor is in the files:
-        nobody reads what a replay in 32 bits makes of weights."""
+        """Whether a tensor is in the files; nobody reads the weights of a replay in 32 bits."""
         moved = name.startswith(("weight/", "average/"))
         return not moved or step == START or self.replay is None or self._in_float64
 

@@ -85,8 +85,7 @@ class BetweenSteps:
         return metrics
 
     def save(self, trainer: Trainer, *, wait: bool, evaluate: bool) -> bool:
-        """Save, after an evaluation if the best is kept.
-        Whether what was waited for is committed."""
+        """Save, after an evaluation if the best is kept; whether what it waited for stands."""
         saving, metrics = self.saving, trainer.evaluation_plan.metrics_of(trainer.progress)
         if metrics is None:
             metrics = trainer.evaluate() if trainer.job.best and evaluate else {}

@@ -56,8 +56,7 @@ class SavedJob:
         return about_of(self.task, self.job, rest["progress"], self.facts(self.job), metrics)
 
     def changes(self, loaded: Loaded | None) -> Changes | None:
-        """What is not as it was; raises `RequestError` for another job,
-        and where one was asked for."""
+        """What has changed; raises `RequestError` for another job, and for one that is missing."""
         if loaded is None:
             check_not_asked_for(self.job)
             return None

@@ -1,5 +1,4 @@
-"""What the trainer of any engine has,
-for the loop and the program of a rank that all engines share.
+"""The protocol of every engine's trainer, for the shared loop and the shared rank program.
 
 An engine writes its own class; nothing derives from this. The public names mean in each what its
 docstrings say: see the `Trainer` of `allranks.torch`.
@@ -30,8 +29,7 @@ class Comm(Ranks, Protocol):
 
 
 class Loop(Protocol):
-    """What the loop of a training needs. A call is one step,
-    or several that the engine makes at once."""
+    """What a training loop needs; one call is one step, or several that an engine fuses."""
 
     @property
     def callbacks(self) -> Sequence[Callback]: ...

@@ -1,5 +1,4 @@
-"""Further files about a training, written on request (`--log`) beside `metrics.jsonl`,
-by the leader.
+"""Files that the leader writes on request (`--log`) beside `metrics.jsonl`.
 
     metrics.csv      a line for each step, columns of metrics.jsonl; steps and epochs from 1
     evaluations.csv  a line for each metric of each evaluation on the way

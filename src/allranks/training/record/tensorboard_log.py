@@ -1,5 +1,4 @@
-"""TensorBoard: the steps and evaluations of a training as scalars,
-in event files of its own format.
+"""TensorBoard event files with the steps and evaluations of a training as scalars.
 
 Written with what TensorBoard itself writes them with, without its thread: a record is in the file
 when `flush` returns. A scalar stands at the number of steps that are done with it: the first step
