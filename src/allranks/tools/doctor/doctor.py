@@ -41,9 +41,10 @@ from allranks.tools.doctor.diagnosis import (
     NodeReport,
 )
 from allranks.tools.doctor.examination import Examination, Mark
-from allranks.tools.doctor.findings import Collected, findings, may_differ, must_be_equal
+from allranks.tools.doctor.findings import findings
 from allranks.tools.doctor.link_matrix import measure_links
 from allranks.tools.doctor.probes import MODULE, Door, Lost, Probes
+from allranks.tools.doctor.symptoms import Collected, may_differ, must_be_equal
 
 CLOCK_TRIPS = 10
 TORCH = re.compile(r"torch(?![\w.-])")
