@@ -13,7 +13,7 @@ from allranks.launcher.slurm.allocation import (
     Allocation,
     expand_counts,
     expand_nodes,
-    port_of,
+    first_port,
 )
 
 JOB = {
@@ -194,19 +194,19 @@ def test_variables_that_cannot_be_are_refused(variables: dict[str, str], found: 
 
 
 def test_jobs_with_the_same_last_digits_get_two_ports() -> None:
-    assert port_of(11234, 0) != port_of(21234, 0)
-    assert port_of(11234, None) != port_of(21234, None)
+    assert first_port(11234, 0) != first_port(21234, 0)
+    assert first_port(11234, None) != first_port(21234, None)
 
 
 @given(job=st.integers(0, 2**31), step=st.none() | st.integers(0, 10_000))
 def test_ports_are_in_a_safe_range(job: int, step: int | None) -> None:
     """Above what needs root, below what Linux hands out to clients (32768) and Slurm's own."""
-    assert FIRST_PORT <= port_of(job, step) < FIRST_PORT + PORTS <= 32768
+    assert FIRST_PORT <= first_port(job, step) < FIRST_PORT + PORTS <= 32768
 
 
 @given(job=st.integers(0, 2**31))
 def test_jobs_of_one_time_and_steps_of_one_job_get_ports_of_their_own(job: int) -> None:
-    assert len({port_of(other, 0) for other in range(job, job + 1000)}) == 1000
-    assert len({port_of(job, step) for step in (None, *range(1000))}) == 1001
-    near = {port_of(other, step) for other in range(job, job + 20) for step in range(20)}
+    assert len({first_port(other, 0) for other in range(job, job + 1000)}) == 1000
+    assert len({first_port(job, step) for step in (None, *range(1000))}) == 1001
+    near = {first_port(other, step) for other in range(job, job + 20) for step in range(20)}
     assert len(near) == 400

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-INSIDE = """
+NODE_ETH = """
 import fcntl, json, socket, struct, sys
 from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -54,7 +54,7 @@ def test_the_interface_counts_what_the_card_says(tmp_path: Path) -> None:
     possible = subprocess.run([*alone, "true"], capture_output=True, check=False)
     if possible.returncode != 0:
         pytest.skip(f"no network namespace of our own: {possible.stderr.decode().strip()}")
-    command = [*alone, sys.executable, "-c", INSIDE, str(tmp_path), json.dumps(SETTINGS)]
+    command = [*alone, sys.executable, "-c", NODE_ETH, str(tmp_path), json.dumps(SETTINGS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])

@@ -12,7 +12,7 @@ import pytest
 from allranks.catalog import ENGINES, STRATEGIES, Engine, Extra, preload_for
 from allranks.errors import RequestError
 from allranks.job.config import resolve
-from allranks.job.engines import check_installed, check_program, engine_of, is_only_a_task
+from allranks.job.engines import check_installed, check_program, choose_engine, is_only_a_task
 from allranks.job.job import Job
 from allranks.job.limits import check_engine
 from allranks.strategies.torch_cards import CARDS
@@ -59,7 +59,7 @@ def test_who_decides(asked: str, strategy: str, text: str, wanted: str, tmp_path
     path = tmp_path / "program.py"
     path.write_text(text)
     for program in (str(path), f"{path}:Mine"):
-        assert engine_of(asked, strategy, program) == wanted
+        assert choose_engine(asked, strategy, program) == wanted
 
 
 def test_a_module_is_looked_up_without_being_imported(
@@ -72,14 +72,14 @@ def test_a_module_is_looked_up_without_being_imported(
     monkeypatch.syspath_prepend(tmp_path / "path")
     monkeypatch.chdir(tmp_path / "here")
     for name in ("far_tasks", "near_tasks"):
-        assert engine_of("", "", f"{name}:Mine") == "tensorflow"
+        assert choose_engine("", "", f"{name}:Mine") == "tensorflow"
     for name in ("__main__", "sys", "no_such_module"):
-        assert engine_of("", "", f"{name}:Mine") == "torch"
+        assert choose_engine("", "", f"{name}:Mine") == "torch"
 
 
 def test_built_in_programs() -> None:
-    assert engine_of("", "", "digits") == "torch"
-    assert engine_of("", "", "digits-keras") == "tensorflow"
+    assert choose_engine("", "", "digits") == "torch"
+    assert choose_engine("", "", "digits-keras") == "tensorflow"
     assert resolve("digits-keras", {"ranks": 2}).job.strategy == "multi-worker-mirrored"
     assert resolve("digits-keras", {"ranks": 2, "engine": "torch"}).job.strategy == "ddp"
     assert resolve("digits", {}).job.engine == "torch"
@@ -95,7 +95,7 @@ def test_built_in_programs() -> None:
 )
 def test_an_engine_without_the_strategy(asked: str, strategy: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        engine_of(asked, strategy, "digits-keras")
+        choose_engine(asked, strategy, "digits-keras")
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +136,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_is_an_engine_with_its_own_programs_and_defaults(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text("from stub.tasks import Task\nclass Mine(Task): pass\n")
-    assert engine_of("", "", str(path)) == engine_of("stub", "", "digits") == "stub"
-    assert engine_of("", "ddp", str(path)) == "torch", "a strategy that it does not have"
+    assert choose_engine("", "", str(path)) == choose_engine("stub", "", "digits") == "stub"
+    assert choose_engine("", "ddp", str(path)) == "torch", "a strategy that it does not have"
     assert is_only_a_task(path)
     found = [resolve(str(path), {"ranks": ranks}).job for ranks in (1, 2)]
     assert [(job.engine, job.strategy) for job in found] == [
@@ -156,9 +156,9 @@ def test_what_an_engine_of_a_row_cannot_do_is_refused_in_its_name() -> None:
             wrong()
         return error.value
 
-    why = refused(lambda: engine_of("stub", "dp", "digits")).why
+    why = refused(lambda: choose_engine("stub", "dp", "digits")).why
     assert why == "the stub engine has single, ddp-plain"
-    why = refused(lambda: engine_of("stob", "", "digits")).why
+    why = refused(lambda: choose_engine("stob", "", "digits")).why
     assert why.endswith("the arithmetic: torch, tensorflow, stub")
     lacks = refused(lambda: check_engine(Job(engine="stub", bitwise=True)))
     assert lacks.asked == "--bitwise with the Stub engine"

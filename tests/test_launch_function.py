@@ -24,7 +24,7 @@ import torch
 
 import allranks
 from allranks.cli.notebook.cells import program_for
-from allranks.cli.notebook.program import _written, fields_of, place_of, program_of
+from allranks.cli.notebook.program import _written, fields_of, module_file, prepare_program
 from allranks.errors import ProgramError, RequestError
 from allranks.job.run_folder import read_events
 from allranks.launcher import start
@@ -165,9 +165,9 @@ def test_a_script_names_itself_by_its_file(tmp_path: Path) -> None:
         "import sys\nimport allranks\n"
         "assert not {'torch', 'click', 'allranks.catalog'} & set(sys.modules)\n"
         "import dataclasses\nfrom pathlib import Path\n"
-        "from allranks.cli.notebook.program import program_of\n"
+        "from allranks.cli.notebook.program import prepare_program\n"
         "@dataclasses.dataclass\nclass Mine:\n    lr: float = 0.1\n"
-        "print(*program_of(Mine(lr=0.5), Path('runs')), callable(allranks.launch))\n"
+        "print(*prepare_program(Mine(lr=0.5), Path('runs')), callable(allranks.launch))\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run(
@@ -224,19 +224,19 @@ def test_an_instance_that_cannot_be_made_again_is_refused() -> None:
 
 
 def test_a_class_is_named_by_where_it_is() -> None:
-    assert place_of(Rates, Path("runs")).endswith("resume_tasks.py:Rates")
+    assert module_file(Rates, Path("runs")).endswith("resume_tasks.py:Rates")
     digits = sys.modules.get("allranks.programs.synthetic") or __import__(
         "allranks.programs.synthetic", fromlist=["Synthetic"]
     )
-    assert place_of(digits.Synthetic, Path("runs")) == "synthetic"
-    assert program_of(Path("my/task.py"), Path("runs")) == ("my/task.py", {})
+    assert module_file(digits.Synthetic, Path("runs")) == "synthetic"
+    assert prepare_program(Path("my/task.py"), Path("runs")) == ("my/task.py", {})
 
     @dataclass
     class Inner:
         pass
 
     with pytest.raises(RequestError, match="is not this class"):
-        place_of(Inner, Path("runs"))
+        module_file(Inner, Path("runs"))
 
 
 # --- the program file of a notebook -------------------------------------------------------------

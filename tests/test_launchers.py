@@ -12,7 +12,7 @@ from allranks.launcher.other_launchers import (
     missing_master_address,
     standard_variables,
 )
-from allranks.launcher.slurm.allocation import port_of
+from allranks.launcher.slurm.allocation import first_port
 from allranks.launcher.world import World
 
 
@@ -360,7 +360,7 @@ def test_what_cannot_be_is_refused(given: dict[str, str], found: str) -> None:
 
 def test_the_meeting_point_is_the_first_node_of_the_step() -> None:
     step = variables("Slurm 24.05")
-    port = str(port_of(90001, 12))
+    port = str(first_port(90001, 12))
     assert missing_master_address(step) == {"MASTER_ADDR": "a02", "MASTER_PORT": port}
     assert missing_master_address(step | {"MASTER_ADDR": "x"}) == {"MASTER_PORT": port}
     assert missing_master_address(variables("torchrun")) == {}

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from allranks.errors import RequestError
-from allranks.job.loss_scale import LEAST, LossScale, loss_scale_of
+from allranks.job.loss_scale import LEAST, LossScale, parse_loss_scale
 
 GOLDEN = {  # the scale after each of 12 steps, every=3, from 128, with overflows at steps 3 and 8
     "torch": [128, 128, 64, 64, 64, 128, 128, 64, 64, 64, 128, 128],
@@ -43,14 +43,14 @@ def test_what_the_scale_explains() -> None:
     assert not scale.explains(math.nan, math.nan), "the scale comes in after the loss"
     scale.overflowed()
     assert scale.value == LEAST and not scale.explains(1.0, math.inf)
-    assert not loss_scale_of("1024").explains(1.0, math.inf), "a fixed scale cannot give way"
+    assert not parse_loss_scale("1024").explains(1.0, math.inf), "a fixed scale cannot give way"
 
 
 def test_what_can_be_asked_for() -> None:
-    assert loss_scale_of("dynamic") == LossScale(65536.0, 2000, "torch")
-    asked = loss_scale_of("dynamic:initial=128,every=3,rule=tf_cnn")
+    assert parse_loss_scale("dynamic") == LossScale(65536.0, 2000, "torch")
+    asked = parse_loss_scale("dynamic:initial=128,every=3,rule=tf_cnn")
     assert asked == LossScale(128.0, 3, "tf_cnn")
-    fixed = loss_scale_of("128")
+    fixed = parse_loss_scale("128")
     fixed.went_well()
     assert fixed.value == 128 and not fixed.is_dynamic
 
@@ -61,5 +61,5 @@ def test_what_can_be_asked_for() -> None:
 )
 def test_what_cannot(text: str) -> None:
     with pytest.raises(RequestError) as error:
-        loss_scale_of(text)
+        parse_loss_scale(text)
     assert str(error.value).startswith("asked: --loss-scale")

@@ -7,7 +7,7 @@ import pytest
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.place import place_spec
-from allranks.job.simulated_network import Link, network_of
+from allranks.job.simulated_network import Link, parse_network
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,6 @@ def test_what_is_no_place_is_refused(text: str, found: str) -> None:
 
 
 def test_the_network_is_made_of_the_options() -> None:
-    assert network_of("simulated:delay=1ms", 2).link == Link(0.0, 1e-3)
+    assert parse_network("simulated:delay=1ms", 2).link == Link(0.0, 1e-3)
     with pytest.raises(RequestError, match="201 nodes on one machine"):
-        network_of("simulated", 201)
+        parse_network("simulated", 201)

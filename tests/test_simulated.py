@@ -37,7 +37,7 @@ from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import Plan
 
 STEPS = 60
-ON_NODES: dict[str, Any] = {"ranks": 4, "nodes": 2, "place": "simulated:link=1gbit"}
+NODE_FAULTS: dict[str, Any] = {"ranks": 4, "nodes": 2, "place": "simulated:link=1gbit"}
 SOON = Rendezvous(node_timeout_s=8.0)
 
 
@@ -57,7 +57,7 @@ def train_on(nodes: Cluster, tmp_path: Path) -> Callable[..., Result]:
     """`train_on(program, **flags)`: a job on the nodes that all tests share."""
 
     def run(program: str, **flags: Any) -> Result:
-        flags = {**ON_NODES, "run_dir": str(tmp_path / "run"), **flags}
+        flags = {**NODE_FAULTS, "run_dir": str(tmp_path / "run"), **flags}
         return run_job(resolve(program, flags), resources=nodes)
 
     return run
@@ -65,7 +65,7 @@ def train_on(nodes: Cluster, tmp_path: Path) -> Callable[..., Result]:
 
 def alone(tmp_path: Path, **flags: Any) -> Result:
     """`digits` on two nodes of its own, which may be broken."""
-    flags = {**ON_NODES, "bitwise": True, "run_dir": str(tmp_path / "run"), **flags}
+    flags = {**NODE_FAULTS, "bitwise": True, "run_dir": str(tmp_path / "run"), **flags}
     return run_job(resolve("digits", flags), rendezvous=SOON)
 
 
@@ -81,7 +81,7 @@ def test_the_bits_are_those_of_one_rank(
 def test_nodes_are_hosts_with_a_network_and_names_of_their_own(
     nodes: Cluster, tmp_path: Path
 ) -> None:
-    nodes.replan(nodes.plan(resolve("digits", ON_NODES).job, Shape({}, 256, 8)))
+    nodes.replan(nodes.plan(resolve("digits", NODE_FAULTS).job, Shape({}, 256, 8)))
     script = "readlink /proc/self/ns/net; hostname; getent hosts node0 node1; ip -o link"
     processes = [
         Process(rank, "simulated_workers:shell", script, {}, tmp_path / f"{rank}.log")
@@ -166,7 +166,7 @@ def test_a_check_compares_nodes_with_one_process(
     monkeypatch.setattr(
         "allranks.launcher.start.resources_for", lambda *job: contextlib.nullcontext(nodes)
     )
-    resolved = resolve("digits", {**ON_NODES, "steps": 3, "precision": "fp64"})
+    resolved = resolve("digits", {**NODE_FAULTS, "steps": 3, "precision": "fp64"})
     verdict = check_against_one(resolved, tmp_path, server, Plan((4,), 4, shards=8))
     assert verdict.equal and verdict.looks[0].comparison.steps == 3
     events = read_events(tmp_path / "fp64-4-ranks")
@@ -178,7 +178,7 @@ def test_a_check_compares_nodes_with_one_process(
 
 def test_a_slow_link_is_slow(nodes: Cluster, tmp_path: Path) -> None:
     """All-reduce of 64 MB by 4 ranks: what the busiest link carries, over the time."""
-    nodes.replan(nodes.plan(resolve("digits", ON_NODES).job, Shape({}, 256, 8)))
+    nodes.replan(nodes.plan(resolve("digits", NODE_FAULTS).job, Shape({}, 256, 8)))
     rate = _all_reduce_rate(nodes, tmp_path)
     assert 0.9 * 1e9 / 8 <= rate <= 1.0 * 1e9 / 8, f"{rate / 1e6:.1f} MB/s over 1 Gbit/s"
 

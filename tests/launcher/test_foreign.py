@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from allranks.errors import BadStep, FaultKind, PeerLost, PlaceError, ProgramError, RequestError
-from allranks.launcher.processes.foreign import is_said, kind_of
+from allranks.launcher.processes.foreign import classify, is_said
 
 SIZES = "data size (800) doesn't match expected size (400)"
 
@@ -27,7 +27,7 @@ SIZES = "data size (800) doesn't match expected size (400)"
     ],
 )
 def test_every_failure_has_a_kind(error: BaseException, kind: FaultKind) -> None:
-    assert kind_of(error) is kind
+    assert classify(error) is kind
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.launcher.fault_report import hang_report
-from allranks.launcher.hang import Hang, find_hang, missing_of
+from allranks.launcher.hang import Hang, find_hang, ranks_waited_for
 from allranks.launcher.heartbeat import PHASES, Beat
 from allranks.launcher.processes.linux import state_of
 from allranks.launcher.processes.process import Stand
@@ -156,7 +156,7 @@ def test_a_rank_that_waits_is_never_named_while_another_does_not(
 ) -> None:
     beats = {r: beat(r, p, step=s, collectives=c) for r, (p, s, c) in enumerate(places)}
     at_fault = {rank for rank, b in beats.items() if b.phase != "exchange"}
-    found = missing_of(beats, at_fault)
+    found = ranks_waited_for(beats, at_fault)
     if at_fault:
         assert set(found) == at_fault
     assert list(found) == sorted(found)
@@ -170,7 +170,7 @@ def test_if_all_wait_the_one_that_is_short_of_a_collective_is_named(
     one = data.draw(st.integers(0, ranks - 1))
     short = data.draw(st.integers(1, 20))
     beats = {r: beat(r, collectives=50 - short * (r == one)) for r in range(ranks)}
-    assert missing_of(beats, set()) == (one,)
+    assert ranks_waited_for(beats, set()) == (one,)
 
 
 @given(st.integers(2, 8), st.data())
@@ -178,9 +178,10 @@ def test_at_equal_counts_it_is_the_one_that_is_ahead(ranks: int, data: st.DataOb
     """It left one out, and waits in the next with the count that the others have in the last."""
     one = data.draw(st.integers(0, ranks - 1))
     beats = {r: beat(r, step=6 if r == one else 5) for r in range(ranks)}
-    assert missing_of(beats, set()) == (one,)
+    assert ranks_waited_for(beats, set()) == (one,)
 
 
 @given(st.integers(2, 8), st.integers(0, 5), st.integers(0, 50))
 def test_if_all_stand_alike_nobody_is_accused(ranks: int, step: int, count: int) -> None:
-    assert missing_of({r: beat(r, step=step, collectives=count) for r in range(ranks)}, set()) == ()
+    beats = {r: beat(r, step=step, collectives=count) for r in range(ranks)}
+    assert ranks_waited_for(beats, set()) == ()

@@ -22,7 +22,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.tools.doctor import examination, probe
 from allranks.tools.doctor.diagnosis import MOST_IN_FULL, Endpoint
 from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Mark, examine, examine_folder
-from allranks.tools.doctor.link_matrix import measure_links, pairs_of
+from allranks.tools.doctor.link_matrix import measure_links, pairs_to_measure
 from allranks.tools.doctor.probe import UNCOUNTED, Arrival, LinkSpeeds, measure, serve
 from allranks.tools.doctor.probes import Door, Lost, Probes
 
@@ -213,7 +213,7 @@ def test_a_probe_that_finds_nobody_is_lost_with_its_exit_code(server: ForkServer
 @pytest.mark.parametrize("count", [2, 3, MOST_IN_FULL, MOST_IN_FULL + 1, 40])
 def test_of_a_few_ends_all_pairs_are_measured_of_many_each_with_two(count: int) -> None:
     ends = [Endpoint(rank, str(rank), HERE) for rank in range(count)]
-    pairs = [(one.rank, other.rank) for one, other in pairs_of(ends)]
+    pairs = [(one.rank, other.rank) for one, other in pairs_to_measure(ends)]
     assert len(set(pairs)) == len(pairs) and all(one < other for one, other in pairs)
     if count <= MOST_IN_FULL:
         assert len(pairs) == count * (count - 1) // 2

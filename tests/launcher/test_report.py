@@ -11,7 +11,7 @@ import pytest
 
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import JsonLines, rank_events_path, rank_log_path
-from allranks.launcher.fault_report import error_of, first_fault
+from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.processes.foreign import kind_said_in
 from allranks.launcher.processes.process import Exit
 from allranks.launcher.supervisor import Ended
@@ -56,7 +56,7 @@ def rank_of_first_fault(found: Ended, folder: Path) -> int | None:
 def report(found: Ended, folder: Path) -> str:
     fault = first_fault(found, folder)
     assert fault is not None
-    error = error_of(fault, found, folder)
+    error = user_error(fault, found, folder)
     assert isinstance(error, ProgramError) and error.exit_code == 1
     return str(error)
 
@@ -127,7 +127,7 @@ def test_the_kernels_word_is_added_where_a_process_was_killed(
         failed(tmp_path, 0, 10.0, message="DataLoader worker (pid 3) is killed by signal: Killed. ")
     fault = first_fault(ended([code]), tmp_path, memory="out of memory: the kernel did it")
     assert fault is not None
-    first = str(error_of(fault, ended([code]), tmp_path)).splitlines()[0]
+    first = str(user_error(fault, ended([code]), tmp_path)).splitlines()[0]
     assert "failed first: out of memory: the kernel did it" in first
 
 
@@ -171,7 +171,7 @@ def test_a_rank_that_says_it_is_done_may_leave_as_it_likes(tmp_path: Path) -> No
     assert first_fault(ended([-6]), tmp_path, must_say_so=True) is None
     left = first_fault(ended([0]), tmp_path / "other", must_say_so=True)
     assert left is not None
-    text = str(error_of(left, ended([0]), tmp_path))
+    text = str(user_error(left, ended([0]), tmp_path))
     assert "it left with exit code 0 before the training was done" in text
 
 
@@ -187,7 +187,7 @@ def test_a_bad_request_found_before_the_first_update_is_one(tmp_path: Path) -> N
     found = ended([2, -15], {1})
     fault = first_fault(found, tmp_path)
     assert fault is not None
-    error = error_of(fault, found, tmp_path)
+    error = user_error(fault, found, tmp_path)
     assert isinstance(error, RequestError) and error.to_data() == REFUSAL
 
 
@@ -224,7 +224,7 @@ def test_a_lost_node_is_named_before_its_victims(tmp_path: Path) -> None:
     ended_ = Ended(exits, frozenset((1, 2)))
     fault = first_fault(ended_, tmp_path)
     assert fault is not None
-    error = error_of(fault, ended_, tmp_path)
+    error = user_error(fault, ended_, tmp_path)
     assert isinstance(error, PlaceError)
     assert str(error) == (
         "node node1 is lost, with rank 1, 2: no word of it\nstopped because of it: rank 0"

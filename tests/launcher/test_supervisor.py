@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import PlaceError, RequestError
-from allranks.launcher.fault_report import error_of, first_fault
+from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit, Process, Stand
@@ -192,7 +192,7 @@ def test_the_last_of_its_role_is_a_fault_that_is_called_by_its_name(
     (tmp_path / "logs").mkdir()
     fault = first_fault(ended, tmp_path, must_say_so=True)
     assert fault is not None
-    assert str(error_of(fault, ended, tmp_path)).startswith("worker (rank 1) on ")
+    assert str(user_error(fault, ended, tmp_path)).startswith("worker (rank 1) on ")
 
 
 @dataclasses.dataclass

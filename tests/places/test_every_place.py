@@ -29,8 +29,8 @@ from allranks.launcher.places.base import (
     Place,
     Started,
     check_request,
+    find_place,
     foreseen_hosts,
-    place_of,
     seats_on,
 )
 from allranks.launcher.plan import Seat
@@ -87,7 +87,7 @@ def request_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
 
 
 def place_at(path: str, request: NodeRequest) -> Place:
-    place = place_of(request.place, request.rendezvous)
+    place = find_place(request.place, request.rendezvous)
     assert type(place) is load(path)
     return place
 
@@ -197,4 +197,4 @@ def test_a_new_place_is_a_class_and_a_row(beside: None, server: ForkServer, tmp_
 
 def test_the_names_are_those_of_the_table(beside: None) -> None:
     with pytest.raises(RequestError, match="local, hosts, simulated, slurm, beside"):
-        place_of("besides")
+        find_place("besides")

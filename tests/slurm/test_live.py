@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from allranks.errors import PlaceError
-from allranks.launcher.slurm.live import fields_of, parse_site_facts, site_as_toml
+from allranks.launcher.slurm.live import parse_fields, parse_site_facts, site_as_toml
 from allranks.launcher.slurm.site import Partition, parse_site
 from slurm_answers import CONFIG, NODES, PARTITIONS
 
@@ -83,7 +83,7 @@ def test_names_that_toml_would_not_take_are_quoted() -> None:
 
 
 def test_blanks_and_equal_signs_in_values_are_kept() -> None:
-    fields = fields_of(NODES.splitlines()[0])
+    fields = parse_fields(NODES.splitlines()[0])
     assert fields["OS"].startswith("Linux 6.2.0-37-generic #38~22.04.1-Ubuntu SMP")
     assert fields["CfgTRES"] == "cpu=48,mem=125G,billing=48"
     assert (fields["AllocTRES"], fields["CPUTot"]) == ("", "48")

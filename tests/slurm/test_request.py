@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.launcher.slurm.request import Asked, SlurmRequest, make_request, memory_mb_of
+from allranks.launcher.slurm.request import Asked, SlurmRequest, make_request, parse_memory_mb
 from allranks.launcher.slurm.site import Partition, Site, load_site
 
 GPU = Partition("gpu", cpus=64, memory_mb=254_000, memory_share_mb=250_000, gpus=4)
@@ -128,4 +128,4 @@ def test_the_signal_comes_in_time(time_s: int | None, asked: int | None, signal_
     ],
 )
 def test_memory_is_read_as_slurm_reads_it(text: str, megabytes: int | None) -> None:
-    assert memory_mb_of(text) == megabytes
+    assert parse_memory_mb(text) == megabytes

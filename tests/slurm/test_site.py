@@ -14,8 +14,8 @@ from allranks.launcher.slurm.site import (
     bundled_names,
     bundled_text,
     load_site,
+    parse_seconds,
     parse_site,
-    seconds_of,
 )
 
 NAMES = ["lumi", "mahti", "puhti", "roihu", "taurus-alpha", "taurus-gpu2", "taurus-ml", "template"]
@@ -136,4 +136,4 @@ def test_a_file_that_is_wrong_is_refused_by_its_line(text: str, found: str) -> N
     ],
 )
 def test_time_limits_as_slurm_writes_them(text: str, seconds: int | None) -> None:
-    assert seconds_of(text) == seconds
+    assert parse_seconds(text) == seconds

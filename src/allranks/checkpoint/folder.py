@@ -28,7 +28,7 @@ from allranks.checkpoint.manifest import (
 
 FOLDER = "checkpoints"
 BLOCK_BYTES = 4 << 20
-_BESIDE = re.compile(rf"\.{re.escape(NAME)}\.[0-9]+")
+_TEMPORARY_NAME = re.compile(rf"\.{re.escape(NAME)}\.[0-9]+")
 _BAD = re.compile(r"(step-[0-9]{8,})\.bad-[0-9]+")
 
 
@@ -105,7 +105,7 @@ def remove(folder: Path) -> None:
 def _ours(folder: Path) -> list[Path]:
     """The files in a step folder that ranks and leaders write, without the manifest."""
     names = os.listdir(folder)
-    return [folder / n for n in names if RANK_FILE.fullmatch(n) or _BESIDE.fullmatch(n)]
+    return [folder / n for n in names if RANK_FILE.fullmatch(n) or _TEMPORARY_NAME.fullmatch(n)]
 
 
 def remove_unnamed(folder: Path, manifest: Manifest) -> None:
@@ -160,6 +160,6 @@ def sweep(checkpoints: Path) -> list[Path]:
         remove(folder)
     for folder in committed(checkpoints):
         for path in _ours(folder):
-            if _BESIDE.fullmatch(path.name):
+            if _TEMPORARY_NAME.fullmatch(path.name):
                 path.unlink(missing_ok=True)
     return left

@@ -31,7 +31,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
         return seconds
 
 
-SHARED: Options = (
+SHARED_OPTIONS: Options = (
     (("--ranks",), {"type": int, "help": "World size over all nodes."}),
     (("--nodes",), {"type": int, "help": "Nodes to use (default 1)."}),
     (("--place",), {"help": "local, simulated[:link=1gbit,delay=1ms], or slurm."}),
@@ -58,7 +58,7 @@ SHARED: Options = (
     (("--job", "job_file"), {"help": "Take the job from a TOML file; flags go first."}),
 )
 
-NUMBERS: Options = (
+NODE_OPTIONS: Options = (
     (("--ranks-per-node",), {"type": int, "help": "Ranks on each node, instead of --ranks."}),
     (("--node-rank",), {"type": int, "help": "The number of this node, started by hand."}),
 )
@@ -78,11 +78,11 @@ RENDEZVOUS: Options = (
     (("--per-rank",), {"is_flag": True, "default": None, "help": "Under Slurm: a task per rank."}),
 )
 
-TRAINING: Options = (
+TRAINING_OPTIONS: Options = (
     (("--strategy",), {"help": "How ranks work together: see `allranks strategies`."}),
     (("--epochs",), {"type": int, "help": "Passes over the data (a field of the task)."}),
 )
-COURSE: Options = (
+EVALUATION_OPTIONS: Options = (
     (("--eval-every",), {"help": "Evaluate after so many steps, or after each `epoch`."}),
     (("--early-stop",), {"help": "End when max:METRIC or min:METRIC gets no better."}),
     (("--patience",), {"type": int, "help": "Evaluations without a better one (default 3)."}),
@@ -90,7 +90,7 @@ COURSE: Options = (
     (("--profile",), {"is_flag": True, "default": None, "help": "Write where a few steps spend."}),
 )
 
-PROTECTION: Options = (
+SAFETY_OPTIONS: Options = (
     (("--checkpoint-every",), {"type": int, "help": "Steps between checkpoints."}),
     (("--keep",), {"type": int, "help": "How many checkpoints to keep (default 3)."}),
     (("--best",), {"help": "Keep the best one too: max:METRIC or min:METRIC."}),
@@ -120,12 +120,12 @@ PROTECTION: Options = (
 
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that decide the result to a command."""
-    return _with(SHARED, command)
+    return _with(SHARED_OPTIONS, command)
 
 
 def rendezvous_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say how several nodes come together to a command."""
-    return _with((*NUMBERS, *RENDEZVOUS), command)
+    return _with((*NODE_OPTIONS, *RENDEZVOUS), command)
 
 
 def network_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +187,9 @@ def words_of(flags: dict[str, Any], *more: str) -> tuple[str, ...]:
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that describe a training, wherever it runs, to a command."""
-    return _with((*TRAINING, *SHARED, *COURSE, *PROTECTION), command)
+    return _with(
+        (*TRAINING_OPTIONS, *SHARED_OPTIONS, *EVALUATION_OPTIONS, *SAFETY_OPTIONS), command
+    )
 
 
 def _with(options: Options, command: Callable[..., Any]) -> Callable[..., Any]:

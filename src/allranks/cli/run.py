@@ -32,8 +32,8 @@ from allranks.launcher.places.base import (
     AgentPlace,
     NodeRequest,
     check_request,
+    find_place,
     foreseen_hosts,
-    place_of,
 )
 from allranks.launcher.scripts.plan import (
     WARM,
@@ -142,7 +142,7 @@ def run(words: tuple[str, ...], dry_run: bool, as_object: bool, **flags: Any) ->
 
 def _run(request: CommandRequest, wanted: NodeRequest, watcher: CommandWatcher) -> CommandResult:
     """On this machine, or on nodes that come together for it."""
-    if not isinstance(place_of(wanted.place, wanted.rendezvous), AgentPlace):
+    if not isinstance(find_place(wanted.place, wanted.rendezvous), AgentPlace):
         return run_command(request, watcher=watcher)
     request = dataclasses.replace(request, run_dir=run_dir_of(request))
     shared, modules = Path(request.run_dir).parent, WARM.get(request.warm, ())
@@ -313,7 +313,7 @@ def _watcher(output: RankOutput) -> CommandWatcher:
 def _print_plan(request: CommandRequest, wanted: NodeRequest, as_object: bool) -> None:
     """What would run; ports, and addresses of nodes still to come, are chosen at a start."""
     check_warm(request)
-    foreseen = foreseen_hosts(place_of(wanted.place, wanted.rendezvous).seats(wanted))
+    foreseen = foreseen_hosts(find_place(wanted.place, wanted.rendezvous).seats(wanted))
     with nullcontext(foreseen) if foreseen else this_host(request)() as found:
         plan = plan_command(request, found, os.environ, "RUN")
     click.echo(as_json(plan.to_data()) if as_object else str(plan))

@@ -19,7 +19,7 @@ from allranks.job.run_folder import is_in_use, read_events
 from allranks.launcher.scripts.plan import CommandRequest
 
 MOST_NOTES = 10
-SHOWN_ABOVE = ("schema", "kind", "program", "processes", "run_dir")
+HEADING_FIELDS = ("schema", "kind", "program", "processes", "run_dir")
 COMMAND_DEFAULTS = {**CommandRequest(()).to_data(), "ranks": 1, "nodes": 1}
 ENDS = ("done", "stopped", "failed", "interrupted")
 
@@ -92,7 +92,7 @@ def _asked(job: dict[str, Any], run: str, with_hint: bool) -> list[str]:
     task = {f"task.{name}": value for name, value in job.get("task", {}).items()}
     rows = []
     for name, value in {**job, **task}.items():
-        if isinstance(value, dict) or name in SHOWN_ABOVE or value == job["program"]:
+        if isinstance(value, dict) or name in HEADING_FIELDS or value == job["program"]:
             continue
         default = COMMAND_DEFAULTS.get(name, "") if "kind" in job else None
         source = sources.get(name, "default" if value == default or "kind" not in job else "")

@@ -27,7 +27,7 @@ from allranks.errors import PlaceError, RequestError, printable
 from allranks.job.units import parse_slurm_time
 from allranks.launcher.slurm import commands
 from allranks.launcher.slurm.limits import check_device, check_request
-from allranks.launcher.slurm.request import Asked, SlurmRequest, make_request, memory_mb_of
+from allranks.launcher.slurm.request import Asked, SlurmRequest, make_request, parse_memory_mb
 from allranks.launcher.slurm.script import render
 from allranks.launcher.slurm.site import Site, load_site
 from allranks.launcher.start import new_run_dir
@@ -44,7 +44,7 @@ class Memory(click.ParamType):  # type: ignore[type-arg]
     name = "memory"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        megabytes = memory_mb_of(str(value))
+        megabytes = parse_memory_mb(str(value))
         if megabytes is None:
             self.fail(f"{value!r} is no memory: write 64G, 512M or a number of MB above 0")
         return megabytes

@@ -38,7 +38,7 @@ OPTIONS_OF_OTHER_PLACES = (
     "nproc_per_node",
     "master_addr",
 )
-BESIDES = ("settings", "job_file", "epochs", "inject")  # what `resolved_from` takes out itself
+OTHER_OPTIONS = ("settings", "job_file", "epochs", "inject")  # `resolved_from` takes them out
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def check_job(submitted: Submitted, *, nodes: int, ranks: int, run_dir: str) -> 
     """The job that `train` will resolve, checked without its program; `None` for `run`."""
     if submitted.verb != "train":
         return None
-    known = {field.name for field in dataclasses.fields(Job)} | set(BESIDES)
+    known = {field.name for field in dataclasses.fields(Job)} | set(OTHER_OPTIONS)
     flags = {n: v for n, v in submitted.parameters.items() if n in known and n != "program"}
     flags |= {"place": PLACE, "nodes": nodes, "ranks": ranks, "run_dir": run_dir}
     return resolved_from(submitted.parameters.get("program"), flags)

@@ -38,9 +38,9 @@ from allranks.tools.sweep.packing import (
 )
 from allranks.tools.sweep.slots import Watcher, run_packed
 
-OF_THE_SWEEP = ("settings", "slots", "run_dir", "dry_run", "as_object")
-OF_TRAIN_ALONE = ("dry_run", "placement", "as_object")
-NOT_SWEPT = ("set", "job", "resume", "inject", *OF_THE_SWEEP, "json")
+SWEEP_OPTIONS = ("settings", "slots", "run_dir", "dry_run", "as_object")
+TRAIN_ONLY_OPTIONS = ("dry_run", "placement", "as_object")
+NOT_SWEPT = ("set", "job", "resume", "inject", *SWEEP_OPTIONS, "json")
 LONGEST_NAME = 150
 
 
@@ -184,7 +184,7 @@ def words_of(context: click.Context, axes: Sequence[Axis]) -> list[str]:
     words = [f"--set={text}" for text in settings if text.partition("=")[0] not in swept]
     for parameter in context.command.params:
         value = context.params[str(parameter.name)]
-        if parameter.name in OF_THE_SWEEP or value is None:
+        if parameter.name in SWEEP_OPTIONS or value is None:
             continue
         if isinstance(parameter, click.Argument):
             words.append(str(value))
@@ -199,7 +199,7 @@ def words_of(context: click.Context, axes: Sequence[Axis]) -> list[str]:
 def _job(words: Sequence[str]) -> Job:
     """The job that these words describe, as its own process will read them."""
     asked = train.make_context("train", list(words)).params
-    flags = {name: value for name, value in asked.items() if name not in OF_TRAIN_ALONE}
+    flags = {name: value for name, value in asked.items() if name not in TRAIN_ONLY_OPTIONS}
     return resolved_from(flags.pop("program"), flags).job
 
 

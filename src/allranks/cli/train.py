@@ -23,7 +23,7 @@ from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
 from allranks.launcher.nodes.cluster import is_head, take_part
 from allranks.launcher.nodes.rendezvous import Rendezvous
-from allranks.launcher.places.base import AgentPlace, place_of
+from allranks.launcher.places.base import AgentPlace, find_place
 from allranks.launcher.start import Watcher, plan_only, run_job
 from allranks.tools.placement_preview import place_ranks
 
@@ -96,7 +96,7 @@ def _print_plan(
     resolved: Resolved, rendezvous: Rendezvous, placement: bool, as_object: bool
 ) -> None:
     """What would run; with `placement` also what each rank would hold."""
-    if placement and isinstance(place_of(resolved.job.place), AgentPlace):
+    if placement and isinstance(find_place(resolved.job.place), AgentPlace):
         raise RequestError(
             asked=f"--placement --place {resolved.job.place}",
             found="more than this machine",

@@ -13,12 +13,12 @@ from typing import Any
 
 from allranks.catalog import PLACES, load
 from allranks.errors import RequestError
-from allranks.job.engines import check_program, default_strategy, engine_of
+from allranks.job.engines import check_program, choose_engine, default_strategy
 from allranks.job.job import Job
 from allranks.job.job_file import HIDDEN, NOT_SETTABLE, read_job_file
 from allranks.job.limits import checked
 from allranks.job.place import place_spec
-from allranks.job.resume import Base, base_of, changed
+from allranks.job.resume import Base, changed, find_base
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def resolve(
     `flags` holds only what was really given; raises `RequestError` for what cannot be.
     """
     _check_names(flags)
-    flags, base = _base_of(flags)
+    flags, base = _find_base(flags)
     values, task, sources = _inherited(base, job_file)
     if program:
         flags = {"program": program, **flags}
@@ -62,7 +62,7 @@ def resolve(
     if values.get("nodes", 1) > 1:
         values.setdefault("ranks", values["nodes"])  # one on each, where nobody says more
     job = Job(**values, task=task)
-    engine = engine_of(values.get("engine", ""), job.strategy, job.program)
+    engine = choose_engine(values.get("engine", ""), job.strategy, job.program)
     check_program(engine, job.program)
     job = dataclasses.replace(job, engine=engine)
     if not job.strategy or _outgrown(job, sources):
@@ -135,7 +135,7 @@ def _check_names(values: dict[str, Any]) -> None:
             )
 
 
-def _base_of(flags: dict[str, Any]) -> tuple[dict[str, Any], Base | None]:
+def _find_base(flags: dict[str, Any]) -> tuple[dict[str, Any], Base | None]:
     """The flags without `auto` and `never`, and the run that they ask to go on from."""
     resume = str(flags.get("resume", "auto"))
     flags = {name: value for name, value in flags.items() if name != "resume"}
@@ -149,7 +149,7 @@ def _base_of(flags: dict[str, Any]) -> tuple[dict[str, Any], Base | None]:
     else:
         path = Path(resume)
         flags["resume"] = os.path.abspath(path)
-    return flags, base_of(path, resumes)
+    return flags, find_base(path, resumes)
 
 
 def _outgrown(job: Job, sources: dict[str, str]) -> bool:

@@ -21,7 +21,7 @@ from allranks.errors import RequestError, nearest
 from allranks.strategies.resolve import card_of, engines_of
 
 
-def engine_of(asked: str, strategy: str, program: str) -> str:
+def choose_engine(asked: str, strategy: str, program: str) -> str:
     """The engine of a job; `asked` and `strategy` are "" where nobody said one.
 
     Raises `RequestError` for one that is not known, and for one that has no such strategy.
@@ -67,7 +67,7 @@ def is_only_a_task(file: Path) -> bool:
     names = {name for node in ast.walk(tree) for name in _imported(node)}
     tasks = {f"{module}.Task" for engine in ENGINES.values() for module in engine.tasks}
     texts = [n for n in tree.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
-    defines = all(isinstance(node, ONLY_DEFINES) or node in texts for node in tree.body)
+    defines = all(isinstance(node, DEFINITIONS) or node in texts for node in tree.body)
     return (
         bool(names & tasks)
         and defines
@@ -75,7 +75,7 @@ def is_only_a_task(file: Path) -> bool:
     )
 
 
-ONLY_DEFINES = (
+DEFINITIONS = (
     *(ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef),
     *(ast.Assign, ast.AnnAssign),
 )

@@ -48,8 +48,8 @@ class Injected(RuntimeError):
 class Fault:
     """One fault; `step` or `attempt` -1: every one. `slow` has `seconds`, `exit` a `code`.
 
-    `node` and `link` ("10mbit") are for those of `ON_NODES`, which happen to a simulated node when
-    all ranks have come to `step`.
+    `node` and `link` ("10mbit") are for those of `NODE_FAULTS`, which happen to a simulated node
+    when all ranks have come to `step`.
 
     `attempt` counts the restarts since the job was started by hand.
     """
@@ -73,8 +73,8 @@ def parse(text: str) -> tuple[Fault, ...]:
 def _parse_one(word: str) -> Fault:
     asked = f"--inject {word}"
     action, _, rest = word.partition("@")
-    if action not in ACTIONS and action not in ON_NODES:
-        raise _unknown(asked, "action", action, (*ACTIONS, *ON_NODES))
+    if action not in ACTIONS and action not in NODE_FAULTS:
+        raise _unknown(asked, "action", action, (*ACTIONS, *NODE_FAULTS))
     values: dict[str, Any] = {}
     kinds = {"rank": int, "step": int, "at": str, "attempt": int, "seconds": float, "code": int}
     kinds |= {"node": int, "link": str}
@@ -123,7 +123,7 @@ class Faults:
         """The training is at `point`, in global batch `step`: the faults meant for it happen."""
         for fault in self.faults:
             if fault.at == point and fault.step in (step, -1) and fault not in self.done:
-                if fault.action not in EVERY_TIME:
+                if fault.action not in REPEATED_KINDS:
                     self.done.add(fault)
                 ACTIONS[fault.action](fault, self)
 
@@ -186,12 +186,12 @@ ACTIONS: dict[str, Callable[[Fault, Faults], None]] = {
     "skip-collective": _leave_out,
     "nan": _poison,
 }
-ON_NODES = {
+NODE_FAULTS = {
     "kill-node": "a simulated node is gone, with all its processes",
     "cut": "the link of a simulated node is cut",
     "slow-link": "the link of a simulated node carries `link` from now on",
 }
-EVERY_TIME = ("slow", "disk-full")
+REPEATED_KINDS = ("slow", "disk-full")
 
 
 def flip_bit(path: Path, byte: int) -> None:

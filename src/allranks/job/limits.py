@@ -13,7 +13,7 @@ from allranks.errors import RequestError, nearest
 from allranks.job import faults
 from allranks.job.engines import trained_also_by
 from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PRECISIONS, WITNESS, Job
-from allranks.job.loss_scale import loss_scale_of
+from allranks.job.loss_scale import parse_loss_scale
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import ProcessSet
 
@@ -136,7 +136,7 @@ def _check_arithmetic(job: Job) -> None:
             why="TF32 is a mode of the tensor cores of NVIDIA's GPUs",
             do="--precision fp32 or bf16, or --device cuda",
         )
-    scale = loss_scale_of(job.loss_scale)
+    scale = parse_loss_scale(job.loss_scale)
     if job.precision != "fp16" and job.loss_scale != Job.loss_scale:
         raise RequestError(
             asked=f"--loss-scale {job.loss_scale} --precision {job.precision}",

@@ -73,7 +73,7 @@ class LossScale:
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
 
 
-def loss_scale_of(text: str) -> LossScale:
+def parse_loss_scale(text: str) -> LossScale:
     """`dynamic`, `dynamic:initial=1024,every=100,rule=tf_cnn`, or a number that stays."""
     fixed = _number(text)
     if fixed is not None and 0 < fixed < math.inf:

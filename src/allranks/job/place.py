@@ -65,7 +65,7 @@ def place_spec(text: str) -> PlaceSpec:
     return PlaceSpec(choice.name, options, text)
 
 
-def rate_of(text: str, asked: str) -> float:
+def parse_rate(text: str, asked: str) -> float:
     """Bits per second of a text like 100mbit, 0 (no bound) of none; raises `RequestError`."""
     if not text:
         return 0.0
@@ -92,4 +92,4 @@ def _delay(text: str, asked: str) -> float:
     return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
 
 
-_READERS: dict[str, Callable[[str, str], float]] = {"link": rate_of, "delay": _delay}
+_READERS: dict[str, Callable[[str, str], float]] = {"link": parse_rate, "delay": _delay}

@@ -6,8 +6,8 @@
     --resume never      start anew, and refuse a folder that is there
 
 What is not said again stays as it was. What may be said anew without harm to the result (ranks,
-place, micro-batch, how it is protected, how long it trains) is in `FREE`; fields of the task may be
-changed with --set, and are recorded; the rest is the job itself, and is refused.
+place, micro-batch, how it is protected, how long it trains) is in `CHANGEABLE`; fields of the task
+may be changed with --set, and are recorded; the rest is the job itself, and is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from allranks.strategies.card import APART
 from allranks.strategies.resolve import card_of
 
 CHECKPOINTS = FOLDER
-FREE = (
+CHANGEABLE = (
     *("steps", "micro_batch", "steps_per_call", "loader_workers", "prefetch"),
     *("eval_every", "early_stop", "patience"),
     *names_in(Where),
@@ -50,26 +50,26 @@ class Base:
     task: dict[str, Any] = field(default_factory=dict)
 
 
-def sources_of(path: Path) -> list[Path]:
+def checkpoint_folders(path: Path) -> list[Path]:
     """Where to look for checkpoints when a job starts from `path`."""
     return [path / CHECKPOINTS] if os.path.isdir(path / CHECKPOINTS) else [path]
 
 
-def base_of(path: Path, resumes: bool) -> Base:
+def find_base(path: Path, resumes: bool) -> Base:
     """What a job goes on from: the run `path`, or that very checkpoint; raises `RequestError`.
 
     A run says in its `job.toml` how it went on last; a checkpoint remembers the job that made it.
     """
     if resumes or os.path.isdir(path / CHECKPOINTS):
         job_file = path / "job.toml"
-        if not resumes and not any(committed(source) for source in sources_of(path)):
+        if not resumes and not any(committed(source) for source in checkpoint_folders(path)):
             raise _nothing(path, "no checkpoint that was committed")
         if os.path.isfile(job_file):
             values, task = read_job_file(str(job_file))
             return Base(path, resumes, _inherited(values), task)
     if not os.path.isdir(path):
         raise _nothing(path, "no such folder")
-    found = next(iter(committed(sources_of(path)[0])), path)
+    found = next(iter(committed(checkpoint_folders(path)[0])), path)
     try:
         job = read_manifest(found).job
     except BadCheckpoint as error:
@@ -102,7 +102,7 @@ def changed(base: Base, job: Job) -> dict[str, list[Any]]:
             continue  # a loop of one's own saved it: it knows no program
         if name == "program" and Path(str(was)).resolve() == Path(str(now)).resolve():
             continue
-        if name not in FREE or (name == "device" and job.bitwise):
+        if name not in CHANGEABLE or (name == "device" and job.bitwise):
             flag = "PROGRAM" if name == "program" else "--" + name.replace("_", "-")
             raise _refused(base, f"{flag} {now}", f"{name} = {was} in its job", flag)
         changes[name] = [was, now]

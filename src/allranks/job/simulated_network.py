@@ -15,7 +15,7 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.job.place import place_spec
 
-INSIDE = "eth0"
+NODE_ETH = "eth0"
 MOST_NODES = 200
 
 
@@ -68,7 +68,7 @@ class Network:
         return cls(**{**data, "link": Link(**data["link"])})
 
 
-def network_of(place: str, nodes: int) -> Network:
+def parse_network(place: str, nodes: int) -> Network:
     """The network that `simulated:link=…,delay=…` describes; raises `RequestError`."""
     options = place_spec(place).options
     if nodes > MOST_NODES:

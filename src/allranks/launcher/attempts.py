@@ -25,17 +25,17 @@ from allranks.errors import (
     RequestError,
     Stopped,
 )
-from allranks.job.resume import CHECKPOINTS, sources_of
+from allranks.job.resume import CHECKPOINTS, checkpoint_folders
 from allranks.job.run_folder import RunFolder, rank_log_path
 from allranks.launcher.fault_report import (
     Fault,
-    cause_of,
+    describe_cause,
     ended_well,
-    error_of,
     events_of,
     first_fault,
     hang_report,
     left_out,
+    user_error,
 )
 from allranks.launcher.heartbeat import Beat, HeartbeatTable
 from allranks.launcher.log_tail import last_words
@@ -50,7 +50,7 @@ from allranks.launcher.straggler import Stragglers
 from allranks.launcher.supervisor import COMMIT_S, NEVER, Care, Ended, supervise
 from allranks.strategies.roles import LEADER
 
-AGAIN = "not started again: the same fault came twice, with no step between"
+SAME_FAULT_TWICE = "not started again: the same fault came twice, with no step between"
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Attempts:
             last = attempt == first + restarts or not error.passing
             again = fault is not None and fault.repeats(before)
             if again and not last:
-                error = ProgramError(f"{error}\n{AGAIN}", fault_kind=error.fault_kind)
+                error = ProgramError(f"{error}\n{SAME_FAULT_TWICE}", fault_kind=error.fault_kind)
             values = {"first_rank": first_rank, **_told(error), "exits": exits}
             if last or again or (fault is not None and not fault.is_passing):
                 self.folder.events.event("failed", **values, attempt=attempt)
@@ -238,7 +238,7 @@ class Attempts:
         if lost:  # the peers were quicker to see it than the head
             return PlaceError(lost), None
         if fault is not None:
-            error = error_of(fault, ended, self.folder.path)
+            error = user_error(fault, ended, self.folder.path)
             if isinstance(error, ProgramError) and fault.kind == FaultKind.NOT_AT_THE_SAME_STEP:
                 error = error.with_more(left_out(beats))
             if isinstance(error, RequestError) and attempt > self.first:
@@ -258,7 +258,7 @@ class Attempts:
             rank=rank,
             who=self.plan.process_set.name_of(rank),
             exit=exit_.code,
-            cause=exit_.lost or cause_of(fault),
+            cause=exit_.lost or describe_cause(fault),
             last_words=last_words(log).text,
         )
 
@@ -266,7 +266,7 @@ class Attempts:
         """Say what is started again, from where, and what is lost."""
         sources, resume = [self.folder.path / CHECKPOINTS], self.plan.job.resume
         if resume:
-            sources += sources_of(Path(resume))
+            sources += checkpoint_folders(Path(resume))
         kept = [path for source in sources for path in candidates(source)]
         step = max(0, step_of(kept[0])) if kept else 0
         self.folder.events.event(

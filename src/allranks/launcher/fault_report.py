@@ -20,14 +20,14 @@ from allranks.errors import FaultKind, PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
 from allranks.job.units import format_bytes
 from allranks.launcher.folding import folded
-from allranks.launcher.hang import Hang, missing_of
+from allranks.launcher.hang import Hang, ranks_waited_for
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.log_tail import LastWords, last_words
 from allranks.launcher.mismatch import told_of_mismatch
 from allranks.launcher.supervisor import Ended
 
-SPEAKS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-ENDED_WELL = ("done", "stopped", "described")
+CRASH_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+GOOD_ENDS = ("done", "stopped", "described")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _fault_of(
 
 def ended_well(events: list[dict[str, Any]]) -> bool:
     """Whether a rank said in these events that it had done its work, or was stopped in order."""
-    return any(row["event"] in ENDED_WELL for row in events)
+    return any(row["event"] in GOOD_ENDS for row in events)
 
 
 def events_of(run_dir: Path, rank: int, attempt: int) -> list[dict[str, Any]]:
@@ -145,7 +145,9 @@ def events_of(run_dir: Path, rank: int, attempt: int) -> list[dict[str, Any]]:
     return [row for row in rows if row.get("attempt", 0) == attempt]
 
 
-def error_of(fault: Fault, ended: Ended, run_dir: Path) -> RequestError | ProgramError | PlaceError:
+def user_error(
+    fault: Fault, ended: Ended, run_dir: Path
+) -> RequestError | ProgramError | PlaceError:
     """The error for this fault: a bad request, if found before the first update, or a report."""
     if fault.lost:
         return PlaceError(_lost_node(fault, ended))
@@ -153,7 +155,9 @@ def error_of(fault: Fault, ended: Ended, run_dir: Path) -> RequestError | Progra
     if event.get("request") and not event.get("updates"):
         return RequestError.from_data(event["request"])
     report = _report(fault, ended, run_dir)
-    return ProgramError(report, fault_kind=fault.kind, cause=cause_of(fault).partition("\n")[0])
+    return ProgramError(
+        report, fault_kind=fault.kind, cause=describe_cause(fault).partition("\n")[0]
+    )
 
 
 def _lost_node(fault: Fault, ended: Ended) -> str:
@@ -200,7 +204,7 @@ def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
     if fault.alike:  # they all saw the same: who did it stands in the words
         who = f"ranks {_listed(fault.rank, *fault.alike)} ended the job together"
     words = _last_words(fault, run_dir)
-    lines = [f"{who}{step}: {cause_of(fault, words)}"]
+    lines = [f"{who}{step}: {describe_cause(fault, words)}"]
     if words is not None:
         lines += ["", words.text, ""]
         lines += told_of_mismatch(words.error, words.text, _stacks(fault, ended, run_dir))
@@ -230,7 +234,7 @@ def _stacks(fault: Fault, ended: Ended, run_dir: Path) -> dict[int, str]:
 
 def _last_words(fault: Fault, run_dir: Path) -> LastWords | None:
     """What stands in its log, of a rank that a fault in native code ended: its own, not a kill."""
-    if fault.event is not None or -fault.code not in SPEAKS:
+    if fault.event is not None or -fault.code not in CRASH_SIGNALS:
         return None
     words = last_words(rank_log_path(run_dir, fault.rank))
     return words if words.text else None
@@ -239,7 +243,7 @@ def _last_words(fault: Fault, run_dir: Path) -> LastWords | None:
 def left_out(beats: Sequence[Beat]) -> str:
     """The rank that left a collective out, where ranks are at different steps; else ""."""
     counts = {beat.rank: beat for beat in beats}
-    short = missing_of(counts, set())
+    short = ranks_waited_for(counts, set())
     if not short:
         return ""
     told = ", ".join(f"rank {b.rank} {b.collectives} up to step {b.step}" for b in beats)
@@ -250,7 +254,7 @@ def _listed(*ranks: int) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-def cause_of(fault: Fault, words: LastWords | None = None) -> str:
+def describe_cause(fault: Fault, words: LastWords | None = None) -> str:
     """Why a rank ended, in its own words, in those of the kernel, or in the last of its log."""
     if fault.event is not None:
         cause = f"{fault.event['kind']}: {fault.event['message']}"

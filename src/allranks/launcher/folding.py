@@ -50,7 +50,7 @@ def _owner_of(file: str) -> str:
         return installed["package"]
     if _STANDARD.search(file):
         return "Python"
-    return "allranks" if file.startswith(_HERE) else USER
+    return "allranks" if file.startswith(_PACKAGE_FOLDER) else USER
 
 
-_HERE = __file__.rpartition("/launcher/")[0] + "/"
+_PACKAGE_FOLDER = __file__.rpartition("/launcher/")[0] + "/"

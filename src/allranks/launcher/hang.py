@@ -76,7 +76,7 @@ def find_hang(
     found = stands()
     states = {rank: found[rank].state if rank in found else "" for rank in living}
     stacks = {rank: found[rank].stacks if rank in found else "" for rank in living}
-    return Hang(timeout_s, now, living, missing_of(living, at_fault), states, stacks)
+    return Hang(timeout_s, now, living, ranks_waited_for(living, at_fault), states, stacks)
 
 
 def _waits(beat: Beat) -> bool:
@@ -84,7 +84,7 @@ def _waits(beat: Beat) -> bool:
     return beat.phase == "exchange" or (beat.phase == "save" and beat.save_waits)
 
 
-def missing_of(beats: dict[int, Beat], at_fault: set[int]) -> tuple[int, ...]:
+def ranks_waited_for(beats: dict[int, Beat], at_fault: set[int]) -> tuple[int, ...]:
     """The ranks that the others wait for."""
     if at_fault:
         return tuple(sorted(at_fault))

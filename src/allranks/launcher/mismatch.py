@@ -14,7 +14,7 @@ from allranks.launcher.processes.foreign import is_said
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.M)
-_OURS = __file__.rpartition("/launcher/")[0] + "/"
+_PACKAGE_FOLDER = __file__.rpartition("/launcher/")[0] + "/"
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
 
 
@@ -53,7 +53,7 @@ def place_of_users_collective(stack: str) -> str:
         for frame in frames:
             if any(part in frame["file"] for part in _INSTALLED):
                 continue
-            if frame["file"].startswith(_OURS):
+            if frame["file"].startswith(_PACKAGE_FOLDER):
                 break  # the engine called it
             return f"{frame['file']} line {frame['line']} in {frame['name']}"
     return ""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from allranks.errors import RequestError
-from allranks.launcher.slurm.allocation import Allocation, port_of, step_of
+from allranks.launcher.slurm.allocation import Allocation, first_port, step_of
 
 Environment = Mapping[str, str]
 
@@ -129,7 +129,7 @@ def missing_master_address(environment: Environment) -> dict[str, str]:
     allocation = Allocation.from_environment(environment)
     if allocation is None or allocation.step_id is None:
         return {}
-    port = port_of(allocation.job_id, allocation.step_id)
+    port = first_port(allocation.job_id, allocation.step_id)
     point = {"MASTER_ADDR": allocation.nodes[0], "MASTER_PORT": str(port)}
     return {name: value for name, value in point.items() if not environment.get(name)}
 

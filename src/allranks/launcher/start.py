@@ -25,10 +25,10 @@ from allranks.job.job_file import redacted
 from allranks.job.resume import CHECKPOINTS, changed, changed_fields
 from allranks.job.run_folder import RunFolder, rank_events_path, rank_log_path, read_rows
 from allranks.launcher.attempts import Attempts
-from allranks.launcher.fault_report import error_of, first_fault
+from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.nodes.cluster import gathered
 from allranks.launcher.nodes.rendezvous import Rendezvous
-from allranks.launcher.places.base import AgentPlace, NodeRequest, place_of
+from allranks.launcher.places.base import AgentPlace, NodeRequest, find_place
 from allranks.launcher.plan import Plan, Shape, backend_of_keras, devices_seen
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.hash_seed import VARIABLE as HASH_SEED
@@ -90,7 +90,7 @@ def plan_only(resolved: Resolved, rendezvous: Rendezvous) -> Iterator[tuple[Plan
     job = with_run_dir(resolved.job)
     check_installed(job.engine, job.program)
     with ForkServer(preload_for(job.program, job.engine)) as server:
-        seats = place_of(job.place, rendezvous).seats(_nodes_for(job, rendezvous))
+        seats = find_place(job.place, rendezvous).seats(_nodes_for(job, rendezvous))
         resources = PlannedNodes(server, tuple(seats))
         shape = describe(resources, dataclasses.replace(job, device="cpu"))
         yield resources.plan(job, shape), server
@@ -103,7 +103,7 @@ def resources_for(
     """Where this job runs: a fork server here, or its nodes, once all have come together."""
     check_installed(job.engine, job.program)
     modules = preload_for(job.program, job.engine)
-    if not isinstance(place_of(job.place, rendezvous), AgentPlace):
+    if not isinstance(find_place(job.place, rendezvous), AgentPlace):
         with ForkServer(modules) as server:
             yield LocalMachine(server)
         return
@@ -229,7 +229,7 @@ def describe(resources: Resources, job: Job, signals: Signals | None = None) -> 
             raise Interrupted("interrupted before anything was started")
         fault = first_fault(ended, run_dir)
         if fault is not None and fault.event:
-            raise error_of(fault, ended, run_dir)
+            raise user_error(fault, ended, run_dir)
         for row in read_rows(rank_events_path(run_dir, 0)):
             if row["event"] == "described":
                 return Shape(**row["shape"])

@@ -26,7 +26,7 @@ from allranks.torch.task import Task
 from allranks.training.order import Order
 from allranks.training.schedules import linear_scaling, product, steps
 
-DROPS = 1 / 3, 2 / 3, 8 / 9  # parts of the training: epochs 30, 60 and 80 of 90
+MILESTONES = 1 / 3, 2 / 3, 8 / 9  # parts of the training: epochs 30, 60 and 80 of 90
 TOP = 5
 
 
@@ -60,7 +60,7 @@ class ImageNet(Task):
     def schedule(self, step: int) -> float:
         order = Order(len(self._training), self.batch_size, 0, self.last_batch)
         total, warmup = (n * order.steps_per_epoch for n in (self.epochs, self.warmup_epochs))
-        drops = (steps((math.ceil(total * part),), 0.1) for part in DROPS)
+        drops = (steps((math.ceil(total * part),), 0.1) for part in MILESTONES)
         return product(linear_scaling(self.batch_size, warmup=warmup), *drops)(step)
 
     def train_data(self) -> ImageFolder:

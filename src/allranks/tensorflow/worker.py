@@ -60,7 +60,7 @@ class TensorFlowRank(RankProgram[Trainer]):
     load_task = staticmethod(load_task)
     set_threads = staticmethod(set_threads)
     facts = staticmethod(facts)
-    cause_of = staticmethod(meant_by)
+    root_cause = staticmethod(meant_by)
 
     def make_trainer(self, task: Task, **more: Any) -> Trainer:
         """The trainer; of a chief the one that hands its steps out."""

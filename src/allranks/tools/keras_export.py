@@ -18,9 +18,9 @@ from allranks.errors import Interrupted, PlaceError, RequestError
 from allranks.job.engines import check_installed
 from allranks.job.job import Job
 from allranks.job.job_file import HIDDEN
-from allranks.job.resume import base_of
+from allranks.job.resume import find_base
 from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
-from allranks.launcher.fault_report import error_of, first_fault
+from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.plan import backend_of_keras
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import scratch_folder
@@ -62,7 +62,7 @@ def _remove(path: Path) -> None:
 
 def _job_of(folder: Path, target: Path, form: str) -> Job:
     """The job that made a checkpoint. What was hidden in its task is left at its default."""
-    base = base_of(folder, resumes=False)
+    base = find_base(folder, resumes=False)
     task = {name: value for name, value in base.task.items() if value != HIDDEN}
     job = Job(**base.values, task=task)
     if not ENGINES[job.engine].export or not job.program:
@@ -101,7 +101,7 @@ def _exported(
             raise Interrupted(f"interrupted ({ended.reason}): nothing was written to {target}")
         fault = first_fault(ended, run_dir)
         if fault is not None and fault.event:
-            raise error_of(fault, ended, run_dir)
+            raise user_error(fault, ended, run_dir)
         for row in read_rows(rank_events_path(run_dir, 0)):
             if row["event"] == "exported":
                 return int(row["tensors"])

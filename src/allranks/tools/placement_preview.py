@@ -13,7 +13,7 @@ from allranks.catalog import ENGINES
 from allranks.errors import Interrupted, PlaceError, RequestError
 from allranks.job.placement import RankPlacement, read_placements
 from allranks.job.run_folder import rank_log_path
-from allranks.launcher.fault_report import error_of, first_fault
+from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.plan import STORE, Plan, RankPlan
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import scratch_folder
@@ -39,7 +39,7 @@ def place_ranks(plan: Plan, server: ForkServer) -> list[RankPlacement]:
             raise Interrupted("interrupted while the ranks were set up; nothing was trained")
         fault = first_fault(ended, run_dir)
         if fault is not None:
-            raise error_of(fault, ended, run_dir)
+            raise user_error(fault, ended, run_dir)
         found = read_placements(run_dir, plan.job.ranks)
     if len(found) < plan.job.ranks:
         raise PlaceError(f"{plan.job.ranks} ranks ended well, {len(found)} said what they hold")

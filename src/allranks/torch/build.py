@@ -19,7 +19,7 @@ from allranks.catalog import STRATEGIES, TORCH, load
 from allranks.errors import RequestError
 from allranks.job.engines import default_strategy
 from allranks.job.job import Job
-from allranks.job.loss_scale import loss_scale_of
+from allranks.job.loss_scale import parse_loss_scale
 from allranks.launcher.world import World
 from allranks.strategies.resolve import resolved_strategy
 from allranks.torch.comm import Comm
@@ -135,7 +135,7 @@ def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:
         spec.options,
         arithmetic_of(job, comm.device),
         job.bitwise,
-        loss_scale_of(job.loss_scale) if job.precision == "fp16" else None,
+        parse_loss_scale(job.loss_scale) if job.precision == "fp16" else None,
     )
     strategy: Strategy = load(STRATEGIES[TORCH][spec.name])(setting)
     return strategy

@@ -27,7 +27,7 @@ from allranks.training.record.failure import exit_code_of, failure_of
 from allranks.training.record.keeping import Keeping
 from allranks.training.record.logs import check_logs
 from allranks.training.record.rank_record import RankRecord
-from allranks.training.task_fields import TaskFields, shape_of
+from allranks.training.task_fields import TaskFields, task_shape
 
 DIGEST_LIMIT_BYTES = 16 * 2**30
 
@@ -68,7 +68,7 @@ class RankProgram(ABC, Generic[T]):
         """What decides which bits come out, beside the job."""
 
     @staticmethod
-    def cause_of(error: BaseException) -> BaseException:
+    def root_cause(error: BaseException) -> BaseException:
         """The error that `error` is about."""
         return error
 
@@ -111,7 +111,7 @@ class RankProgram(ABC, Generic[T]):
             except AllranksError as error:
                 events.event("failed", **failure_of(error, 0, None))
                 return error.exit_code
-            events.event("described", shape=shape_of(task))
+            events.event("described", shape=task_shape(task))
         return 0
 
     @classmethod
@@ -134,7 +134,7 @@ class RankProgram(ABC, Generic[T]):
             try:
                 act(run)
             except BaseException as error:
-                cause, trainer = cls.cause_of(error), run.trainer
+                cause, trainer = cls.root_cause(error), run.trainer
                 step = trainer.progress.batch_index if trainer else None
                 updates = trainer.progress.updates if trainer else 0
                 events.event("failed", **failure_of(cause, updates, step))

@@ -17,7 +17,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.job_file import redacted
 from allranks.job.loaded import by_name
-from allranks.job.resume import CHECKPOINTS, Base, changed, changed_fields, sources_of
+from allranks.job.resume import CHECKPOINTS, Base, changed, changed_fields, checkpoint_folders
 from allranks.training.task_fields import TaskFields, plain_fields
 
 
@@ -32,7 +32,7 @@ class Changes:
 def sources_for(job: Job) -> list[Path]:
     """Where the checkpoint of a job may lie: its own run folder first, then what it resumes."""
     own = Path(job.run_dir) / CHECKPOINTS
-    return [own, *(sources_of(Path(job.resume)) if job.resume else [])]
+    return [own, *(checkpoint_folders(Path(job.resume)) if job.resume else [])]
 
 
 def about_of(

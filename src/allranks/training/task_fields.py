@@ -103,7 +103,7 @@ def plain_fields(task: TaskFields) -> dict[str, Any]:
     return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
 
 
-def shape_of(task: TaskFields) -> dict[str, Any]:
+def task_shape(task: TaskFields) -> dict[str, Any]:
     """What a place must know of a task (`places.base.Shape`)."""
     return {
         "fields": plain_fields(task),

@@ -23,7 +23,7 @@ from allranks.launcher.plan import Plan
 
 MOST_OF_A_LINE = 1000  # in UTF-8 within what a writable pipe takes whole
 DISPLAY = "allranks.cli.display.live:open_display"
-CANNOT_MOVE_ITS_CURSOR = ("", "dumb", "unknown")
+DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 class Progress(Protocol):
@@ -41,7 +41,7 @@ class Progress(Protocol):
 
 def progress_here() -> Progress:
     """A live display where standard error is a terminal that can be drawn on, else plain lines."""
-    if sys.stderr.isatty() and os.environ.get("TERM", "") not in CANNOT_MOVE_ITS_CURSOR:
+    if sys.stderr.isatty() and os.environ.get("TERM", "") not in DUMB_TERMINALS:
         with suppress(OSError):  # a terminal that cannot be opened once more
             display: Progress = load(DISPLAY)(sys.stderr)
             return display

@@ -18,17 +18,17 @@ from allranks.cli.notebook.definitions import (
     Statement,
     function_of,
     made_at_once,
-    statements_of,
+    parse_cell,
     where_it_stands,
 )
 from allranks.cli.notebook.imports import folders_of, imports_for, made_by_import
-from allranks.cli.notebook.needs import needs_of, set_by
+from allranks.cli.notebook.needs import find_needs, set_by
 from allranks.cli.notebook.values import VALUES, NotAValue, Values, is_same
 from allranks.errors import RequestError
 
 ONLY_IN_NOTEBOOKS = ("get_ipython", "display")
 OPENING = '"""{name}, as it stood in a notebook when it was launched. Written by allranks."""'
-TO_A_FILE = "%%writefile mytask.py"
+WRITEFILE_MAGIC = "%%writefile mytask.py"
 
 
 @dataclass
@@ -74,7 +74,7 @@ def program_for(name: str, cells: Sequence[str], namespace: Mapping[str, Any]) -
 
     `cells` are those that were run, in that order, as Python; `namespace` is what they made.
     """
-    statements = [statement for cell in cells for statement in statements_of(cell)]
+    statements = [statement for cell in cells for statement in parse_cell(cell)]
     writer = _Writer(name, statements, namespace)
     writer.add(name, "launch")
     future = {
@@ -101,7 +101,7 @@ def refused(name: str, user: str, found: str, do: str = "") -> RequestError:
         why="ranks are new processes: they get functions, classes and imports as they are written, "
         "and numbers, texts, tensors and arrays by their value; nothing is pickled or run again",
         do=f"{do or f'make it in a method of {name} (model, train_data, …) or in a function'}; or "
-        f"write the cells into a file ({TO_A_FILE}) and launch that",
+        f"write the cells into a file ({WRITEFILE_MAGIC}) and launch that",
     )
 
 
@@ -179,7 +179,7 @@ class _Writer:
             found = f"{name!r}, of a cell that needs {user!r} before"
             raise refused(self.name, user, found, f"define {name} and {user} in one cell")
         self.unfinished.append(cell)
-        statements, needs = statements_of(cell), needs_of(cell)
+        statements, needs = parse_cell(cell), find_needs(cell)
         own = {given for statement in statements for given in self._made_by(statement, name)}
         for needed in sorted(needs.now - own):
             self.add(needed, name)

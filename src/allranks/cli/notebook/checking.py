@@ -16,7 +16,7 @@ from allranks.cli.notebook.launch import (
     flags_of,
     with_fields,
 )
-from allranks.cli.notebook.program import program_of
+from allranks.cli.notebook.program import prepare_program
 from allranks.job.config import resolve
 from allranks.tools.check.plan import STEPS, USUAL_STRATEGY, default_ranks
 from allranks.tools.check.scratch import checked_in_scratch
@@ -46,7 +46,7 @@ def check(
     defaults = {"steps": STEPS, "strategy": strategy}
     if not given:
         defaults["ranks"] = default_ranks(strategy)
-    program, fields = program_of(task, Path(RUNS))
+    program, fields = prepare_program(task, Path(RUNS))
     resolved = resolve(program, {**flags, **defaults, **flags})
     resolved = with_fields(resolved, {**fields, **(settings or {})})
     kept = None if keep_runs is None else os.fspath(keep_runs)

@@ -41,7 +41,7 @@ class Statement:
         return ""
 
 
-def statements_of(cell: str) -> list[Statement]:
+def parse_cell(cell: str) -> list[Statement]:
     """The statements at the top of a cell; none of one that is no Python, as it was never run."""
     try:
         return [Statement(cell, node) for node in ast.parse(cell).body]
@@ -59,7 +59,7 @@ def where_it_stands(name: str, value: Any, history: Sequence[Statement]) -> Stat
         function = function_of(inner)
         code = None if function is None else function.__code__
         text = "" if code is None else "".join(linecache.getlines(code.co_filename))
-        for statement in reversed(statements_of(text)):
+        for statement in reversed(parse_cell(text)):
             assert code is not None
             last = statement.node.end_lineno or 0
             if statement.defined == name and statement.first_line <= code.co_firstlineno <= last:

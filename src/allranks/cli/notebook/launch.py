@@ -18,7 +18,7 @@ from typing import Any
 from allranks.catalog import load
 from allranks.cli.display.progress import Progress, in_sentences, lost_in, progress_here
 from allranks.cli.notebook.notebook import NotebookDisplay, has_outputs
-from allranks.cli.notebook.program import program_of
+from allranks.cli.notebook.program import prepare_program
 from allranks.errors import Interrupted, PlaceError, RequestError, nearest
 from allranks.job.config import Resolved, resolve
 from allranks.job.fields import read_value
@@ -72,7 +72,7 @@ def launch(task: Any, *, settings: Mapping[str, Any] | None = None, **job: Any) 
     settings, job = _with_epochs(settings or {}, job)
     given = flags_of(task, job)
     beside = Path(given["run_dir"]).parent if given.get("run_dir") else Path(RUNS)
-    program, fields = program_of(task, beside)
+    program, fields = prepare_program(task, beside)
     resolved = with_fields(resolve(program, given), {**fields, **settings})
     progress = _progress()
     with Signals() as signals:

@@ -18,7 +18,7 @@ class Needs:
     later: frozenset[str]
 
 
-def needs_of(statement: str) -> Needs:
+def find_needs(statement: str) -> Needs:
     """What one statement at the top of a file needs."""
     now: set[str] = set()
     later: set[str] = set()

@@ -25,7 +25,7 @@ from allranks.errors import RequestError
 FOLDER = "programs"
 
 
-def program_of(task: Any, beside: Path) -> tuple[str, dict[str, Any]]:
+def prepare_program(task: Any, beside: Path) -> tuple[str, dict[str, Any]]:
     """The PROGRAM that `task` is (a name, a class or an instance), and the fields that were set.
 
     A class of a notebook is written into `beside`/programs. Raises `RequestError`.
@@ -42,7 +42,7 @@ def program_of(task: Any, beside: Path) -> tuple[str, dict[str, Any]]:
             do='give one of these: launch(MyTask), launch(MyTask(lr=1e-3)), launch("digits")',
         )
     fields = {} if task is task_class else fields_of(task)
-    return place_of(task_class, beside), fields
+    return module_file(task_class, beside), fields
 
 
 def fields_of(task: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _check_that_it_can_be_made_again(task: Any, again: Any) -> None:
         )
 
 
-def place_of(task_class: type, beside: Path) -> str:
+def module_file(task_class: type, beside: Path) -> str:
     """Where ranks import a class from: a built-in name, file.py:Class or module:Class."""
     name, module = task_class.__qualname__, sys.modules.get(task_class.__module__)
     if getattr(module, name, None) is not task_class or module is None:

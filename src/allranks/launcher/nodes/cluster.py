@@ -24,7 +24,7 @@ from allranks.launcher.nodes.join import Expected, JoinServer, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.nodes.ticket import ANY, Ticket
-from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, place_of
+from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, find_place
 from allranks.launcher.plan import Plan, Seat, Shape, plan_of
 from allranks.launcher.resources import for_all_processes, seats_of, shares, with_rendezvous
 from allranks.launcher.scripts.topology import Host
@@ -146,7 +146,7 @@ class Cluster:
 
     def plant(self, text: str) -> None:
         """Take those of the faults of a job that happen to nodes."""
-        self._to_do += [fault for fault in faults.parse(text) if fault.action in faults.ON_NODES]
+        self._to_do += [fault for fault in faults.parse(text) if fault.action in faults.NODE_FAULTS]
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def gathered(
     `interrupted` is called while nodes come together: it raises if somebody wants an end of it.
     Raises `PlaceError` that names who is missing, or in what the nodes differ.
     """
-    place = place_of(request.place, request.rendezvous)
+    place = find_place(request.place, request.rendezvous)
     assert isinstance(place, AgentPlace), "this machine alone has no nodes"
     with (
         place.start(request) as started,

@@ -225,7 +225,7 @@ def choose_addresses(nodes: Nodes) -> None:
     """The first address of each node at which all others reach it."""
     living = nodes.living
     if len(living) == 1:
-        living[0].chosen = living[0].interfaces[0] if living[0].interfaces else _ONLY_HERE
+        living[0].chosen = living[0].interfaces[0] if living[0].interfaces else _LOOPBACK_INTERFACE
         return
     asked: dict[str, Any] = {
         str(node.number): [[i.address for i in node.interfaces], *node.doorbell] for node in living
@@ -248,7 +248,7 @@ def _to_all_but(node: Node, asked: dict[str, Any]) -> Message:
     return {"do": "probe", "nodes": others}
 
 
-_ONLY_HERE = Interface("lo", "127.0.0.1")
+_LOOPBACK_INTERFACE = Interface("lo", "127.0.0.1")
 
 
 def _unreachable(node: Node, others: list[Node], seen: dict[int, dict[str, list[str]]]) -> str:

@@ -115,7 +115,7 @@ class AgentPlace(Place):
         return ""
 
 
-def place_of(text: str, rendezvous: Rendezvous | None = None) -> Place:
+def find_place(text: str, rendezvous: Rendezvous | None = None) -> Place:
     """The place that a text names; raises `RequestError` for one that is not known."""
     name = place_spec(text).name
     path = BY_HAND if rendezvous is not None and rendezvous.by_hand else PLACES[name]
@@ -125,13 +125,13 @@ def place_of(text: str, rendezvous: Rendezvous | None = None) -> Place:
 
 def check_job(job: Job) -> None:
     """Raise `RequestError` for a job that cannot be where it is to run. Purely."""
-    broken = tuple(f for f in faults.parse(job.inject) if f.action in faults.ON_NODES)
+    broken = tuple(f for f in faults.parse(job.inject) if f.action in faults.NODE_FAULTS)
     check_request(NodeRequest(job.place, job.nodes, job.ranks, device=job.device, broken=broken))
 
 
 def check_request(request: NodeRequest) -> None:
     """Raise `RequestError` for what cannot be at any place, or not at this one. Purely."""
-    place = place_of(request.place, request.rendezvous)
+    place = find_place(request.place, request.rendezvous)
     place.check(request)
     if request.ranks < request.nodes:
         raise RequestError(
@@ -156,7 +156,7 @@ def chosen_place(asked: str, rendezvous: Rendezvous, nodes: int) -> str:
     Raises `RequestError` if the rendezvous does not fit itself, or the place.
     """
     check_parts(rendezvous, nodes)
-    place = place_of(asked)
+    place = find_place(asked)
     if rendezvous.names_nodes and not place.is_default:
         raise RequestError(
             asked=f"--place {asked} with --rendezvous or --hosts",
@@ -166,7 +166,7 @@ def chosen_place(asked: str, rendezvous: Rendezvous, nodes: int) -> str:
         )
     chosen = NAMED if rendezvous.names_nodes else asked
     if rendezvous.names_nodes:
-        place_of(chosen, rendezvous).check(NodeRequest(chosen, nodes, nodes, rendezvous))
+        find_place(chosen, rendezvous).check(NodeRequest(chosen, nodes, nodes, rendezvous))
     if rendezvous.per_rank and not place.starts_ranks:
         raise RequestError(
             asked=f"--per-rank --place {asked}",

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from allranks.errors import PlaceError, RequestError
 from allranks.job.faults import Fault
-from allranks.job.place import rate_of
-from allranks.job.simulated_network import INSIDE, Link, Network, network_of
+from allranks.job.place import parse_rate
+from allranks.job.simulated_network import NODE_ETH, Link, Network, parse_network
 from allranks.launcher.nodes.ticket import Ticket
 from allranks.launcher.places.agents import ticket_for
 from allranks.launcher.places.base import AgentPlace, NodeRequest, Started
@@ -39,7 +39,7 @@ class Simulated(AgentPlace):
     advice = "mend what stands here; --place local needs nothing of it"
 
     def check(self, request: NodeRequest) -> None:
-        network_of(request.place, request.nodes)
+        parse_network(request.place, request.nodes)
         if request.device != "cpu":
             raise RequestError(
                 asked=f"--place {request.place} --device {request.device}",
@@ -51,13 +51,13 @@ class Simulated(AgentPlace):
             _link_after(fault)
 
     def seats(self, request: NodeRequest) -> list[Seat]:
-        network = network_of(request.place, request.nodes)
-        seats = [Seat(n, network.name(n), INSIDE, machine=0) for n in range(request.nodes)]
+        network = parse_network(request.place, request.nodes)
+        seats = [Seat(n, network.name(n), NODE_ETH, machine=0) for n in range(request.nodes)]
         return seats_of(shares(request.ranks, request.nodes), seats)
 
     @contextmanager
     def start(self, request: NodeRequest) -> Iterator[Started]:
-        network, key = network_of(request.place, request.nodes), secrets.token_hex(32)
+        network, key = parse_network(request.place, request.nodes), secrets.token_hex(32)
         with SimulatedNodes(network) as made:
             host, port = made.address
             for number in range(request.nodes):
@@ -75,7 +75,7 @@ class Simulated(AgentPlace):
 
 def _link_after(fault: Fault) -> Link:
     """The link of a node once the fault has happened; raises `RequestError`."""
-    return Link(rate_of(fault.link, f"--inject {fault.action}@link={fault.link}"))
+    return Link(parse_rate(fault.link, f"--inject {fault.action}@link={fault.link}"))
 
 
 class SimulatedNodes:
@@ -151,7 +151,7 @@ class SimulatedNodes:
         self._ask({"do": "kill", "number": number})
 
     def break_node(self, fault: Fault) -> None:
-        """Make a fault of `faults.ON_NODES` happen to its node."""
+        """Make a fault of `faults.NODE_FAULTS` happen to its node."""
         if fault.action == "kill-node":
             self.kill(fault.node)
         elif fault.action == "cut":

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from allranks.job.simulated_network import INSIDE, Link, Network
+from allranks.job.simulated_network import NODE_ETH, Link, Network
 from allranks.launcher.processes.linux import (
     CLONE_NEWNET,
     CLONE_NEWNS,
@@ -128,7 +128,7 @@ class Switch:
         try:
             if os.read(ready, 1) != b"n":
                 raise Impossible(f"node {number} could not be made: its message stands above")
-            _ip("link", "add", port, "type", "veth", "peer", "name", INSIDE, "netns", str(pid))
+            _ip("link", "add", port, "type", "veth", "peer", "name", NODE_ETH, "netns", str(pid))
             _ip("link", "set", port, "master", "switch", "up")
             shape(port, self.network.link)
             os.write(go, b"g")
@@ -156,7 +156,7 @@ class Switch:
         """Another rate and delay from now on, in both directions."""
         asked = Link(*link)
         shape(self.nodes[number].port, asked)
-        _in_node(self.nodes[number].pid, INSIDE, asked)
+        _in_node(self.nodes[number].pid, NODE_ETH, asked)
 
     def do_kill(self, fds: list[int], number: int) -> None:
         """The node is gone at once: not even its connections are closed."""
@@ -202,9 +202,9 @@ def _be_a_node(network: Network, number: int, fds: list[int], entry: int, told: 
         if os.read(entry, 1) != b"g":
             os._exit(1)
         _ip("link", "set", "lo", "up")
-        _ip("address", "add", f"{network.address(number)}/{network.bits}", "dev", INSIDE)
-        _ip("link", "set", INSIDE, "up")
-        shape(INSIDE, network.link)
+        _ip("address", "add", f"{network.address(number)}/{network.bits}", "dev", NODE_ETH)
+        _ip("link", "set", NODE_ETH, "up")
+        shape(NODE_ETH, network.link)
         os.write(told, b"r")
         os.dup2(fds[0], 0)
         os.dup2(fds[1], 1)

@@ -43,7 +43,7 @@ def is_said(kind: FaultKind, text: str) -> bool:
     return _SAID[kind].search(text) is not None
 
 
-def kind_of(error: BaseException) -> FaultKind:
+def classify(error: BaseException) -> FaultKind:
     """The kind of a failure: an error of ours has one, of another its words tell."""
     if isinstance(error, AllranksError) and error.fault_kind != FaultKind.PROGRAM:
         return error.fault_kind

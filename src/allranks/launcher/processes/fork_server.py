@@ -32,8 +32,8 @@ from typing import Any, NoReturn
 
 from allranks.launcher.processes.leftovers import (
     name_folder_of_sockets,
+    remove_loader_files,
     remove_shared_memory,
-    remove_what_was_of,
 )
 from allranks.launcher.processes.linux import (
     adopt_orphans,
@@ -83,7 +83,7 @@ def serve(control: socket.socket) -> None:
             _signal_group(pid, signal.SIGKILL)
         for _, pid in running.values():  # their memory is freed at the same time
             os.waitpid(pid, 0)
-            remove_what_was_of(pid)
+            remove_loader_files(pid)
         _end_orphans()
 
 
@@ -99,7 +99,7 @@ def _report_exit(
     _signal_group(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
     os.close(pidfd)
-    remove_what_was_of(pid)
+    remove_loader_files(pid)
     if is_last:
         _end_orphans()
     code = os.waitstatus_to_exitcode(status)

@@ -141,7 +141,7 @@ def _prefix_of(mark: str) -> str:
     return f"{SCRATCH}{mark.replace('/', '-')}-"
 
 
-def remove_what_was_of(pid: int) -> None:
+def remove_loader_files(pid: int) -> None:
     """What data loaders keep, under the id of a process that ended, in shared memory and files."""
     shutil.rmtree(_folder_of_sockets(pid), ignore_errors=True)
     remove_shared_memory(pid)

@@ -17,7 +17,7 @@ from allranks.job.job_file import HIDDEN, redacted
 from allranks.launcher.scripts.topology import DEFAULT_ROLE, Host, Topology, roles_as_text
 from allranks.launcher.scripts.variables import DEFAULT_FAMILIES, defaults_for, variables_for
 
-TAKE_A_VALUE = ("-X", "-W", "--check-hash-based-pycs")
+OPTIONS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 WARM = {"torch": ("torch", "torch.distributed"), "tensorflow": ("tensorflow",)}
 LEAVING = ("server", "scheduler", "evaluator")
 
@@ -196,7 +196,7 @@ def script_position(command: tuple[str, ...]) -> int:
     while position < len(command) and command[position].startswith("-"):
         if command[position] == "-m":
             return min(position + 1, len(command) - 1)
-        position += 2 if command[position] in TAKE_A_VALUE else 1
+        position += 2 if command[position] in OPTIONS_WITH_VALUE else 1
     return min(position, len(command) - 1)
 
 

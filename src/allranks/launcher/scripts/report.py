@@ -70,7 +70,7 @@ def find_fault(
     return CommandFault(first, bad[first], words[first], killed, before)
 
 
-def report_of(
+def first_fault_report(
     fault: CommandFault, ended: ScriptsEnded, logs: Mapping[int, tuple[Path, int]]
 ) -> str:
     """The first-fault report."""

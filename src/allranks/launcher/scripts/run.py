@@ -44,7 +44,12 @@ from allranks.launcher.scripts.plan import (
     redacted_words,
     script_position,
 )
-from allranks.launcher.scripts.report import find_fault, name_of_signal, report_of, silence_report
+from allranks.launcher.scripts.report import (
+    find_fault,
+    first_fault_report,
+    name_of_signal,
+    silence_report,
+)
 from allranks.launcher.scripts.supervise import (
     ForwardedSignals,
     ScriptsEnded,
@@ -61,7 +66,7 @@ COMMAND, WARM_SCRIPT = (
     "allranks.launcher.scripts.exec_command:main",
     "allranks.launcher.scripts.warm_script:main",
 )
-CHANGED_BY_THE_SERVER = ("OPENBLAS_NUM_THREADS",)
+SERVER_VARIABLES = ("OPENBLAS_NUM_THREADS",)
 
 Hosts = Callable[[], AbstractContextManager[tuple[Host, ...]]]
 
@@ -195,7 +200,7 @@ class _Runs:
             else:
                 assert fault is not None, exits
                 self._raise_if_stopped(ended, exits, attempt, -fault.exit.code)
-                report = report_of(fault, ended, logs)
+                report = first_fault_report(fault, ended, logs)
             values = {"report": report, "exits": exits, "attempt": attempt}
             last = restarts == self.request.max_restarts or self.signals.reason
             if last or (fault is not None and not fault.is_passing):
@@ -297,7 +302,7 @@ def _process(request: CommandRequest, plan: CommandPlan, rank: int, log: Path) -
         "defaults": one.defaults,
         "step": step_variables(plan.topology, rank),
         "own": [name for name in one.environment if name.startswith(("PMI_", "PMIX_"))],
-        "restored": {name: os.environ.get(name) for name in CHANGED_BY_THE_SERVER},
+        "restored": {name: os.environ.get(name) for name in SERVER_VARIABLES},
         "without_core": request.hang_timeout_s > 0,
     }
     if not request.warm:

@@ -15,7 +15,7 @@ DEFAULT_ROLE = "default"
 TENSORFLOW_ROLES = ("chief", "worker", "ps", "evaluator")
 DMLC_ROLES = ("scheduler", "server", "worker")
 ROLES = tuple(dict.fromkeys((*TENSORFLOW_ROLES, *DMLC_ROLES)))
-ONE_OF_IT = ("chief", "scheduler")
+SINGLE_ROLES = ("chief", "scheduler")
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,12 @@ def _check_roles(roles: tuple[tuple[str, int], ...], processes: int) -> None:
                 why="a role is one that TF_CONFIG or DMLC_ROLE knows",
                 do=nearest(role, ROLES),
             )
-        if count < 1 or names.count(role) > 1 or (role in ONE_OF_IT and count > 1):
+        if count < 1 or names.count(role) > 1 or (role in SINGLE_ROLES and count > 1):
             raise RequestError(
                 asked=asked,
                 found=f"{role}={count}" + (", twice" if names.count(role) > 1 else ""),
                 why="each role is named once, with at least one process, and "
-                f"{' and '.join(ONE_OF_IT)} with exactly one",
+                f"{' and '.join(SINGLE_ROLES)} with exactly one",
                 do=f"write {role} once, with a number that fits",
             )
     _check_kinds(asked, set(names))

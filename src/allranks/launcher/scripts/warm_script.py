@@ -72,12 +72,12 @@ def _run_file(script: str) -> None:
 def _without_our_frames(error: BaseException) -> tuple[BaseException, types.TracebackType | None]:
     """The exception as it would be in a process of its own: its traceback begins in the script."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+    while trace is not None and trace.tb_frame.f_code.co_filename in _LAUNCHER_FILES:
         trace = trace.tb_next
     return error.with_traceback(trace), trace
 
 
-_OURS = (__file__, "<frozen runpy>", runpy.__file__)
+_LAUNCHER_FILES = (__file__, "<frozen runpy>", runpy.__file__)
 
 
 def _set_threads() -> None:

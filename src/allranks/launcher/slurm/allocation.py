@@ -146,7 +146,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def port_of(job_id: int, step_id: int | None) -> int:
+def first_port(job_id: int, step_id: int | None) -> int:
     """A port for this step of this job to try first: from 15000 to 31380.
 
     The 16381 jobs that follow each other in one queue get different ports, and so do the steps of

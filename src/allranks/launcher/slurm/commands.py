@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from allranks.errors import EXIT_INTERRUPTED, EXIT_PLACE_FAILED, PlaceError
-from allranks.launcher.slurm.live import fields_of, parse_site_facts
+from allranks.launcher.slurm.live import parse_fields, parse_site_facts
 from allranks.launcher.slurm.site import Site
 
 COMMAND_TIMEOUT_S = 60.0  # a busy controller answers late; one that is down never does
@@ -26,7 +26,7 @@ AFTER_END_S = 10.0  # what the nodes wrote last may reach this machine late
 CHUNK_BYTES = 1 << 20
 JOB_ID = re.compile(r"([0-9]+)(?:;[^\s;]+)?")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-GOING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 UNKNOWN_JOB = "Invalid job id"
 
 
@@ -46,7 +46,7 @@ class JobState:
 
     @property
     def over(self) -> bool:
-        return self.state not in (*WAITING, *GOING)
+        return self.state not in (*WAITING, *ACTIVE)
 
 
 def call(*words: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
@@ -109,7 +109,7 @@ def state_of(job_id: int) -> JobState | None:
         if UNKNOWN_JOB in str(error):
             return None
         raise
-    fields = fields_of(text)
+    fields = parse_fields(text)
     state = fields.get("JobState", "").split(" ")[0]
     code, _, signal = fields.get("ExitCode", "").partition(":")
     over = JobState(state).over
@@ -129,7 +129,7 @@ def end_time_of(job_id: int) -> float | None:
     """
     text = call("scontrol", "--oneliner", "show", "job", str(job_id))
     try:
-        return datetime.fromisoformat(fields_of(text).get("EndTime", "")).timestamp()
+        return datetime.fromisoformat(parse_fields(text).get("EndTime", "")).timestamp()
     except ValueError:  # Unknown
         return None
 

@@ -19,7 +19,7 @@ from allranks.errors import PlaceError, RequestError
 from allranks.job.job_file import write_toml
 from allranks.launcher.slurm.allocation import expand_nodes
 from allranks.launcher.slurm.limits import slurm_time
-from allranks.launcher.slurm.site import Partition, Site, Source, seconds_of
+from allranks.launcher.slurm.site import Partition, Site, Source, parse_seconds
 
 KEY = re.compile(r"(?:^|\s)([A-Z][\w:/]*)=")
 SETTING = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
@@ -45,17 +45,17 @@ def parse_site_facts(config: str, partitions: str, nodes: str, *, as_of: str) ->
     settings = dict(SETTING.findall(config))
     if "ClusterName" not in settings:
         raise PlaceError(f"`scontrol show config` names no cluster: {config[:200]!r}")
-    rows = [fields_of(line) for line in nodes.splitlines() if line.startswith("NodeName=")]
+    rows = [parse_fields(line) for line in nodes.splitlines() if line.startswith("NodeName=")]
     offers = {row["NodeName"]: _node(row) for row in rows}
     consumable = "MEMORY" in settings.get("SelectTypeParameters", "").upper()
     found = [
-        _partition(fields_of(line), offers, consumable)
+        _partition(parse_fields(line), offers, consumable)
         for line in partitions.splitlines()
         if line.startswith("PartitionName=")
     ]
     usual = [
         row["PartitionName"]
-        for row in map(fields_of, partitions.splitlines())
+        for row in map(parse_fields, partitions.splitlines())
         if row.get("Default") == "YES"
     ]
     name = settings["ClusterName"]
@@ -96,7 +96,7 @@ def site_as_toml(site: Site) -> str:
     return "\n".join(parts)
 
 
-def fields_of(line: str) -> dict[str, str]:
+def parse_fields(line: str) -> dict[str, str]:
     """`NodeName=n1 OS=Linux 5.10 CPUTot=4` -> its keys and values, blanks in values kept."""
     marks = list(KEY.finditer(line))
     ends = [mark.start() for mark in marks[1:]] + [len(line)]
@@ -159,7 +159,7 @@ def _largest(values: list[int], most: int | None) -> int | None:
 
 
 def _time_limit(text: str) -> int | None:
-    return None if text in NOTHING else seconds_of(text)
+    return None if text in NOTHING else parse_seconds(text)
 
 
 def _count(text: str | None) -> int | None:

@@ -109,7 +109,7 @@ class SlurmRequest:
         return self.memory_mb * times[self.memory_flag] if self.memory_flag in times else None
 
 
-def memory_mb_of(text: str) -> int | None:
+def parse_memory_mb(text: str) -> int | None:
     """MB in `64G`, `512M` or Slurm's plain `250000`; `None` for zero and for anything else."""
     match = MEMORY.fullmatch(text.strip())
     size = int(match[1]) * MB_OF_A_UNIT[match[2].upper()] if match else 0

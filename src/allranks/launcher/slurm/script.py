@@ -20,7 +20,7 @@ PLAIN = re.compile(r"[A-Za-z0-9_./,:=@%+^-]+")
 SPECIAL = re.compile(r"([\\\"'#`$])")
 MANGLED = re.compile(r"(?i)(pack|het)(?=job)")  # sbatch blanks these words, or cuts the job in two
 OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?")
-OF_OTHERS = re.compile(r"#(SBATCH|SLURM|PBS|BSUB)\b", re.IGNORECASE)
+SCHEDULER_DIRECTIVE = re.compile(r"#(SBATCH|SLURM|PBS|BSUB)\b", re.IGNORECASE)
 WIDTH, INDENT = 80, "    "
 LONGEST_NAME = 200  # bytes; Slurm refuses names of 1024
 
@@ -225,7 +225,7 @@ def _check_texts(request: SlurmRequest) -> None:
             if not value.isprintable():
                 raise _refused(f"{what} {value!r}", "a character that is not printed", "one line")
     for line in request.setup:
-        if OF_OTHERS.match(line.lstrip()):
+        if SCHEDULER_DIRECTIVE.match(line.lstrip()):
             raise _refused(f"--setup {line!r}", "an option of sbatch", "shell")
     for variable in request.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):

@@ -175,7 +175,7 @@ def _partition(name: str, row: dict[str, Any], file: str, sources: dict[str, Sou
     row = dict(row)
     limit = row.pop("time_limit", None)
     if limit is not None:
-        row["time_limit_s"] = seconds_of(str(limit))
+        row["time_limit_s"] = parse_seconds(str(limit))
         if row["time_limit_s"] is None:
             raise unreadable(where, f"time_limit = {limit!r}", "it is written 36:00:00 or 3d")
     partition: Partition = build(Partition, {"name": name, **row}, where)
@@ -192,7 +192,7 @@ def _partition(name: str, row: dict[str, Any], file: str, sources: dict[str, Sou
     return partition
 
 
-def seconds_of(text: str) -> int | None:
+def parse_seconds(text: str) -> int | None:
     """Seconds of a time limit as Slurm writes it (`2-12:00:00`, `36:00:00`), or of `3d`, `90m`."""
     whole = parse_slurm_time(text)
     return None if whole is None else int(whole)

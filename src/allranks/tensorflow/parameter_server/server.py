@@ -29,7 +29,7 @@ from allranks.tensorflow.machine import take_devices
 from allranks.tensorflow.rendezvous import meet
 
 CHIEF, SERVER = "chief", "server"
-IN_TENSORFLOW = {CHIEF: "chief", WORKER: "worker", SERVER: "ps"}
+TENSORFLOW_JOB_NAMES = {CHIEF: "chief", WORKER: "worker", SERVER: "ps"}
 FAIL_FAST = {"GRPC_FAIL_FAST": "use_caller"}
 """Makes a call to a process that is gone fail, instead of waiting until it is there again."""
 
@@ -40,8 +40,8 @@ def cluster_of(process_set: ProcessSet, addresses: list[str]) -> dict[str, list[
     """The addresses by TensorFlow's names of the roles; an evaluator is in no cluster."""
     cluster: dict[str, list[str]] = {}
     for member, address in zip(process_set.members, addresses, strict=True):
-        if member.role.name in IN_TENSORFLOW:
-            cluster.setdefault(IN_TENSORFLOW[member.role.name], []).append(address)
+        if member.role.name in TENSORFLOW_JOB_NAMES:
+            cluster.setdefault(TENSORFLOW_JOB_NAMES[member.role.name], []).append(address)
     return cluster
 
 
@@ -55,7 +55,7 @@ def serve(job: Job, world: World, events: JsonLines) -> NoReturn:
         tf.config.set_visible_devices([], "GPU")
     held = meet(world)
     cluster = cluster_of(job.strategy_spec.process_set, held.addresses)
-    name = IN_TENSORFLOW[world.role]
+    name = TENSORFLOW_JOB_NAMES[world.role]
     _ = tf.distribute.Server(
         tf.train.ClusterSpec(cluster),
         job_name=name,

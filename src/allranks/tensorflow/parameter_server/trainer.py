@@ -37,7 +37,7 @@ from allranks.training.progress import NOTHING, Asked, StepResult
 
 POLL_S = 0.5
 PART = re.compile(r"_part_([0-9]+)_of_([0-9]+)")
-OF_WHOLE_VARIABLES = ("Adafactor", "Lamb", "Muon")
+WHOLE_VARIABLE_OPTIMIZERS = ("Adafactor", "Lamb", "Muon")
 
 
 class ServedTrainer(Trainer):
@@ -188,7 +188,7 @@ def _by_whole(names: dict[str, Any]) -> dict[str, list[str]]:
 
 def _check_optimizer(optimizer: Any) -> None:
     name = type(optimizer).__name__
-    if name in OF_WHOLE_VARIABLES:
+    if name in WHOLE_VARIABLE_OPTIMIZERS:
         raise RequestError(
             asked=f"the optimizer {name} on variables that are cut over servers",
             found=f"{name}, whose update follows from a whole variable",

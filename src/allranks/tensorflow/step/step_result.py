@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from allranks.job.job import Job
-from allranks.job.loss_scale import loss_scale_of
+from allranks.job.loss_scale import parse_loss_scale
 from allranks.tensorflow.data.batches import Batch
 from allranks.tensorflow.step.inputs import StepSums
 from allranks.training.guard import Finding, Guard, weightless
@@ -21,7 +21,7 @@ class StepResultBuilder:
     def __init__(self, job: Job, whose: str) -> None:
         self.whose = whose
         self.guard = Guard(job.on_bad_step, job.spike, self._who)
-        self.loss_scale = loss_scale_of(job.loss_scale) if job.precision == "fp16" else None
+        self.loss_scale = parse_loss_scale(job.loss_scale) if job.precision == "fp16" else None
         self.updates_bad = job.on_bad_step == "warn" and self.loss_scale is None
         self._bad: tuple[int, ...] = ()
 

@@ -30,7 +30,7 @@ from allranks.job.config import Resolved
 from allranks.job.engines import default_strategy
 from allranks.job.job import Job
 from allranks.job.place import LOCAL
-from allranks.launcher.places.base import AgentPlace, place_of
+from allranks.launcher.places.base import AgentPlace, find_place
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result, run_job
 from allranks.strategies.card import Exact
@@ -243,7 +243,7 @@ class _Check:
         job = dataclasses.replace(
             job, trace=True, trace_bytes=self.plan.trace_bytes, run_dir=str(self.folder / name)
         )
-        on_nodes = isinstance(place_of(job.place), AgentPlace)
+        on_nodes = isinstance(find_place(job.place), AgentPlace)
         server = None if on_nodes else self.server  # nodes bring their own
         result = run_job(Resolved(job, self.resolved.sources), server)
         self.user_randomness |= set(result.summary["user_randomness"])

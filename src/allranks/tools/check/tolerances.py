@@ -16,10 +16,10 @@ from collections.abc import Mapping
 
 from allranks.tools.check.compare import Tolerance
 
-MADE_IN_A_STEP = ("gradient", "clipped gradient", "buffer")
+STEP_TENSORS = ("gradient", "clipped gradient", "buffer")
 FP64 = Tolerance(tensors=1e-10, numbers=1e-10, floor=1e-5)
 BITS = Tolerance(tensors=0.0, numbers=0.0, exact=True)
-CLOSE = Tolerance(1e-5, 1e-5, MADE_IN_A_STEP, floor=1e-3, lengths=1e-2)
+CLOSE = Tolerance(1e-5, 1e-5, STEP_TENSORS, floor=1e-3, lengths=1e-2)
 UNIT = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 CEILING = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 5e-2, "bf16": 2e-1}
 NOISE_FACTOR = 10.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from allranks.tools.check.compare import Comparison, Difference, Tolerance
 
-EXACTLY = "equal bits"
+EQUAL_BITS = "equal bits"
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def _line_of(look: Look) -> str:
     found = look.comparison
     if look.first is not None:
         words = str(look.first).splitlines()[0]
-        return f"  {look.what}: NOT {EXACTLY}, which the job does not ask for: {words}"
-    limit = EXACTLY if look.tolerance.exact else f"within {look.tolerance.tensors:.1e}"
+        return f"  {look.what}: NOT {EQUAL_BITS}, which the job does not ask for: {words}"
+    limit = EQUAL_BITS if look.tolerance.exact else f"within {look.tolerance.tensors:.1e}"
     line = f"  {look.what}: {found.steps} steps, {limit}"
     if look.tolerance.exact:
         return line

@@ -27,7 +27,7 @@ from allranks.launcher.nodes.facts import facts
 from allranks.launcher.nodes.interfaces import Interface, interfaces
 from allranks.launcher.nodes.join import Expected, JoinServer, choose_addresses
 from allranks.launcher.nodes.nodes import Node, Nodes
-from allranks.launcher.places.base import AgentPlace, NodeRequest, place_of
+from allranks.launcher.places.base import AgentPlace, NodeRequest, find_place
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Processes
 from allranks.launcher.resources import shares
@@ -79,7 +79,7 @@ def diagnose(question: Question, tell: Callable[[str], None] = lambda text: None
     Raises `RequestError` for what cannot be asked. No process is left.
     """
     request = question.request
-    left_s, asked = _time_left_s(), place_of(request.place, request.rendezvous)
+    left_s, asked = _time_left_s(), find_place(request.place, request.rendezvous)
     try:
         if isinstance(asked, AgentPlace) and (why := asked.absent()):
             raise PlaceError(why)
@@ -131,20 +131,20 @@ def _this_machine_only(
     request = question.request
     here = NodeRequest(LOCAL, 1, 1, program=request.program)
     with _together(here) as place:
-        place.problems.append(Finding(STOP, _NOT_TOGETHER, "", str(error), asked.advice))
+        place.problems.append(Finding(STOP, _NODES_MISSING, "", str(error), asked.advice))
         seen = _looked_at(Question(here, question.folder), place, None, tell)
     return dataclasses.replace(
         seen, place=request.place, ranks=request.ranks, asked_nodes=request.nodes
     )
 
 
-_NOT_TOGETHER = "the nodes did not come together"
+_NODES_MISSING = "the nodes did not come together"
 
 
 @contextmanager
 def _together(request: NodeRequest) -> Iterator[_Place]:
     """The nodes that are asked for, or this machine, as the place of a diagnosis."""
-    asked = place_of(request.place, request.rendezvous)
+    asked = find_place(request.place, request.rendezvous)
     with ExitStack() as stack:
         if not isinstance(asked, AgentPlace):
             server = stack.enter_context(ForkServer((MODULE,)))

@@ -16,7 +16,7 @@ def measure_links(
     """The links between these ends; `failures` gets a line for each that could not be measured."""
     if len(ends) < 2:
         return None
-    pairs = pairs_of(ends)
+    pairs = pairs_to_measure(ends)
     progress(f"measuring {len(pairs)} pair{'s' if len(pairs) > 1 else ''} of ranks, one by one")
     links: dict[tuple[int, int], Link] = {}
     for one, other in pairs:
@@ -33,7 +33,7 @@ def measure_links(
     return matrix_of(ends, links)
 
 
-def pairs_of(ends: Sequence[Endpoint]) -> list[tuple[Endpoint, Endpoint]]:
+def pairs_to_measure(ends: Sequence[Endpoint]) -> list[tuple[Endpoint, Endpoint]]:
     """All pairs of a few ends; of many, each with the first and with its neighbour.
 
     The number of all pairs grows as the square of the nodes: a hundred would take hours.

@@ -28,7 +28,7 @@ Ids = NDArray[np.int64]  # sample numbers, (samples,)
 Key = tuple[int, int]  # (epoch, sample number)
 Wanted = Iterable[tuple[int, Ids]]  # (epoch, sample numbers) of each batch
 Place = Callable[[Any], Any]
-AHEAD = 2  # batches, where nobody says how many
+DEFAULT_PREFETCH = 2  # batches, where nobody says how many
 COLLATE = -1  # what the generators are keyed for, beside samples
 _pythons: Any = random.seed.__self__  # type: ignore[attr-defined]
 _seed_python = super(random.Random, _pythons).seed
@@ -49,7 +49,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def batches(
-        self, wanted: Wanted, ahead: int = AHEAD, place: Place = as_it_is
+        self, wanted: Wanted, ahead: int = DEFAULT_PREFETCH, place: Place = as_it_is
     ) -> Generator[Any]: ...
 
 
@@ -64,7 +64,7 @@ class TensorSource:
         return self._samples
 
     def batches(
-        self, wanted: Wanted, ahead: int = AHEAD, place: Place = as_it_is
+        self, wanted: Wanted, ahead: int = DEFAULT_PREFETCH, place: Place = as_it_is
     ) -> Generator[Any]:
         for _, ids in wanted:
             index = torch.from_numpy(ids)
@@ -145,7 +145,7 @@ class MapSource:
         return self.task.augment(sample, generator) if self._augments else sample
 
     def batches(
-        self, wanted: Wanted, ahead: int = AHEAD, place: Place = as_it_is
+        self, wanted: Wanted, ahead: int = DEFAULT_PREFETCH, place: Place = as_it_is
     ) -> Generator[Any]:
         keys = ([(epoch, int(number)) for number in ids] for epoch, ids in wanted)
         if not self.workers:

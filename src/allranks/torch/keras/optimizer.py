@@ -22,7 +22,7 @@ from allranks.torch.keras.setting import KerasSetting
 
 SHARED = "of no weight"
 
-INSTEAD = {  # what the engine does itself, by what the task can say in its place
+REPLACEMENTS = {  # what the engine does itself, by what the task can say in its place
     "use_ema": "--set ema=0.99 averages the weights, and evaluates the average",
     "gradient_accumulation_steps": "--set batch_size=…, and --micro-batch for less memory",
     "loss_scale_factor": "--precision fp16 scales the loss",
@@ -110,7 +110,7 @@ def _check(own: Any, variables: list[Any]) -> None:
             why="there would be nothing to train",
             do="leave some layer with trainable = True",
         )
-    set_here = [option for option in INSTEAD if getattr(own, option, None)]
+    set_here = [option for option in REPLACEMENTS if getattr(own, option, None)]
     if name == "LossScaleOptimizer":
         set_here = ["loss_scale_factor"]
     if set_here:
@@ -118,7 +118,7 @@ def _check(own: Any, variables: list[Any]) -> None:
             asked=f"optimizer() of the task: {name} with {set_here[0]}",
             found=f"{set_here[0]} = {getattr(own, set_here[0], None)}",
             why="it belongs to Keras' own fit; the engine has it for every optimizer",
-            do=f"leave it out: {INSTEAD[set_here[0]]}",
+            do=f"leave it out: {REPLACEMENTS[set_here[0]]}",
         )
     if own.built:
         raise RequestError(

@@ -26,7 +26,7 @@ from allranks.training.keras_task import Task as KerasTask
 from allranks.training.schedules import Plateau
 
 METHODS_OF_TORCH_TASKS = ("collate", "blocks", "initialise")
-BATCHES_BY_THEMSELVES = ("tensorflow.", "keras.")  # where tf.data and PyDataset are from
+BATCHED_SOURCES = ("tensorflow.", "keras.")  # where tf.data and PyDataset are from
 
 
 def torch_task(task: Task | KerasTask, precision: str) -> Task:
@@ -163,7 +163,7 @@ def _read_weights(model: Any, path: Path) -> None:
 def _arrays(data: Any, name: str) -> Any:
     """`data`, unless it makes batches by itself."""
     for kind in type(data).__mro__:
-        of_framework = kind.__module__.startswith(BATCHES_BY_THEMSELVES)
+        of_framework = kind.__module__.startswith(BATCHED_SOURCES)
         if of_framework and kind.__name__ in ("DatasetV2", "PyDataset"):
             raise RequestError(
                 asked=f"{name}() of the task, on the torch engine",

@@ -101,7 +101,7 @@ def swap_tables(model: nn.Module, scope: Scope, names: dict[str, list[str]]) -> 
             continue
         layer: Any = module
         if kind.forward is not base.forward:
-            raise _refused(name, f"{kind.__qualname__} has a forward pass of its own", HIDES)
+            raise _refused(name, f"{kind.__qualname__} has a forward pass of its own", HIDDEN)
         _, first = bounded.setdefault(id(layer.weight), (name, layer))
         if (first.max_norm, first.norm_type) != (layer.max_norm, layer.norm_type):
             raise _refused(name, f"{first.max_norm} in another layer of that table", READS)
@@ -118,7 +118,7 @@ def swap_tables(model: nn.Module, scope: Scope, names: dict[str, list[str]]) -> 
 
 
 READS = "that would read rows which another rank has yet to shorten"
-HIDES = "what it looks up cannot be seen"
+HIDDEN = "what it looks up cannot be seen"
 
 
 @torch.no_grad()

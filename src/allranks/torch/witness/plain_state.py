@@ -31,8 +31,8 @@ MOST_ITEMS = 64  # of a container that is looked into
 MOST_BYTES = 1 << 20  # of an array or a tensor
 MOST_CELLS = 100_000
 NUMBERS = (int, float, np.integer, np.floating)
-OF_TORCH = frozenset(vars(nn.Module())) | {"scope", "index", "shared_dims", "adds_no_loss"}
-NOT_LOOKED_INTO = (
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"scope", "index", "shared_dims", "adds_no_loss"}
+OPAQUE_TYPES = (
     *(type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
     *(torch.optim.Optimizer, torch.dtype, torch.device, str, bytes),
 )
@@ -100,7 +100,7 @@ def _walk(roots: Roots) -> Iterator[tuple[str, Any]]:
             yield name, value
         if isinstance(value, (Tensor, np.ndarray)) or generator_state(value) is not None:
             continue
-        if (isinstance(value, NOT_LOOKED_INTO) and not is_root) or depth > DEEPEST:
+        if (isinstance(value, OPAQUE_TYPES) and not is_root) or depth > DEEPEST:
             continue
         items = _items(value, name)
         if items is None or id(value) in seen:
@@ -124,7 +124,7 @@ def _items(value: Any, name: str) -> list[tuple[str, Any]] | None:
     if not isinstance(own, dict):
         return None
     if isinstance(value, nn.Module):
-        own = {key: item for key, item in own.items() if key not in OF_TORCH}
+        own = {key: item for key, item in own.items() if key not in MODULE_ATTRIBUTES}
         own.update(value._modules.items())
     return [(f"{dot}{key}", item) for key, item in list(own.items())]
 
@@ -182,7 +182,7 @@ def _undo_of_container(value: Any) -> Callable[[], None] | None:
     if isinstance(value, (dict, set)):
         return _refill(value)
     own = getattr(value, "__dict__", None)
-    is_looked_into = isinstance(own, dict) and not isinstance(value, NOT_LOOKED_INTO)
+    is_looked_into = isinstance(own, dict) and not isinstance(value, OPAQUE_TYPES)
     return _refill(own) if is_looked_into else None
 
 

@@ -38,7 +38,7 @@ Sketch = dict[str, Any]
 
 TOLERANCE = {"fp64": 1e-7, "tf32": 3e-2}  # of the length of a gradient
 USUAL_TOLERANCE = 1e-3  # float32: rounding is 1e-6, and a ReLU at its corner may turn over
-OF_LOSSES = 0.1  # of the tolerance: nothing turns over there
+LOSS_SHARE = 0.1  # of the tolerance: nothing turns over there
 EVERY_THIRD = 3
 
 
@@ -129,20 +129,20 @@ class Recomputing:
     def _sums_differ(self, words: str, whole: Passed, weight: float, loss: float) -> str:
         if not all(map(math.isfinite, (whole.loss, loss))):
             return ""  # the guard's affair
-        if abs(whole.weight - weight) > self.tolerance * OF_LOSSES * max(whole.weight, 1.0):
+        if abs(whole.weight - weight) > self.tolerance * LOSS_SHARE * max(whole.weight, 1.0):
             return (
                 f"the weight of {words} is {whole.weight:g} and {weight:g}: there are more values "
                 "of the loss where batches are padded to their longest sample; say which of them "
                 "count with weight(batch)"
             )
-        if abs(whole.loss - loss) > self.tolerance * OF_LOSSES * whole.size:
-            return f"the loss of {words} is {whole.loss:.8g} and {loss:.8g}: {COUPLED}"
+        if abs(whole.loss - loss) > self.tolerance * LOSS_SHARE * whole.size:
+            return f"the loss of {words} is {whole.loss:.8g} and {loss:.8g}: {COUPLING}"
         return ""
 
     def _regularizer_differs(self, together: float | None, alone: float | None) -> str:
         if together is None or alone is None or not math.isfinite(together - alone):
             return ""
-        if abs(together - alone) <= self.tolerance * OF_LOSSES * abs(together):
+        if abs(together - alone) <= self.tolerance * LOSS_SHARE * abs(together):
             return ""
         return (
             f"the regularizer is {together:.8g} after one forward pass and {alone:.8g} after "
@@ -160,7 +160,7 @@ class Recomputing:
                 return (
                     f"the gradient of {name!r} for {words} is not the same, by {off / total:.1e} "
                     "of the whole gradient's length: a hook that is not linear (clamp, normalise) "
-                    f"or a function that scales by its batch; if not, {COUPLED}"
+                    f"or a function that scales by its batch; if not, {COUPLING}"
                 )
         return ""
 
@@ -171,7 +171,7 @@ class Recomputing:
                 continue  # padded to the longest: not looked at
             off, size = length([rows - torch.cat(own)]), length([rows])
             if math.isfinite(off) and off > self.tolerance * size:
-                return f"the outputs for {words} are not the same, by {off / size:.1e}: {COUPLED}"
+                return f"the outputs for {words} are not the same, by {off / size:.1e}: {COUPLING}"
         return ""
 
     def sketch(self, part: Part, passed: Passed) -> Sketch:
@@ -213,7 +213,7 @@ class Recomputing:
         return f"a bit {words} another: {why}" if exact else ""
 
 
-COUPLED = (
+COUPLING = (
     "samples that go through the model together see each other (statistics of a batch, dropout or "
     "an attention over padding, rows in another order, choices made in collate)"
 )

@@ -28,7 +28,7 @@ from allranks.torch.witness.recomputed import (
     read_again,
 )
 
-NOT_READ = "samples of this data are not read once more, so shards are cut out of what was read"
+NO_REREADING = "samples of this data are not read once more, so shards are cut out of what was read"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class SecondLook:
             parts = [cut_out(whole, piece) for piece in whole.pieces]
         chosen = whole.pieces.index(self.chosen)
         differs, sketch = self.recomputing.together_and_alone(whole, parts, chosen)
-        unseen = "" if self.can_read else NOT_READ
+        unseen = "" if self.can_read else NO_REREADING
         return {"differs": differs, "sketch": sketch, "unseen": unseen}
 
     def _as_helper(self) -> dict[str, Any]:

@@ -38,13 +38,13 @@ from allranks.torch.witness.second_look import Offer, SecondLook
 WITNESS_EVERY = 500  # steps between two looks, after the first two
 OBSERVED_STEPS = 2
 LONGEST = 400  # characters of what was not seen
-SO_EARLY = (
+EARLY_CAUSES = (
     "So early it is the task, most often: it writes weights or clears gradients in forward or "
     "loss, draws from generators of its own in its optimizer, "
     "or lets its regularizer read what forward left."
 )
-NEEDS_ALL = "no shard was computed again: no rank holds the weights for it by itself"
-NOT_AGAIN = "no shard was computed again: what was found already would make it another one"
+NO_WHOLE_WEIGHTS = "no shard was computed again: no rank holds the weights for it by itself"
+NO_SECOND_FINDING = "no shard was computed again: what was found already would make it another one"
 
 
 def say_what_matters(event: str, **values: Any) -> None:
@@ -82,7 +82,7 @@ class Witness:
         self.is_on = job.witness != "off" and not apart
         self.looks_again = not strategy.equal_passes
         if self.is_on and not self.looks_again:
-            self.testimony.unseen.append(NEEDS_ALL)
+            self.testimony.unseen.append(NO_WHOLE_WEIGHTS)
         self.steps = self._at = 0
         self._before_reading: dict[str, Token] | None = None
         self._read: Named = {}
@@ -162,7 +162,7 @@ class Witness:
             try:
                 verify(self.strategy)
             except ReplicasDiffer as error:
-                raise ReplicasDiffer(f"{error} {SO_EARLY}") from None
+                raise ReplicasDiffer(f"{error} {EARLY_CAUSES}") from None
 
     def compare_replicas(self) -> None:
         """Before something is written: all ranks hold the same, or `ReplicasDiffer` is raised."""
@@ -211,7 +211,7 @@ class Witness:
     def _look_again(self, batch: Batch, batches: GlobalBatches) -> None:
         """Compute a shard again, and compare; every rank calls this."""
         if self.testimony.found:
-            self._tell(batch.index, [], NOT_AGAIN)
+            self._tell(batch.index, [], NO_SECOND_FINDING)
             return
         comm, turn = self.strategy.comm, batch.index // WITNESS_EVERY
         own = Offer.of(batch, turn)

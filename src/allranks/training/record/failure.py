@@ -7,7 +7,7 @@ import traceback
 from typing import Any
 
 from allranks.errors import AllranksError, PeerLost, RequestError
-from allranks.launcher.processes.foreign import kind_of
+from allranks.launcher.processes.foreign import classify
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # Keras paints its errors
 
@@ -16,7 +16,7 @@ def failure_of(error: BaseException, updates: int, step: int | None) -> dict[str
     """The values of the event `failed`, after so many updates, in `step` of the job."""
     return {
         "kind": type(error).__name__,
-        "fault_kind": kind_of(error),
+        "fault_kind": classify(error),
         "message": COLOURS.sub("", str(error)),
         "traceback": COLOURS.sub("", "".join(traceback.format_exception(error))),
         "peer_lost": isinstance(error, PeerLost),
