@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from allranks.errors import PlaceError
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes.process import Exit, Process, Stand
 from allranks.launcher.scripts.supervise import (
@@ -139,3 +140,28 @@ def test_the_supervisor_waits_for_the_cause_too(evidence_s: float, stopped: set[
     assert ended.stopped == stopped
     assert {number for _, _, number in server.sent} <= {signal.SIGKILL, signal.SIGCONT}
     assert bool(server.sent) == bool(stopped), "those with a heartbeat are not asked by signals"
+
+
+@pytest.mark.parametrize("of_scripts", [True, False])
+def test_where_watching_breaks_every_process_is_killed_and_waited_for(of_scripts: bool) -> None:
+    """And the error goes on, also where the owner of the processes is gone with them."""
+    processes = [Process(rank, "", None, {}, Path("nowhere")) for rank in range(3)]
+
+    def breaks() -> None:
+        raise ZeroDivisionError
+
+    def watched(server: Fake) -> None:
+        with pytest.raises(ZeroDivisionError):
+            attended(server, breaks) if of_scripts else supervise(server, processes, breaks)
+
+    server = Fake([[(1, 0)]])
+    watched(server)
+    assert [(ticket, number) for _, ticket, number in server.sent] == [(0, 9), (2, 9)]
+    assert not server.alive
+
+    def is_gone(ticket: int, number: int) -> None:
+        raise PlaceError("the fork server is gone")
+
+    gone = Fake([[]])
+    gone.signal = is_gone  # type: ignore[method-assign]
+    watched(gone)
