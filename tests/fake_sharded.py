@@ -270,6 +270,8 @@ class Gather(torch.autograd.Function):
                 found.append(None)
                 continue
             half = strategy.held[name]
+            if gradient is not None and strategy.step.for_others.is_on:
+                gradient = torch.zeros_like(gradient)
             if gradient is None:
                 gradient = half.new_zeros(strategy.shapes[name])
             else:

@@ -79,7 +79,10 @@ class Strategy(ABC):
     has_one_model: ClassVar[bool] = True
     """Whether a rank has one model: copies in threads meet in no forward."""
     equal_passes: ClassVar[bool] = False
-    """Whether all ranks make the same number of passes, because a pass communicates."""
+    """Whether all ranks make the same number of passes, because a pass communicates.
+
+    A strategy that sums gradients within a pass brings in zeros while `step.for_others.is_on`.
+    """
     counts_passes: ClassVar[bool] = False
     """Whether batches say how many passes the rank with the most makes, though not all make so
     many."""
