@@ -23,8 +23,8 @@ class Cutting:
     """Cuts the global batches of a job for the reader `rank` of `ranks`.
 
     `shard_alone` makes every shard a leaf, `collates_alone` a micro-batch; `cut_for` cuts
-    micro-batches as so many ranks would. With `counts_passes` batches say how many passes the rank with
-    the most makes; with `needs_spare` a rank without a sample is given one.
+    micro-batches as so many ranks would. With `counts_passes` batches say how many passes the rank
+    with the most makes; with `needs_spare` a rank without a sample is given one.
     """
 
     shards: int
