@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import contract_workers
 import fake_reducer
 import fake_sharded
-from contract_tasks import Experts, Images, Pairs, Pictures, Uneven, UnevenStream, Words
+from allranks.training.callback import Callback
+from contract_tasks import Experts, Images, Pairs, Pictures, Plain, Uneven, UnevenStream, Words
 
 __all__ = ["Experts", "Images", "Pairs", "Pictures", "Uneven", "Words"]
 
@@ -67,6 +68,40 @@ MARK = 77.0
 
 def _divisor(inputs: Tensor) -> Tensor:
     return (inputs[:, :1] != MARK).to(inputs.dtype)
+
+
+@dataclass(kw_only=True)
+class Unfreezes(Plain):
+    """A second model beside the first one, with a loss of its own, is trained after `at` steps."""
+
+    at: int = 0
+
+    def model(self) -> nn.Module:
+        return _Beside()
+
+    def callbacks(self) -> list[Any]:
+        return [_Unfreezing(self.at)]
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1][:, None]).square().sum(1)
+
+
+class _Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.beside = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.cat([self.first(inputs), self.beside(inputs)], dim=1)
+
+
+class _Unfreezing(Callback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        if self.at and trainer.progress.batch_index == self.at:
+            trainer.strategy.model.beside.requires_grad_(True)
 
 
 def go_on_from_a_state(argument: dict[str, Any]) -> None:
