@@ -129,4 +129,19 @@ def all_groups_are_left(argument: None) -> None:
             one.leave()
         left.append(len(dist.distributed_c10d._world.pg_map))
     assert len(set(left)) == 1, left
+    before = join(world, CPU)
+    pair = before.among((0, 1) if before.rank < 2 else (2, 3))
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("again", store),
+        rank=world.rank,
+        world_size=world.size,
+    )
+    pair.leave()  # of a process group that is gone: it is lent to nobody
+    comm = join(world, CPU)
+    pair = comm.among((0, 1) if comm.rank < 2 else (2, 3))
+    pair.all_reduce(torch.ones(1)).wait()
+    pair.leave()
+    comm.leave()
     dist.destroy_process_group()

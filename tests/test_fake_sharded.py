@@ -83,6 +83,17 @@ def test_a_rank_without_a_sample_after_resuming_goes_through_the_model_too(
     assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
 
 
+@pytest.mark.parametrize(("data", "ranks"), [("each", 4), ("same", 2)])
+def test_weights_that_are_unfrozen_between_steps_are_trained(
+    data: str, ranks: int, train: Train
+) -> None:
+    program, flags = ("sharded_tasks:Unfreezes", "at=4"), {"precision": "fp64", "steps": 9}
+    wanted = train(*program, strategy="single", **flags)
+    found = train(*program, strategy=f"{NAME}:data={data}", ranks=ranks, **flags)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+
+
 @pytest.mark.parametrize("within", ["loss", "model"])
 def test_a_pass_for_the_others_brings_in_exactly_nothing(within: str, train: Train) -> None:
     """Its sample was infinite in the step that had it, which was skipped; 4 others go on."""

@@ -133,9 +133,9 @@ class Comm:
         """
         if failed:
             self.come_no_more(failed=True)
+        for group in self._counting:
+            leave_counting_group(group)
         if dist.is_initialized():
-            for group in self._counting:
-                leave_counting_group(group)
             for group in [*self._borrowed, *([self.group] if self.owns_group else [])]:
                 if failed or not give_back(group):
                     end(group, failed=failed)
@@ -214,7 +214,9 @@ class Comm:
     def barrier(self) -> None:
         """Return when every rank has called this."""
         if self.size > 1:
-            self.all_reduce(torch.zeros(1, device=self.device), "control").wait()
+            came = torch.zeros(1, device=self.device)
+            self.all_reduce(came, "control").wait()
+            came.item()  # NCCL's wait is that of the device
 
     def meet(self, place: str) -> None:
         """Return when all ranks came to `place`; every rank calls this.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
@@ -27,16 +27,21 @@ def borrow(ranks: tuple[int, ...], timeout: timedelta, backend: str | None = Non
         group = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
         )
-    _lent[group] = ranks, backend
+    _lent[group] = ref(dist.group.WORLD), (ranks, backend)
     return group
 
 
 def give_back(group: Any) -> bool:
-    """Whether `group` was borrowed: it is kept then for whoever borrows it next."""
-    key = None if group is None else _lent.pop(group, None)
-    if key is not None:
-        _kept.setdefault(dist.group.WORLD, {}).setdefault(key, []).append(group)
-    return key is not None
+    """Whether `group` was borrowed: it is kept then for whoever borrows it next.
+
+    Not where the process group of the job is another one by now: it has gone with the first.
+    """
+    if group is None or group not in _lent:
+        return False
+    of, key = _lent.pop(group)
+    if of() is dist.group.WORLD:
+        _kept[dist.group.WORLD][key].append(group)
+    return True
 
 
 def end(group: Any, *, failed: bool) -> None:
@@ -53,4 +58,4 @@ def end(group: Any, *, failed: bool) -> None:
 
 
 _kept: WeakKeyDictionary[Any, dict[Key, list[Any]]] = WeakKeyDictionary()
-_lent: WeakKeyDictionary[Any, Key] = WeakKeyDictionary()
+_lent: WeakKeyDictionary[Any, tuple[ref[Any], Key]] = WeakKeyDictionary()

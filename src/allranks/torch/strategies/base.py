@@ -175,7 +175,8 @@ class Strategy(ABC):
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         """The sum over all leaves of all ranks, in the order of every sum; every rank calls this.
 
-        Each leaf of this rank has a flat tensor. Only for parameters that are new in a step.
+        Each leaf of this rank has a flat tensor. Only for parameters that are new in a step. A
+        strategy whose passes have summed them already sums over the ranks that hold the same part.
         """
         tree = TreeSum(self.task.shards)
         if self.shard_alone:
