@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from allranks.errors import RequestError
 from allranks.job.loss_scale import LossScale
 from allranks.job.placement import Placed
 from allranks.strategies.card import Card, Workload
@@ -41,6 +40,7 @@ from allranks.torch.state import (
     whole,
     with_parameters,
 )
+from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.ema import MovingAverage
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.passes import StepParts
@@ -340,13 +340,3 @@ class Strategy(ABC):
         for comm in self._axes.values():
             if comm is not self.comm:
                 comm.leave(failed=failed)
-
-
-def unfrozen_on_the_way(name: str) -> RequestError:
-    """What to say where other parameters are trained than a strategy has cut."""
-    return RequestError(
-        asked=f"--strategy {name} with parameters that are unfrozen or added in mid-training",
-        found="other parameters than the strategy has laid out",
-        why="each rank holds a part of every weight, and has no sum for new ones",
-        do="unfreeze them in model(), or --strategy ddp",
-    )
