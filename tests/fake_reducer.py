@@ -64,4 +64,5 @@ class Coarse(Reducer):
 
     def load_state(self, state: dict[str, Any]) -> None:
         for name, tensor in state.get("rest", {}).items():
-            self.rest[name].copy_(tensor)
+            if name in self.rest:
+                self.rest[name].copy_(tensor)

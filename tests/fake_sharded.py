@@ -26,6 +26,7 @@ from allranks.catalog import STRATEGIES, TORCH
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Exact, Option, Workload
 from allranks.strategies.mesh import REPLICATE, SHARD, Agreement, Mesh
+from allranks.strategies.reduction_tree import Span
 from allranks.strategies.torch_cards import CARDS
 from allranks.torch.data.batch import Batch
 from allranks.torch.step.gradients import Gradients, gradients_of
@@ -143,6 +144,12 @@ class FakeSharded(Strategy):
             assert parameter.grad is not None
             self.axis(REPLICATE).all_reduce(parameter.grad).wait()
         return local, Halved(self)
+
+    def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
+        """The halves of the pair are sums already, wherever both read."""
+        ((_, own),) = leaves
+        self.axis(REPLICATE).all_reduce(own).wait()
+        return own
 
     def messages(self) -> tuple[int, ...]:
         item = next(iter(self.held.values())).element_size()
@@ -270,10 +277,13 @@ class Gather(torch.autograd.Function):
                 found.append(None)
                 continue
             half = strategy.held[name]
+            if gradient is not None and strategy.step.for_others.is_on:
+                gradient = torch.zeros_like(gradient)
             if gradient is None:
                 gradient = half.new_zeros(strategy.shapes[name])
             else:
-                strategy.mark[name]()
+                if name in strategy.mark:  # not one that is unfrozen now: it is summed here, too
+                    strategy.mark[name]()
             if ctx.sums and pair.size > 1:
                 found.append(_scattered(strategy, name, gradient))
             else:

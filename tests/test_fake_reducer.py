@@ -4,6 +4,7 @@ shown by one that lives in tests alone."""
 from __future__ import annotations
 
 import pytest
+from safetensors.numpy import load_file
 
 from allranks.catalog import REDUCERS
 from allranks.strategies.torch_cards import CARDS
@@ -26,3 +27,16 @@ def test_what_was_not_sent_is_in_the_checkpoint(train: Train) -> None:
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
     exact = train(program, strategy="ddp", ranks=2, steps=12)
     assert exact.summary["weights_sha256"] != whole.summary["weights_sha256"], "nothing was rounded"
+
+
+def test_what_was_not_sent_stays_when_other_parameters_are_unfrozen(train: Train) -> None:
+    """A model beside it is trained from the fifth step on: the first goes on as without it."""
+    flags = {"strategy": f"ddp:reduce={NAME}", "ranks": 2, "steps": 9}
+    program = "sharded_tasks:Unfreezes"
+    alone, beside = (
+        load_file(train(program, f"at={at}", **flags).run_dir / "weights.safetensors")
+        for at in (0, 4)
+    )
+    assert (beside["beside.weight"] != alone["beside.weight"]).all(), "nothing was unfrozen"
+    for name in ("first.weight", "first.bias"):
+        assert beside[name].tobytes() == alone[name].tobytes(), name

@@ -67,6 +67,45 @@ def test_ranks_with_fewer_micro_batches_pass_for_the_others(
     assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("task", "done", "strategy"),
+    [("Words", 4, NAME), ("Pairs", 4, NAME), ("Pairs", 4, "ddp"), ("Uneven", 10, NAME)],
+)
+def test_a_rank_without_a_sample_after_resuming_goes_through_the_model_too(
+    task: str, done: int, strategy: str, train: Train, references: dict[str, Any]
+) -> None:
+    """The first step after `done` ones leaves a rank of four without any: it has seen none yet."""
+    wanted, weights = reference_for(task, train, references)
+    flags: dict[str, Any] = {"strategy": strategy, "ranks": 4, "precision": "fp64"}
+    half = train(f"sharded_tasks:{task}", steps=done, checkpoint_every=done, **flags)
+    result = train(f"sharded_tasks:{task}", steps=STEPS, resume=str(half.run_dir), **flags)
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+    assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
+
+
+@pytest.mark.parametrize(("data", "ranks"), [("each", 4), ("same", 2)])
+def test_weights_that_are_unfrozen_between_steps_are_trained(
+    data: str, ranks: int, train: Train
+) -> None:
+    program, flags = ("sharded_tasks:Unfreezes", "at=4"), {"precision": "fp64", "steps": 9}
+    wanted = train(*program, strategy="single", **flags)
+    found = train(*program, strategy=f"{NAME}:data={data}", ranks=ranks, **flags)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+
+
+@pytest.mark.parametrize("within", ["loss", "model"])
+def test_a_pass_for_the_others_brings_in_exactly_nothing(within: str, train: Train) -> None:
+    """Its sample was infinite in the step that had it, which was skipped; 4 others go on."""
+    program = "sharded_tasks:Infinite", f"within={within}"
+    flags: dict[str, Any] = {"precision": "fp64", "on_bad_step": "skip"}
+    wanted = train(*program, strategy="single", **flags)
+    found = train(*program, strategy=NAME, ranks=2, **flags)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert wanted.summary["steps"] == found.summary["steps"] == 3 * 10, "one of 11 is skipped"
+    assert difference(ours, theirs) < 1e-10
+
+
 @pytest.mark.slow(but=2)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_state_can_be_taken_up_again(ranks: int, on_ranks: Callable[..., Any]) -> None:

@@ -7,8 +7,8 @@ away raises `PeerLost`: this rank is a victim, and its message never hides the f
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before any group: its defaults would keep that one
 from torch import Tensor
-from torch.distributed.distributed_c10d import _abort_process_group
 
 from allranks.errors import FaultKind, PeerLost
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
 from allranks.launcher.processes.foreign import is_said
-from allranks.torch.counting import counting_group
+from allranks.torch.groups.counting import counting_group, leave_counting_group
+from allranks.torch.groups.lent import borrow, end, give_back
 from allranks.torch.meetings import LASTS, Meetings
 from allranks.torch.model.reals import reals
 
@@ -83,12 +83,15 @@ class Pending:
 
     def _wait_and_look(self, meetings: Meetings, phase: str) -> None:
         while not self.work.is_completed():
+            begun = time.monotonic()
             try:
                 self.work.wait(LASTS)
                 return
             except RuntimeError:  # it lasts, unless the collective itself has failed
                 if self.work.is_completed():
                     break
+                if time.monotonic() - begun < LASTS.total_seconds() / 2:
+                    raise  # Gloo's reduce-scatter fails without being completed
             step = self.heartbeat.step if isinstance(self.heartbeat, Heartbeat) else -1
             meetings.look(f"in `{phase or 'exchange'}` of step {step}")
         self.work.wait()
@@ -114,26 +117,30 @@ class Comm:
     heartbeat: Heartbeat | SaveThreadHeartbeat | None = None
     meetings: Meetings | None = None
     leave_out_next: bool = False
+    _counting: list[Any] = field(default_factory=list, init=False)
+    _borrowed: list[Any] = field(default_factory=list, init=False)
 
     def leave_out_one(self) -> None:
         """A fault on purpose: the next collective is not made."""
         self.leave_out_next = True
 
     def leave(self, *, failed: bool = False) -> None:
-        """Leave the process group, if it was made here. Always called.
+        """Leave the process group, if it was made here, and all that were made of it.
+        Always called.
 
-        NCCL leaves once all collectives are over. After a failure of this rank they never are,
-        because the others wait in one for it, so NCCL's are aborted then. Gloo closes its
-        connections at once, and the others hear of it, and those that meet from the store.
+        After a failure of this rank the others hear of it where they wait for it: from the store
+        those that meet, and the others from groups that are closed, or aborted (`groups.lent`).
         """
         if failed:
             self.come_no_more(failed=True)
-        if self.owns_group and dist.is_initialized():
-            if failed and dist.get_backend(self.group) == "nccl":
-                with suppress(RuntimeError, ValueError):  # the failure itself is what counts
-                    _abort_process_group(self.group)
-            else:
-                dist.destroy_process_group(self.group)
+        for group in self._counting:
+            leave_counting_group(group)
+        if dist.is_initialized():
+            for group in [*self._borrowed, *([self.group] if self.owns_group else [])]:
+                if failed or not give_back(group):
+                    end(group, failed=failed)
+        self._counting.clear()
+        self._borrowed.clear()
         self.owns_group = False
 
     def _count(self, kind: str, sent: float) -> None:
@@ -167,7 +174,7 @@ class Comm:
         if self.size == 2 and self.members is None:
             return dist.group.WORLD
         ranks = self.members or range(self.size)
-        return _group_of(tuple(sorted((ranks[self.rank], ranks[partner]))))
+        return self._borrow(tuple(sorted((ranks[self.rank], ranks[partner]))))
 
     def add_in_pair(self, tensor: Tensor, pair: Any) -> Pending:
         """Sum `tensor` over the two ranks of `pair`, in place. Sends all of its bytes."""
@@ -207,7 +214,9 @@ class Comm:
     def barrier(self) -> None:
         """Return when every rank has called this."""
         if self.size > 1:
-            self.all_reduce(torch.zeros(1, device=self.device), "control").wait()
+            came = torch.zeros(1, device=self.device)
+            self.all_reduce(came, "control").wait()
+            came.item()  # NCCL's wait is that of the device
 
     def meet(self, place: str) -> None:
         """Return when all ranks came to `place`; every rank calls this.
@@ -255,23 +264,25 @@ class Comm:
             return self
         if len(ranks) == 1:
             return Comm(device=self.device, sent=self.sent, heartbeat=self.heartbeat, members=ranks)
-        group, own = _group_of(ranks), ranks.index(self.rank)
+        group, own = borrow(ranks, TIMEOUT), ranks.index(self.rank)
         return replace(self, rank=own, size=len(ranks), owns_group=True, group=group, members=ranks)
 
     def counting_group(self, kind: str) -> Any:
         """A process group of these ranks for parts of torch that call collectives themselves.
 
-        Every rank calls this. What they send is counted here, as `kind`.
+        Every rank calls this. What they send is counted here, as `kind`, and `leave` ends it. A
+        collective there is a sign of life, and breaks, as one that is made here.
         """
+        ranks = tuple(self.members or range(self.size))
+        inner = self.group or (dist.group.WORLD if self.size > 1 else self._borrow(ranks))
+        group = counting_group(inner, list(ranks), _OfTorch(self, kind), TIMEOUT)
+        self._counting.append(group)
+        return group
 
-        def count(sent: float) -> None:
-            self._count(kind, sent)
-            if self.heartbeat is not None:
-                self.heartbeat.collective()
-
-        ranks = list(self.members or range(self.size))
-        inner = self.group or (dist.group.WORLD if self.size > 1 else _group_of(tuple(ranks)))
-        return counting_group(inner, ranks, count, TIMEOUT)
+    def _borrow(self, ranks: tuple[int, ...]) -> Any:
+        group = borrow(ranks, TIMEOUT)
+        self._borrowed.append(group)
+        return group
 
     def beside(self) -> Comm:
         """The same ranks on a group of their own, for what is sent while gradients are under way.
@@ -301,11 +312,27 @@ class Comm:
         """Another group of the same ranks."""
         if self.members is None:
             return dist.new_group(list(range(self.size)), timeout=TIMEOUT, backend=backend)
-        return _group_of(self.members, backend)
+        return borrow(self.members, TIMEOUT, backend)
 
 
-def _group_of(ranks: tuple[int, ...], backend: str | None = None) -> Any:
-    """A group of these ranks of the job, made by them alone."""
-    return dist.new_group(
-        list(ranks), timeout=TIMEOUT, backend=backend, use_local_synchronization=True
-    )
+@dataclass(frozen=True)
+class _OfTorch:
+    """What a counting group tells of a collective that torch makes itself (`counting.Watch`)."""
+
+    comm: Comm
+    kind: str
+
+    def begin(self, sent: float, *, meets: bool) -> None:
+        comm = self.comm
+        comm._count(self.kind, sent)
+        if meets and comm.members is None and comm.meetings is not None:
+            comm.meetings.begun += 1  # all ranks of the job make this one
+        if comm.heartbeat is not None:
+            comm.heartbeat.collective()
+
+    def wait(self, work: Any, *, meets: bool) -> None:
+        looks = meets and self.comm.members is None and self.comm.device.type == "cpu"
+        Pending(work, self.comm.heartbeat, self.comm.meetings if looks else None).wait()
+
+    def translated(self, error: RuntimeError) -> RuntimeError | PeerLost:
+        return translated(error)

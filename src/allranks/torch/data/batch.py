@@ -36,7 +36,8 @@ class Batch:
     samples of every shard of the job, or `None` where only a stream knows; `ids` the numbers of
     this rank's samples in the data set, in order (none for a stream). With `passes` every rank goes
     through the model so often, with samples of no weight where it has too few (0: as often as it
-    has micro-batches).
+    has micro-batches). `spare` is what a rank without a sample goes through the model with, if it
+    has to (`cutting`); it is no part of what the rank trains with.
     """
 
     index: int
@@ -47,11 +48,17 @@ class Batch:
     leaves: tuple[Leaf, ...]
     ids: Ids
     passes: int = 0
+    spare: MicroBatch | None = None
 
     @property
     def micros(self) -> list[MicroBatch]:
         """What goes through the model of this rank, in order; `data` of each is as collated."""
         return [micro for leaf in self.leaves for micro in leaf.micros]
+
+    @property
+    def to_read(self) -> list[MicroBatch]:
+        """The micro-batches whose data is read: those of this rank, and the `spare` one."""
+        return [*self.micros, *filter(None, (self.spare,))]
 
     @property
     def passes_without_weight(self) -> int:
@@ -72,6 +79,6 @@ def samples_of(pieces: Micro, read: dict[int, list[Any]]) -> list[Any]:
 def with_data(
     plans: Iterator[Batch], data: Iterator[OnItsWay]
 ) -> Generator[tuple[Batch, list[OnItsWay]]]:
-    """Each batch of `plans` with the data of its micro-batches, on its way."""
+    """Each batch of `plans` with the data of what is read for it, on its way."""
     for plan in plans:
-        yield plan, [next(data) for _ in plan.micros]
+        yield plan, [next(data) for _ in plan.to_read]

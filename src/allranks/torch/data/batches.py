@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from allranks.errors import RequestError
-from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
+from allranks.strategies.shards import even_sizes
 from allranks.torch.data.batch import Batch, Leaf, MicroBatch, samples_of, with_data
 from allranks.torch.data.copying import Copying
+from allranks.torch.data.cutting import Cutting
 from allranks.torch.data.loaders import SamplerOrder, WholeLoader, endless, rows_between
 from allranks.torch.data.sources import (
     COLLATE,
@@ -42,6 +43,7 @@ from allranks.training.prefetch import one_ahead
 from allranks.training.progress import Progress
 
 NO_IDS: Ids = np.empty(0, np.int64)
+YIELDS = "let open(shard, epoch, seed, skip) yield samples"
 COLLATES_ALONE = (
     "collate draws random numbers, so each shard is collated, and goes through the model, alone: "
     "what is drawn belongs to the shard, whichever rank has it"
@@ -52,10 +54,9 @@ COLLATES_ALONE = (
 class GlobalBatches:
     """The batches of a job for the reader `rank` of `ranks`.
 
-    `shard_alone` makes every shard a leaf, `collates_alone` a micro-batch; `cut_for` cuts
-    micro-batches as so many ranks would; `arithmetic` places the data; `order` is that of a sampler
-    which came with the data. With `equal_passes` all ranks go through the model equally often.
-    `exhausted` is set by the trainer once a step of a stream has found no sample on any rank.
+    `arithmetic` places the data; `order` is that of a sampler which came with the data; `exhausted`
+    is set by the trainer once a step of a stream has found no sample on any rank. How batches are
+    cut is described at `Cutting`.
     """
 
     source: Source | StreamSource | WholeLoader
@@ -72,15 +73,24 @@ class GlobalBatches:
     order: SamplerOrder | None = None
     cut_for: int = 0
     counts_passes: bool = False
+    needs_spare: bool = False
     exhausted: bool = False
     collates_alone: bool = False
 
     def __post_init__(self) -> None:
-        self._leaves_of: dict[tuple[int, ...], tuple[Leaf, ...]] = {}
-        self._passes_of: dict[tuple[int, ...], int] = {}
+        self.cutting = Cutting(
+            self.shards,
+            self.rank,
+            self.ranks,
+            self.micro_batch,
+            self.shard_alone,
+            self.cut_for,
+            self.counts_passes,
+            self.needs_spare,
+            self.collates_alone,
+        )
         self._epoch, self._tried_collate = 0, False
         self._open: weakref.WeakSet[Generator[Batch]] = weakref.WeakSet()
-        self.owned = owned_shards(self.shards, self.ranks, self.rank)
         if self.steps_per_epoch == 0:
             assert not isinstance(self.source, (StreamSource, WholeLoader))
             raise RequestError(
@@ -125,7 +135,7 @@ class GlobalBatches:
         self, source: Source, done: Progress, epochs: int, steps: int | None
     ) -> Generator[Batch]:
         for_data, plans = tee(self._plans(done, epochs, steps))  # data is read ahead
-        wanted = ((plan.epoch, ids) for plan in for_data for ids in self._ids(plan))
+        wanted = ((plan.epoch, ids) for plan in for_data for ids in _ids(plan))
         copying = Copying(self.arithmetic)
         with (
             closing(source.batches(wanted, self._micros_ahead, copying.begin)) as data,
@@ -159,7 +169,7 @@ class GlobalBatches:
 
     @property
     def _micros_per_batch(self) -> int:
-        full = self._leaves(even_sizes(self.batch_size, self.shards))
+        full = self.cutting.leaves(even_sizes(self.batch_size, self.shards))
         return max(1, sum(len(leaf.micros) for leaf in full))
 
     @property
@@ -187,82 +197,25 @@ class GlobalBatches:
                 epoch, step = epoch + 1, 0
                 continue
             chosen = (self.order or own).batch(epoch, step)
-            sizes, first, rows = self._cut(len(chosen))
+            sizes, first, rows = self.cutting.cut(len(chosen))
             own_ids = chosen[first : first + rows]
-            leaves, passes = self._leaves(sizes), self._passes(sizes)
-            yield Batch(index, epoch, step, len(chosen), sizes, leaves, own_ids, passes)
+            if (spare := self.cutting.spare(sizes)) is not None:
+                spare = replace(spare, data=chosen[: spare.samples])
+            where = index, epoch, step, len(chosen), sizes
+            passes = self.cutting.passes(sizes)
+            yield Batch(*where, self.cutting.leaves(sizes), own_ids, passes, spare)
             step, index = step + 1, index + 1
 
-    def _cut(self, samples: int) -> tuple[tuple[int, ...], int, int]:
-        """The sizes of all shards of a batch; its first sample on this rank, and how many."""
-        sizes = even_sizes(samples, self.shards)
-        return sizes, sum(sizes[: self.owned.start]), sum(sizes[k] for k in self.owned)
-
-    def _ids(self, plan: Batch) -> Iterator[Ids]:
-        """The sample numbers of each micro-batch, in order."""
-        start = 0
-        for micro in plan.micros:
-            yield plan.ids[start : start + micro.samples]
-            start += micro.samples
-
-    def _leaves(self, sizes: tuple[int, ...]) -> tuple[Leaf, ...]:
-        """The leaves of this rank for shards of these sizes, data still missing."""
-        if sizes not in self._leaves_of:
-            self._leaves_of[sizes] = self._leaves_for(sizes, self.owned)
-        return self._leaves_of[sizes]
-
-    def _leaves_for(self, sizes: tuple[int, ...], owned_by_it: range) -> tuple[Leaf, ...]:
-        owned = {shard: sizes[shard] for shard in owned_by_it}
-        groups = [{k: size} for k, size in owned.items()] if self.shard_alone else [owned]
-        return tuple(
-            Leaf(
-                range(min(group), max(group) + 1),
-                tuple(
-                    MicroBatch(m, sum(piece.samples for piece in m))
-                    for part in self._parts(group)
-                    for m in self._micros_of(part)
-                ),
-            )
-            for group in groups
-        )
-
-    def _passes(self, sizes: tuple[int, ...]) -> int:
-        """How often the rank with the most micro-batches goes through the model, if all are to."""
-        if not self.counts_passes:
-            return 0
-        if sizes not in self._passes_of:
-            spans = (owned_shards(self.shards, self.ranks, rank) for rank in range(self.ranks))
-            each = (self._leaves_for(sizes, span) for span in spans)
-            self._passes_of[sizes] = max(sum(len(leaf.micros) for leaf in own) for own in each)
-        return self._passes_of[sizes]
-
-    def _micros_of(self, group: dict[int, int]) -> tuple[Micro, ...]:
-        """What of these shards goes through the model at once.
-
-        Shards that are collated alone are: what is drawn there belongs to the shard.
-        """
-        if not self.collates_alone:
-            return micro_batches(group, self.micro_batch)
-        alone = (micro_batches({k: size}, self.micro_batch) for k, size in group.items())
-        return tuple(micro for micros in alone for micro in micros)
-
-    def _parts(self, group: dict[int, int]) -> list[dict[int, int]]:
-        """What never goes through the model together: the shards that other ranks would own."""
-        if not self.cut_for:
-            return [group]
-        spans = [owned_shards(self.shards, self.cut_for, rank) for rank in range(self.cut_for)]
-        return [{k: group[k] for k in span if k in group} for span in spans]
-
     def _filled(self, plan: Batch, data: Iterator[Any]) -> Batch:
-        """The batch with the data of its micro-batches, in order."""
+        """The batch with the data of what is read for it, in order."""
         leaves = tuple(
             Leaf(
                 leaf.shards, tuple(MicroBatch(m.pieces, m.samples, next(data)) for m in leaf.micros)
             )
             for leaf in plan.leaves
         )
-        where = plan.index, plan.epoch, plan.step_in_epoch
-        return Batch(*where, plan.nominal, plan.sizes, leaves, plan.ids, plan.passes)
+        spare = plan.spare and replace(plan.spare, data=next(data))
+        return replace(plan, leaves=leaves, spare=spare)
 
     def _from_loader(
         self, source: WholeLoader, done: Progress, epochs: int, steps: int | None
@@ -272,13 +225,16 @@ class GlobalBatches:
             for whole, samples in source.open(epoch, step):
                 if steps is not None and index >= steps:
                     return
-                sizes, row, _ = self._cut(samples)
-                leaves, passes = self._leaves(sizes), self._passes(sizes)
-                plan = Batch(index, epoch, step, samples, sizes, leaves, NO_IDS, passes)
+                sizes, row, _ = self.cutting.cut(samples)
+                leaves, passes = self.cutting.leaves(sizes), self.cutting.passes(sizes)
+                spare = self.cutting.spare(sizes)
+                plan = Batch(index, epoch, step, samples, sizes, leaves, NO_IDS, passes, spare)
                 parts = []
                 for micro in plan.micros:
                     parts.append(rows_between(whole, row, row + micro.samples, samples))
                     row += micro.samples
+                if spare is not None:
+                    parts.append(rows_between(whole, 0, spare.samples, samples))
                 yield self._filled(plan, map(self.arithmetic.placed, parts))
                 step, index = step + 1, index + 1
             if step == 0:
@@ -290,8 +246,10 @@ class GlobalBatches:
     ) -> Generator[Batch]:
         quota = even_sizes(self.batch_size, self.shards)
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
+        last: MicroBatch | None = None
         while epoch < epochs:
-            streams = {k: source.open(k, epoch, step * quota[k]) for k in self.owned}
+            owned = self.cutting.owned
+            streams = {k: source.open(k, epoch, step * quota[k]) for k in owned}
             self.exhausted = False
             while not self.exhausted:
                 if steps is not None and index >= steps:
@@ -301,18 +259,35 @@ class GlobalBatches:
                     seed_generators(random_key(self.seed, epoch, k, step))
                     read[k] = list(islice(stream, quota[k]))
                 sizes = tuple(len(read.get(k, ())) for k in range(self.shards))
-                leaves, passes = self._leaves(sizes), self._passes(tuple(quota))
-                plan = Batch(index, epoch, step, self.batch_size, None, leaves, NO_IDS, passes)
-                if self._collating_draws(source, plan, read):
-                    passes = self._passes(tuple(quota))
-                    plan = replace(plan, leaves=self._leaves(sizes), passes=passes)
+                leaves = self.cutting.leaves(sizes)
+                plan = Batch(index, epoch, step, self.batch_size, None, leaves, NO_IDS)
+                if plan.micros and self._collating_draws(source, plan, plan.micros[0], read):
+                    plan = replace(plan, leaves=self.cutting.leaves(sizes))
                 collated = (self._collated(source, plan, micro, read) for micro in plan.micros)
-                yield self._filled(plan, map(self.arithmetic.placed, collated))
+                batch = self._filled(plan, map(self.arithmetic.placed, collated))
+                if self.counts_passes:
+                    last = batch.micros[-1] if batch.micros else last or self._spare(source, plan)
+                    passes, spare = self.cutting.passes(quota), None if batch.micros else last
+                    batch = replace(batch, passes=passes, spare=spare)
+                yield batch
                 step, index = step + 1, index + 1
             if step == 1:
-                do = "let open(shard, epoch, seed, skip) yield samples"
-                raise endless(epoch, "a stream", do)
+                raise endless(epoch, "a stream", YIELDS)
             epoch, step, index = epoch + 1, 0, index - 1
+
+    def _spare(self, source: StreamSource, plan: Batch) -> MicroBatch:
+        """What a rank goes through the model with that has read no sample yet: the first samples
+        of its stream, or of that of another rank."""
+        quota = even_sizes(self.batch_size, self.shards)
+        for k in (*self.cutting.owned, *range(self.shards)):
+            seed_generators(random_key(self.seed, plan.epoch, k, 0))
+            read = list(islice(source.open(k, plan.epoch, 0), quota[k]))
+            if read:
+                micro = self.cutting.first_of({k: len(read)})
+                self._collating_draws(source, plan, micro, {k: read})
+                data = self._collated(source, plan, micro, {k: read})
+                return replace(micro, data=self.arithmetic.placed(data))
+        raise endless(plan.epoch, "a stream", YIELDS)
 
     def _key_collate(self, plan: Batch, micro: MicroBatch) -> None:
         """What collate draws belongs to the first piece of its micro-batch."""
@@ -327,22 +302,31 @@ class GlobalBatches:
         return source.collate(samples_of(micro.pieces, read))
 
     def _collating_draws(
-        self, source: StreamSource, plan: Batch, read: dict[int, list[Any]]
+        self, source: StreamSource, plan: Batch, micro: MicroBatch, read: dict[int, list[Any]]
     ) -> bool:
         """Whether collate is seen to draw from now on: shards are collated alone then.
 
         Only reading a stream gives samples, so it is tried in the first step that has any.
         """
-        if self._tried_collate or self.collates_alone or not plan.micros:
+        if self._tried_collate or self.collates_alone:
             return False
-        self._tried_collate, micro = True, plan.micros[0]
+        self._tried_collate = True
         self._key_collate(plan, micro)
         before = drawn_from()
         source.collate(samples_of(micro.pieces, read))
         self.collates_alone = drawn_from() != before
         if self.collates_alone:
-            self._leaves_of.clear()
-            self._passes_of.clear()
+            self.cutting.begin_collating_alone()
             if not self.shard_alone and self.micro_batch != 1:
                 warnings.warn(COLLATES_ALONE, stacklevel=1)
         return self.collates_alone
+
+
+def _ids(plan: Batch) -> Iterator[Ids]:
+    """The sample numbers of what is read for a batch, in order."""
+    start = 0
+    for micro in plan.micros:
+        yield plan.ids[start : start + micro.samples]
+        start += micro.samples
+    if plan.spare is not None:
+        yield plan.spare.data  # until it is read

@@ -75,6 +75,7 @@ class TaskData:
                 collates_alone=probed.collate_draws,
                 cut_for=self.job.cut_for,
                 counts_passes=self.strategy.equal_passes or self.strategy.counts_passes,
+                needs_spare=self.strategy.equal_passes or self.task.loss_over == "batch",
             )
             alone = probed.collate_draws and not self.strategy.shard_alone
             self.notes += filter(None, (self._batches.note, COLLATES_ALONE if alone else ""))

@@ -43,7 +43,7 @@ class Reducer(ABC):
         return 1
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Learn the buckets, whenever they change."""
+        """Learn the buckets, whenever they change; what was not sent yet is loaded after it."""
         self.buckets = buckets
 
     @abstractmethod
@@ -76,4 +76,7 @@ class Reducer(ABC):
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned."""
+        """Take up what `state` returned, perhaps of other parameters: of those that are there.
+
+        Of `{}` nothing.
+        """

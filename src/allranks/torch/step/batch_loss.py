@@ -34,32 +34,28 @@ class BatchLoss:
 
     def __init__(self, task: Task, comm: Comm, arithmetic: Arithmetic) -> None:
         self.task, self.comm, self.arithmetic = task, comm, arithmetic
-        self._empty: Rows | None = None  # for a rank that has no sample
+        self.uses: list[bool] = []  # of the tensors of the output, in the last step
 
     def prepare(
         self,
         batch: Batch,
         forward: Callable[[MicroBatch], Any],
-        after_forward: Callable[[], None] = lambda: None,
+        after_forward: Callable[[], Any],
         loss_scale: float = 1.0,
     ) -> Take:
         """Run all forward passes, then `after_forward`, and the loss of the whole batch.
 
+        A rank without a sample has its `batch.spare`, of which `after_forward` returns the output:
+        it says what the rank has none of.
         Returns a function that must be called once for each micro-batch, in order: it gives the
         sums of losses and weights of its rows, and what carries their gradient back.
         """
         outputs = [forward(micro) for micro in batch.micros]
-        after_forward()
-        detached = [map_tensors(Tensor.detach, output) for output in outputs]
+        spare = after_forward()
+        detached = [map_tensors(Tensor.detach, output) for output in outputs or [spare]]
         whole, rows_before = self._whole(batch, detached)
-        output = map_tensors(
-            lambda t: t.requires_grad_(t.is_floating_point() or t.is_complex()), whole["output"]
-        )
-        with torch.enable_grad():
-            with self.arithmetic.context():
-                losses, weights = weighted_losses(self.task, output, whole["batch"], batch.nominal)
-            (losses.sum() * (loss_scale / batch.nominal)).backward()
-        gradients = [tensor.grad for tensor in tensors_in(output)]
+        losses, weights, gradients = self._differentiated(whole, batch.nominal, loss_scale)
+        self.uses = [gradient is not None for gradient in gradients]
         waiting = deque(outputs)
         row = rows_before
 
@@ -82,6 +78,19 @@ class BatchLoss:
 
         return take
 
+    def _differentiated(
+        self, whole: Any, samples: int, loss_scale: float
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        """The losses of the whole batch, their weights, and the gradients of the output."""
+        output = map_tensors(
+            lambda t: t.requires_grad_(t.is_floating_point() or t.is_complex()), whole["output"]
+        )
+        with torch.enable_grad():
+            with self.arithmetic.context():
+                losses, weights = weighted_losses(self.task, output, whole["batch"], samples)
+            (losses.sum() * (loss_scale / samples)).backward()
+        return losses, weights, [tensor.grad for tensor in tensors_in(output)]
+
     def _whole(self, batch: Batch, outputs: list[Any]) -> tuple[Any, int]:
         """All ranks' output and batch in shard order, and how many rows precede this rank's."""
         assert batch.sizes is not None
@@ -89,29 +98,16 @@ class BatchLoss:
         before = sum(rows[: self.comm.rank])
         parts = [
             ({"output": output, "batch": micro.data}, micro.samples)
-            for output, micro in zip(outputs, batch.micros, strict=True)
+            for output, micro in zip(outputs, batch.to_read, strict=True)
         ]
         own = own_rows(parts)
-        if isinstance(own, RequestError):
-            if self.comm.size == 1 and len(parts) == 1:
-                return parts[0][0], before  # nothing is put together
-        elif own is not None:
-            self._empty = own.none_of_them()
-        if own is None and self._empty is None:
-            own = _no_sample(batch)
-        found = own or self._empty
-        assert found is not None
-        whole = gathered(self.comm, found, rows)
+        assert own is not None, "the data gives a rank without a sample a spare one"
+        if isinstance(own, Rows):
+            own = own if batch.micros else own.none_of_them()
+        elif self.comm.size == 1 and len(parts) == 1:
+            return parts[0][0], before  # nothing is put together
+        whole = gathered(self.comm, own, rows)
         return whole.put_together(whole.tensors, whole.lists), before
-
-
-def _no_sample(batch: Batch) -> RequestError:
-    return RequestError(
-        asked='loss_over = "batch"',
-        found=f"{batch.nominal} samples in the first batch, so a rank has none",
-        why="what the model returns is only known from a forward pass",
-        do="use at least as many samples as shards, or fewer ranks",
-    )
 
 
 def uses_a_parameter(name: str) -> RequestError:

@@ -185,3 +185,13 @@ def _unlike(
         why="a gradient is summed over all ranks",
         do="let what freezes, unfreezes and adds parameters follow the step, not the rank",
     )
+
+
+def unfrozen_on_the_way(name: str) -> RequestError:
+    """What to say where other parameters are trained than a strategy has cut."""
+    return RequestError(
+        asked=f"--strategy {name} with parameters that are unfrozen or added in mid-training",
+        found="other parameters than the strategy has laid out",
+        why="each rank holds a part of every weight, and has no sum for new ones",
+        do="unfreeze them in model(), or --strategy ddp",
+    )

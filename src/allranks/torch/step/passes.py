@@ -111,7 +111,7 @@ class Passes:
         self.apart = Apart()
         self.changes = Changes(model, optimizer)
         self.user_buffers = UserBuffers(model)
-        self.for_others = PassesForOthers(self)
+        self.for_others = PassesForOthers(self, parts.equal_passes)
         self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
         self.regularizers = Regularizer(task, parts.whole_weights)
         self._poison_next = self._poisoned = False
@@ -220,14 +220,13 @@ class Passes:
             marks.zero_()
         if self.scope.whole is not None:
             self.scope.whole.begin(batch.own_samples)
-        if self.parts.equal_passes:
-            self.for_others.begin(batch)
+        self.for_others.begin()
         self.reached("begin")
 
     def _end(self, batch: Batch) -> None:
         """The passes are over, also those for other ranks."""
-        if self.parts.equal_passes:
-            self.for_others.finish(batch)
+        uses = None if self._batch_loss is None else self._batch_loss.uses
+        self.for_others.finish(batch, uses)
         self.scope.leave()
         self.user_buffers.end(batch)
         self.reached("end")
@@ -248,19 +247,15 @@ class Passes:
             return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
         return output
 
-    def losses(
-        self, batch: Batch, micro: MicroBatch, *, counts: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """The weighted losses of a micro-batch, a row per sample, and their weights.
+    def losses_of(self, output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """The weighted losses of a micro-batch, a row per sample, and their weights."""
+        with self.arithmetic.context():
+            return weighted_losses(self.task, output, micro.data, micro.samples)
 
-        Without `counts` they are no part of the step.
-        """
+    def losses(self, batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """The same of a micro-batch that goes through the model here, as part of the step."""
         with self.apart:
-            output = self.output(batch, micro)
-            with self.arithmetic.context():
-                losses, weights = weighted_losses(self.task, output, micro.data, micro.samples)
-        if not counts:
-            return losses, weights
+            losses, weights = self.losses_of(self.output(batch, micro), micro)
         if self._poisoned and micro is batch.micros[0]:
             factors = losses.new_ones(losses.shape)
             factors[0] = math.nan
@@ -308,10 +303,10 @@ class Passes:
         loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         self.scope.key(batch.index, LOSS)
 
-        def after() -> None:
-            if self.parts.equal_passes:
-                self.for_others.forward(batch)
+        def after() -> Any:
+            output = self.for_others.forward(batch)
             self.scope.key(batch.index, LOSS)
+            return output
 
         take_rows = batch_loss.prepare(batch, forward_one, after, loss_scale)
         if any(self.used):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from allranks.errors import RequestError
 from allranks.job.loss_scale import LossScale
 from allranks.job.placement import Placed
 from allranks.strategies.card import Card, Workload
@@ -41,6 +40,7 @@ from allranks.torch.state import (
     whole,
     with_parameters,
 )
+from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.ema import MovingAverage
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.passes import StepParts
@@ -79,7 +79,10 @@ class Strategy(ABC):
     has_one_model: ClassVar[bool] = True
     """Whether a rank has one model: copies in threads meet in no forward."""
     equal_passes: ClassVar[bool] = False
-    """Whether all ranks make the same number of passes, because a pass communicates."""
+    """Whether all ranks make the same number of passes, because a pass communicates.
+
+    A strategy that sums gradients within a pass brings in zeros while `step.for_others.is_on`.
+    """
     counts_passes: ClassVar[bool] = False
     """Whether batches say how many passes the rank with the most makes, though not all make so
     many."""
@@ -172,7 +175,8 @@ class Strategy(ABC):
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         """The sum over all leaves of all ranks, in the order of every sum; every rank calls this.
 
-        Each leaf of this rank has a flat tensor. Only for parameters that are new in a step.
+        Each leaf of this rank has a flat tensor. Only for parameters that are new in a step. A
+        strategy whose passes have summed them already sums over the ranks that hold the same part.
         """
         tree = TreeSum(self.task.shards)
         if self.shard_alone:
@@ -336,13 +340,3 @@ class Strategy(ABC):
         for comm in self._axes.values():
             if comm is not self.comm:
                 comm.leave(failed=failed)
-
-
-def unfrozen_on_the_way(name: str) -> RequestError:
-    """What to say where other parameters are trained than a strategy has cut."""
-    return RequestError(
-        asked=f"--strategy {name} with parameters that are unfrozen or added in mid-training",
-        found="other parameters than the strategy has laid out",
-        why="each rank holds a part of every weight, and has no sum for new ones",
-        do="unfreeze them in model(), or --strategy ddp",
-    )

@@ -36,8 +36,11 @@ class DDP(Strategy):
     def prepare(self) -> None:
         kind = load(REDUCERS[self.setting.options["reduce"]])
         self.reducer: Reducer = kind(self.comm, self.task.shards)
+        self._not_sent: dict[str, Any] | None = None
 
     def lay_out(self) -> None:
+        if self._not_sent is None and self.reducer.buckets:
+            self._not_sent = self.reducer.state()
         self.buckets = Buckets(
             self.step.names,
             self.step.parameters,
@@ -45,10 +48,13 @@ class DDP(Strategy):
             bucket_bytes=int(self.setting.options["bucket_mb"] * 2**20),
             reducer=self.reducer,
         )
+        self.reducer.load_state(self._not_sent or {})
+        self._not_sent = None
         self.tally = self.step.layout.tally(self.buckets.tally)
         self.step.on_gradient = self.buckets.gradient_finished
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
+        self._not_sent = self.reducer.state()
         return self.reducer.sum_apart(leaves)  # the buckets are laid out anew after this
 
     def own_state(self) -> dict[str, Any]:

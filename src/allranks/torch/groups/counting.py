@@ -1,0 +1,201 @@
+"""A process group that counts what is sent through it, whoever calls: DTensor, FSDP2, pipelining.
+
+`Comm` counts what it sends itself. Torch's own parallel parts call collectives on a group that they
+are given; this one hands every call on to an ordinary group of the same ranks, and first tells its
+bytes, as what this rank sends under the field's algorithm for that collective. Whoever counts hears
+of each wait, too, and says what an error means. Torch resolves a group by its name, so it is
+registered as a backend of its own.
+
+On NCCL sends and receives of `batch_isend_irecv` go one by one: torch puts them together for groups
+of its own class alone. Ranks that send to each other at once then wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BACKEND = "allranks-counting"
+
+
+def _ring(size: int, given: int) -> float:
+    return 2 * (size - 1) / size * given
+
+
+def _to_all(size: int, given: int) -> float:
+    return (size - 1) * given
+
+
+def _parts(size: int, given: int) -> float:
+    return (size - 1) / size * given
+
+
+def _once(size: int, given: int) -> float:
+    return given
+
+
+def _nothing(size: int, given: int) -> float:
+    return 0
+
+
+SENT: dict[str, tuple[int, Callable[[int, int], float]]] = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), (0, _ring)),
+    **dict.fromkeys(("_allgather_base", "all_gather_single", "allgather"), (1, _to_all)),
+    **dict.fromkeys(
+        ("allgather_into_tensor_coalesced", "all_gather_single_coalesced", "allgather_coalesced"),
+        (1, _to_all),
+    ),
+    **dict.fromkeys(
+        ("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter"), (1, _parts)
+    ),
+    **dict.fromkeys(
+        ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), (1, _parts)
+    ),
+    **dict.fromkeys(("alltoall_base", "all_to_all_single", "alltoall"), (1, _parts)),
+    **dict.fromkeys(("broadcast", "reduce"), (0, _parts)),
+    "send": (0, _once),
+    **dict.fromkeys(("gather", "scatter"), (1, _once)),
+    **dict.fromkeys(("recv", "recv_anysource", "barrier"), (0, _nothing)),
+}
+"""Method of a process group -> which argument holds what this rank gives,
+and the bytes it sends."""
+
+OF_TWO = ("send", "recv", "recv_anysource")
+FOR_EVER = timedelta(0)  # as torch says it
+TO_ALL_UNEVENLY, SPLITS = ("alltoall_base", "all_to_all_single"), 3
+OF_WORK = (
+    *("is_completed", "is_success", "exception", "result", "source_rank", "_source_rank"),
+    *("synchronize", "block_current_stream", "get_future", "get_future_result"),
+    *("_get_op_type", "_get_duration", "boxed"),
+)
+
+
+class Watch(Protocol):
+    """Who counts. A collective `meets` the whole group: not sends and receives of two ranks."""
+
+    def begin(self, sent: float, *, meets: bool) -> None:
+        """A collective is about to begin in which this rank sends so many bytes."""
+        ...
+
+    def wait(self, work: Any, *, meets: bool) -> None:
+        """Wait for one."""
+        ...
+
+    def translated(self, error: RuntimeError) -> Exception:
+        """The error that says what it means."""
+        ...
+
+
+class CountingGroup(dist.ProcessGroup):
+    """Hands calls on to `inner`; `watch` hears of each before it is made, and of each wait."""
+
+    def __init__(self, inner: Any, watch: Watch) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self.inner, self.watch = inner, watch
+        self._name = ""
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]  # torch's own asks for a backend
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def getBackendName(self) -> str:  # torch calls it so
+        return BACKEND
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> CountedWork:
+        work = self.inner._end_coalescing(device)
+        return CountedWork(work, self.watch, meets=False)  # sends and receives may be in it
+
+
+class CountedWork(dist.Work):
+    """A collective under way on the inner group: what it says is that one's, but for `wait`."""
+
+    def __init__(self, work: Any, watch: Watch, *, meets: bool) -> None:
+        super().__init__()
+        self.work, self.watch, self.meets = work, watch, meets
+
+    def wait(self, timeout: timedelta = FOR_EVER) -> bool:
+        if not timeout:
+            self.watch.wait(self.work, meets=self.meets)
+            return True
+        try:
+            return bool(self.work.wait(timeout))
+        except RuntimeError as error:
+            raise self.watch.translated(error) from error
+
+
+def _handing_on(name: str) -> Callable[..., Any]:
+    given_at, sent = SENT[name]
+    meets = name not in OF_TWO
+
+    def call(self: CountingGroup, *args: Any, **kwargs: Any) -> Any:
+        given = sum(t.nbytes for t in _tensors(args[given_at : given_at + 1]))
+        if name in TO_ALL_UNEVENLY and args[SPLITS]:
+            own = args[SPLITS][self.inner.rank()] / max(1, sum(args[SPLITS]))
+            self.watch.begin(given * (1 - own), meets=meets)
+        else:
+            self.watch.begin(sent(self.inner.size(), given), meets=meets)
+        try:
+            work = getattr(self.inner, name)(*args, **kwargs)
+        except RuntimeError as error:
+            raise self.watch.translated(error) from error
+        return None if work is None else CountedWork(work, self.watch, meets=meets)
+
+    return call
+
+
+def _as_inner_work(name: str) -> Callable[..., Any]:
+    def call(self: CountedWork, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.work, name)(*args, **kwargs)
+
+    return call
+
+
+for _name in SENT:
+    if hasattr(dist.ProcessGroup, _name):  # torch renames them from version to version
+        setattr(CountingGroup, _name, _handing_on(_name))
+for _name in OF_WORK:
+    if hasattr(dist.Work, _name):
+        setattr(CountedWork, _name, _as_inner_work(_name))
+
+
+def counting_group(inner: Any, ranks: list[int], watch: Watch, timeout: timedelta) -> Any:
+    """A registered group of the same ranks as `inner`; each of `ranks` calls this."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
+    _next.append(CountingGroup(inner, watch))
+    return dist.new_group(ranks, timeout=timeout, backend=BACKEND, use_local_synchronization=True)
+
+
+def leave_counting_group(group: CountingGroup) -> None:
+    """Torch knows it no more, and it holds its inner group no more, which is left by itself."""
+    with suppress(ValueError, AssertionError):  # the process group of the job is gone already
+        dist.destroy_process_group(group)
+    group.inner = None
+
+
+def _make(store: Any, rank: int, size: int, timeout: timedelta) -> CountingGroup:
+    """What torch calls for a new group of this backend."""
+    return _next.pop()
+
+
+_next: list[CountingGroup] = []
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

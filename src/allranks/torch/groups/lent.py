@@ -1,0 +1,61 @@
+"""Process groups of some ranks of a job, made once and lent again.
+
+Torch names such a group by its ranks and by how many groups there are, and its ranks find each
+other under that name in the store of the job. One that is made after another was destroyed would
+find the addresses of that one, and hang. So a group that is left is kept for the next that asks for
+the same ranks, for as long as the process group of the job is there.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
+
+Key = tuple[tuple[int, ...], str | None]
+
+
+def borrow(ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> Any:
+    """A group of these ranks of the job; each of them calls this, and `give_back` at the end."""
+    kept = _kept.setdefault(dist.group.WORLD, {}).setdefault((ranks, backend), [])
+    group = kept.pop() if kept else None
+    if group is None:
+        group = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
+        )
+    _lent[group] = ref(dist.group.WORLD), (ranks, backend)
+    return group
+
+
+def give_back(group: Any) -> bool:
+    """Whether `group` was borrowed: it is kept then for whoever borrows it next.
+
+    Not where the process group of the job is another one by now: it has gone with the first.
+    """
+    if group is None or group not in _lent:
+        return False
+    of, key = _lent.pop(group)
+    if of() is dist.group.WORLD:
+        _kept[dist.group.WORLD][key].append(group)
+    return True
+
+
+def end(group: Any, *, failed: bool) -> None:
+    """Destroy a group for good, or the process group of the job with all others (`None`).
+
+    NCCL leaves once all collectives are over. After a failure of this rank they never are, so its
+    groups are aborted then. Gloo closes its connections at once, and the others hear of it.
+    """
+    if failed and dist.get_backend(group) == "nccl":
+        with suppress(RuntimeError, ValueError):  # the failure itself is what counts
+            _abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
+
+
+_kept: WeakKeyDictionary[Any, dict[Key, list[Any]]] = WeakKeyDictionary()
+_lent: WeakKeyDictionary[Any, tuple[ref[Any], Key]] = WeakKeyDictionary()

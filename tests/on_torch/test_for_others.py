@@ -1,0 +1,74 @@
+"""A pass without weight leaves gradients of exactly zero, where a pass with weight leaves any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from allranks.strategies.shards import Piece
+from allranks.torch.data.batch import Batch, MicroBatch
+from allranks.torch.model.layers import Scope
+from allranks.torch.step.apart import Apart
+from allranks.torch.step.for_others import PassesForOthers
+
+
+class Step:
+    """Goes through a model of two layers, of which the second one is beside the loss."""
+
+    def __init__(self) -> None:
+        self.scope, self.apart = Scope(0, torch.device("cpu")), Apart()
+        self.model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 1)])
+        self.apart.parameters = list(self.model.parameters())
+
+    def output(self, batch: Batch, micro: MicroBatch) -> Any:
+        first = self.model[0](micro.data)
+        return {"first": first, "beside": [self.model[1](first)]}
+
+    def losses_of(self, output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        return output["first"].sum(1) / torch.tensor([1.0, 0.0]), None  # that of the last: infinite
+
+
+def batch(passes: int, *, has_samples: bool) -> Batch:
+    micro = MicroBatch((Piece(0, 0, 2, 2),), 2, torch.ones(2, 3))
+    spare = None if has_samples else micro
+    leaves: Any = (type("Leaf", (), {"micros": (micro,)}),) if has_samples else ()
+    return Batch(0, 0, 0, 2, (2,), leaves, np.empty(0, np.int64), passes, spare)
+
+
+@pytest.mark.parametrize("has_samples", [True, False])
+def test_an_infinite_loss_brings_in_nothing(has_samples: bool) -> None:
+    step = Step()
+    passes = PassesForOthers(step)
+    passes.begin()
+    passes.finish(batch(2, has_samples=has_samples), None)
+    first, second = step.model
+    assert [p.grad.abs().max().item() for p in first.parameters()] == [0.0, 0.0]  # type: ignore[union-attr]
+    assert [p.grad for p in second.parameters()] == [None, None], "as in a pass with weight"
+
+
+def test_backward_goes_only_where_a_loss_over_the_batch_went() -> None:
+    step = Step()
+    passes = PassesForOthers(step)
+    passes.begin()
+    given = batch(1, has_samples=False)
+    output = passes.forward(given)
+    assert output["first"].shape == (2, 2) and not passes.is_on
+    passes.finish(given, [True, False])
+    first, second = step.model
+    assert [p.grad.abs().max().item() for p in first.parameters()] == [0.0, 0.0]  # type: ignore[union-attr]
+    assert [p.grad for p in second.parameters()] == [None, None]
+
+
+def test_it_is_on_in_forward_and_in_backward_of_such_a_pass() -> None:
+    step, seen = Step(), []
+    passes = PassesForOthers(step)
+    passes.begin()
+    step.model[0].register_forward_hook(lambda *_: seen.append(passes.is_on))
+    weight: nn.Parameter = step.model[0].weight  # type: ignore[assignment]
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append(passes.is_on))
+    passes.finish(batch(1, has_samples=False), None)
+    assert seen == [True, True] and not passes.is_on
