@@ -26,6 +26,8 @@ from allranks.strategies.reduction_tree import Span
 from allranks.strategies.torch_cards import CARDS
 from allranks.torch.comm import Comm
 from allranks.torch.data.batch import Batch
+from allranks.torch.deferred_init.materialise import materialise
+from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.placement import held
 from allranks.torch.model.precision import Arithmetic
@@ -38,6 +40,7 @@ from allranks.torch.state import (
     model_state,
     not_persistent,
     optimizer_state,
+    put_whole,
     whole,
     with_parameters,
 )
@@ -85,6 +88,8 @@ class Strategy(ABC):
     many."""
     tally_type: ClassVar[torch.dtype | None] = None
     """The type of the tally, where it is a message of its own; else it rides on gradients."""
+    builds_deferred: ClassVar[bool] = False
+    """Whether `parallelize` may be given a model on meta, whose weights come one by one then."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -117,17 +122,19 @@ class Strategy(ABC):
         """Whether every shard goes through the model by itself, and is a leaf of the sum."""
         return self.setting.bitwise
 
-    def setup(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> None:
+    def setup(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], Optimizer],
+        recorded: Recorded | None = None,
+    ) -> None:
         """Take the model, with equal weights on all ranks from here on; every rank calls this.
 
         Compares names and shapes, then broadcasts parameters and buffers once, from the leader;
-        then the strategy has the model, and then the optimizer is made.
+        then the strategy has the model, and then the optimizer is made. A model that was `recorded`
+        is on meta: the strategy cuts it first, and no rank ever holds it whole.
         """
-        check_same_model(model, self.comm)
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                self.comm.broadcast(tensor)
-        model = self.model = self.parallelize(model)
+        model = self.model = self._taken(model, recorded)
         with self.owned():  # what it keeps from the start is of what this rank updates
             optimizer = make_optimizer(model)
         setting, one_training = self.setting, self.agreement.is_one_training
@@ -156,10 +163,30 @@ class Strategy(ABC):
         if self.step.average is not None:
             self.step.average.add(self.step.names, self.step.parameters)
 
+    def _taken(self, model: nn.Module, recorded: Recorded | None) -> nn.Module:
+        check_same_model(model, self.comm, "whole" if recorded is None else "one by one")
+        if recorded is None:
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    self.comm.broadcast(tensor)
+            return self.parallelize(model)
+        model = self.parallelize(model)
+        materialise(model, recorded, self.comm, self.place)
+        return model
+
+    def place(self, name: str, held: Tensor, whole: Tensor) -> None:
+        """Write the part that this rank has `held` of a tensor. No communication.
+
+        Called for each tensor of a model that was cut on meta; the `whole` is freed afterwards.
+        """
+        put_whole(held, whole)
+
     def parallelize(self, model: nn.Module) -> nn.Module:
         """What this rank holds of the model, whole and the same on all ranks until now.
 
-        The optimizer is made for the parameters of what is returned.
+        With `builds_deferred` it may lie on meta; then what is returned does too, as far as it
+        holds parameters and buffers of the model, under the same names. The optimizer is made
+        for the parameters of what is returned.
         """
         return model
 
