@@ -11,7 +11,7 @@ from allranks.errors import RequestError
 from allranks.torch.comm import Comm
 from allranks.torch.deferred_init.program import NotRecordable
 from allranks.torch.deferred_init.recorded import Recorded, on_device
-from allranks.torch.model.digest import digest
+from allranks.torch.model.digest import digest_of
 from allranks.torch.witness.same_model import check_same_weights
 
 
@@ -33,7 +33,7 @@ def materialise(
     digests: dict[str, str] = {}
 
     def take(name: str, whole: Tensor) -> None:
-        digests[name] = digest(whole)
+        digests[name] = digest_of(whole)
         if name in held:
             place(name, held[name], whole)
 

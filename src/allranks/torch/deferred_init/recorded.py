@@ -116,9 +116,12 @@ def exchange(held: Tensor, real: Tensor) -> None:
     if type(real) is not type(held):
         raise NotRecordable(f"a tensor of type {type(held).__name__}")
     vars(real).update(vars(held))
-    # `torch.utils.swap_tensors` without its count of owners: views of `held` may be among them
-    torch._C._swap_tensor_impl(held, real)
-    held.__dict__, real.__dict__ = vars(real), vars(held)
+    if type(held) in (Tensor, nn.Parameter):
+        # as `torch.utils.swap_tensors`, which forbids views of `held`: they own a part of it
+        torch._C._swap_tensor_impl(held, real)
+        held.__dict__, real.__dict__ = vars(real), vars(held)
+    else:  # a DTensor has more to swap
+        torch.utils.swap_tensors(held, real)
 
 
 def on_device(model: nn.Module, device: torch.device) -> None:

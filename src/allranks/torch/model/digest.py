@@ -1,4 +1,4 @@
-"""Digests of a model in torch, and of one tensor: equal exactly when every bit is equal."""
+"""Digests in torch, of a model and of a tensor: equal exactly when every bit is equal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from allranks.checkpoint.digest import digest_of_weights
 
-DIGEST_BYTES = 16
-
 
 def weights_sha256(tensors: Iterator[tuple[str, Tensor]]) -> str:
     """SHA-256 over name, dtype and contiguous little-endian bytes of each tensor, as they come.
@@ -21,15 +19,14 @@ def weights_sha256(tensors: Iterator[tuple[str, Tensor]]) -> str:
     return digest_of_weights((name, *_content(tensor)) for name, tensor in tensors)
 
 
+def digest_of(tensor: Tensor) -> str:
+    """BLAKE2 over dtype and bytes of a tensor that this rank holds whole."""
+    kind, content = _content(tensor)
+    return f"{kind} {hashlib.blake2b(content, digest_size=16).hexdigest()}"
+
+
 def _content(tensor: Tensor) -> tuple[str, memoryview]:
     flat = (
         tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     )
     return str(tensor.dtype).removeprefix("torch."), flat.numpy().data
-
-
-def digest(tensor: Tensor) -> str:
-    """Equal exactly when all bytes of two tensors are."""
-    plain = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    flat = plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=DIGEST_BYTES).hexdigest()

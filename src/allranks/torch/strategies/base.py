@@ -88,8 +88,6 @@ class Strategy(ABC):
     many."""
     tally_type: ClassVar[torch.dtype | None] = None
     """The type of the tally, where it is a message of its own; else it rides on gradients."""
-    builds_deferred: ClassVar[bool] = False
-    """Whether `parallelize` may be given a model on meta, whose weights come one by one then."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -116,6 +114,11 @@ class Strategy(ABC):
     def data(self) -> Comm:
         """The ranks that read the global batch together, each its own part."""
         return self.axis(DATA)
+
+    @property
+    def builds_deferred(self) -> bool:
+        """Whether `parallelize` may be given a model on meta, whose weights come one by one."""
+        return False
 
     @property
     def shard_alone(self) -> bool:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from allranks.torch.model.bounded_tables import BoundedTable
-from allranks.torch.model.digest import digest
 from allranks.torch.step.step import SharedStep
 from allranks.torch.witness.plain_state import Roots, Token, read
+from allranks.torch.witness.replicas import digest
 
 Named = dict[str, str]
 """What was found to change, and a sentence on it."""

@@ -12,13 +12,15 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from allranks.errors import ReplicasDiffer
 from allranks.strategies.mesh import REPLICATE
 from allranks.torch.comm import Comm
-from allranks.torch.model.digest import DIGEST_BYTES, digest
 from allranks.torch.strategies.base import Strategy
+
+DIGEST_BYTES = 16
 
 
 def compare_replicas(named_tensors: Iterable[tuple[str, Tensor]], comm: Comm) -> None:
@@ -74,10 +76,17 @@ def _same_buffers(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
+def digest(tensor: Tensor) -> str:
+    """Equal exactly when all bytes of two tensors are."""
+    plain = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    flat = plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=DIGEST_BYTES).hexdigest()
+
+
 def _told(name: str, found: list[Any]) -> str:
     groups: dict[str, list[int]] = {}
-    for rank, own in enumerate(found):
-        groups.setdefault(own, []).append(rank)
+    for rank, digest in enumerate(found):
+        groups.setdefault(digest, []).append(rank)
     *rest, most = sorted(groups.values(), key=len)
     if 2 * len(most) > len(found):
         odd = sorted(rank for ranks in rest for rank in ranks)
