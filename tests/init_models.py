@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,7 @@ def padding_row() -> nn.Module:
     with torch.no_grad():
         table.weight[5] = 0
         table.weight[torch.tensor([1, 3])] = torch.arange(4.0)
+        table.weight[[6, 7], np.array([0, 1])] = 3.0
         table.weight[:, 1:3].uniform_()
         table.weight.t()[0].exponential_()
     return table
@@ -79,8 +81,12 @@ def constants() -> nn.Module:
     table.weight.data.copy_(torch.from_numpy(rows))
     rows[:] = 0
     bias = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    shared = torch.tensor([[1.0, 2.0]] * 3)
+    linear = nn.Linear(2, 3)
+    linear.weight.data = shared
+    shared.mul_(2)
     values = torch.tensor([[1.0, 2.0]]).expand(3, 2)
-    return nn.ModuleList([table, Holds([bias, torch.randn(3, 2) * values], [values])])
+    return nn.ModuleList([table, linear, Holds([bias, torch.randn(3, 2) * values], [values])])
 
 
 class Tied(nn.Module):
@@ -223,6 +229,14 @@ def moved() -> nn.Module:
     return nn.ModuleList([layer, Holds([layer.weight.detach().to(torch.float64, copy=True)])])
 
 
+def chained() -> nn.Module:
+    """Each weight is computed from the one before."""
+    weights = [torch.randn(3, 3)]
+    for _ in range(30):
+        weights.append(weights[-1] * 0.9 + torch.rand(3, 3))
+    return Holds(weights)
+
+
 class DrawsWhenUsed(nn.Module):
     """Forward runs once in `__init__`, to see how many features come out."""
 
@@ -290,6 +304,7 @@ MODELS: dict[str, Build] = {
     "read_as_an_array": read_as_an_array,
     "parametrized": parametrized,
     "moved": moved,
+    "chained": chained,
     "forward_in_init": DrawsWhenUsed,
     "delta_orthogonal": delta_orthogonal,
     "counts_on_meta": counts_on_meta,
@@ -353,6 +368,11 @@ def deep_copied_views() -> nn.Module:
     return nn.ModuleList([copy.deepcopy(held), nn.Linear(2, 2)])
 
 
+def scripted() -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):
+        return torch.jit.trace(nn.Linear(3, 4), torch.zeros(1, 3))  # type: ignore[no-any-return]
+
+
 def sparse_buffer() -> nn.Module:
     return Holds([torch.rand(3)], [torch.eye(4).to_sparse()])
 
@@ -364,4 +384,5 @@ WHOLE: dict[str, Build] = {
     "with_a_hook": with_a_hook,
     "deep_copied_views": deep_copied_views,
     "sparse_buffer": sparse_buffer,
+    "scripted": scripted,
 }

@@ -26,6 +26,7 @@ from contract_tasks import Words
 from deferred_workers import SHAPE, Hooked, measured
 from fake_sharded import CARD, NAME
 from init_models import MODELS, WHOLE, Build
+from init_programs import drawn_program
 
 SEED = 11
 
@@ -89,6 +90,32 @@ def test_every_bit_is_that_of_one_process(name: str) -> None:
     assert model.state_dict().keys() == wanted.state_dict().keys()
     tied = [[n for n, t in m.named_parameters(remove_duplicate=False)] for m in (model, wanted)]
     assert tied[0] == tied[1]
+
+
+def test_tensors_that_no_module_has_registered_are_computed_too() -> None:
+    wanted, outcome = seeded(MODELS["rotary"]), recorded(MODELS["rotary"])
+    assert outcome.recorded is not None
+    filled(outcome.recorded, outcome.built)
+    found: Any = outcome.built
+    for model in (found, wanted):
+        assert not model.angles.is_meta
+    assert same(found.angles, wanted.angles)  # type: ignore[arg-type]
+    assert same(found.cache["mask"][0], wanted.cache["mask"][0])  # type: ignore[index]
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("seed", range(8))
+def test_programs_drawn_at_random(seed: int) -> None:
+    wanted = seeded(lambda: drawn_program(seed, steps=60))
+    after = torch.get_rng_state()
+    outcome = recorded(lambda: drawn_program(seed, steps=60))
+    assert outcome.recorded is not None, outcome.why
+    filled(outcome.recorded, outcome.built)
+    assert torch.equal(torch.get_rng_state(), after)
+    for key, tensor in tensors_of(wanted).items():
+        assert same(tensors_of(outcome.built)[key], tensor), key
+    pairs: Any = zip(outcome.built.kept, wanted.kept, strict=True)  # type: ignore[arg-type]
+    assert all(same(ours, theirs) for ours, theirs in pairs)
 
 
 @pytest.mark.slow(but=4)

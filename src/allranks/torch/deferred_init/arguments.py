@@ -1,4 +1,4 @@
-"""What the schema of an operator says of its arguments, and tensors like others on meta."""
+"""Tensors like others on meta, and what the schema of an operator says of its arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.deferred_init.program import NotRecordable, View
@@ -85,8 +85,6 @@ def twin(real: Tensor) -> Tensor:
 
 def snapshot(real: Tensor) -> Tensor:
     """A copy that nobody can change, of the same layout."""
-    if is_meta(real):
-        raise NotRecordable("a tensor of the meta device is used")
     if real.layout is not torch.strided:
         return real.detach().clone()
     extent = sum((n - 1) * s for n, s in zip(real.shape, real.stride(), strict=True)) + 1
@@ -98,6 +96,23 @@ def snapshot(real: Tensor) -> Tensor:
         .clone()
     )
     return flat.as_strided(real.shape, real.stride(), 0)
+
+
+def exchange(held: Tensor, real: Tensor) -> None:
+    """Let the Python object `held` be the tensor `real`; what refers to it keeps doing so."""
+    if isinstance(held, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=held.requires_grad)
+    else:
+        real = real.detach().requires_grad_(held.requires_grad)
+    if type(real) is not type(held):
+        raise NotRecordable(f"a tensor of type {type(held).__name__}")
+    vars(real).update(vars(held))
+    if type(held) in (Tensor, nn.Parameter):
+        # as `torch.utils.swap_tensors`, which forbids views of `held`: they own a part of it
+        torch._C._swap_tensor_impl(held, real)
+        held.__dict__, real.__dict__ = vars(real), vars(held)
+    else:  # a DTensor has more to swap
+        torch.utils.swap_tensors(held, real)
 
 
 def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from allranks.torch.deferred_init.program import NotRecordable
+from allranks.torch.deferred_init.arguments import exchange
 from allranks.torch.deferred_init.recorder import Recorder
 
 DEVICES = ("device", "is_meta", "is_cpu", "is_cuda")
@@ -45,6 +46,8 @@ def disguised(recorder: Recorder) -> Iterator[None]:
     made.update({name: _array(recorder, name) for name in ("numpy", "__array__")})
     made["__deepcopy__"] = _deepcopy(recorder)
     made["new_tensor"] = _new_tensor(recorder)
+    made.update({name: _indexed(recorder, name) for name in ("__getitem__", "__setitem__")})
+    made["data"] = _data(recorder)
     before = {name: vars(Tensor).get(name) for name in made}
     for name, value in made.items():
         setattr(Tensor, name, value)
@@ -79,9 +82,11 @@ def _as_if_there(recorder: Recorder, name: str) -> Callable[..., Any]:
     ours = getattr(Tensor, name)
 
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        means_meta = any(_is_the_meta_device(value) for value in (*args, *kwargs.values()))
         if not _is_seen(recorder, tensor):
-            return ours(tensor, *args, **kwargs)
-        if any(_is_the_meta_device(value) for value in (*args, *kwargs.values())):
+            with recorder.paused() if means_meta else nullcontext():
+                return ours(tensor, *args, **kwargs)
+        if means_meta:
             raise recorder.refuse(f"{name}(…) moves a tensor to the meta device")
         if "memory_format" in kwargs:
             return ours(tensor, *args, **kwargs)
@@ -102,6 +107,22 @@ def _is_the_meta_device(value: Any) -> bool:
 
 def _probe(recorder: Recorder, tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=recorder.device_of(tensor))
+
+
+def _data(recorder: Recorder) -> property:
+    """`weight.data = tensor` shares memory; torch forbids it between meta and the host."""
+    ours: Any = vars(Tensor.__base__)["data"]
+
+    def put(tensor: Tensor, given: Tensor) -> None:
+        if recorder.is_recording and isinstance(given, Tensor):
+            is_seen = recorder.number(tensor) is not None
+            if is_seen != (recorder.number(given) is not None):
+                with recorder.paused():
+                    exchange(tensor, given.detach())
+                return
+        ours.__set__(tensor, given)
+
+    return property(ours.__get__, put)
 
 
 def _of_values(recorder: Recorder, name: str) -> Callable[..., Any]:
@@ -134,6 +155,24 @@ def _array(recorder: Recorder, name: str) -> Callable[..., Any]:
 def _value(recorder: Recorder, tensor: Tensor) -> Tensor:
     found: Tensor = recorder.values([tensor])[0]
     return found.requires_grad_(tensor.requires_grad)
+
+
+def _indexed(recorder: Recorder, name: str) -> Callable[..., Any]:
+    """`weight[[1, 3]] = 0`: torch would take the list to the meta device, where it is lost."""
+    ours = getattr(Tensor, name)
+
+    def call(tensor: Tensor, index: Any, *value: Any) -> Any:
+        if _is_seen(recorder, tensor):
+            several = isinstance(index, tuple)
+            index = tuple(map(_as_index, index)) if several else _as_index(index)
+        return ours(tensor, index, *value)
+
+    return call
+
+
+def _as_index(index: Any) -> Any:
+    is_list = isinstance(index, list) and all(isinstance(item, int) for item in index)
+    return torch.tensor(index) if is_list or isinstance(index, np.ndarray) else index
 
 
 def _refused(recorder: Recorder, name: str) -> Callable[..., Any]:
@@ -183,6 +222,3 @@ def _deepcopy(recorder: Recorder) -> Callable[..., Any]:
         return new
 
     return call
-
-
-__all__ = ["NotRecordable", "disguised"]

@@ -47,4 +47,5 @@ def materialise(
             why="the strides of what it would be written into are other ones",
             do="--strategy ddp, and report the operator",
         ) from error
+    assert held.keys() <= digests.keys(), "a strategy cuts tensors, and renames none"
     check_same_weights(digests, comm)

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from allranks.torch.deferred_init.arguments import exchange
 from allranks.torch.deferred_init.disguise import disguised
 from allranks.torch.deferred_init.program import NotRecordable, Program, View
 from allranks.torch.deferred_init.recorder import META, Recorder
@@ -107,23 +108,6 @@ def fill(target: Tensor, read: Callable[[], Tensor]) -> None:
         target.copy_(read())
 
 
-def exchange(held: Tensor, real: Tensor) -> None:
-    """Let the Python object `held` be the tensor `real`; what refers to it keeps doing so."""
-    if isinstance(held, nn.Parameter):
-        real = nn.Parameter(real, requires_grad=held.requires_grad)
-    else:
-        real = real.detach().requires_grad_(held.requires_grad)
-    if type(real) is not type(held):
-        raise NotRecordable(f"a tensor of type {type(held).__name__}")
-    vars(real).update(vars(held))
-    if type(held) in (Tensor, nn.Parameter):
-        # as `torch.utils.swap_tensors`, which forbids views of `held`: they own a part of it
-        torch._C._swap_tensor_impl(held, real)
-        held.__dict__, real.__dict__ = vars(real), vars(held)
-    else:  # a DTensor has more to swap
-        torch.utils.swap_tensors(held, real)
-
-
 def on_device(model: nn.Module, device: torch.device) -> None:
     """Give every tensor of the model that lies on meta memory on `device`, uninitialised.
 
@@ -135,6 +119,8 @@ def on_device(model: nn.Module, device: torch.device) -> None:
 
 
 def _recorded(recorder: Recorder, model: nn.Module) -> Recorded:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise NotRecordable("a compiled module holds its tensors where Python does not see them")
     views: dict[str, View] = {}
     given: dict[str, Tensor] = {}
     seen: set[int] = set()

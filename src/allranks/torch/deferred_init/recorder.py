@@ -131,9 +131,12 @@ class Recorder(TorchDispatchMode):
         tensors = list(tensors_in((args, kwargs)))
         recorded = [t for t in tensors if self.number(t) is not None]
         name = func.overloadpacket.__name__
-        on_meta = not tensors and says_meta(kwargs)  # of the program itself, or kept by no kernel
-        if (tensors and not recorded) or (on_meta and name != "scalar_tensor"):
-            return func(*args, **kwargs)
+        if tensors and not recorded:  # `weight[[1, 3]]` takes its index to where `weight` is
+            return func(*args, **placed(kwargs, CPU))
+        if not tensors and says_meta(kwargs) and name != "scalar_tensor":
+            return func(*args, **kwargs)  # the program means it, or it has no number
+        if any(is_meta(t) and self.number(t) is None for t in tensors):
+            raise NotRecordable(f"{func} reads a tensor of the meta device")
         if kwargs.get("pin_memory"):
             raise NotRecordable(f"{func} asks for pinned memory")
         if not all(str(result.type) in TENSORS for result in func._schema.returns):
