@@ -68,7 +68,7 @@ def filled(recorded: Recorded, model: nn.Module) -> None:
     recorded.replay(place)
 
 
-@pytest.mark.slow(but=10)
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_bit_is_that_of_one_process(name: str) -> None:
     wanted = seeded(MODELS[name])
@@ -103,7 +103,7 @@ def test_tensors_that_no_module_has_registered_are_computed_too() -> None:
     assert same(found.cache["mask"][0], wanted.cache["mask"][0])  # type: ignore[index]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("seed", range(8))
 def test_programs_drawn_at_random(seed: int) -> None:
     wanted = seeded(lambda: drawn_program(seed, steps=60))
@@ -118,7 +118,7 @@ def test_programs_drawn_at_random(seed: int) -> None:
     assert all(same(ours, theirs) for ours, theirs in pairs)
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_cannot_be_recorded_is_built_whole(name: str) -> None:
     wanted = seeded(WHOLE[name])

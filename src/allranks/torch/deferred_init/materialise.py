@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,34 @@ from allranks.torch.comm import Comm
 from allranks.torch.deferred_init.program import NotRecordable
 from allranks.torch.deferred_init.recorded import Recorded, on_device
 from allranks.torch.model.digest import digest_of
-from allranks.torch.witness.same_model import check_same_weights
+from allranks.torch.witness.same_model import check_same_model, check_same_weights
+
+
+class Taker(Protocol):
+    """A strategy, as far as it takes up a model."""
+
+    comm: Comm
+
+    def parallelize(self, model: nn.Module) -> nn.Module: ...
+
+    def place(self, name: str, held: Tensor, whole: Tensor) -> None: ...
+
+
+def take_up(strategy: Taker, model: nn.Module, recorded: Recorded | None) -> nn.Module:
+    """What a rank holds of the model, with equal weights on all; every rank calls this.
+
+    Compares names and shapes, then broadcasts parameters and buffers once, from the leader, unless
+    the model was `recorded`.
+    """
+    check_same_model(model, strategy.comm, "whole" if recorded is None else "one by one")
+    if recorded is None:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                strategy.comm.broadcast(tensor)
+        return strategy.parallelize(model)
+    model = strategy.parallelize(model)
+    materialise(model, recorded, strategy.comm, strategy.place)
+    return model
 
 
 def materialise(

@@ -87,3 +87,13 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[n
             do="make it from the model it is given: torch.optim.AdamW(model.parameters(), …)",
         )
     return [name for name, _ in named], [parameter for _, parameter in named]
+
+
+def unfrozen_on_the_way(name: str) -> RequestError:
+    """What to say where other parameters are trained than a strategy has cut."""
+    return RequestError(
+        asked=f"--strategy {name} with parameters that are unfrozen or added in mid-training",
+        found="other parameters than the strategy has laid out",
+        why="each rank holds a part of every weight, and has no sum for new ones",
+        do="unfreeze them in model(), or --strategy ddp",
+    )

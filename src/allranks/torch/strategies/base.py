@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from allranks.errors import RequestError
 from allranks.job.loss_scale import LossScale
 from allranks.job.placement import Placed
 from allranks.strategies.card import Card, Workload
@@ -26,7 +25,7 @@ from allranks.strategies.reduction_tree import Span
 from allranks.strategies.torch_cards import CARDS
 from allranks.torch.comm import Comm
 from allranks.torch.data.batch import Batch
-from allranks.torch.deferred_init.materialise import materialise
+from allranks.torch.deferred_init.materialise import take_up
 from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.placement import held
@@ -49,11 +48,13 @@ from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.passes import StepParts
 from allranks.torch.step.step import SharedStep
 from allranks.torch.step.tally import Tally
+from allranks.torch.step.trainable import unfrozen_on_the_way as unfrozen_on_the_way
 from allranks.torch.task import Task
-from allranks.torch.witness.same_model import check_same_groups, check_same_model
+from allranks.torch.witness.same_model import check_same_groups
 from allranks.training.progress import StepResult
 
 NOTHING = nullcontext()
+MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class Strategy(ABC):
     many."""
     tally_type: ClassVar[torch.dtype | None] = None
     """The type of the tally, where it is a message of its own; else it rides on gradients."""
+    builds_deferred: bool = False
+    """Whether `parallelize` may be given a model on meta, whose weights come one by one."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -116,28 +119,20 @@ class Strategy(ABC):
         return self.axis(DATA)
 
     @property
-    def builds_deferred(self) -> bool:
-        """Whether `parallelize` may be given a model on meta, whose weights come one by one."""
-        return False
-
-    @property
     def shard_alone(self) -> bool:
         """Whether every shard goes through the model by itself, and is a leaf of the sum."""
         return self.setting.bitwise
 
     def setup(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[nn.Module], Optimizer],
-        recorded: Recorded | None = None,
+        self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
     ) -> None:
         """Take the model, with equal weights on all ranks from here on; every rank calls this.
 
         Compares names and shapes, then broadcasts parameters and buffers once, from the leader;
         then the strategy has the model, and then the optimizer is made. A model that was `recorded`
-        is on meta: the strategy cuts it first, and no rank ever holds it whole.
+        lies on meta: it is cut first, and no rank ever holds it whole.
         """
-        model = self.model = self._taken(model, recorded)
+        model = self.model = take_up(self, model, recorded)
         with self.owned():  # what it keeps from the start is of what this rank updates
             optimizer = make_optimizer(model)
         setting, one_training = self.setting, self.agreement.is_one_training
@@ -166,30 +161,15 @@ class Strategy(ABC):
         if self.step.average is not None:
             self.step.average.add(self.step.names, self.step.parameters)
 
-    def _taken(self, model: nn.Module, recorded: Recorded | None) -> nn.Module:
-        check_same_model(model, self.comm, "whole" if recorded is None else "one by one")
-        if recorded is None:
-            with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers()):
-                    self.comm.broadcast(tensor)
-            return self.parallelize(model)
-        model = self.parallelize(model)
-        materialise(model, recorded, self.comm, self.place)
-        return model
-
     def place(self, name: str, held: Tensor, whole: Tensor) -> None:
-        """Write the part that this rank has `held` of a tensor. No communication.
-
-        Called for each tensor of a model that was cut on meta; the `whole` is freed afterwards.
-        """
+        """Write what this rank has `held` of a tensor since it was cut on meta. Sends nothing."""
         put_whole(held, whole)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """What this rank holds of the model, whole and the same on all ranks until now.
 
-        With `builds_deferred` it may lie on meta; then what is returned does too, as far as it
-        holds parameters and buffers of the model, under the same names. The optimizer is made
-        for the parameters of what is returned.
+        The optimizer is made for the parameters of what is returned. What lies on meta
+        (`builds_deferred`) keeps its names.
         """
         return model
 
@@ -366,13 +346,3 @@ class Strategy(ABC):
         for comm in self._axes.values():
             if comm is not self.comm:
                 comm.leave(failed=failed)
-
-
-def unfrozen_on_the_way(name: str) -> RequestError:
-    """What to say where other parameters are trained than a strategy has cut."""
-    return RequestError(
-        asked=f"--strategy {name} with parameters that are unfrozen or added in mid-training",
-        found="other parameters than the strategy has laid out",
-        why="each rank holds a part of every weight, and has no sum for new ones",
-        do="unfreeze them in model(), or --strategy ddp",
-    )
