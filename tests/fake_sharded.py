@@ -95,6 +95,7 @@ class FakeSharded(Strategy):
     equal_passes = True
     tally_type = torch.float64
     can_be_compiled = False
+    builds_deferred = True
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         self.both_read = self.setting.options["data"] == "each"
@@ -125,6 +126,9 @@ class FakeSharded(Strategy):
                     module._parameters[attribute] = held[name]
         self.held = held
         return model
+
+    def place(self, name: str, held: Tensor, whole: Tensor) -> None:
+        super().place(name, held, self._half(whole) if name in self.held else whole)
 
     def prepare(self) -> None:
         self.step.forward = self._forward

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from allranks.launcher.world import World
 from allranks.strategies.resolve import resolved_strategy
 from allranks.torch.comm import Comm
 from allranks.torch.data.sources import seed_generators
+from allranks.torch.deferred_init.recorded import Recorded, fill, record
 from allranks.torch.keras.layers import check_keras
 from allranks.torch.keras.setting import check_types, of_keras_type
 from allranks.torch.keras.shards import is_keras, swap_keras_layers
@@ -31,7 +33,7 @@ from allranks.torch.model.activation_checkpointing import recompute_blocks
 from allranks.torch.model.bounded_tables import swap_tables
 from allranks.torch.model.layers import OfShard, Scope
 from allranks.torch.model.precision import Arithmetic, arithmetic_of
-from allranks.torch.model.reals import read_tensors
+from allranks.torch.model.reals import TensorFile
 from allranks.torch.model.swapping import swap_layers
 from allranks.torch.state import model_state
 from allranks.torch.strategies.base import Setting, Strategy
@@ -41,16 +43,34 @@ from allranks.torch.task import Task
 @dataclass(frozen=True)
 class Built:
     """A model; the names of its layers that were swapped, those of weights that `pretrained` does
-    not name (`None` if there is no such thing), and what takes changes of its methods back."""
+    not name (`None` if there is no such thing), and what takes changes of its methods back. If it
+    lies on meta, how its tensors are computed; if that was not possible, why."""
 
     model: nn.Module
     swapped: dict[str, list[str]]
     not_pretrained: list[str] | None
     undo: Callable[[], None] = lambda: None
+    recorded: Recorded | None = None
+    why_whole: str = ""
 
 
-def build_model(task: Task, job: Job, scope: Scope, arithmetic: Arithmetic) -> Built:
-    """The model of `task` on the device of this rank; raises `RequestError`. No communication."""
+def build_model(task: Task, job: Job, scope: Scope, strategy: Strategy) -> Built:
+    """The model of `task` on the device of this rank; raises `RequestError`. No communication.
+
+    For a strategy that `builds_deferred` it lies on meta, and `recorded` computes its tensors;
+    where that cannot be done it is whole all the same, and `why_whole` says why.
+    """
+
+    def build() -> Built:
+        return _built(task, job, scope, strategy.setting.arithmetic)
+
+    if not strategy.builds_deferred:
+        return build()
+    found = record(build, lambda built: built.model)
+    return dataclasses.replace(found.built, recorded=found.recorded, why_whole=found.why)
+
+
+def _built(task: Task, job: Job, scope: Scope, arithmetic: Arithmetic) -> Built:
     seed_generators(job.seed)
     torch.manual_seed(job.seed)
     floatx = "float64" if arithmetic.parameters == torch.float64 else "float32"
@@ -95,8 +115,8 @@ def _fill(model: nn.Module, given: Any) -> list[str]:
             do="leave those out that the model has not, as the head of another task",
         )
     with torch.no_grad():
-        for name, value in weights.items():
-            own[name].copy_(value)
+        for name in weights:
+            fill(own[name], partial(weights.__getitem__, name))
     return sorted(own.keys() - weights.keys())
 
 
@@ -106,9 +126,9 @@ def _shape(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read(path: Path) -> Mapping[str, Tensor]:
     try:
-        return read_tensors(path)
+        return TensorFile(path)
     except (OSError, SafetensorError) as error:
         raise RequestError(
             asked=f"pretrained weights of {path}",

@@ -313,7 +313,7 @@ class Trainer:
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
         if whole is not None:
             taken.left_by(whole.leave)
-        self.model_notes = notes_on(self.strategy.model, task)
+        self.model_notes = notes_on(self.strategy.model, task, self.built.why_whole)
         self.guard = guard_of(self.strategy, job, self.world.rank)
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
         self.faults.leave_out = self.comm.leave_out_one
@@ -332,10 +332,10 @@ class Trainer:
 
     def _place_model(self) -> Built:
         """Build the model and hand it to the strategy."""
-        built = build_model(self.task, self.job, self._scope, self.strategy.setting.arithmetic)
+        built = build_model(self.task, self.job, self._scope, self.strategy)
         self._taken.undone_by(partial(restore_layers, built.model))
         self._taken.undone_by(built.undo)
-        self.strategy.setup(built.model, self.task.optimizer)
+        self.strategy.setup(built.model, self.task.optimizer, built.recorded)
         self._taken.undone_by(self.strategy.close)
         if self.job.compile:
             self.strategy.step.call, undo = compiled(self.strategy.model, self.job.compile)

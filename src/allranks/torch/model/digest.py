@@ -1,7 +1,8 @@
-"""The digest of a model in torch: equal exactly when every bit of every tensor is equal."""
+"""Digests in torch, of a model and of a tensor: equal exactly when every bit is equal."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -16,6 +17,12 @@ def weights_sha256(tensors: Iterator[tuple[str, Tensor]]) -> str:
     Give them by name in sorted order (`Strategy.full_state`); one tensor is held at a time.
     """
     return digest_of_weights((name, *_content(tensor)) for name, tensor in tensors)
+
+
+def digest_of(tensor: Tensor) -> str:
+    """BLAKE2 over dtype and bytes of a tensor that this rank holds whole."""
+    kind, content = _content(tensor)
+    return f"{kind} {hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
 
 def _content(tensor: Tensor) -> tuple[str, memoryview]:

@@ -8,8 +8,9 @@ has complex numbers of 64 bits, and none of 128.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -39,8 +40,27 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """What `write_tensors` wrote, or any other safetensors file."""
-    with safe_open(str(path), framework="pt") as file:
-        pairs = json.loads((file.metadata() or {}).get(COMPLEX, "[]"))
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    # a file aligns to 8 bytes, and kernels for numbers of 128 bits want 16
-    return {n: torch.view_as_complex(t.clone()) if n in pairs else t for n, t in found.items()}
+    return dict(TensorFile(path))
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """A safetensors file, from which each tensor is read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        open_file: Any = safe_open
+        self._file = open_file(str(path), framework="pt")
+        self._names: list[str] = list(self._file.keys())
+        self._pairs = set(json.loads((self._file.metadata() or {}).get(COMPLEX, "[]")))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        found: Tensor = self._file.get_tensor(name)
+        # a file aligns to 8 bytes, and kernels for numbers of 128 bits want 16
+        return torch.view_as_complex(found.clone()) if name in self._pairs else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

@@ -7,9 +7,9 @@ card, its ranks from `comm`, and the parts of a step that all share from `Shared
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, final
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from allranks.job.loss_scale import LossScale
 from allranks.job.placement import Placed
 from allranks.strategies.card import Card, Workload
 from allranks.strategies.mesh import DATA, Agreement
@@ -25,9 +24,9 @@ from allranks.strategies.reduction_tree import Span
 from allranks.strategies.torch_cards import CARDS
 from allranks.torch.comm import Comm
 from allranks.torch.data.batch import Batch
-from allranks.torch.model.layers import Scope
+from allranks.torch.deferred_init.materialise import take_up
+from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.placement import held
-from allranks.torch.model.precision import Arithmetic
 from allranks.torch.reducers.tree import TreeSum
 from allranks.torch.state import (
     TrainedSet,
@@ -37,6 +36,7 @@ from allranks.torch.state import (
     model_state,
     not_persistent,
     optimizer_state,
+    put_whole,
     whole,
     with_parameters,
 )
@@ -46,24 +46,12 @@ from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.passes import StepParts
 from allranks.torch.step.step import SharedStep
 from allranks.torch.step.tally import Tally
-from allranks.torch.task import Task
-from allranks.torch.witness.same_model import check_same_groups, check_same_model
+from allranks.torch.strategies.setting import Setting as Setting
+from allranks.torch.witness.same_model import check_same_groups
 from allranks.training.progress import StepResult
 
 NOTHING = nullcontext()
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a strategy is given: the task, the ranks, the options of its card with their values."""
-
-    task: Task
-    comm: Comm
-    scope: Scope
-    options: Mapping[str, Any]
-    arithmetic: Arithmetic
-    bitwise: bool = False
-    loss_scale: LossScale | None = None
+MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
 class Strategy(ABC):
@@ -88,6 +76,8 @@ class Strategy(ABC):
     many."""
     tally_type: ClassVar[torch.dtype | None] = None
     """The type of the tally, where it is a message of its own; else it rides on gradients."""
+    builds_deferred: bool = False
+    """Whether `parallelize` may be given a model on meta, whose weights come one by one."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -120,17 +110,16 @@ class Strategy(ABC):
         """Whether every shard goes through the model by itself, and is a leaf of the sum."""
         return self.setting.bitwise
 
-    def setup(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> None:
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
+    ) -> None:
         """Take the model, with equal weights on all ranks from here on; every rank calls this.
 
         Compares names and shapes, then broadcasts parameters and buffers once, from the leader;
-        then the strategy has the model, and then the optimizer is made.
+        then the strategy has the model, and then the optimizer is made. A model that was `recorded`
+        lies on meta: it is cut first, and no rank ever holds it whole.
         """
-        check_same_model(model, self.comm)
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                self.comm.broadcast(tensor)
-        model = self.model = self.parallelize(model)
+        model = self.model = take_up(self, model, recorded)
         with self.owned():  # what it keeps from the start is of what this rank updates
             optimizer = make_optimizer(model)
         setting, one_training = self.setting, self.agreement.is_one_training
@@ -159,10 +148,15 @@ class Strategy(ABC):
         if self.step.average is not None:
             self.step.average.add(self.step.names, self.step.parameters)
 
+    def place(self, name: str, held: Tensor, whole: Tensor) -> None:
+        """Write what this rank has `held` of a tensor since it was cut on meta. Sends nothing."""
+        put_whole(held, whole)
+
     def parallelize(self, model: nn.Module) -> nn.Module:
         """What this rank holds of the model, whole and the same on all ranks until now.
 
-        The optimizer is made for the parameters of what is returned.
+        The optimizer is made for the parameters of what is returned. What lies on meta
+        (`builds_deferred`) keeps its names.
         """
         return model
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,16 +24,29 @@ DO = (
     "build it alike in every process: sort what comes out of a set or a folder, and read the same "
     "files everywhere"
 )
+DRAWN = (
+    "draw from torch's, NumPy's and Python's own generators, which the job seeds; or --strategy ddp"
+)
 
 
-def check_same_model(model: nn.Module, comm: Comm) -> None:
-    """Raise `RequestError` on all unless parameters and buffers are the same, in order.
+def check_same_model(model: nn.Module, comm: Comm, how: str = "whole") -> None:
+    """Raise `RequestError` on all unless they built the same tensors, in one order and one way.
 
     Every rank calls this. Sends 32 bytes to each other rank, and all names where they differ.
     """
     parameters = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters()]
     buffers = [f"{name} {tuple(b.shape)}" for name, b in model.named_buffers()]
-    _compare("model(self) of the task", "layer", parameters + buffers, comm)
+    _compare("model(self) of the task", "layer", [*parameters, *buffers, f"built {how}"], comm)
+
+
+def check_same_weights(digests: Mapping[str, str], comm: Comm) -> None:
+    """Raise `RequestError` on all ranks unless all computed the same first weights.
+
+    Every rank calls this. Sends 32 bytes to each other rank, and all digests where they differ.
+    """
+    rows = [f"{name}: {digest}" for name, digest in sorted(digests.items())]
+    why = "each rank keeps its part of every weight, and no broadcast makes them equal"
+    _compare("model(self) of the task", "weight", rows, comm, why, DRAWN)
 
 
 def check_same_groups(model: nn.Module, optimizer: Optimizer, comm: Comm) -> None:
@@ -45,14 +59,16 @@ def check_same_groups(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Non
     _compare("optimizer(self, model) of the task", "parameter", rows, comm)
 
 
-def _compare(asked: str, what: str, rows: list[str], comm: Comm) -> None:
+def _compare(
+    asked: str, what: str, rows: list[str], comm: Comm, why: str = WHY, do: str = DO
+) -> None:
     if comm.size == 1:
         return
     digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=DIGEST_BYTES).hexdigest()
     if len(set(comm.gather_texts(digest))) == 1:
         return
     found = [json.loads(text) for text in comm.gather_texts(json.dumps(rows))]
-    raise RequestError(asked=asked, found=_first_difference(what, found), why=WHY, do=DO)
+    raise RequestError(asked=asked, found=_first_difference(what, found), why=why, do=do)
 
 
 def _first_difference(what: str, found: list[list[str]]) -> str:
