@@ -338,7 +338,7 @@ class Trainer:
 
     def _place_model(self) -> Built:
         """Build the model and hand it to the strategy."""
-        built = build_model(self.task, self.job, self._scope, self.strategy.setting.arithmetic)
+        built = build_model(self.task, self.job, self._scope, self.strategy.built_with)
         self._taken.undone_by(partial(restore_layers, built.model))
         self._taken.undone_by(built.undo)
         self.strategy.setup(built.model, self.task.optimizer)

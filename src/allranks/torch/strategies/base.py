@@ -78,6 +78,8 @@ class Strategy(ABC):
     """Whether forward passes may go through what a compiler made of the model."""
     has_one_model: ClassVar[bool] = True
     """Whether a rank has one model: copies in threads meet in no forward."""
+    cuts_micro_batches: bool = False
+    """Whether what a micro-batch holds goes through the model piece by piece."""
     equal_passes: ClassVar[bool] = False
     """Whether all ranks make the same number of passes, because a pass communicates."""
     counts_passes: ClassVar[bool] = False
@@ -111,6 +113,11 @@ class Strategy(ABC):
     def data(self) -> Comm:
         """The ranks that read the global batch together, each its own part."""
         return self.axis(DATA)
+
+    @property
+    def built_with(self) -> Arithmetic:
+        """What the model is built with: its types, and the device on which it is whole at first."""
+        return self.setting.arithmetic
 
     @property
     def shard_alone(self) -> bool:
