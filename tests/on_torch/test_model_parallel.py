@@ -112,6 +112,17 @@ def test_equal_to_one_process(task: Any, job: dict[str, Any]) -> None:
     assert_equal(trained(task, **{"strategy": SPLIT, **job}), wanted)
 
 
+def test_pieces_that_one_thread_launches_are_the_same() -> None:
+    """As on CUDA, where devices work side by side by themselves."""
+    for task in (contract_tasks.Images(), contract_tasks.Pairs(), SKIPS):
+        wanted = trained(task, strategy="single")
+        strategy = "model-parallel:parts=3,by=size,split=4"
+        with Trainer(task, Job(strategy=strategy, precision="fp64")) as trainer:
+            trainer.strategy._pieces.clear()  # type: ignore[attr-defined]
+            losses = [trainer.step(batch).loss for batch in trainer.batches(steps=STEPS)]
+            assert_equal((trainer.strategy.model.state_dict(), losses), wanted)
+
+
 def test_pieces_in_threads_give_the_same_bits_in_every_run() -> None:
     """They add up to one gradient, in their order."""
 

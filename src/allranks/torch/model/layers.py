@@ -54,6 +54,7 @@ class Scope:
     moments: dict[int, Tensor] = field(default_factory=dict)
     whole: WholeNorm | None = None
     looked_up: dict[int, Tensor] = field(default_factory=dict)
+    more_devices: tuple[torch.device, ...] = ()  # whose generators user code may draw from, too
     shortens: bool = True  # whether tables with a max_norm are written; not by passes beside a step
 
     def __post_init__(self) -> None:
@@ -85,6 +86,9 @@ class Scope:
         seed_generators(key)
         if self._is_cuda:
             torch.cuda.manual_seed(key)
+        for device in self.more_devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(key ^ device.index)
 
     def leave(self) -> None:
         """No step is in progress: the layers behave as torch's own."""

@@ -135,7 +135,7 @@ class Passes:
             self.parameters,
             self.sparse.counts,
             self.parts.tally_type,
-            self.comm.device,
+            self.scope.device,
         )
         self.used = [False] * len(self.parameters)
         self._hooks = [

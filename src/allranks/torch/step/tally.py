@@ -55,10 +55,8 @@ class TallyLayout:
         kind: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        first = reals(parameters[0].detach())
-        self.like = first
-        if kind is not None or device not in (None, first.device):
-            self.like = first.new_empty(0, dtype=kind or first.dtype, device=device)
+        own = reals(parameters[0].detach())
+        self.like = own.new_empty(0, dtype=kind or own.dtype, device=device or own.device)
         self.counts = slice(1, 9 + len(parameters))
         self.norms = shard_norms(model)
         self.moments = []

@@ -60,6 +60,7 @@ class ModelParallel(Single):
         self.devices = [device] * parts
         if device.type == "cuda":
             self.devices = [torch.device("cuda", number) for number in range(parts)]
+            setting.scope.more_devices = tuple(self.devices[1:])
         self.split = setting.options["split"]
         self.cuts_micro_batches = self.split > 1
         self._check_split()
@@ -133,10 +134,14 @@ class ModelParallel(Single):
                 marks: Any = layer
                 looked_up[layer.index] = looked_up[layer.index].to(marks.weight.device)
         for unit, part in zip(device_map.units, device_map.parts, strict=True):
-            if unit.module is not None:
-                hook = unit.module.register_forward_pre_hook(self._entering(part), with_kwargs=True)
-                self._hooks.append(hook)
-        self._hooks.append(model.register_forward_hook(self._leaving, always_call=True))
+            if unit.module is None:
+                continue
+            enter = unit.module.register_forward_pre_hook(self._entering(part), with_kwargs=True)
+            self._hooks.append(enter)
+            if self.devices[part].type == "cuda":
+                again = unit.module.register_forward_hook(self._first_again, always_call=True)
+                self._hooks.append(again)
+        self._hooks.append(model.register_forward_hook(self._leaving))
 
     def _entering(self, part: int) -> Callable[..., Any]:
         """The hook that brings what goes into a module of a part to the device of that part."""
@@ -155,11 +160,13 @@ class ModelParallel(Single):
 
         return enter
 
+    def _first_again(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The current device is the first one again, whatever the module did."""
+        torch.cuda.set_device(self.devices[0])
+
     def _leaving(self, model: nn.Module, args: Any, output: Any) -> Any:
         """The output of the model, on the first device, where the labels are."""
         first = self.devices[0]
-        if first.type == "cuda":
-            torch.cuda.set_device(first)
         if all(tensor.device == first for tensor in tensors_in(output)):
             return None
         return map_tensors(lambda tensor: tensor.to(first, non_blocking=True), output)
