@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +32,7 @@ from allranks.torch import Trainer
 from allranks.torch.machine import check_devices
 from allranks.torch.model.device_map import balanced, by_hand, runs_of, units_of
 from allranks.torch.model.digest import weights_sha256
+from conftest import Train
 
 PARTS = "model-parallel:parts=3,by=size"
 SPLIT = "model-parallel:by=size,split=4"
@@ -144,6 +147,20 @@ def test_equal_bits_where_they_are_asked_for() -> None:
             return weights_sha256(trainer.weights())
 
     assert bits(PARTS) == bits("single")
+
+
+def test_ddp_on_two_ranks_goes_on_where_it_stopped(train: Train) -> None:
+    flags = {"precision": "fp64", "threads": 1}
+    first = train("contract_tasks:Images", strategy=SPLIT, steps=3, checkpoint_every=3, **flags)
+    resume = str(first.run_dir)
+    resumed = train(
+        "contract_tasks:Images", strategy="ddp", ranks=2, steps=7, resume=resume, **flags
+    )
+    assert resumed.summary["resumed_from_step"] == 3
+    wanted, _ = trained(contract_tasks.Images(), 7)
+    found = load_file(resumed.run_dir / "weights.safetensors")
+    for name, tensor in wanted.items():
+        np.testing.assert_allclose(found[name], tensor.numpy(), rtol=1e-10, atol=1e-12)
 
 
 # --- in flight --------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ class Strategy(ABC):
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.task, self.comm = setting.task, setting.comm
+        self.built_with = setting.arithmetic  # the device on which the model is whole at first
         self.mesh = self.card.mesh(self.comm.size, setting.options)
         self._axes: dict[str, Comm] = {}
 
@@ -113,11 +114,6 @@ class Strategy(ABC):
     def data(self) -> Comm:
         """The ranks that read the global batch together, each its own part."""
         return self.axis(DATA)
-
-    @property
-    def built_with(self) -> Arithmetic:
-        """What the model is built with: its types, and the device on which it is whole at first."""
-        return self.setting.arithmetic
 
     @property
     def shard_alone(self) -> bool:

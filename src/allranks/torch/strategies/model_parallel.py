@@ -37,7 +37,6 @@ from allranks.torch.model.activation_checkpointing import Recomputed, recomputed
 from allranks.torch.model.block_costs import seconds_of
 from allranks.torch.model.device_map import DeviceMap, balanced, by_hand, units_of
 from allranks.torch.model.layers import OfShard, Scope, every_layer
-from allranks.torch.model.precision import Arithmetic
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Setting
@@ -57,6 +56,7 @@ class ModelParallel(Single):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         parts, device = setting.options["parts"], self.comm.device
+        self.built_with = dataclasses.replace(setting.arithmetic, device=torch.device("cpu"))
         self.devices = [device] * parts
         if device.type == "cuda":
             self.devices = [torch.device("cuda", number) for number in range(parts)]
@@ -71,10 +71,6 @@ class ModelParallel(Single):
             InFlight(number, Scope(setting.scope.seed, device), self._take_scopes)
             for number in range(self.split if device.type == "cpu" and self.split > 1 else 0)
         ]
-
-    @property
-    def built_with(self) -> Arithmetic:
-        return dataclasses.replace(self.setting.arithmetic, device=torch.device("cpu"))
 
     def _check_split(self) -> None:
         if self.split > 1 and self.shard_alone:
