@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from allranks.errors import BadStep, RequestError
 from allranks.job.job import Job
 from allranks.job.placement import RankPlacement
 from allranks.torch import Trainer
+from allranks.torch.data.nested import map_arguments
 from allranks.torch.machine import check_devices
 from allranks.torch.model.device_map import balanced, by_hand, runs_of, units_of
 from allranks.torch.model.digest import weights_sha256
@@ -358,6 +360,21 @@ def test_what_goes_into_a_part_goes_to_its_device_and_two_devices_are_explained(
             strategy.eval_step(arguments, lambda call, given: call(**given))
 
 
+class Output(OrderedDict[str, Tensor]):
+    """As models of Hugging Face return it."""
+
+    @property
+    def logits(self) -> Tensor:
+        return self["logits"]
+
+
+def test_what_modules_hand_to_each_other_stays_of_its_kind() -> None:
+    given = ([Output(logits=torch.ones(2))], {"past": (torch.zeros(1), None)}, "text")
+    found = map_arguments(lambda tensor: tensor.to("meta"), given)
+    assert found[0][0].logits.is_meta and not given[0][0].logits.is_meta
+    assert found[1]["past"][0].is_meta and found[1]["past"][1] is None and found[2] == "text"
+
+
 # --- what is refused ---------------------------------------------------------------------------
 
 
@@ -380,6 +397,7 @@ def mapped(given: dict[str, int], make: Callable[[], nn.Module] = Skips) -> Any:
 
 
 ALL = {"scale": 0, "first": 0, "act": 1, "middle": 1, "last": 1, "dropout": 1}
+NO_DROPOUT = {name: part for name, part in ALL.items() if name != "dropout"}
 WORDS = {"embedding": 0, "mix": 0, "frozen": 0, "out": 1}
 
 
@@ -393,6 +411,7 @@ WORDS = {"embedding": 0, "mix": 0, "frozen": 0, "out": 1}
         (contract_tasks.Plain(), {"strategy": SPLIT, "bitwise": True}, "by itself"),
         (contract_tasks.Images(batchnorm="whole"), {"strategy": SPLIT}, "cuts what goes through"),
         (mapped({**ALL, "lost": 0}), {}, "'lost'"),
+        (mapped(NO_DROPOUT), {"strategy": SPLIT}, "a Dropout that is in no part as a whole"),
         (mapped({**ALL, "last": 2}), {}, "part 2 for 'last', with parts=2"),
         (mapped({**ALL, "": 0}), {}, "'the whole model' and"),
         (mapped({n: p for n, p in ALL.items() if n != "last"}), {}, "nothing for 'last.weight'"),

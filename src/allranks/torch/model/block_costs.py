@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from allranks.errors import RequestError
 from allranks.torch.data.batch import MicroBatch
 from allranks.torch.data.batches import GlobalBatches
-from allranks.torch.data.nested import map_tensors, tensors_in
+from allranks.torch.data.nested import map_arguments, tensors_in
 from allranks.torch.data.open_data import open_data
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.model.layers import Moment, Scope
@@ -136,7 +136,7 @@ def _once(block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
         leaves.append(leaf)
         return leaf.clone()  # no leaf: a block may write into what it is given
 
-    given, named = map_tensors(fresh, args), map_tensors(fresh, keywords)
+    given, named = map_arguments(fresh, args), map_arguments(fresh, keywords)
     _wait(given)
     start = time.perf_counter()
     output = block(*given, **named)

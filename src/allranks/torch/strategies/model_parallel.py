@@ -32,11 +32,11 @@ from allranks.errors import RequestError
 from allranks.job.placement import Placed
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.cutting import Cut, gathered, samples_in, scattered, shares_of
-from allranks.torch.data.nested import map_tensors, tensors_in
+from allranks.torch.data.nested import map_arguments, tensors_in
 from allranks.torch.model.activation_checkpointing import Recomputed, recomputed
 from allranks.torch.model.block_costs import seconds_of
 from allranks.torch.model.device_map import DeviceMap, balanced, by_hand, units_of
-from allranks.torch.model.layers import OfShard, Scope, every_layer
+from allranks.torch.model.layers import OfShard, Scope, every_layer, own_kind
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Setting
@@ -152,7 +152,7 @@ class ModelParallel(Single):
                 piece.cross(part, found)
             if all(tensor.device == device for tensor in found):
                 return None
-            return map_tensors(lambda t: t.to(device, non_blocking=True), (args, keywords))
+            return map_arguments(lambda t: t.to(device, non_blocking=True), (args, keywords))
 
         return enter
 
@@ -165,7 +165,7 @@ class ModelParallel(Single):
         first = self.devices[0]
         if all(tensor.device == first for tensor in tensors_in(output)):
             return None
-        return map_tensors(lambda tensor: tensor.to(first, non_blocking=True), output)
+        return map_arguments(lambda tensor: tensor.to(first, non_blocking=True), output)
 
     def _hold_scopes(self, model: nn.Module) -> None:
         """Know which layers of each part follow the scope of the piece that is there."""
@@ -180,9 +180,9 @@ class ModelParallel(Single):
             if id(module) not in parts:
                 raise RequestError(
                     asked=f"--strategy model-parallel:split={self.split}",
-                    found=f"a {type(module).__name__} that lies in several parts",
+                    found=f"a {own_kind(module).__name__} that is in no part as a whole",
                     why="it follows the piece that goes through it, which is in one part at a time",
-                    do="place it as a whole, or leave split out",
+                    do="name it, or what it is in, in device_map(model); or leave split out",
                 )
             self._holders[parts[id(module)]] += holders
 
