@@ -78,8 +78,7 @@ class Strategy(ABC):
     """Whether forward passes may go through what a compiler made of the model."""
     has_one_model: ClassVar[bool] = True
     """Whether a rank has one model: copies in threads meet in no forward."""
-    cuts_micro_batches: bool = False
-    """Whether what a micro-batch holds goes through the model piece by piece."""
+    cuts_micro_batches: bool = False  # whether they go through the model piece by piece
     equal_passes: ClassVar[bool] = False
     """Whether all ranks make the same number of passes, because a pass communicates."""
     counts_passes: ClassVar[bool] = False
