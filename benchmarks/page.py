@@ -23,6 +23,7 @@ BENCHMARKS = (
     "checkpoint",
     "restart",
     "witness",
+    "split-sweep",
     "input",
     "tensorflow",
 )

@@ -22,6 +22,7 @@ GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together, 1760 with 800 gradients of
 GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("single", ""): (0, 0, 0, 0, 0),
     ("dp", ""): (0, 0, 0, 0, 0),
+    ("model-parallel", ""): (0, 0, 0, 0, 0),
     ("independent", ""): (0, 0, 0, 0, 0),
     ("ddp-plain", ""): (0, 3360, 4480, 5040, 5880),
     ("ddp", "mean"): (0, 3360, 4480, 5040, 5880),
@@ -114,8 +115,8 @@ def test_bitwise_asks_for_the_tree(text: str, ranks: int, bitwise: bool, wanted:
     ("text", "ranks", "bitwise", "do"),
     [
         ("single", 2, False, "--ranks 1, or --strategy ddp for 2 ranks"),
-        ("ddp-plain", 2, True, "use single or ddp or zero1 or zero2"),
-        ("independent", 2, True, "use single or ddp or zero1 or zero2"),
+        ("ddp-plain", 2, True, "use single or ddp or zero1 or zero2 or model-parallel"),
+        ("independent", 2, True, "use single or ddp or zero1 or zero2 or model-parallel"),
         ("ddp:reduce=mean", 2, True, "leave reduce out, or drop --bitwise"),
         ("ddp:reduce=bf16", 2, True, "leave reduce out, or drop --bitwise"),
         ("ddp:bucket_mb=0", 2, False, "for example bucket_mb=25.0"),

@@ -29,6 +29,7 @@ from conftest import Train
 SETTINGS = {
     "single": ["single"],
     "dp": ["dp:replicas=3"],
+    "model-parallel": ["model-parallel", "model-parallel:parts=3,by=size,split=4"],
     "ddp-plain": ["ddp-plain"],
     "ddp": [
         *("ddp", "ddp:bucket_mb=0.0005", "ddp:reduce=tree", "ddp:reduce=tree,bucket_mb=0.0005"),

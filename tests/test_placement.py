@@ -93,6 +93,22 @@ def check_dp(found: list[RankPlacement], gathered: int | None) -> None:
     assert totals == [(*each, MOMENTS, gathered), (*each, 0, 0), (*each, 0, 0)]
 
 
+def check_parts(found: list[RankPlacement]) -> None:
+    (held,) = found
+    assert rows_by_name(held) == hand_counted()
+    totals = [(t.part, t.bytes, t.gradient_bytes, t.optimizer_bytes) for t in held.totals]
+    assert totals == [
+        (0, WEIGHT, WEIGHT, 2 * WEIGHT + 4),
+        (1, 2 * NORM + BUFFERS, 2 * NORM, 4 * NORM + 8),
+    ]
+    lines = table(found).splitlines()
+    assert {line.split("  ")[0] for line in lines if line} == {
+        "held by",
+        "rank 0, part 0",
+        "rank 0, part 1",
+    }
+
+
 def test_a_dry_run_sets_the_ranks_up_and_trains_nothing(server: ForkServer, tmp_path: Path) -> None:
     def placed(**flags: Any) -> list[RankPlacement]:
         resolved = resolve(PROGRAM, {"run_dir": str(tmp_path / "run"), "threads": 1, **flags})
@@ -100,6 +116,7 @@ def test_a_dry_run_sets_the_ranks_up_and_trains_nothing(server: ForkServer, tmp_
 
     check_ddp(placed(ranks=2))
     check_dp(placed(strategy=DP), gathered=None)
+    check_parts(placed(strategy="model-parallel"))
     assert not (tmp_path / "run").exists()
 
 

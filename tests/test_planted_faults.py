@@ -128,6 +128,16 @@ FAULTS = {
         hint="",
         options=("--strategy", "zero2"),
     ),
+    "the gradient of a piece in flight is lost": Fault(
+        "torch/strategies/in_flight.py",
+        "        if pairs:\n",
+        "        if pairs and piece.number:\n",
+        step=0,
+        stage="gradient",
+        tensor="0.weight",
+        hint="changed before they were summed",
+        options=("--ranks", "1", "--strategy", "model-parallel:by=size,split=4"),
+    ),
     "only where ranks have unlike parts": Fault(
         "torch/step/passes.py",
         "run_backward(total, scale)",

@@ -27,8 +27,8 @@ from allranks.errors import BadStep, RequestError
 from allranks.job.job import Job
 from allranks.strategies.shards import even_sizes, micro_batches
 from allranks.torch import Trainer
+from allranks.torch.data.shares import shares_of
 from allranks.torch.machine import check_devices
-from allranks.torch.strategies.dp import shares_of
 from conftest import Train
 
 DP = "dp:replicas=3"

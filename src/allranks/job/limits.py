@@ -14,7 +14,7 @@ from allranks.job import faults
 from allranks.job.engines import trained_also_by
 from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PRECISIONS, WITNESS, Job
 from allranks.job.loss_scale import parse_loss_scale
-from allranks.strategies.resolve import resolved_strategy
+from allranks.strategies.resolve import StrategySpec, resolved_strategy
 from allranks.strategies.roles import ProcessSet
 
 LEAST = {  # of each number: the bound, and whether it is allowed itself
@@ -50,7 +50,7 @@ def checked(job: Job) -> Job:
     check_engine(job)
     _check_course(job)
     spec = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
-    _check_devices(job, spec.devices_of_a_rank)
+    _check_devices(job, spec)
     _check_roles(job, spec.process_set)
     return dataclasses.replace(job, strategy=str(spec))
 
@@ -81,8 +81,9 @@ def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
         )
 
 
-def _check_devices(job: Job, each: int) -> None:
-    """Which devices, where every rank works on `each` of them."""
+def _check_devices(job: Job, spec: StrategySpec) -> None:
+    """Which devices, where every rank works on one of them or more."""
+    each, what = spec.devices_of_a_rank, spec.card.on_a_device
     numbers = devices_of(job)
     if not numbers:
         return
@@ -96,11 +97,11 @@ def _check_devices(job: Job, each: int) -> None:
     needed = job.ranks * each
     if len(numbers) < needed:
         who = f"--ranks {job.ranks}" if each == 1 else f"--strategy {job.strategy}"
-        fits = f"--ranks {len(numbers)}" if each == 1 else f"replicas={len(numbers)}"
+        fits = f"--ranks {len(numbers)}" if each == 1 else f"{what}s={len(numbers)}"
         raise RequestError(
             asked=f"--devices {job.devices} {who}",
             found=f"{len(numbers)} devices",
-            why=f"every {'rank' if each == 1 else 'replica'} needs a device of its own",
+            why=f"every {'rank' if each == 1 else what} needs a device of its own",
             do=f"{fits}, or name {needed} devices",
         )
 

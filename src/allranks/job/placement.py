@@ -24,7 +24,8 @@ OPTIMIZER, GATHERED = "optimizer", "gathered"
 class Placed:
     """One tensor on one device, and what belongs to it: its gradient, and what the optimizer keeps.
 
-    `replica` counts the copies of the model in one process; `kind` is `parameter`, `buffer`,
+    `replica` counts the copies of the model in one process, `part` the parts of one that is on
+    several devices; `kind` is `parameter`, `buffer`,
     `average` (of the weights), `optimizer` (kept for no weight), or `gathered` (of a micro-batch).
     """
 
@@ -37,13 +38,16 @@ class Placed:
     gradient_bytes: int | None = 0
     optimizer_bytes: int | None = 0
     replica: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The bytes that one replica on one rank holds; what is gathered lives within a step only."""
+    """The bytes that one replica on one rank holds, or one part of a model that is on several
+    devices; what is gathered lives within a step only."""
 
     replica: int
+    part: int
     device: str
     bytes: int | None
     gradient_bytes: int | None
@@ -65,13 +69,14 @@ class RankPlacement:
 
     @property
     def totals(self) -> tuple[Totals, ...]:
-        """One for each replica."""
+        """One for each replica, or part of one."""
         found = []
-        for replica in sorted({row.replica for row in self.rows}):
-            rows = [row for row in self.rows if row.replica == replica]
+        for replica, part in sorted({(row.replica, row.part) for row in self.rows}):
+            rows = [row for row in self.rows if (row.replica, row.part) == (replica, part)]
             found.append(
                 Totals(
                     replica,
+                    part,
                     rows[0].device,
                     _sum(row.bytes for row in rows if row.kind != GATHERED),
                     _sum(row.gradient_bytes for row in rows),

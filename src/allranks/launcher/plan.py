@@ -140,7 +140,7 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
 
 def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
     """What the user should know; raises where a rank or a replica would have no shard."""
-    replicas = job.strategy_spec.devices_of_a_rank
+    replicas = job.strategy_spec.replicas
     readers = job.strategy_spec.mesh.size(DATA)
     each = job.ranks // readers
     workers, what = (readers, "rank" if each == 1 else f"group of {each} ranks")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from allranks.catalog import STRATEGIES
 from allranks.errors import RequestError, nearest
@@ -205,6 +205,11 @@ def replicas_of(options: Mapping[str, Any]) -> int:
     return int(options["replicas"])
 
 
+def parts_of(options: Mapping[str, Any]) -> int:
+    """The devices of a rank where it has a part of the model on each."""
+    return int(options["parts"])
+
+
 @dataclass(frozen=True)
 class Card:
     """The promise of one strategy.
@@ -232,6 +237,8 @@ class Card:
     """The processes of a job of so many ranks with these options, the leader first."""
     devices_of_a_rank: Callable[[Mapping[str, Any]], int] = lambda _: 1
     """How many devices one rank works on with these options."""
+    on_a_device: Literal["replica", "part"] = "replica"
+    """What of the model each of these devices has; its plural is the option that says how many."""
 
     @property
     def state(self) -> str:

@@ -18,7 +18,7 @@ from allranks.strategies.torch_cards import CARDS
 TO_COME = {
     **dict.fromkeys(("zero3", "fsdp", "fsdp2", "hsdp"), "sharded training"),
     **dict.fromkeys(("tensor", "tensor-parallel", "tp"), "tensor parallelism"),
-    **dict.fromkeys(("pipeline", "pp", "gpipe", "model-parallel"), "splitting a model by layers"),
+    **dict.fromkeys(("pipeline", "pp", "gpipe"), "splitting a model by layers"),
     **dict.fromkeys(("context", "ulysses", "ring"), "splitting sequences"),
     **dict.fromkeys(("expert", "moe"), "splitting experts"),
     **dict.fromkeys(("local-sgd", "diloco", "slowmo", "bmuf"), "training with rare exchanges"),
@@ -76,8 +76,13 @@ class StrategySpec:
 
     @property
     def devices_of_a_rank(self) -> int:
-        """How many devices one rank works on: the replicas of `dp`, one of most others."""
+        """How many devices one rank works on: more than one where it is the only rank."""
         return self.card.devices_of_a_rank(self.options)
+
+    @property
+    def replicas(self) -> int:
+        """How many of these devices have a whole model, and samples of their own."""
+        return self.devices_of_a_rank if self.card.on_a_device == "replica" else 1
 
     @property
     def adds_shards(self) -> bool:

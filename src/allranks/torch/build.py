@@ -62,7 +62,7 @@ def build_model(task: Task, job: Job, scope: Scope, strategy: Strategy) -> Built
     """
 
     def build() -> Built:
-        return _built(task, job, scope, strategy.setting.arithmetic)
+        return _built(task, job, scope, strategy.built_with)
 
     if not strategy.builds_deferred:
         return build()

@@ -33,6 +33,10 @@ def _whole_norm(task: Task, job: Job, strategy: Strategy) -> RequestError | None
         found = f"--strategy {job.strategy}, whose passes communicate"
         why = "a rank without a sample would wait in BatchNorm for ranks that wait for its pass"
         do = "--strategy ddp, or --set batchnorm=shard"
+    elif strategy.cuts_micro_batches:
+        found = f"--strategy {job.strategy}, which cuts what goes through the model"
+        why = "its statistics would be those of a piece"
+        do = "leave split out, or --set batchnorm=shard"
     elif strategy.shard_alone:
         found = "every shard goes through the model by itself"
         why = "its statistics would be those of the shard"
@@ -79,7 +83,7 @@ def _loss_over_ranks_apart(task: Task, job: Job, strategy: Strategy) -> RequestE
 
 def _replicas_of_shortened_rows(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
     setting = strategy.setting
-    if not setting.scope.looked_up or job.strategy_spec.devices_of_a_rank == 1:
+    if not setting.scope.looked_up or job.strategy_spec.replicas == 1:
         return None
     return RequestError(
         asked=f"--strategy {job.strategy}",

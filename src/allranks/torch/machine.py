@@ -31,17 +31,18 @@ def check_devices(job: Job, local_size: int) -> None:
     found, replicas = torch.cuda.device_count(), job.strategy_spec.devices_of_a_rank
     if found < local_size * replicas:
         asked = f"--ranks {local_size}" if replicas == 1 else f"--strategy {job.strategy}"
+        what = job.strategy_spec.card.on_a_device
         fits = (
             f"--ranks {found}"
             if replicas == 1
-            else f"--strategy {job.strategy_spec.name}:replicas={found}"
+            else f"--strategy {job.strategy_spec.name}:{what}s={found}"
         )
         raise RequestError(
             asked=f"--device cuda {asked}",
             found=f"{found} CUDA devices"
             + ("" if torch.version.cuda else " (a CPU build of torch)")
             + (f" among --devices {job.devices}" if job.devices else ""),
-            why=f"every {'rank' if replicas == 1 else 'replica'} needs a device of its own",
+            why=f"every {'rank' if replicas == 1 else what} needs a device of its own",
             do=f"--device cuda {fits}" if found else "--device cpu",
         )
 

@@ -7,7 +7,7 @@ calls these methods; a task never communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,6 +84,14 @@ class Task(TaskFields):
                 yield from module
             elif isinstance(module, nn.Sequential):
                 yield from (part for part in module if any(True for _ in part.children()))
+
+    def device_map(self, model: nn.Module) -> Mapping[str, int] | None:
+        """Which part of the model is on which device of `model-parallel`, counted from 0.
+
+        The names are those of modules of the model, or of single parameters and buffers; each one
+        belongs to one of them. `None`: the strategy balances its parts itself.
+        """
+        return None
 
     def callbacks(self) -> Sequence[Any]:
         """What is to be done between the steps: some `allranks.training.callback.Callback`s."""

@@ -11,20 +11,24 @@ from allranks.job.placement import PARAMETER, Placed, RankPlacement, Totals
 from allranks.job.units import format_bytes, format_count
 
 UNKNOWN = "unknown"
+MANY = ("replica", "part")
+"""What one rank may have several of."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds something: a replica on a rank, and the device it is on."""
+    """Who holds something: a replica or a part on a rank, and the device it is on."""
 
     rank: int
     replica: int
+    part: int
     device: str
 
 
 def table(placements: Sequence[RankPlacement]) -> str:
     """Every tensor, then the totals of each rank."""
-    many = len({row.replica for placement in placements for row in placement.rows}) > 1
+    held = [row for placement in placements for row in placement.rows]
+    many = [word for word in MANY if len({getattr(row, word) for row in held}) > 1]
     rows = [["held by", "device", "dtype", "shape", "bytes", "name"]]
     shown = [
         (p.rank, replace(row, gradient_bytes=0, optimizer_bytes=0))  # those are in the totals
@@ -41,7 +45,7 @@ def table(placements: Sequence[RankPlacement]) -> str:
     return "\n".join([*_aligned(rows, {4}), "", *_totals(placements, many)])
 
 
-def _totals(placements: Sequence[RankPlacement], many_replicas: bool) -> list[str]:
+def _totals(placements: Sequence[RankPlacement], many: list[str]) -> list[str]:
     """The totals as lines; what is gathered in a step only where something is."""
     held = [(p.rank, total) for p in placements for total in p.totals]
     gathers = any(total.gathered_bytes != 0 for _, total in held)
@@ -50,7 +54,7 @@ def _totals(placements: Sequence[RankPlacement], many_replicas: bool) -> list[st
     for total, holders in _folded(held):
         sizes = [total.bytes, total.gradient_bytes, total.optimizer_bytes, total.all_bytes]
         sizes += [total.gathered_bytes] if gathers else []
-        lines.append([_who(holders, many_replicas), _devices(holders), *map(_size, sizes)])
+        lines.append([_who(holders, many), _devices(holders), *map(_size, sizes)])
     return _aligned(lines, set(range(2, len(lines[0]))))
 
 
@@ -58,17 +62,15 @@ def _folded(held: Sequence[tuple[int, Any]]) -> list[tuple[Any, list[Holder]]]:
     """What is alike but for who holds it, once, with all its holders; in order."""
     found: dict[Placed | Totals, list[Holder]] = {}
     for rank, thing in held:
-        alike = replace(thing, replica=0, device=thing.device.partition(":")[0])
-        found.setdefault(alike, []).append(Holder(rank, thing.replica, thing.device))
+        alike = replace(thing, replica=0, part=0, device=thing.device.partition(":")[0])
+        found.setdefault(alike, []).append(Holder(rank, thing.replica, thing.part, thing.device))
     return list(found.items())
 
 
-def _who(holders: list[Holder], many_replicas: bool) -> str:
-    """`rank 0`, `ranks 0-3`, `rank 0, replicas 1-2`."""
-    ranks = _numbers("rank", {holder.rank for holder in holders})
-    if not many_replicas:
-        return ranks
-    return f"{ranks}, {_numbers('replica', {holder.replica for holder in holders})}"
+def _who(holders: list[Holder], many: list[str]) -> str:
+    """`rank 0`, `ranks 0-3`, `rank 0, replicas 1-2`, `rank 0, part 1`."""
+    words = ["rank", *many]
+    return ", ".join(_numbers(w, {getattr(holder, w) for holder in holders}) for w in words)
 
 
 def _devices(holders: list[Holder]) -> str:

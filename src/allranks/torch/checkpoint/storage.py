@@ -40,8 +40,8 @@ class Snapshot:
         for part, tensor in tensors.items():
             written = reals(tensor) if part.dtype in PAIR else tensor
             self._places[part].copy_(written, non_blocking=on_gpu)
-        if on_gpu:
-            torch.cuda.synchronize()
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
 
     def make_room(self, tensors: dict[Part, Tensor]) -> bool:
         """Take the memory for copies of these tensors; returns whether any is on a GPU."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -22,6 +23,20 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(change, item) for item in value)
     return value
+
+
+def map_arguments(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """As `map_tensors`, for what modules hand to each other: a mapping stays of its own kind."""
+    if isinstance(value, MutableMapping) and type(value) is not dict:
+        found = copy.copy(value)
+        for key, item in value.items():
+            found[key] = map_arguments(change, item)
+        return found
+    if type(value) in (tuple, list):
+        return type(value)(map_arguments(change, item) for item in value)
+    if type(value) is dict:
+        return {key: map_arguments(change, item) for key, item in value.items()}
+    return map_tensors(change, value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -190,7 +190,7 @@ class ShardKerasBatchNorm(OfShard):
             return
         found = (moments[1:] / weight).view(2, self.num_features)
         for moving, new in zip(self.running_statistics(), found, strict=True):
-            moving.lerp_(new.to(moving.dtype), 1 - layer.momentum)
+            moving.lerp_(new.to(moving), 1 - layer.momentum)
 
 
 def _kind_of(layer: Any) -> str:

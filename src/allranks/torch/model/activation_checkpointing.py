@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ def recompute_blocks(task: Task, model: nn.Module, scope: Scope) -> Callable[[],
             do="give the task a method blocks(self, model) that yields the parts to compute again",
         )
     for block in blocks:
-        block.forward = partial(_recomputed, block.forward, scope)
+        block.forward = partial(_recomputed, block.forward, Recomputed(scope))
 
     def undo() -> None:
         for block in blocks:
@@ -42,13 +43,30 @@ def recompute_blocks(task: Task, model: nn.Module, scope: Scope) -> Callable[[],
     return undo
 
 
+@dataclass
+class Recomputed:
+    """What tells a block which samples go through it."""
+
+    scope: Scope
+
+
+def recomputed(block: nn.Module) -> Recomputed | None:
+    """What a block has that computes its activations again; `None` for any other module."""
+    forward = block.forward
+    if isinstance(forward, partial) and forward.func is _recomputed:
+        found: Recomputed = forward.args[1]
+        return found
+    return None
+
+
 def _recomputed(
-    forward: Callable[..., Any], scope: Scope, /, *arguments: Any, **keywords: Any
+    forward: Callable[..., Any], block: Recomputed, /, *arguments: Any, **keywords: Any
 ) -> Any:
     """`forward`, its activations computed again in backward, in the scope of its first time.
 
     A copy of the model (`dp`) takes forward and scope for its own along, as they are no closure.
     """
+    scope = block.scope
     if not scope.pieces:  # no step is in progress: evaluation
         return forward(*arguments, **keywords)
     first = scope.moment()

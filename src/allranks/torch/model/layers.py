@@ -54,11 +54,18 @@ class Scope:
     moments: dict[int, Tensor] = field(default_factory=dict)
     whole: WholeNorm | None = None
     looked_up: dict[int, Tensor] = field(default_factory=dict)
+    more_devices: tuple[torch.device, ...] = ()  # whose generators user code may draw from, too
     shortens: bool = True  # whether tables with a max_norm are written; not by passes beside a step
 
     def __post_init__(self) -> None:
-        self.generator = torch.Generator(self.device)
+        self._generators: dict[torch.device, torch.Generator] = {}
         self._is_cuda = self.device.type == "cuda"
+
+    def generator_on(self, device: torch.device) -> torch.Generator:
+        """What a layer on `device` draws with, keyed before every draw."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device]
 
     def enter(self, step: int, pieces: Micro, samples: int) -> None:
         """A micro-batch of `samples` samples, made of `pieces`, goes through the model next.
@@ -79,6 +86,9 @@ class Scope:
         seed_generators(key)
         if self._is_cuda:
             torch.cuda.manual_seed(key)
+        for device in self.more_devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(key ^ device.index)
 
     def leave(self) -> None:
         """No step is in progress: the layers behave as torch's own."""
@@ -107,6 +117,16 @@ class Scope:
             if by.running is not None:
                 self.moments[index] = found
         return found
+
+    def take_moments(self, own: Scope) -> None:
+        """Add what another scope has collected from a part of these samples, which then has none.
+
+        All of it is on the device of this scope afterwards.
+        """
+        for layer, found in own.moments.items():
+            moments, before = found.to(self.device), self.moments.get(layer)
+            self.moments[layer] = moments if before is None else before.add_(moments)
+        own.moments.clear()
 
     def rows(self, layer: str, tensor: Tensor) -> list[int]:
         """How many rows of `tensor` belong to each piece."""
@@ -244,8 +264,8 @@ class ShardBatchNorm(OfShard, _BatchNorm):
         if rate is None:
             rate = 1.0 / float(self.num_batches_tracked)
         mean, var = (moments[1:] / weight).view(2, self.num_features)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-        self.running_var.lerp_(var.to(self.running_var.dtype), rate)
+        self.running_mean.lerp_(mean.to(self.running_mean), rate)
+        self.running_var.lerp_(var.to(self.running_var), rate)
 
 
 def full_type(kind: torch.dtype) -> torch.dtype:

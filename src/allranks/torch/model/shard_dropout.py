@@ -40,18 +40,19 @@ def dropped(scope: Scope, index: int, input: Tensor, rate: float, shape: list[in
     scope.calls[index] = call + 1
     rows = scope.rows("Dropout", input)
     draws = torch.empty(shape, device=input.device)
+    generator = scope.generator_on(input.device)
     for piece, count, part in zip(scope.pieces, rows, draws.split(rows), strict=True):
-        scope.generator.manual_seed(random_key(scope.seed, scope.step, piece.shard, index, call))
+        generator.manual_seed(random_key(scope.seed, scope.step, piece.shard, index, call))
         positions = len(shape) == TOKEN_DIMS and shape == list(input.shape)
         if piece.samples == piece.shard_size and not positions:
-            part.uniform_(generator=scope.generator)
+            part.uniform_(generator=generator)
             continue
         # part of a shard: draw for the whole shard, take the rows of this piece
         per_sample = count // piece.samples
         size = [piece.shard_size * per_sample, *shape[1:]]
         if positions:  # (position, row, feature): more padding adds draws at the end
             size[:2] = size[1::-1]
-        whole = torch.empty(size, device=part.device).uniform_(generator=scope.generator)
+        whole = torch.empty(size, device=part.device).uniform_(generator=generator)
         if positions:
             whole = whole.transpose(0, 1)
         part.copy_(whole[piece.start * per_sample : piece.stop * per_sample])

@@ -33,12 +33,13 @@ class Layerwise(Optimizer):
             given = [p for p in group["params"] if p.grad is not None]
             for parameter in given:
                 self._refuse_sparse(parameter)
-            layers = [p for p in given if p.ndim > 1]
-            vectors = [p for p in given if p.ndim <= 1]
-            if layers:
-                self.update(group, layers, are_layers=True)
-            if vectors:
-                self.update(group, vectors, are_layers=False)
+            for device in dict.fromkeys(p.device for p in given):
+                layers = [p for p in given if p.ndim > 1 and p.device == device]
+                vectors = [p for p in given if p.ndim <= 1 and p.device == device]
+                if layers:
+                    self.update(group, layers, are_layers=True)
+                if vectors:
+                    self.update(group, vectors, are_layers=False)
         return loss
 
     def update(self, group: dict[str, Any], weights: list[Tensor], *, are_layers: bool) -> None:

@@ -138,7 +138,7 @@ class Changes:
         found = []
         for span in spans:
             have = self._leaves.get(span, {})
-            parts = [_flat(have.get(id(p)), p, kind) for p in self.late]
+            parts = [_flat(have.get(id(p)), p, kind).to(like.device) for p in self.late]
             used = [float(id(p) in have) for p in self.late]
             found.append((span, torch.cat([*parts, like.new_tensor(used, dtype=kind)])))
         return found
@@ -149,7 +149,8 @@ class Changes:
         start = 0
         for parameter, flag in zip(self.late, used, strict=True):
             size = reals(parameter.detach()).numel()
-            part = total[start : start + size].clone().view(reals(parameter.detach()).shape)
+            part = total[start : start + size].clone().to(parameter.device)
+            part = part.view(reals(parameter.detach()).shape)
             start += size
             gradient = torch.view_as_complex(part) if parameter.is_complex() else part
             parameter.grad = gradient if flag else None

@@ -143,4 +143,5 @@ def length(gradients: list[Tensor], kind: torch.dtype | None = None) -> float:
     norms = torch._foreach_norm(dense)
     if norms[0].device.type == "cpu":
         return math.hypot(*(norm.item() for norm in norms))
-    return math.hypot(*torch.stack(norms).tolist())  # waits for the device once
+    first = norms[0].device
+    return math.hypot(*torch.stack([norm.to(first) for norm in norms]).tolist())  # waits once

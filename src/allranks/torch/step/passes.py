@@ -135,7 +135,11 @@ class Passes:
             self.model, self.optimizer, self.parameters, lambda: self.apart.is_on
         )
         self.layout = TallyLayout(
-            self.model, self.parameters, self.sparse.counts, self.parts.tally_type
+            self.model,
+            self.parameters,
+            self.sparse.counts,
+            self.parts.tally_type,
+            self.scope.device,
         )
         self.used = [False] * len(self.parameters)
         self._hooks = [

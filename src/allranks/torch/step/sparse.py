@@ -75,7 +75,8 @@ class SparseRows:
         for parameter, marks in zip(self.parameters, touched, strict=True):
             if parameter.grad is None or parameter.grad.is_sparse:
                 continue
-            dense, rows = parameter.grad, marks.nonzero().flatten()
+            dense = parameter.grad
+            rows = marks.nonzero().flatten().to(dense.device)
             if int(dense.count_nonzero()) != int(dense[rows].count_nonzero()):
                 raise _not_sparse(self._kind, parameter)
             parameter.grad = torch.sparse_coo_tensor(

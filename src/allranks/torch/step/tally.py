@@ -53,10 +53,10 @@ class TallyLayout:
         parameters: list[nn.Parameter],
         rows: Sequence[int] = (),
         kind: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self.like = reals(parameters[0].detach())
-        if kind is not None:
-            self.like = self.like.new_empty(0, dtype=kind)
+        own = reals(parameters[0].detach())
+        self.like = own.new_empty(0, dtype=kind or own.dtype, device=device or own.device)
         self.counts = slice(1, 9 + len(parameters))
         self.norms = shard_norms(model)
         self.moments = []
@@ -117,7 +117,7 @@ class Tally:
         for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):
             found = scope.moments.pop(norm.index, None)
             if found is not None:
-                self.tensor[where].add_(found)
+                self.tensor[where].add_(found.to(self.tensor.device))
 
     def close(
         self,
@@ -136,7 +136,7 @@ class Tally:
         if regularizer:
             self._counts[REGULARIZER].add_(regularizer)
         for where, rows in zip(self.layout.rows, touched, strict=True):
-            self.tensor[where].add_(rows)
+            self.tensor[where].add_(rows.to(self.tensor.device))
         self._weight, self._samples = 0.0, 0
 
     def totals(self, step: int) -> Totals:

@@ -66,6 +66,7 @@ class Strategy(ABC):
     """Whether forward passes may go through what a compiler made of the model."""
     has_one_model: ClassVar[bool] = True
     """Whether a rank has one model: copies in threads meet in no forward."""
+    cuts_micro_batches: bool = False  # whether they go through the model piece by piece
     equal_passes: ClassVar[bool] = False
     """Whether all ranks make the same number of passes, because a pass communicates.
 
@@ -82,6 +83,7 @@ class Strategy(ABC):
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.task, self.comm = setting.task, setting.comm
+        self.built_with = setting.arithmetic  # the device on which the model is whole at first
         self.mesh = self.card.mesh(self.comm.size, setting.options)
         self._axes: dict[str, Comm] = {}
 

@@ -17,7 +17,6 @@ threads in no fixed order: it is not the same from run to run, and the engine ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -28,11 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from allranks.errors import RequestError
 from allranks.job.placement import GATHERED, Placed
-from allranks.strategies.shards import Micro, owned_shards
+from allranks.strategies.shards import Micro
 from allranks.torch.data.batch import Batch
-from allranks.torch.data.nested import concatenated, map_tensors, tensors_in
+from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.shares import Cut, gathered, samples_in, scattered, shares_of
 from allranks.torch.model.layers import Scope, computed_again
 from allranks.torch.model.placement import held, row
 from allranks.torch.step.gradients import Gradients
@@ -43,6 +42,7 @@ from allranks.torch.strategies.base import Strategy
 from allranks.torch.strategies.model_copy import copy_of, follow
 
 NAME = "inputs and outputs of a micro-batch"
+CUT = Cut("--strategy dp", "the replicas")
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Replica:
     def enter(self, step: int, share: Micro) -> None:
         """The samples of `share` go through next; what the device draws is keyed by them."""
         with _on(self.device):
-            self.scope.enter(step, share, _samples(share))
+            self.scope.enter(step, share, samples_in(share))
 
     def entered(self) -> None:
         """Its forward pass is over: backward must not run these layers again."""
@@ -143,16 +143,17 @@ class DP(Strategy):
         pieces, step = scope.pieces, scope.step
         shares = shares_of(pieces, 1 + len(self.copies))
         working = [self.first, *self.copies][: len(shares)]
-        parts = _scattered(data, _samples(pieces), shares, working)
+        devices = [replica.device for replica in working]
+        parts = scattered(data, samples_in(pieces), shares, devices, CUT)
         for replica, share in reversed(list(zip(working, shares, strict=True))):
             replica.enter(step, share)  # the first one last: the process draws as in `single`
         outputs = self._in_threads(working, parts)
         for replica in working[1:]:
-            _add_moments(scope, replica.scope)
+            scope.take_moments(replica.scope)
             replica.entered()
-        output = _gathered(outputs, shares, self.first.device)
-        if _samples(pieces) > self._gathered_samples:
-            self._gathered_samples = _samples(pieces)
+        output = gathered(outputs, shares, self.first.device, CUT)
+        if samples_in(pieces) > self._gathered_samples:
+            self._gathered_samples = samples_in(pieces)
             self._gathered_rows = [
                 row(GATHERED, f"{what} {number} of a micro-batch", tensor)
                 for what, value in (("input", data), ("output", output))
@@ -207,98 +208,13 @@ class DP(Strategy):
         super().close()
 
 
-def shares_of(pieces: Micro, replicas: int) -> list[Micro]:
-    """What each replica has of a micro-batch: whole pieces, in order, as even as can be.
-
-    Fewer pieces than replicas leave the last replicas without a share.
-    """
-    spans = [owned_shards(len(pieces), replicas, number) for number in range(replicas)]
-    return [pieces[span.start : span.stop] for span in spans if span]
-
-
-def _samples(pieces: Micro) -> int:
-    return sum(piece.samples for piece in pieces)
-
-
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Within, this thread's current device is `device`."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _scattered(
-    data: Any, samples: int, shares: Sequence[Micro], replicas: Sequence[Replica]
-) -> list[Any]:
-    """The rows of each share, on the device of its replica; what has no rows goes to all."""
-    for tensor in tensors_in(data):
-        if tensor.ndim and tensor.shape[0] != samples:
-            raise RequestError(
-                asked="--strategy dp",
-                found=f"a tensor of shape {tuple(tensor.shape)} in a batch of {samples} samples",
-                why="the rows of a batch are cut for the replicas, so there is one for each sample",
-                do="let collate give every tensor a row per sample, or use --strategy ddp",
-            )
-    if len(shares) > 1:
-        _check_rows(data, samples)
-    parts, start = [], 0
-    for share, replica in zip(shares, replicas, strict=True):
-        rows = slice(start, start + _samples(share))
-        start = rows.stop
-
-        def cut(
-            tensor: Tensor, rows: slice = rows, device: torch.device = replica.device
-        ) -> Tensor:
-            return (tensor[rows] if tensor.ndim else tensor).to(device, non_blocking=True)
-
-        parts.append(map_tensors(cut, data))
-    return parts
-
-
-def _check_rows(data: Any, samples: int) -> None:
-    """Raise for texts or arrays, one for each sample: only tensors are cut for the replicas."""
-    if isinstance(data, Mapping):
-        data = tuple(data.values())
-    if isinstance(data, (list, tuple)) and not any(isinstance(i, (str, bytes)) for i in data):
-        for item in data:
-            _check_rows(item, samples)
-    elif (
-        not isinstance(data, (Tensor, str, bytes))
-        and getattr(data, "__len__", int)() == samples > 1
-    ):
-        raise RequestError(
-            asked="--strategy dp",
-            found=f"a {type(data).__name__} with one item for each of {samples} samples",
-            why="only tensors are cut for the replicas, so each would get all of it",
-            do="let collate make tensors of it, or use --strategy ddp",
-        )
-
-
 def _mark(step: SharedStep, position: int, weight: Tensor) -> None:
     step.mark(position)
-
-
-def _gathered(outputs: list[Any], shares: Sequence[Micro], device: torch.device) -> Any:
-    """The outputs of all replicas joined along their rows, on `device`. Autograd goes back."""
-    for output, share in zip(outputs, shares, strict=True):
-        for tensor in tensors_in(output):
-            if not tensor.ndim or tensor.shape[0] % _samples(share):
-                raise RequestError(
-                    asked="--strategy dp",
-                    found=f"an output of shape {tuple(tensor.shape)} for {_samples(share)} samples",
-                    why="the outputs of the replicas are joined along their rows",
-                    do="let the model return rows for each sample, or use --strategy ddp",
-                )
-    if len(outputs) == 1:
-        return outputs[0]
-    return concatenated([map_tensors(lambda t: t.to(device), output) for output in outputs])
-
-
-def _add_moments(whole: Scope, own: Scope) -> None:
-    """Take the moments of the shards of a replica into those of the micro-batch."""
-    for layer, found in own.moments.items():
-        moments = found.to(whole.device)
-        before = whole.moments.get(layer)
-        whole.moments[layer] = moments if before is None else before.add_(moments)
-    own.moments.clear()
 
 
 def _add_gradients(step: SharedStep, replica: nn.Module) -> None:

@@ -1,0 +1,100 @@
+"""A micro-batch cut into shares of whole pieces, and what comes of them joined again.
+
+Used where several passes make up a micro-batch: replicas on devices, pieces in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.errors import RequestError
+from allranks.strategies.shards import Micro, owned_shards
+from allranks.torch.data.nested import concatenated, map_tensors, tensors_in
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Who asked for it, and what the shares are for: the words of what is refused."""
+
+    asked: str
+    whose: str
+
+
+def shares_of(pieces: Micro, most: int) -> list[Micro]:
+    """What each has of a micro-batch: whole pieces, in order, as even as can be.
+
+    Fewer pieces than `most` leave the last ones without a share.
+    """
+    spans = [owned_shards(len(pieces), most, number) for number in range(most)]
+    return [pieces[span.start : span.stop] for span in spans if span]
+
+
+def samples_in(pieces: Micro) -> int:
+    return sum(piece.samples for piece in pieces)
+
+
+def scattered(
+    data: Any, samples: int, shares: Sequence[Micro], devices: Sequence[torch.device], cut: Cut
+) -> list[Any]:
+    """The rows of each share, on its device; what has no rows goes to all."""
+    for tensor in tensors_in(data):
+        if tensor.ndim and tensor.shape[0] != samples:
+            raise RequestError(
+                asked=cut.asked,
+                found=f"a tensor of shape {tuple(tensor.shape)} in a batch of {samples} samples",
+                why=f"the rows of a batch are cut for {cut.whose}, so there is one for each sample",
+                do="let collate give every tensor a row per sample, or use --strategy ddp",
+            )
+    if len(shares) > 1:
+        _check_rows(data, samples, cut)
+    parts, start = [], 0
+    for share, device in zip(shares, devices, strict=True):
+        rows = slice(start, start + samples_in(share))
+        start = rows.stop
+
+        def own(tensor: Tensor, rows: slice = rows, device: torch.device = device) -> Tensor:
+            return (tensor[rows] if tensor.ndim else tensor).to(device, non_blocking=True)
+
+        parts.append(map_tensors(own, data))
+    return parts
+
+
+def _check_rows(data: Any, samples: int, cut: Cut) -> None:
+    """Raise for texts or arrays, one for each sample: only tensors are cut."""
+    if isinstance(data, Mapping):
+        data = tuple(data.values())
+    if isinstance(data, (list, tuple)) and not any(isinstance(i, (str, bytes)) for i in data):
+        for item in data:
+            _check_rows(item, samples, cut)
+    elif (
+        not isinstance(data, (Tensor, str, bytes))
+        and getattr(data, "__len__", int)() == samples > 1
+    ):
+        raise RequestError(
+            asked=cut.asked,
+            found=f"a {type(data).__name__} with one item for each of {samples} samples",
+            why=f"only tensors are cut for {cut.whose}, so each would get all of it",
+            do="let collate make tensors of it, or use --strategy ddp",
+        )
+
+
+def gathered(outputs: list[Any], shares: Sequence[Micro], device: torch.device, cut: Cut) -> Any:
+    """The outputs of all shares joined along their rows, on `device`. Autograd goes back."""
+    for output, share in zip(outputs, shares, strict=True):
+        for tensor in tensors_in(output):
+            if not tensor.ndim or tensor.shape[0] % samples_in(share):
+                samples = samples_in(share)
+                raise RequestError(
+                    asked=cut.asked,
+                    found=f"an output of shape {tuple(tensor.shape)} for {samples} samples",
+                    why=f"the outputs of {cut.whose} are joined along their rows",
+                    do="let the model return rows for each sample, or use --strategy ddp",
+                )
+    if len(outputs) == 1:
+        return outputs[0]
+    return concatenated([map_tensors(lambda t: t.to(device), output) for output in outputs])

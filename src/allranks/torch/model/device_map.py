@@ -1,0 +1,213 @@
+"""Which part of a model is on which device: by hand, or cut into runs of blocks of like weight.
+
+A `Unit` is what is moved as a whole: a module that is called, or a parameter that belongs to none
+of them. In order of the model, the units are cut into as many runs as there are parts, so that the
+largest part is as small as can be. A tied weight is in one place, so units that share one are on
+one device: the later one goes where the first one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What lies on one device as a whole; without a `module` it is a tensor of the root's own."""
+
+    name: str
+    module: nn.Module | None
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its parameters and buffers."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """The units of a model, each with the number of its part."""
+
+    units: tuple[Unit, ...]
+    parts: tuple[int, ...]
+
+    def part_of(self, name: str) -> int:
+        """The part of a parameter or buffer; the first for what is none of the model's."""
+        for unit, part in zip(self.units, self.parts, strict=True):
+            if name == unit.name or name.startswith(f"{unit.name}."):
+                return part
+        return 0
+
+    @torch.no_grad()
+    def place(self, devices: Sequence[torch.device]) -> None:
+        """Bring every unit to the device of its part. Parameters stay the objects that they are."""
+        for unit, part in zip(self.units, self.parts, strict=True):
+            if unit.module is not None:
+                unit.module.to(devices[part])
+                continue
+            for tensor in unit.tensors:
+                tensor.data = tensor.data.to(devices[part])
+
+
+def units_of(model: nn.Module, least: int) -> tuple[Unit, ...]:
+    """The units of a model in its order, at least so many that are called.
+
+    Members of containers and of `nn.Sequential`s, else the children of the model; the largest is
+    cut further as long as there are too few. Raises `RequestError` for one that cannot be cut.
+    """
+    modules = _cut("", model)
+    while len(modules) < least:
+        able = [n for n, m in modules.items() if any(True for _ in m.children())]
+        if not able:
+            raise RequestError(
+                asked=f"--strategy model-parallel:parts={least}",
+                found=f"{type(model).__name__} is made of {len(modules)} modules",
+                why="whole modules are placed on devices, so each part has one at least",
+                do=f"parts={max(1, len(modules))}, or write the model as more modules",
+            )
+        largest = max(able, key=lambda name: _nbytes(modules[name]))
+        modules = {
+            inner: module
+            for name, outer in modules.items()
+            for inner, module in (_cut(name, outer) if name == largest else {name: outer}).items()
+        }
+    return _with_loose(model, modules)
+
+
+def _cut(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The modules below one, containers and sequences taken apart; each once."""
+    found: dict[str, nn.Module] = {}
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        apart = isinstance(child, CONTAINERS) or type(child) is nn.Sequential
+        found |= _cut(full, child) if apart else {full: child}
+    return found
+
+
+def _with_loose(model: nn.Module, modules: dict[str, nn.Module]) -> tuple[Unit, ...]:
+    """The modules as units, and before them each tensor that is in none."""
+    units = [Unit(name, m, (*m.parameters(), *m.buffers())) for name, m in modules.items()]
+    inside = {id(tensor) for unit in units for tensor in unit.tensors}
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    loose = [Unit(name, None, (t,)) for name, t in named.items() if id(t) not in inside]
+    return (*loose, *units)
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def balanced(units: tuple[Unit, ...], costs: Sequence[float], parts: int) -> DeviceMap:
+    """The map in which the most costly part costs least; tensors of the root are in the first."""
+    owners = _owners(units)
+    called = [i for i, unit in enumerate(units) if unit.module is not None and owners[i] == i]
+    if len(called) < parts:
+        raise RequestError(
+            asked=f"--strategy model-parallel:parts={parts}",
+            found=f"{len(called)} modules that share no weight",
+            why="modules with a tied weight are on one device",
+            do=f"parts={max(1, len(called))}",
+        )
+    sums = {i: sum(c for j, c in enumerate(costs) if owners[j] == i) for i in called}
+    runs = runs_of([sums[i] for i in called], parts)
+    own = dict(zip(called, runs, strict=True))
+    return DeviceMap(units, tuple(own.get(owners[i], 0) for i in range(len(units))))
+
+
+def _owners(units: tuple[Unit, ...]) -> list[int]:
+    """For each unit the first one that shares a tensor with it, or with one that does."""
+    owners = list(range(len(units)))
+    first: dict[int, int] = {}
+    for number, unit in enumerate(units):
+        shared = {owners[first[id(t)]] for t in unit.tensors if id(t) in first}
+        if shared:
+            lowest = min(shared)
+            owners = [
+                lowest if owner in shared or i == number else owner
+                for i, owner in enumerate(owners)
+            ]
+        for tensor in unit.tensors:
+            first.setdefault(id(tensor), number)
+    return owners
+
+
+def runs_of(costs: Sequence[float], parts: int) -> list[int]:
+    """The run of each item: `parts` runs, none empty, of which the largest is as small as can be.
+
+    The linear partition problem, by dynamic programming; of equal ways the one with early cuts.
+    """
+    count = len(costs)
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+    best = {(end, 1): before[end] for end in range(1, count + 1)}
+    cut: dict[tuple[int, int], int] = {}
+    for part in range(2, parts + 1):
+        for end in range(part, count + 1):
+            ways = (
+                (max(best[start, part - 1], before[end] - before[start]), start)
+                for start in range(part - 1, end)
+            )
+            best[end, part], cut[end, part] = min(ways)
+    found: list[int] = []
+    end = count
+    for part in range(parts, 0, -1):
+        start = cut.get((end, part), 0)
+        found[:0] = [part - 1] * (end - start)
+        end = start
+    return found
+
+
+def by_hand(model: nn.Module, given: Mapping[str, int], parts: int) -> DeviceMap:
+    """The map that a task says; raises `RequestError` for one that cannot be."""
+    modules = dict(model.named_modules())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = {name: modules[name] for name in given if name in modules}
+    _check_names(given, modules, tensors, parts)
+    loose = _with_loose(model, named)
+    missing = [u.name for u in loose if u.module is None and u.name not in given]
+    if missing:
+        raise _wrong(f"nothing for {missing[0]!r}", "every weight is on a device", "name it too")
+    numbers = tuple(given[unit.name] for unit in loose)
+    owners = _owners(loose)
+    for unit, owner, part in zip(loose, owners, numbers, strict=True):
+        if part != numbers[owner]:
+            other = loose[owner].name
+            found = f"{other!r} in part {numbers[owner]}, {unit.name!r} in part {part}"
+            raise _wrong(found, "they share a weight, which is in one place", "give both one part")
+    return DeviceMap(loose, numbers)
+
+
+def _check_names(
+    given: Mapping[str, int],
+    modules: Mapping[str, nn.Module],
+    tensors: Mapping[str, Tensor],
+    parts: int,
+) -> None:
+    for name, part in given.items():
+        if name not in modules and name not in tensors:
+            raise _wrong(f"{name!r}", "the model has nothing of that name", "see named_modules()")
+        if type(part) is not int or not 0 <= part < parts:
+            found = f"part {part!r} for {name!r}, with parts={parts}"
+            raise _wrong(found, "parts are counted from 0", f"a number below {parts}")
+        for other in given:
+            if other != name and (not name or other.startswith(f"{name}.")):
+                found = f"{name or 'the whole model'!r} and {other!r}"
+                raise _wrong(found, "one lies in the other", "name modules beside each other")
+    if unused := set(range(parts)) - set(given.values()):
+        found = f"nothing in part {min(unused)} of {parts}"
+        do = f"--strategy model-parallel:parts={len(set(given.values()))}"
+        raise _wrong(found, "its device would have nothing to do", do)
+
+
+def _wrong(found: str, why: str, do: str) -> RequestError:
+    return RequestError(asked="device_map(model) of the task", found=found, why=why, do=do)

@@ -1,0 +1,290 @@
+"""Model parallelism in one process: parts of the model on several devices, one after the other.
+
+    part 0 (cuda:0)    embedding, blocks 0-5     the inputs are here, and the loss
+    part 1 (cuda:1)    blocks 6-11, head         activations come over, the output goes back
+
+The model's own forward stays as it is: before a placed module is called, a hook brings what goes
+into it to its device. Gradients and what the optimizer keeps are beside their weights. With `split`
+a micro-batch goes through in pieces, so that one device works on a piece while the next one has the
+piece before (`in_flight`). BatchNorm and dropout belong to the shard, and pieces are whole shards:
+the result is the same.
+
+What user code draws in forward (`F.dropout`) comes from a generator for each device, and with
+`split` on CPU from one generator in several threads: only there it is not as in one process.
+Single-Machine Model Parallel, a tutorial of PyTorch, does the same by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from allranks.errors import RequestError
+from allranks.job.placement import Placed
+from allranks.torch.data.batch import Batch
+from allranks.torch.data.nested import map_arguments, tensors_in
+from allranks.torch.data.shares import Cut, gathered, samples_in, scattered, shares_of
+from allranks.torch.model.activation_checkpointing import Recomputed, recomputed
+from allranks.torch.model.block_costs import seconds_of
+from allranks.torch.model.device_map import DeviceMap, balanced, by_hand, units_of
+from allranks.torch.model.layers import OfShard, Scope, every_layer, own_kind
+from allranks.torch.step.losses import forward
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.base import Setting
+from allranks.torch.strategies.in_flight import InFlight, Turns, apart, in_threads
+from allranks.torch.strategies.single import Single
+
+CUT = Cut("--strategy model-parallel:split", "the pieces in flight")
+TWO_DEVICES = re.compile(r"to be on the same device|is not on the expected device")
+
+
+class ModelParallel(Single):
+    """Place parts of the model on devices; move activations; split micro-batches."""
+
+    name = "model-parallel"
+    can_be_compiled = False
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        parts, device = setting.options["parts"], self.comm.device
+        self.built_with = dataclasses.replace(setting.arithmetic, device=torch.device("cpu"))
+        self.devices = [device] * parts
+        if device.type == "cuda":
+            self.devices = [torch.device("cuda", number) for number in range(parts)]
+            setting.scope.more_devices = tuple(self.devices[1:])
+        self.split = setting.options["split"]
+        self.cuts_micro_batches = self.split > 1
+        self._check_split()
+        self._hooks: list[RemovableHandle] = []
+        self._holders: list[list[OfShard | Recomputed]] = [[] for _ in self.devices]
+        self._here = threading.local()
+        self._pieces = [
+            InFlight(number, Scope(setting.scope.seed, device), self._take_scopes)
+            for number in range(self.split if device.type == "cpu" and self.split > 1 else 0)
+        ]
+
+    def _check_split(self) -> None:
+        if self.split > 1 and self.shard_alone:
+            raise RequestError(
+                asked=f"--strategy model-parallel:split={self.split} --bitwise",
+                found="every shard goes through the model by itself",
+                why="there is nothing to split: a piece is a shard at least",
+                do="leave split out",
+            )
+        if self.split > self.task.shards:
+            raise RequestError(
+                asked=f"--strategy model-parallel:split={self.split}",
+                found=f"shards = {self.task.shards}",
+                why="a piece is made of whole shards, as BatchNorm and dropout belong to them",
+                do=f"split={self.task.shards}, or --set shards={self.split} (another job)",
+            )
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        if any(hasattr(module, "_flatten_layers") for module in model.modules()):
+            raise RequestError(
+                asked=f"to place parts of {type(model).__name__} on devices",
+                found="a Keras model",
+                why="Keras calls its layers out of torch's sight, where nothing can be moved",
+                do="--strategy ddp",
+            )
+        self.device_map = self._mapped(model)
+        self._hold_scopes(model)
+        return model
+
+    def _mapped(self, model: nn.Module) -> DeviceMap:
+        """Where everything is, once it is there."""
+        parts = len(self.devices)
+        given = self.task.device_map(model)
+        if given is not None:
+            found = by_hand(model, given, parts)
+            self._place(model, found)
+            return found
+        units = units_of(model, parts)
+        found = balanced(units, [float(unit.nbytes) for unit in units], parts)
+        self._place(model, found)
+        if self.setting.options["by"] == "cost":
+            called = {n: unit.module for n, unit in enumerate(units) if unit.module is not None}
+            arithmetic, scope = self.setting.arithmetic, self.setting.scope
+            seconds = seconds_of(list(called.values()), model, self.task, scope, arithmetic)
+            costs = dict(zip(called, seconds, strict=True))
+            found = balanced(units, [costs.get(n, 0.0) for n in range(len(units))], parts)
+            self._place(model, found)
+        return found
+
+    def _place(self, model: nn.Module, device_map: DeviceMap) -> None:
+        """Bring everything to its device, and let hooks bring there what goes into it."""
+        self._remove_hooks()
+        device_map.place(self.devices)
+        looked_up = self.setting.scope.looked_up
+        for layer in every_layer(model):
+            if isinstance(layer, OfShard) and layer.index in looked_up:
+                marks: Any = layer
+                looked_up[layer.index] = looked_up[layer.index].to(marks.weight.device)
+        for unit, part in zip(device_map.units, device_map.parts, strict=True):
+            if unit.module is None:
+                continue
+            enter = unit.module.register_forward_pre_hook(self._entering(part), with_kwargs=True)
+            self._hooks.append(enter)
+            if self.devices[part].type == "cuda":
+                again = unit.module.register_forward_hook(self._first_again, always_call=True)
+                self._hooks.append(again)
+        self._hooks.append(model.register_forward_hook(self._leaving))
+
+    def _entering(self, part: int) -> Callable[..., Any]:
+        """The hook that brings what goes into a module of a part to the device of that part."""
+        device = self.devices[part]
+
+        def enter(module: nn.Module, args: Any, keywords: Any) -> Any:
+            if device.type == "cuda":  # what forward makes itself is to be there too
+                torch.cuda.set_device(device)
+            piece: InFlight | None = getattr(self._here, "piece", None)
+            found = list(tensors_in((args, keywords)))
+            if piece is not None and piece.is_forward and piece.part != part:
+                piece.cross(part, found)
+            if all(tensor.device == device for tensor in found):
+                return None
+            return map_arguments(lambda t: t.to(device, non_blocking=True), (args, keywords))
+
+        return enter
+
+    def _first_again(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The current device is the first one again, whatever the module did."""
+        torch.cuda.set_device(self.devices[0])
+
+    def _leaving(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """The output of the model, on the first device, where the labels are."""
+        first = self.devices[0]
+        if all(tensor.device == first for tensor in tensors_in(output)):
+            return None
+        return map_arguments(lambda tensor: tensor.to(first, non_blocking=True), output)
+
+    def _hold_scopes(self, model: nn.Module) -> None:
+        """Know which layers of each part follow the scope of the piece that is there."""
+        parts: dict[int, int] = {}
+        for unit, part in zip(self.device_map.units, self.device_map.parts, strict=True):
+            parts |= {id(module): part for module in (unit.module or nn.Identity()).modules()}
+        for module in every_layer(model):
+            block = recomputed(module)
+            holders = [h for h in (module, block) if isinstance(h, (OfShard, Recomputed))]
+            if not holders or not self._pieces:
+                continue
+            if id(module) not in parts:
+                raise RequestError(
+                    asked=f"--strategy model-parallel:split={self.split}",
+                    found=f"a {own_kind(module).__name__} that is in no part as a whole",
+                    why="it follows the piece that goes through it, which is in one part at a time",
+                    do="name it, or what it is in, in device_map(model); or leave split out",
+                )
+            self._holders[parts[id(module)]] += holders
+
+    def _take_scopes(self, piece: InFlight, part: int) -> None:
+        """The layers of a part follow the piece that is there."""
+        for holder in self._holders[part]:
+            holder.scope = piece.scope
+
+    def _follow_whole(self) -> None:
+        """All layers follow the micro-batch again."""
+        for holder in (holder for holders in self._holders for holder in holders):
+            holder.scope = self.setting.scope
+
+    def prepare(self) -> None:
+        for piece in self._pieces:
+            piece.scope.looked_up = self.setting.scope.looked_up
+        if self.cuts_micro_batches:
+            self.step.forward = self._in_pieces
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        with _explained():
+            return super().forward_backward(batch)
+
+    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
+        with _explained():
+            return super().eval_step(data, forward)
+
+    def _in_pieces(self, data: Any) -> Any:
+        """The output of a micro-batch, piece by piece: in threads on CPU, launched on CUDA."""
+        scope, first = self.setting.scope, self.devices[0]
+        moment = scope.moment()
+        shares = shares_of(scope.pieces, self.split)
+        if len(shares) == 1:
+            return forward(self.task, self.step.call, data)
+        parts = scattered(data, moment.samples, shares, [first] * len(shares), CUT)
+        if self._pieces:
+            outputs = self._threaded(shares, parts)
+        else:
+            outputs = []
+            for share, part in zip(shares, parts, strict=True):
+                scope.enter(moment.step, share, samples_in(share))
+                outputs.append(forward(self.task, self.step.call, part))
+            scope.pieces, scope.samples = moment.pieces, moment.samples
+        return gathered(outputs, shares, first, CUT)
+
+    def _threaded(self, shares: list[Any], parts: list[Any]) -> list[Any]:
+        pieces = self._pieces[: len(shares)]
+        step, turns, is_grad = self.setting.scope.step, Turns(len(shares)), torch.is_grad_enabled()
+        for piece, share in reversed(list(zip(pieces, shares, strict=True))):
+            piece.part = None  # the first piece last: the process draws as in `single`
+            piece.scope.moments.clear()
+            piece.scope.enter(step, share, samples_in(share))
+
+        works = [
+            partial(piece.run, turns, partial(self._run, piece, part, is_grad), is_forward=True)
+            for piece, part in zip(pieces, parts, strict=True)
+        ]
+        try:
+            outputs = in_threads(pieces, works)
+        finally:
+            self._follow_whole()
+        for piece in pieces:
+            self.setting.scope.take_moments(piece.scope)
+        return apart(pieces, outputs, self._follow_whole)
+
+    def _run(self, piece: InFlight, part: Any, is_grad: bool) -> Any:
+        """In the thread of the piece, to which gradients and arithmetic are carried over."""
+        self._here.piece = piece
+        with torch.set_grad_enabled(is_grad), self.setting.arithmetic.context():
+            return forward(self.task, self.step.call, part)
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        """What each part holds."""
+        rows, part_of = super().placement(updated=updated), self.device_map.part_of
+        return [dataclasses.replace(row, part=part_of(row.name)) for row in rows]
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def close(self) -> None:
+        """End the threads; the model is whole again for whoever made it."""
+        for piece in self._pieces:
+            piece.thread.shutdown()
+        self._remove_hooks()
+        super().close()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Within, torch's error over tensors on two devices says what to do about it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not TWO_DEVICES.search(str(error)):
+            raise
+        raise RequestError(
+            asked="--strategy model-parallel",
+            found=f"tensors on two devices: {str(error).splitlines()[0][:200]}",
+            why="what goes into a placed module is brought to its device, and the output to the "
+            "first one; what forward or loss puts together itself is not",
+            do="move one beside the other there (x.to(y.device)), or place what makes them in one "
+            "part: device_map(model) of the task",
+        ) from error
