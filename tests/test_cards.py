@@ -18,6 +18,8 @@ from allranks.strategies.torch_cards import CARDS
 
 RANKS = (1, 2, 3, 4, 8)
 GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together, 1760 with 800 gradients of 16 bit
+ABLE = "use single or ddp or zero1 or zero2 or fsdp or hsdp or model-parallel"
+CUT = 800, 2400, GRADIENTS, TALLY  # weights of the root and of the units beside them
 # 8 shards: roots of the busiest rank are 1, 1, 2, 1, 1
 GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("single", ""): (0, 0, 0, 0, 0),
@@ -33,17 +35,21 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("zero1", "tree"): (0, 3360, 6720, 5120, 6080),
     ("zero2", "mean"): (0, 4960, 6613, 7440, 8680),  # two backward passes
     ("zero2", "tree"): (0, 3360, 6720, 5120, 6080),
+    ("fsdp", ""): (0, 4560, 6080, 6840, 7980),
+    ("fsdp", "tree"): (0, 4560, 6187, 6920, 8180),
+    ("hsdp", ""): (0, 4560, 5680, 6240, 7080),
+    ("hsdp", "tree"): (0, 4560, 7387, 9520, 16880),
     **dict.fromkeys([(n, "") for n in ("mirrored", "central-storage", "tpu")], (0, 0, 0, 0, 0)),
     ("multi-worker-mirrored", ""): (0, 3360, 4480, 5040, 5880),
     ("parameter-server", ""): (6720, 6720, 6720, 6720, 6720),
 }
-SEPARATE = ("zero1", "zero2")
 """Their tally is a message of its own."""
 
 
 def bytes_of(name: str, reduce: str, ranks: int, shards: int = 8) -> int:
     options: dict[str, Any] = CARDS[name].read_options({"reduce": reduce} if reduce else {})
-    messages = (GRADIENTS, TALLY) if name in SEPARATE else (GRADIENTS + TALLY,)
+    own = {"zero1": (GRADIENTS, TALLY), "zero2": (GRADIENTS, TALLY), "fsdp": CUT, "hsdp": CUT}
+    messages = own.get(name, (GRADIENTS + TALLY,))
     work = Workload(messages, ranks, shards, gradients=GRADIENTS // 4, tally=TALLY)
     if name == "zero2":
         work = replace(work, passes=2)
@@ -115,8 +121,8 @@ def test_bitwise_asks_for_the_tree(text: str, ranks: int, bitwise: bool, wanted:
     ("text", "ranks", "bitwise", "do"),
     [
         ("single", 2, False, "--ranks 1, or --strategy ddp for 2 ranks"),
-        ("ddp-plain", 2, True, "use single or ddp or zero1 or zero2 or model-parallel"),
-        ("independent", 2, True, "use single or ddp or zero1 or zero2 or model-parallel"),
+        ("ddp-plain", 2, True, ABLE),
+        ("independent", 2, True, ABLE),
         ("ddp:reduce=mean", 2, True, "leave reduce out, or drop --bitwise"),
         ("ddp:reduce=bf16", 2, True, "leave reduce out, or drop --bitwise"),
         ("ddp:bucket_mb=0", 2, False, "for example bucket_mb=25.0"),
@@ -169,12 +175,18 @@ def test_the_card_says_what_bitwise_sets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refused.value.do == "leave strict out, or drop --bitwise"
 
 
-@pytest.mark.parametrize("name", ["ulysses", "zero3", "moe", "moe:x=1"])
+@pytest.mark.parametrize("name", ["ulysses", "tensor", "moe", "moe:x=1"])
 def test_a_strategy_that_is_to_come_is_not_taken_for_another(name: str) -> None:
     with pytest.raises(RequestError) as refused:
         card_for(parse_choice(name))
     assert "which this version does not have yet" in refused.value.found
     assert "did you mean" not in str(refused.value) and "ddp" in refused.value.do
+
+
+def test_another_name_of_a_strategy_is_told() -> None:
+    with pytest.raises(RequestError) as refused:
+        card_for(parse_choice("zero3"))
+    assert refused.value.do == "--strategy fsdp"
 
 
 def test_no_strategy_that_is_there_is_said_to_come() -> None:

@@ -124,6 +124,8 @@ STRATEGIES = {
         "ddp": "allranks.torch.strategies.ddp:DDP",
         "zero1": "allranks.torch.strategies.zero:ZeRO1",
         "zero2": "allranks.torch.strategies.zero:ZeRO2",
+        "fsdp": "allranks.torch.strategies.fsdp:FSDP",
+        "hsdp": "allranks.torch.strategies.fsdp:HSDP",
         "independent": "allranks.torch.strategies.independent:Independent",
     },
     TENSORFLOW: {

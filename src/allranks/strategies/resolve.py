@@ -16,7 +16,6 @@ from allranks.strategies.roles import ProcessSet
 from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
-    **dict.fromkeys(("zero3", "fsdp", "fsdp2", "hsdp"), "sharded training"),
     **dict.fromkeys(("tensor", "tensor-parallel", "tp"), "tensor parallelism"),
     **dict.fromkeys(("pipeline", "pp", "gpipe"), "splitting a model by layers"),
     **dict.fromkeys(("context", "ulysses", "ring"), "splitting sequences"),
@@ -26,6 +25,9 @@ TO_COME = {
     "deepspeed": "DeepSpeed as a strategy",
 }
 """Names that people know, of what is planned -> what they stand for."""
+
+CALLED_OTHERWISE = {"zero3": "fsdp", "fsdp2": "fsdp"}
+"""Names that people know -> those of the same here."""
 
 
 def card_for(choice: Choice) -> Card:
@@ -39,11 +41,12 @@ def card_for(choice: Choice) -> Card:
             why=f"{TO_COME[choice.name]} is to come, and nothing here does the same",
             do=f"one of those there are: {', '.join(CARDS)}",
         )
+    other = CALLED_OTHERWISE.get(choice.name)
     raise RequestError(
         asked=f"--strategy {choice}",
         found=f"no strategy {choice.name!r}",
         why="a strategy is asked for by the name on its card",
-        do=nearest(choice.name, CARDS),
+        do=nearest(choice.name, CARDS) if other is None else f"--strategy {other}",
     )
 
 

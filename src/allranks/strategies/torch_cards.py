@@ -13,6 +13,7 @@ from typing import Any
 
 from allranks.strategies.card import Card, Exact, Option, Reference, Workload, replicas_of
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes, tree_bytes
+from allranks.strategies.fsdp_cards import FSDP_CARDS
 from allranks.strategies.mesh import Agreement
 from allranks.strategies.placed_cards import PLACED_CARDS
 from allranks.strategies.sharded_cards import SHARDED_CARDS
@@ -118,6 +119,7 @@ CARDS = {
             agreement=Agreement("own", lockstep=False),
         ),
         *SHARDED_CARDS,
+        *FSDP_CARDS,
         *PLACED_CARDS,
         *TENSORFLOW_CARDS,
     )

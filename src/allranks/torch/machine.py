@@ -11,6 +11,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.loaded import program_facts
 from allranks.launcher.world import World
+from allranks.torch.checkpoint.tree import local
 
 DECIDES_BITS = ("torch", "cpu_capability", "threads", "deterministic")
 
@@ -53,6 +54,8 @@ def flip_one_bit(tensor: Tensor) -> None:
 
     The value is changed where it lies, on any device.
     """
+    if (tensor := local(tensor)).numel() == 0:  # this rank has no part of it
+        return
     first = tensor[(0,) * tensor.ndim].view(1).view(torch.uint8)
     first[-2].bitwise_xor_(1)
 

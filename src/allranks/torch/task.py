@@ -105,6 +105,13 @@ class Task(TaskFields):
         """A scalar that depends on the weights alone, added to the loss once per step."""
         return None
 
+    def fsdp_units(self, model: nn.Module) -> Iterable[nn.Module] | None:
+        """The modules whose weights `fsdp` and `hsdp` gather, use and let go of one at a time.
+
+        No unit is part of another; the rest of the model is one more. `None`: the repeated blocks.
+        """
+        return None
+
     def schedule(self, step: int) -> float:
         """The factor on the learning rate at update `step` of the job, from 0."""
         return 1.0

@@ -28,6 +28,11 @@ def is_dtensor(tensor: Tensor) -> bool:
     return type(tensor).__module__.startswith("torch.distributed.tensor")
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its own memory, not a copy. No communication."""
+    return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def flatten(state: Any, prefix: str) -> tuple[Any, dict[str, Tensor]]:
     """The state as JSON values, and its tensors by path; every path begins with `prefix`.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.job.placement import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Placed, write_placement
+from allranks.torch.checkpoint.tree import local
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.step.ema import MovingAverage
 from allranks.training.callback import Callback
@@ -36,7 +37,7 @@ def held(
     keeps is unknown.
     """
     for name, parameter in model.named_parameters():
-        gradient = parameter.nbytes if name in trained else 0
+        gradient = local(parameter).nbytes if name in trained else 0
         kept: int | None = 0
         if optimizer is not None and name in trained:
             kept = _bytes(optimizer.state.get(parameter)) if updated else None
@@ -61,7 +62,8 @@ def row(
     optimizer_bytes: int | None = 0,
     replica: int = 0,
 ) -> Placed:
-    """One tensor as it is."""
+    """One tensor as it is, of which the rank may hold a part."""
+    tensor = local(tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
     return Placed(
@@ -78,7 +80,8 @@ def row(
 
 
 def nbytes(tensor: Tensor) -> int:
-    """The bytes of a tensor; of a sparse one, of what it stores."""
+    """The bytes that this rank holds of a tensor; of a sparse one, of what it stores."""
+    tensor = local(tensor)
     if not tensor.is_sparse:
         return tensor.nbytes
     return tensor._indices().nbytes + tensor._values().nbytes

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from allranks.torch.checkpoint.tree import local
+
 
 class Owned(Protocol):
     """`Strategy.owned`."""
@@ -47,7 +49,8 @@ class MovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights as they are after an update. No communication."""
-        torch._foreach_lerp_(self._tensors, list(self._parameters), 1 - self.decay)
+        weights = [local(parameter) for parameter in self._parameters]
+        torch._foreach_lerp_([local(t) for t in self._tensors], weights, 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

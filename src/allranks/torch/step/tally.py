@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import FaultKind, ProgramError
+from allranks.torch.checkpoint.tree import local
 from allranks.torch.model.layers import Scope, shard_norms
 from allranks.torch.model.reals import reals
 from allranks.training.progress import NOTHING, Asked
@@ -55,7 +56,7 @@ class TallyLayout:
         kind: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        own = reals(parameters[0].detach())
+        own = reals(local(parameters[0].detach()))
         self.like = own.new_empty(0, dtype=kind or own.dtype, device=device or own.device)
         self.counts = slice(1, 9 + len(parameters))
         self.norms = shard_norms(model)

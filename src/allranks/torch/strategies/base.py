@@ -75,7 +75,7 @@ class Strategy(ABC):
     counts_passes: ClassVar[bool] = False
     """Whether batches say how many passes the rank with the most makes, though not all make so
     many."""
-    tally_type: ClassVar[torch.dtype | None] = None
+    tally_type: torch.dtype | None = None
     """The type of the tally, where it is a message of its own; else it rides on gradients."""
     builds_deferred: bool = False
     """Whether `parallelize` may be given a model on meta, whose weights come one by one."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from allranks.errors import ReplicasDiffer
 from allranks.strategies.mesh import REPLICATE
+from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm import Comm
 from allranks.torch.strategies.base import Strategy
 
@@ -77,7 +78,8 @@ def _same_buffers(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
 
 
 def digest(tensor: Tensor) -> str:
-    """Equal exactly when all bytes of two tensors are."""
+    """Equal exactly when all bytes that this rank holds of two tensors are."""
+    tensor = local(tensor)
     plain = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
     flat = plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=DIGEST_BYTES).hexdigest()

@@ -1,0 +1,116 @@
+"""The collectives that torch's `fully_shard` is given.
+
+They are those of `Comm`, so that they are counted, are signs of life, and say who is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.torch.comm import Comm
+from allranks.torch.data.nested import tensors_in
+from allranks.torch.reducers.chunk_tree import ChunkTree
+
+
+class Gather:
+    """Gathers the weights of a unit; `kind` says what for."""
+
+    def __init__(self, shards: Comm, kind: Callable[[], str]) -> None:
+        self.shards, self.kind = shards, kind
+
+    def allocate(self, size: Sequence[int], **options: Any) -> Tensor:
+        """Memory for what is sent or received."""
+        return torch.empty(*size, **options)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        """Send this rank's parts to all; torch calls it with these names, and waits for `work`."""
+        pending = self.shards.all_gather(output_tensor, input_tensor, self.kind())
+        return pending.work if async_op else pending.wait()
+
+
+class Scatter(Gather):
+    """Sums the gradients of a unit, for each rank its part; along `tree` if there is one.
+
+    `held` are the weights of the unit; `is_apart` says whether code of the task is running.
+    """
+
+    def __init__(
+        self,
+        shards: Comm,
+        kind: Callable[[], str],
+        held: list[nn.Parameter],
+        tree: ChunkTree | None,
+        is_apart: Callable[[], bool],
+    ) -> None:
+        super().__init__(shards, kind)
+        self.held, self.tree, self.is_apart = held, tree, is_apart
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *_: Any, **__: Any
+    ) -> Any:
+        """Sum (rank, part) over the ranks into this rank's part; torch calls it so."""
+        if self.is_apart():
+            raise _backward_in_forward()
+        trained = [parameter for parameter in self.held if parameter.requires_grad]
+        if input_tensor.nbytes != sum(padded(p, self.shards.size) for p in trained):
+            raise _unused()
+        if self.tree is None:
+            self.shards.reduce_scatter(output_tensor, input_tensor, self.kind()).wait()
+        elif (total := self.tree.add(input_tensor)) is None:
+            output_tensor.zero_()  # what comes out of each pass is added up
+        else:
+            output_tensor.copy_(total)
+
+
+class Filling:
+    """Zeros for the gathered `weights` of a unit that a pass does not use.
+
+    Torch has this since 2.13 (`set_reduce_scatter_unused_params`). Before, each rank sums what it
+    has, and ranks that use different weights would add one to another.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.weights: list[Tensor] = []
+        self.hook = unit.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._fill)
+
+    def _fill(self, gradient: Tensor) -> None:
+        for weight in self.weights:
+            if weight.requires_grad and weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+
+
+def padded(parameter: Tensor, parts: int) -> int:
+    """The bytes of a weight whose first axis is made a multiple of `parts`."""
+    rows = -(-parameter.shape[0] // parts) * parts
+    return rows * math.prod(parameter.shape[1:]) * parameter.element_size()
+
+
+def _backward_in_forward() -> RequestError:
+    return RequestError(
+        asked="weights that are cut over the ranks",
+        found="a backward pass in forward or loss of the task",
+        why="it would sum its gradients over the ranks, and let go of weights that are in use",
+        do="--strategy ddp",
+    )
+
+
+def _unused() -> RequestError:
+    return RequestError(
+        asked="weights that are cut over the ranks",
+        found=f"a weight that a pass of this rank did not use, with torch {torch.__version__}",
+        why="its fully_shard sums what is there, so ranks would sum different weights",
+        do="torch 2.13 or newer, or --strategy ddp",
+    )

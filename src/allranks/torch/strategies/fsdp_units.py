@@ -1,0 +1,112 @@
+"""The repeated blocks of a model: what a strategy gathers, uses and lets go of one at a time.
+
+Found on the model: members of an `nn.ModuleList` or `nn.Sequential` that have siblings of their own
+class, where these together hold a tenth of the weights (so that no unit is a normalisation). A task
+that knows better says so: `fsdp_units(model)`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from allranks.errors import RequestError
+from allranks.torch.keras.shards import is_keras
+from allranks.torch.task import Task
+
+SHARE = 0.1  # of the weights of the model, that siblings of one class hold together
+
+
+def units_of(task: Task, model: nn.Module) -> list[nn.Module]:
+    """What the task says, or else the blocks that are found: no unit holds another, nor `model`."""
+    said = task.fsdp_units(model)
+    if said is None:
+        return _found(model)
+    units = list(dict.fromkeys(said))
+    for unit in units:
+        _check(unit, units, model)
+    return units
+
+
+def _found(model: nn.Module) -> list[nn.Module]:
+    """The outermost blocks that share no weight with the rest of the model."""
+    units: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for block in _repeated(model):
+        if block not in inside and not _shares(block, model):
+            units.append(block)
+            inside.update(block.modules())
+    return units
+
+
+def _repeated(model: nn.Module) -> Iterator[nn.Module]:
+    """From the outside in. A block that is used twice is none: it is gathered with the rest."""
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    for container in model.modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        times = Counter(container)
+        members = [m for m, count in times.items() if count == 1 and _can_be_called(m)]
+        held: Counter[type] = Counter()
+        for member in members:
+            held[type(member)] += sum(parameter.numel() for parameter in member.parameters())
+        classes = Counter(type(member) for member in members)
+        for member in members:
+            kind = type(member)
+            if (
+                classes[kind] > 1
+                and held[kind] >= SHARE * whole
+                and next(member.parameters(), None) is not None
+            ):
+                yield member
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _shares(block: nn.Module, model: nn.Module) -> bool:
+    """Whether a weight of the block stands somewhere else in the model, too."""
+    own = {id(parameter) for parameter in block.parameters()}
+    places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    inside = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
+    return any(places[one] != inside[one] for one in own)
+
+
+def _check(unit: object, units: list[nn.Module], model: nn.Module) -> None:
+    found = ""
+    if not isinstance(unit, nn.Module) or unit not in set(model.modules()) - {model}:
+        found = f"a {type(unit).__name__} that is no part of the model"
+    elif not _can_be_called(unit):
+        found = f"a {type(unit).__name__}, which is never called"
+    elif any(other in set(unit.modules()) for other in units if other is not unit):
+        found = f"a {type(unit).__name__} with another unit in it"
+    elif _shares(unit, model):
+        found = f"a {type(unit).__name__} that shares a weight with the rest of the model"
+    if found:
+        raise RequestError(
+            asked="fsdp_units(model) of the task",
+            found=found,
+            why="the weights of a unit are gathered when it is called, and let go of after it",
+            do="return modules that are called, each with weights of its own; or do not define it",
+        )
+
+
+def check_can_be_cut(model: nn.Module, name: str) -> None:
+    """Raise `RequestError` for a model whose weights torch's `fully_shard` cannot cut."""
+    found = ""
+    if any(is_keras(module) for module in model.modules()):
+        found = "a Keras model, which keeps its weights in variables of its own"
+    elif any(parameter.is_complex() for parameter in model.parameters()):
+        found = "complex weights, which torch's fully_shard does not sum"
+    elif not all(parameter.is_contiguous() for parameter in model.parameters()):
+        found = "a weight that is no piece of memory (--channels-last makes such, or a transpose)"
+    if found:
+        raise RequestError(
+            asked=f"--strategy {name}",
+            found=found,
+            why="every weight is cut along its first axis and put together again in each pass",
+            do="--strategy ddp",
+        )

@@ -1,0 +1,184 @@
+"""Fully sharded: equal bits, what `fully_shard` can get wrong, checkpoints, faults, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from allranks.errors import AllranksError, RequestError
+from conftest import Train
+from test_check import Check, check
+from test_every_strategy import difference
+
+__all__ = ["check"]
+
+DEEP = "fsdp_tasks:Deep"
+FP64: dict[str, Any] = {"precision": "fp64"}
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("task", ["Words", "Images", "Experts", "Pairs", "Uneven"])
+def test_the_bits_of_one_process(task: str, train: Train) -> None:
+    def digest(strategy: str, ranks: int) -> str:
+        program = f"contract_tasks:{task}"
+        result = train(program, strategy=strategy, ranks=ranks, steps=6, bitwise=True)
+        return str(result.summary["weights_sha256"])
+
+    wanted = digest("single", 1)
+    assert digest("ddp", 2) == wanted
+    for ranks in (1, 2, 3, 4, 8):
+        assert digest("fsdp", ranks) == wanted, ranks
+    for strategy, ranks in (("hsdp:shard=2", 4), ("hsdp:shard=3", 6)):
+        assert digest(strategy, ranks) == wanted, strategy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_bits_of_one_process_in_16_bits_and_several_passes(
+    precision: str, train: Train
+) -> None:
+    common: dict[str, Any] = {"precision": precision, "steps": 6, "bitwise": True, "micro_batch": 2}
+    runs = (
+        train(DEEP, strategy=strategy, ranks=ranks, **common)
+        for strategy, ranks in (("single", 1), ("ddp", 2), ("fsdp", 3))
+    )
+    assert len({run.summary["weights_sha256"] for run in runs}) == 1
+
+
+CASES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
+    "several passes": ("fsdp", 3, (), {"micro_batch": 3}),
+    "activations computed again": ("fsdp", 2, (), {"activation_checkpointing": True}),
+    "weights kept after forward": ("fsdp:reshard=false", 2, (), {"micro_batch": 5}),
+    "an average": ("fsdp", 2, ("ema=0.9",), {}),
+    "one unit": ("fsdp", 2, ("units=none",), {}),
+    "groups of two": ("hsdp:shard=2", 4, (), {"micro_batch": 3}),
+    "LARS": ("fsdp", 2, ("optimizer_name=lars",), {}),
+    "LAMB": ("fsdp", 3, ("optimizer_name=lamb",), {}),
+}
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_numbers_tied_weights_and_optimizers_of_whole_tensors(
+    case: str, train: Train
+) -> None:
+    strategy, ranks, settings, flags = CASES[case]
+    wanted = train(DEEP, *settings, strategy="single", steps=8, **FP64)
+    found = train(DEEP, *settings, strategy=strategy, ranks=ranks, steps=8, **FP64, **flags)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+    assert found.summary["eval"] == pytest.approx(wanted.summary["eval"], rel=1e-10)
+    promised = found.summary["card_bytes_per_step"]
+    sent = found.summary["sent_bytes"]["gradients"] / found.summary["steps"]
+    if "micro_batch" in flags:  # the last batch of an epoch goes through in fewer passes
+        assert 0.85 * promised < sent <= promised
+    else:
+        assert promised == pytest.approx(sent, abs=1)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("ddp", 3), ("hsdp:shard=2", 4)),
+        (("fsdp", 4), ("fsdp", 2)),
+        (("fsdp", 2), ("ddp", 3)),
+        (("hsdp:shard=2", 4), ("fsdp", 1)),
+    ],
+)
+def test_checkpoints_cross_over(
+    first: tuple[str, int], second: tuple[str, int], train: Train
+) -> None:
+    common: dict[str, Any] = {"checkpoint_every": 7, **FP64}
+    wanted = train(DEEP, "ema=0.9", strategy="single", steps=12, **common)
+    (strategy, ranks) = first
+    half = train(DEEP, "ema=0.9", strategy=strategy, ranks=ranks, steps=7, **common)
+    (strategy, ranks) = second
+    resumed = {"steps": 12, "resume": str(half.run_dir), **common}
+    found = train(DEEP, "ema=0.9", strategy=strategy, ranks=ranks, **resumed)
+    for name in ("weights", "average"):
+        ours, theirs = (load_file(run.run_dir / f"{name}.safetensors") for run in (found, wanted))
+        assert difference(ours, theirs) < 1e-10, name
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_the_job_goes_on(train: Train) -> None:
+    wanted = train(DEEP, strategy="single", steps=12, **FP64)
+    kill = {"checkpoint_every": 4, "max_restarts": 1, "inject": "kill@rank=1,step=9"}
+    found = train(DEEP, strategy="fsdp", ranks=2, steps=12, **FP64, **kill)
+    assert found.summary["restarts"] == 1
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp:shard=2"])
+def test_check_calls_it_equal(strategy: str, check: Check) -> None:
+    verdict = check(DEEP, strategy=strategy, ranks=2)
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.slow
+def test_replicas_of_a_part_are_compared(train: Train) -> None:
+    with pytest.raises(AllranksError, match="ranks that must hold the same weights do not"):
+        train(
+            DEEP,
+            strategy="hsdp:shard=2",
+            ranks=4,
+            steps=6,
+            verify_every=1,
+            inject="corrupt@rank=2,step=3",
+        )
+
+
+def test_ranks_that_call_blocks_in_other_orders_are_told(train: Train) -> None:
+    """Blocks of one shape: their weights would be mixed, and no collective would notice."""
+    with pytest.raises(AllranksError, match="in different orders"):
+        train(DEEP, "draws=true", strategy="fsdp", ranks=2, steps=8)
+
+
+@pytest.mark.slow
+def test_as_one_unit_they_may(train: Train) -> None:
+    wanted = train(DEEP, "draws=true", strategy="ddp", ranks=2, steps=8, **FP64)
+    found = train(DEEP, "draws=true", "units=none", strategy="fsdp", ranks=2, steps=8, **FP64)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+
+
+def test_each_rank_holds_its_part_and_no_more(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(3, "fsdp_tasks:holds_its_part", None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp:reduce=tree"])
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused(strategy: str, train: Train) -> None:
+    """Of LARS and LAMB only the bits: their lengths are sums over the ranks."""
+    name = "adafactor" if strategy == "fsdp" else "lamb"
+    with pytest.raises(RequestError, match="the update of some rows is another one"):
+        train(DEEP, f"optimizer_name={name}", strategy=strategy, ranks=2, steps=2)
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused(train: Train) -> None:
+    with pytest.raises(RequestError, match="2 does not divide 3") as refused:
+        train(DEEP, strategy="hsdp:shard=2", ranks=3)
+    assert refused.value.do == "shard=3"
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("complex", "complex weights"),
+        ("transposed", "a weight that is no piece of memory"),
+        ("tied", "shares a weight with the rest"),
+        ("stranger", "no part of the model"),
+        ("list", "which is never called"),
+        ("backward", "a backward pass in forward or loss"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(what: str, found: str, train: Train) -> None:
+    with pytest.raises(RequestError, match=found):
+        train("fsdp_tasks:Refused", f"what={what}", strategy="fsdp", ranks=2, steps=2)
