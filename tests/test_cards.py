@@ -35,14 +35,18 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     **dict.fromkeys([(n, "") for n in ("mirrored", "central-storage", "tpu")], (0, 0, 0, 0, 0)),
     ("multi-worker-mirrored", ""): (0, 3360, 4480, 5040, 5880),
     ("parameter-server", ""): (6720, 6720, 6720, 6720, 6720),
+    ("tensor", ""): (0, 2160, 2880, 3240, 3780),
 }
-SEPARATE = ("zero1", "zero2")
-"""Their tally is a message of its own."""
+MESSAGES = {
+    **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
+    "tensor": (1600, 800, GRADIENTS, TALLY),  # activations summed, gathered
+}
+"""Of strategies whose tally is a message of its own."""
 
 
 def bytes_of(name: str, reduce: str, ranks: int, shards: int = 8) -> int:
     options: dict[str, Any] = CARDS[name].read_options({"reduce": reduce} if reduce else {})
-    messages = (GRADIENTS, TALLY) if name in SEPARATE else (GRADIENTS + TALLY,)
+    messages = MESSAGES.get(name, (GRADIENTS + TALLY,))
     work = Workload(messages, ranks, shards, gradients=GRADIENTS // 4, tally=TALLY)
     if name == "zero2":
         work = replace(work, passes=2)

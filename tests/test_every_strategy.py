@@ -18,6 +18,7 @@ import torch
 from safetensors.numpy import load_file
 
 import contract_tasks
+from allranks.errors import RequestError
 from allranks.strategies.card import Exact
 from allranks.strategies.choice import parse_choice
 from allranks.strategies.resolve import card_for
@@ -37,6 +38,7 @@ SETTINGS = {
     "zero1": ["zero1", "zero1:reduce=tree,bucket_mb=0.0005"],
     "zero2": ["zero2:bucket_mb=0.0005", "zero2:reduce=tree"],
     "independent": ["independent"],
+    "tensor": ["tensor", "tensor:data=2"],
 }
 TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures"]
 RANKS = [1, 2, 3, 4, 8]
@@ -85,9 +87,18 @@ def test_every_card_has_a_setting() -> None:
     assert rest == {"independent", "ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"}
 
 
-def takes(strategy: str, ranks: int, *_: str) -> bool:
-    """Whether a strategy trains on so many ranks."""
-    return ranks == 1 or CARDS[strategy.partition(":")[0]].many_ranks
+NOTHING_TO_CUT = {("tensor", 3, "Experts"), ("tensor", 8, "Experts")}  # of 4 features
+
+
+def takes(strategy: str, ranks: int, *task: str) -> bool:
+    """Whether a strategy trains such a task on so many ranks."""
+    choice = parse_choice(strategy)
+    card = card_for(choice)
+    try:
+        card.mesh(ranks, card.read_options(choice.options))
+    except RequestError:
+        return False
+    return (ranks == 1 or card.many_ranks) and (strategy, ranks, *task) not in NOTHING_TO_CUT
 
 
 @pytest.mark.slow(but=14)

@@ -124,6 +124,7 @@ STRATEGIES = {
         "zero1": "allranks.torch.strategies.zero:ZeRO1",
         "zero2": "allranks.torch.strategies.zero:ZeRO2",
         "independent": "allranks.torch.strategies.independent:Independent",
+        "tensor": "allranks.torch.strategies.tensor:Tensors",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

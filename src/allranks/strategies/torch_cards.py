@@ -15,6 +15,7 @@ from allranks.strategies.card import Card, Exact, Option, Reference, Workload, r
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes, tree_bytes
 from allranks.strategies.mesh import Agreement
 from allranks.strategies.sharded_cards import SHARDED_CARDS
+from allranks.strategies.tensor_card import TENSOR_CARD
 from allranks.strategies.tensorflow_cards import TENSORFLOW_CARDS
 
 
@@ -117,6 +118,7 @@ CARDS = {
             agreement=Agreement("own", lockstep=False),
         ),
         *SHARDED_CARDS,
+        TENSOR_CARD,
         *TENSORFLOW_CARDS,
     )
 }

@@ -7,7 +7,7 @@ calls these methods; a task never communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,6 +84,17 @@ class Task(TaskFields):
                 yield from module
             elif isinstance(module, nn.Sequential):
                 yield from (part for part in module if any(True for _ in part.children()))
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any] | None:
+        """Which layers `--strategy tensor` cuts: names of modules (`*` for any) -> how.
+
+        `"column"` cuts the rows of an `nn.Linear`, which are features of its output; `"row"` its
+        columns; `"vocabulary"` the rows of an `nn.Embedding`. `("column", 64)` keeps runs of 64
+        features together, as those of a head. Columns and a row directly below one module are a
+        block, in which activations stay cut. What is not named is on every rank. The default,
+        `None`: all that can be cut.
+        """
+        return None
 
     def callbacks(self) -> Sequence[Any]:
         """What is to be done between the steps: some `allranks.training.callback.Callback`s."""
