@@ -38,7 +38,7 @@ SETTINGS = {
     "zero1": ["zero1", "zero1:reduce=tree,bucket_mb=0.0005"],
     "zero2": ["zero2:bucket_mb=0.0005", "zero2:reduce=tree"],
     "independent": ["independent"],
-    "tensor": ["tensor", "tensor:data=2"],
+    "tensor": ["tensor", "tensor:data=2", "tensor:exact=yes"],
 }
 TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures"]
 RANKS = [1, 2, 3, 4, 8]
@@ -87,7 +87,10 @@ def test_every_card_has_a_setting() -> None:
     assert rest == {"independent", "ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"}
 
 
-NOTHING_TO_CUT = {("tensor", 3, "Experts"), ("tensor", 8, "Experts")}  # of 4 features
+NOTHING_TO_CUT = {  # of 4 features
+    *(("tensor", ranks, "Experts") for ranks in (3, 8)),
+    *(("tensor:exact=yes", ranks, "Experts") for ranks in RANKS),
+}
 
 
 def takes(strategy: str, ranks: int, *task: str) -> bool:

@@ -128,7 +128,7 @@ def test_check_calls_it_equal(strategy: str, check: Check) -> None:
         ("Refused:heads torn", 2, "are cut into the same parts"),
         ("Refused:too few heads", 4, "all the same number of heads"),
         ("Refused:nothing", 2, "compute the same as all others"),
-        ("WholeTensors", 2, "LAMB, whose step depends on whole tensors"),
+        ("WholeTensors", 2, "updates every number by itself"),
         ("TiedApart", 2, "embedding and out, which share a weight"),
     ],
 )
@@ -142,3 +142,26 @@ def test_what_cannot_be_is_refused(task: str, ranks: int, message: str, train: T
 def test_ranks_that_make_no_copies_are_refused(train: Train) -> None:
     with pytest.raises(RequestError, match="3 ranks for 2 copies of the model"):
         train("tensor_tasks:Stack", strategy="tensor:data=2", ranks=3, steps=1)
+    with pytest.raises(RequestError, match="3 ranks in 1 copy of the model"):
+        train("tensor_tasks:Stack", strategy="tensor:exact=yes", ranks=3, steps=1)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(("task", "heads"), [("Letters", 8), ("Letters", 12), ("Stack", 0)])
+def test_exact_sums_give_the_same_bits_on_any_ranks(task: str, heads: int, train: Train) -> None:
+    """In float32, in blocks, by heads and layer by layer, over the last batch of an epoch too."""
+    settings = (f"heads={heads}",) if heads else ()
+    digests = set()
+    for ranks in (1, 2, 4, 8):
+        result = train(
+            f"tensor_tasks:{task}",
+            *settings,
+            strategy="tensor:exact=yes",
+            ranks=ranks,
+            steps=6,
+            threads=1,
+        )
+        digests.add(result.summary["weights_sha256"])
+        sent = result.summary["sent_bytes"]["gradients"] / 6
+        assert result.summary["card_bytes_per_step"] == pytest.approx(sent, abs=1)
+    assert len(digests) == 1

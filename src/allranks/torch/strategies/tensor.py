@@ -24,7 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from allranks.errors import RequestError
 from allranks.strategies.mesh import REPLICATE, TENSOR
+from allranks.strategies.tensor_card import LEAVES
 from allranks.torch.data.batch import Batch
+from allranks.torch.optimizers.elementwise import check_elementwise
+from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
@@ -44,19 +47,24 @@ class Tensors(Strategy):
     can_be_compiled = False
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        self.exchange = Exchange(self.axis(TENSOR))
+        axis, exact = self.axis(TENSOR), self.setting.options["exact"]
+        self.exchange = Exchange(axis, LEAVES // axis.size if exact else 0)
         self.cut = CutModel()
         self.steps = 0
         self.device_mesh: Any = None
-        if self.exchange.comm.size == 1:
+        if axis.size == 1 and not exact:
             return model
         if self.task.overrides("initialise"):
             raise _no_whole_weights()
-        given, ranks = self.task.tensor_plan(model), self.exchange.comm.size
-        plan = default_plan(model, ranks) if given is None else given_plan(model, ranks, given)
+        given, parts = self.task.tensor_plan(model), LEAVES if exact else axis.size
+        if given is None:
+            plan = default_plan(model, parts, even=exact)
+        else:
+            plan = given_plan(model, parts, given, even=exact)
         if not plan.cuts:
-            raise _nothing_to_cut(ranks)
-        self.device_mesh = self._device_mesh()
+            raise _nothing_to_cut(parts)
+        if axis.size > 1:
+            self.device_mesh = self._device_mesh()
         self.cut = cut_model(model, plan, self.exchange)
         return model
 
@@ -71,7 +79,7 @@ class Tensors(Strategy):
     def prepare(self) -> None:
         self.step.forward = self._forward
         if self.cut.dims:
-            check_optimizer(self.step.optimizer)
+            check_elementwise(self.step.optimizer, "--strategy tensor")
 
     def _forward(self, data: Any) -> Any:
         for region in self.cut.regions:
@@ -127,7 +135,7 @@ class Tensors(Strategy):
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
         dim = self.cut.dims.get(name)
-        if dim is None:
+        if dim is None or self.device_mesh is None:
             return tensor
         shape = self.cut.shapes[name]
         places = [Replicate()] * (len(self.mesh.axes) - 1) + [Shard(dim)]
@@ -147,35 +155,36 @@ class CutGradients(Gradients):
     """The gradients of one rank: parts of those that are cut, all of the others."""
 
     def __init__(self, strategy: Tensors) -> None:
-        super().__init__(strategy.step.parameters)
+        exact = bool(strategy.setting.options["exact"])
+        super().__init__(strategy.step.parameters, exact=exact)
         self.comm, self.cut = strategy.exchange.comm, strategy.cut
         self.names = {id(p): name for name, p in strategy.model.named_parameters()}
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
-        """Parts from all ranks of the axis; what all hold from the first. Sends 8 bytes."""
-        squares = [torch.zeros((), dtype=torch.float64, device=self.comm.device)]
-        for parameter in self.parameters:
-            is_counted = self.names[id(parameter)] in self.cut.dims or self.comm.rank == 0
-            if is_counted and parameter.grad is not None:
-                squares.append(parameter.grad.detach().abs().double().square().sum())
-        total = torch.stack(squares).sum()
+        """Parts from all ranks of the axis; what all hold from the first. Sends 8 bytes.
+
+        With `exact=yes` it is a sum that no order changes, and sends 40 bytes to each rank.
+        """
+        counted = [
+            parameter.grad.detach()
+            for parameter in self.parameters
+            if parameter.grad is not None
+            and (self.names[id(parameter)] in self.cut.dims or self.comm.rank == 0)
+        ]
+        if self.exact:
+            return exact_norm(counted, self._of_all_ranks)
+        squares = [gradient.abs().double().square().sum() for gradient in counted]
+        zero = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        total = torch.stack([zero, *squares]).sum()
         self.comm.all_reduce(total, "control").wait()
         return math.sqrt(total)
 
-
-WHOLE_TENSOR = ("Muon", "Adafactor", "LBFGS", "LARS", "LAMB", "SparseAdam")
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `RequestError` for an optimizer that does not go element by element."""
-    kind = type(optimizer).__name__
-    if kind in WHOLE_TENSOR:
-        raise RequestError(
-            asked=f"--strategy tensor with {kind}",
-            found=f"{kind}, whose step depends on whole tensors",
-            why="each rank holds a part of them, and would take the part for the whole",
-            do="AdamW, SGD or another one that goes element by element, or --strategy ddp",
-        )
+    def _of_all_ranks(self, row: Tensor) -> Tensor:
+        rows = row.new_empty(self.comm.size * row.numel())
+        if self.comm.size == 1:
+            return row[None]
+        self.comm.all_gather(rows, row, "control").wait()
+        return rows.view(self.comm.size, -1)
 
 
 def _nothing_to_cut(ranks: int) -> RequestError:

@@ -12,13 +12,14 @@ from allranks.torch.model.layers import own_kind
 from allranks.torch.model.shard_dropout import ShardDropout
 from allranks.torch.tensor_parallel.exchange import Exchange
 from allranks.torch.tensor_parallel.layers import (
+    ByLeaves,
     ColumnLinear,
     CutLayer,
     Region,
     RowLinear,
     VocabularyEmbedding,
 )
-from allranks.torch.tensor_parallel.plan import COLUMN, DIMS, ROW, VOCABULARY, Plan
+from allranks.torch.tensor_parallel.plan import COLUMN, DIMS, ELEMENTWISE, ROW, VOCABULARY, Plan
 
 KINDS: dict[str, type[nn.Module]] = {
     COLUMN: ColumnLinear,
@@ -68,7 +69,7 @@ def cut_model(model: nn.Module, plan: Plan, exchange: Exchange) -> CutModel:
         module.exchange, module.region = exchange, region
         module.__class__ = KINDS[cut.way]
         found.layers.append(module)
-    _tell_dropouts(model, plan, regions)
+    _tell_what_is_between(model, plan, regions)
     found.regions = list(regions.values())
     return found
 
@@ -78,8 +79,11 @@ def _part(whole: Tensor, dim: int, exchange: Exchange) -> nn.Parameter:
     return nn.Parameter(part, requires_grad=whole.requires_grad)
 
 
-def _tell_dropouts(model: nn.Module, plan: Plan, regions: dict[str, Region]) -> None:
-    """Let dropout between the columns and the row of a block draw for all features."""
+def _tell_what_is_between(model: nn.Module, plan: Plan, regions: dict[str, Region]) -> None:
+    """Let dropout between the columns and the row of a block draw for all features.
+
+    And with leaves let what is element-wise there go leaf by leaf.
+    """
     for name, region in regions.items():
         parent = model.get_submodule(name.rpartition(".")[0])
         inside = list(parent.modules())
@@ -89,5 +93,10 @@ def _tell_dropouts(model: nn.Module, plan: Plan, regions: dict[str, Region]) -> 
             first = children.index(model.get_submodule(name))
             inside = children[first : children.index(last[0])]
         for module in inside:
-            if isinstance(module, ShardDropout) and own_kind(module) is nn.Dropout:
+            kind: Any = own_kind(module)
+            if isinstance(module, ShardDropout) and kind is nn.Dropout:
                 module.part_of = region.part_of
+            elif kind in ELEMENTWISE and region.exchange.leaves:
+                inner: Any = module
+                inner.exchange, inner.region = region.exchange, region
+                inner.__class__ = type(f"{kind.__name__}ByLeaves", (ByLeaves, kind), {})

@@ -12,7 +12,7 @@ what is not cut is the same on all of them. Shoeybi et al. 2019, Megatron-LM, ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,16 +29,25 @@ def part_sizes(size: int, ranks: int) -> list[int]:
     return [max(0, min(most, size - rank * most)) for rank in range(ranks)]
 
 
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of as many tensors as a power of 2, in pairs, in pairs of pairs, and so on."""
+    sums = list(parts)
+    while len(sums) > 1:
+        sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
 class Exchange:
     """The ranks of the axis. `reduced` and `gathered` are the bytes of whole tensors that steps
     have all-reduced and all-gathered, counted by their shapes.
 
     While a pass `is_open`, a cut weight that user code looks at is shown whole. `kind` is what
-    messages are counted as.
+    messages are counted as. With `leaves` every sum over the ranks is one of so many parts of each,
+    added along one tree whatever the number of ranks.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+    def __init__(self, comm: Comm, leaves: int = 0) -> None:
+        self.comm, self.leaves = comm, leaves
         self.is_open, self.kind = False, "control"
         self.reduced = self.gathered = 0
         self._weights: dict[int, Tensor] | None = None
@@ -69,8 +78,21 @@ class Exchange:
         self.comm.all_reduce(tensor, self.kind).wait()
         return tensor
 
+    def tree_sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum of the leaves of all ranks: of the own ones, then, gathered, of those sums."""
+        own = tree_sum(parts).contiguous()
+        if self.comm.size == 1:
+            return own
+        sums = own.new_empty(self.comm.size * own.numel())
+        if self.kind == "gradients":
+            self.gathered += sums.nbytes
+        self.comm.all_gather(sums, own.view(-1), self.kind).wait()
+        return tree_sum(sums.view(self.comm.size, *own.shape).unbind())
+
     def all(self, part: Tensor, dim: int, size: int) -> Tensor:
         """The whole of what ranks hold parts of along `dim`, which has `size` elements."""
+        if self.comm.size == 1:
+            return part.clone(memory_format=torch.contiguous_format)
         sizes = part_sizes(size, self.comm.size)
         part = part.movedim(dim, 0)
         if part.shape[0] != sizes[self.comm.rank]:
@@ -95,6 +117,14 @@ class Exchange:
     def summed(self, part: Tensor) -> Tensor:
         """The sum over the ranks, in place of `part`, which nobody else may hold."""
         return _call(_Summed, self, part)
+
+    def copied_leaves(self, input: Tensor) -> tuple[Tensor, ...]:
+        """The input once for each leaf; backward adds the gradients along the tree."""
+        return tuple(_CopiedLeaves.apply(self, input))  # type: ignore[no-untyped-call]
+
+    def summed_leaves(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum of the leaves of all ranks, along the tree."""
+        return _call(_SummedLeaves, self, *parts)
 
     def whole(self, part: Tensor, dim: int, size: int) -> Tensor:
         """The parts of all ranks put together along `dim`."""
@@ -142,6 +172,49 @@ class _Summed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return None, gradient
+
+
+class _CopiedLeaves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, input: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(input.view_as(input) for _ in range(exchange.leaves))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, ctx.exchange.tree_sum(gradients)
+
+
+class _SummedLeaves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, *parts: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.tree_sum(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        gradient = gradient.contiguous()
+        return None, *[gradient] * ctx.exchange.leaves
+
+
+class Joined(torch.autograd.Function):
+    """Leaves of features side by side; each has a gradient of its own memory, as if it were alone.
+
+    A product rounds by the shapes and strides of what it is given.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.count = len(parts)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        parts = gradient.chunk(ctx.count, -1)
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
 
 class _Gathered(torch.autograd.Function):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 from allranks.errors import RequestError
 from allranks.torch.model.layers import Swapped
 from allranks.torch.model.shard_dropout import Part
-from allranks.torch.tensor_parallel.exchange import Exchange, part_sizes
+from allranks.torch.tensor_parallel.exchange import Exchange, Joined, part_sizes
 
 ATTENTION_DIMS = 4  # (sample, head, position, feature or position)
 
@@ -43,20 +44,20 @@ class Region:
         sizes = part_sizes(units, exchange.comm.size)
         self.start, self.own = sum(sizes[: exchange.comm.rank]), sizes[exchange.comm.rank]
         self._input: Tensor | None = None
-        self._copy: Tensor | None = None
+        self._copies: tuple[Tensor, ...] = ()
         self.is_open = False
 
     def close(self) -> None:
         """What follows is whole."""
-        self._input = self._copy = None
+        self._input, self._copies = None, ()
         self.is_open = False
 
-    def enter(self, input: Tensor) -> Tensor:
-        """The input of a column."""
-        if self._input is not input or self._copy is None:
-            self._input, self._copy = input, self.exchange.copied(input)
+    def enter(self, input: Tensor) -> tuple[Tensor, ...]:
+        """The input of a column, once for each of its leaves."""
+        if self._input is not input:
+            self._input, self._copies = input, copies_of(self.exchange, input)
         self.is_open = True
-        return self._copy
+        return self._copies
 
     def part_of(self, tensor: Tensor) -> Part | None:
         """Which part of a whole activation a tensor is; `None` if it is whole."""
@@ -74,6 +75,11 @@ class Region:
                 do="leave the block out of tensor_plan(), or --strategy ddp",
             )
         return Part(-1, self.start * each, self.units * each)
+
+
+def copies_of(exchange: Exchange, input: Tensor) -> tuple[Tensor, ...]:
+    """The input of a column, once for each of its leaves."""
+    return exchange.copied_leaves(input) if exchange.leaves else (exchange.copied(input),)
 
 
 class CutLayer(Swapped):
@@ -99,6 +105,29 @@ class CutLayer(Swapped):
     @property
     def weight(self) -> Any:
         return self.shown("weight")
+
+
+def aligned(leaf: Tensor) -> Tensor:
+    """A copy on its own: a product may round by where in memory its factors begin."""
+    return leaf.clone(memory_format=torch.contiguous_format)
+
+
+class ByLeaves(Swapped, nn.Module):
+    """An element-wise layer that goes leaf by leaf through what is cut.
+
+    Torch rounds the last elements of a tensor, those that fill no vector, in another way.
+    """
+
+    exchange: Exchange
+    region: Region
+
+    def forward(self, input: Tensor) -> Tensor:
+        leaves, apply = self.exchange.leaves, super().forward
+        if not self.region.is_open or input.shape[-1] % leaves:
+            return apply(input)  # type: ignore[no-any-return]
+        parts = (apply(aligned(leaf)) for leaf in input.chunk(leaves, -1))
+        output: Tensor = Joined.apply(*parts)  # type: ignore[no-untyped-call]
+        return output
 
 
 class ShownWhole(dict[str, Any]):
@@ -149,10 +178,22 @@ class ColumnLinear(CutLinear, nn.Linear):  # type: ignore[override]
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.held("weight"), self.held("bias")
         assert weight is not None
-        if self.region is not None:
-            return F.linear(self.region.enter(input), weight, bias)
-        output = F.linear(self.exchange.copied(input), weight, bias)
-        return self.exchange.whole(output, -1, self.out_features)
+        enter = partial(copies_of, self.exchange) if self.region is None else self.region.enter
+        copies = enter(input)
+        if self.exchange.leaves:
+            output = self._by_leaves(copies)
+        else:
+            output = F.linear(copies[0], weight, bias)
+        return output if self.region else self.exchange.whole(output, -1, self.out_features)
+
+    def _by_leaves(self, copies: tuple[Tensor, ...]) -> Tensor:
+        """A product for each leaf of features, of one shape on any number of ranks."""
+        weight, bias = self.held("weight"), self.held("bias")
+        assert weight is not None
+        weights = [aligned(rows) for rows in weight.chunk(len(copies))]
+        biases = [None] * len(copies) if bias is None else bias.chunk(len(copies))
+        output: Tensor = Joined.apply(*map(F.linear, copies, weights, biases))  # type: ignore[no-untyped-call]
+        return output
 
 
 class RowLinear(CutLinear, nn.Linear):  # type: ignore[override]
@@ -167,8 +208,17 @@ class RowLinear(CutLinear, nn.Linear):  # type: ignore[override]
             self.region.close()
         if input.shape[-1] != weight.shape[1]:
             raise _not_cut(self, input)
-        output = self.exchange.summed(F.linear(input, weight))
+        output = self._sum(input, weight)
         return output if bias is None else output + bias
+
+    def _sum(self, input: Tensor, weight: Tensor) -> Tensor:
+        """The product over the features of all ranks."""
+        leaves = self.exchange.leaves
+        if not leaves:
+            return self.exchange.summed(F.linear(input, weight))
+        pairs = zip(input.chunk(leaves, -1), weight.chunk(leaves, 1), strict=True)
+        parts = [F.linear(aligned(some), aligned(columns)) for some, columns in pairs]
+        return self.exchange.summed_leaves(parts)
 
 
 class VocabularyEmbedding(CutLayer, nn.Embedding):  # type: ignore[override]

@@ -71,9 +71,9 @@ class Cut:
     def units(self) -> int:
         return self.size // self.unit
 
-    def fits(self, ranks: int) -> bool:
-        """Whether every rank gets a part, and no unit is torn apart."""
-        if self.unit > 1 and (self.size % self.unit or self.units % ranks):
+    def fits(self, ranks: int, *, even: bool = False) -> bool:
+        """Whether every rank gets a part, an `even` one if asked, and no unit is torn apart."""
+        if (even or self.unit > 1) and (self.size % self.unit or self.units % ranks):
             return False
         return part_sizes(self.size, ranks)[-1] > 0
 
@@ -83,6 +83,7 @@ class Plan:
     """The layers that are cut, by name, in the order of the model."""
 
     ranks: int
+    even: bool = False
     cuts: dict[str, Cut] = field(default_factory=dict)
 
     def add_block(self, cuts: list[Cut]) -> bool:
@@ -91,7 +92,7 @@ class Plan:
         ways = [cut.way for cut in cuts]
         if len(units) > 1 or COLUMN not in ways or ROW not in ways:
             return False
-        if not all(cut.fits(self.ranks) for cut in cuts):
+        if not all(cut.fits(self.ranks, even=self.even) for cut in cuts):
             return False
         for cut in cuts:
             cut.block = cuts[0].name
@@ -109,9 +110,9 @@ def can_be_cut(module: nn.Module) -> bool:
     return not any(getattr(module, name, None) for name in special)
 
 
-def default_plan(model: nn.Module, ranks: int) -> Plan:
-    """What can be cut of a model."""
-    plan = Plan(ranks)
+def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> Plan:
+    """What can be cut of a model, into `even` parts alone if asked."""
+    plan = Plan(ranks, even)
     holders = holders_of_weights(model)
     torn = {
         name
@@ -129,21 +130,23 @@ def default_plan(model: nn.Module, ranks: int) -> Plan:
             continue
         for way in _ways_of(module, is_tied=name in tied):
             cut = Cut(name, module, way)
-            if cut.fits(ranks):
+            if cut.fits(ranks, even=even):
                 plan.cuts[name] = cut
                 break
     return plan
 
 
-def given_plan(model: nn.Module, ranks: int, given: Mapping[str, Any]) -> Plan:
+def given_plan(
+    model: nn.Module, ranks: int, given: Mapping[str, Any], *, even: bool = False
+) -> Plan:
     """What a task says is cut; raises `RequestError` where that cannot be."""
-    plan, cuts = Plan(ranks), dict[str, Cut]()
+    plan, cuts = Plan(ranks, even), dict[str, Cut]()
     for pattern, how in given.items():
         names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
         if not names:
             raise refused(f"{pattern!r}", "no module has such a name", "look at named_modules()")
         for name in names:
-            cuts[name] = _checked(name, model.get_submodule(name), how, ranks)
+            cuts[name] = _checked(name, model.get_submodule(name), how, plan)
     for name, parent in model.named_modules():
         own = [cuts[n] for n, _ in _children(name, parent) if n in cuts]
         rows = [cut for cut in own if cut.way == ROW]
@@ -177,7 +180,7 @@ def refused(found: str, why: str, do: str) -> RequestError:
     return RequestError(asked="tensor_plan() for --strategy tensor", found=found, why=why, do=do)
 
 
-def _checked(name: str, module: Any, how: Any, ranks: int) -> Cut:
+def _checked(name: str, module: Any, how: Any, plan: Plan) -> Cut:
     way, unit = how if isinstance(how, tuple) else (how, 1)
     if way not in WAYS:
         raise refused(f"{name}: {how!r}", f"a way is one of {', '.join(WAYS)}", "name one of them")
@@ -186,8 +189,9 @@ def _checked(name: str, module: Any, how: Any, ranks: int) -> Cut:
         why = f"it cuts an nn.{WAYS[way].__name__} without max_norm, sparse or a forward of its own"
         raise refused(found, why, "leave it out: it is then the same on every rank")
     cut = Cut(name, module, way, unit)
-    if not cut.fits(ranks):
-        found = f"{name}: {way} of {cut.units} features, rows or heads, for {ranks} ranks"
+    if not cut.fits(plan.ranks, even=plan.even):
+        parts = f"{plan.ranks} leaves" if plan.even else f"{plan.ranks} ranks"
+        found = f"{name}: {way} of {cut.units} features, rows or heads, for {parts}"
         why = "every rank must have a part, and all the same number of heads"
         raise refused(found, why, "fewer ranks, or leave it out of the plan")
     return cut
