@@ -152,9 +152,8 @@ FAULTS = {
     ),
     "a bias added on every tensor rank": Fault(
         "torch/tensor_parallel/layers.py",
-        "self.exchange.summed(F.linear(input, weight))\n"
-        "        return output if bias is None else output + bias",
-        "self.exchange.summed(F.linear(input, weight, bias))\n        return output",
+        "else output + bias",
+        "else output + self.exchange.comm.size * bias",
         step=0,
         stage="loss",
         tensor=None,
