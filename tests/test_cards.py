@@ -42,14 +42,19 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     **dict.fromkeys([(n, "") for n in ("mirrored", "central-storage", "tpu")], (0, 0, 0, 0, 0)),
     ("multi-worker-mirrored", ""): (0, 3360, 4480, 5040, 5880),
     ("parameter-server", ""): (6720, 6720, 6720, 6720, 6720),
+    ("tensor", ""): (0, 2160, 2880, 3240, 3780),
 }
-"""Their tally is a message of its own."""
+MESSAGES = {
+    **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
+    **dict.fromkeys(("fsdp", "hsdp"), CUT),
+    "tensor": (1600, 800, GRADIENTS, TALLY),  # activations summed, gathered
+}
+"""Of strategies whose tally is a message of its own."""
 
 
 def bytes_of(name: str, reduce: str, ranks: int, shards: int = 8) -> int:
     options: dict[str, Any] = CARDS[name].read_options({"reduce": reduce} if reduce else {})
-    own = {"zero1": (GRADIENTS, TALLY), "zero2": (GRADIENTS, TALLY), "fsdp": CUT, "hsdp": CUT}
-    messages = own.get(name, (GRADIENTS + TALLY,))
+    messages = MESSAGES.get(name, (GRADIENTS + TALLY,))
     work = Workload(messages, ranks, shards, gradients=GRADIENTS // 4, tally=TALLY)
     if name == "zero2":
         work = replace(work, passes=2)
@@ -175,7 +180,7 @@ def test_the_card_says_what_bitwise_sets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refused.value.do == "leave strict out, or drop --bitwise"
 
 
-@pytest.mark.parametrize("name", ["ulysses", "tensor", "moe", "moe:x=1"])
+@pytest.mark.parametrize("name", ["ulysses", "diloco", "moe", "moe:x=1"])
 def test_a_strategy_that_is_to_come_is_not_taken_for_another(name: str) -> None:
     with pytest.raises(RequestError) as refused:
         card_for(parse_choice(name))

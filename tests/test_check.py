@@ -218,6 +218,9 @@ def test_ranks_that_share_unevenly_are_looked_at_too() -> None:
     assert ranks_to_check(8, 8, given=True) == ((8, 7), 8)
     assert ranks_to_check(3, 8, given=True) == ((3,), 3)
     assert ranks_to_check(2, 2, given=False) == ((2,), 2)
+    even = {"fits": lambda ranks: ranks % 2 == 0}
+    assert ranks_to_check(2, 8, given=False, **even) == ((2,), 2)
+    assert ranks_to_check(4, 8, given=True, **even) == ((4,), 4)
     assert ranks_to_check(1, 8, given=True) == ((1,), 1)
 
 

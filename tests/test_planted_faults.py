@@ -33,6 +33,7 @@ class Fault:
     options: tuple[str, ...] = ()
     looks: int = 1
     """Which look finds it: float64 on 2 ranks, or on 3 ranks."""
+    program: str = "digits"
 
 
 RANKS = "(torch.distributed.is_initialized() and torch.distributed.get_world_size() or 1)"
@@ -168,6 +169,39 @@ FAULTS = {
         hint="scaled by 1.01",
         looks=2,
     ),
+    "a lost tensor reduction": Fault(
+        "torch/tensor_parallel/exchange.py",
+        "ctx.exchange.sum_(gradient.clone(memory_format=torch.contiguous_format))",
+        "gradient",
+        step=0,
+        stage="gradient",
+        tensor="0.bias",
+        hint="",
+        options=("--strategy", "tensor"),
+        program="tensor_tasks:Stack",
+    ),
+    "a bias added on every tensor rank": Fault(
+        "torch/tensor_parallel/layers.py",
+        "else output + bias",
+        "else output + self.exchange.comm.size * bias",
+        step=0,
+        stage="loss",
+        tensor=None,
+        hint="",
+        options=("--strategy", "tensor"),
+        program="tensor_tasks:Stack",
+    ),
+    "a norm of one tensor rank": Fault(
+        "torch/strategies/tensor.py",
+        '        self.comm.all_reduce(total, "control").wait()\n',
+        "",
+        step=0,
+        stage="gradient norm",
+        tensor=None,
+        hint="",
+        options=("--strategy", "tensor"),
+        program="tensor_tasks:Stack",
+    ),
 }
 IN_32_BITS_ONLY = {
     # float64 does not see them; sums over ranks are made in float32 in every other precision
@@ -204,14 +238,15 @@ IN_32_BITS_ONLY = {
 def check_in_a_copy(
     host: Host, folder: Path, fault: Fault | None
 ) -> tuple[int, dict[str, Any], str]:
-    """Run `check digits` with the engine copied to `folder`, the fault in it."""
+    """Run `check` with the engine copied to `folder`, the fault in it."""
     copy = folder / "source" / "allranks"
     shutil.copytree(SOURCE, copy)  # with what is compiled: it is as old as its source
     if fault is not None:
         text = (copy / fault.file).read_text()
         assert text.count(fault.line) == 1, f"{fault.file} has no single line {fault.line!r}"
         (copy / fault.file).write_text(text.replace(fault.line, fault.becomes))
-    words = ("check", "digits", "--ranks", "2", "--steps", "7", "--json")
+    program = fault.program if fault else "digits"
+    words = ("check", program, "--ranks", "2", "--steps", "7", "--json")
     options = fault.options if fault else ()
     launch = host.launch(folder, *words, *options, source=str(copy.parent))
     code = launch.wait()

@@ -127,6 +127,7 @@ STRATEGIES = {
         "fsdp": "allranks.torch.strategies.fsdp:FSDP",
         "hsdp": "allranks.torch.strategies.fsdp:HSDP",
         "independent": "allranks.torch.strategies.independent:Independent",
+        "tensor": "allranks.torch.strategies.tensor:Tensors",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

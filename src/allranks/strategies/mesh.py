@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-REPLICATE, SHARD, DATA = "replicate", "shard", "data"
+REPLICATE, SHARD, DATA, TENSOR = "replicate", "shard", "data", "tensor"
 FLATTENED = {DATA: (REPLICATE, SHARD)}
 """Axes that are several in one: the ranks of a sharded model each read data of their own."""
 

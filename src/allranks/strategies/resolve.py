@@ -16,7 +16,6 @@ from allranks.strategies.roles import ProcessSet
 from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
-    **dict.fromkeys(("tensor", "tensor-parallel", "tp"), "tensor parallelism"),
     **dict.fromkeys(("pipeline", "pp", "gpipe"), "splitting a model by layers"),
     **dict.fromkeys(("context", "ulysses", "ring"), "splitting sequences"),
     **dict.fromkeys(("expert", "moe"), "splitting experts"),
@@ -112,6 +111,14 @@ def engines_of(text: str) -> tuple[str, ...]:
 def strategy_spec(text: str, ranks: int) -> StrategySpec:
     """The strategy that a text describes, for so many ranks; raises `RequestError`."""
     return _spec(text, parse_choice(text), ranks)
+
+
+def has_mesh(text: str, ranks: int) -> bool:
+    """Whether so many ranks fit on the axes of the strategy that a text describes."""
+    try:
+        return strategy_spec(text, ranks).mesh.ranks == ranks
+    except RequestError:
+        return False
 
 
 def _spec(text: str, choice: Choice, ranks: int) -> StrategySpec:

@@ -17,6 +17,7 @@ from allranks.strategies.fsdp_cards import FSDP_CARDS
 from allranks.strategies.mesh import Agreement
 from allranks.strategies.placed_cards import PLACED_CARDS
 from allranks.strategies.sharded_cards import SHARDED_CARDS
+from allranks.strategies.tensor_card import TENSOR_CARD
 from allranks.strategies.tensorflow_cards import TENSORFLOW_CARDS
 
 
@@ -121,6 +122,7 @@ CARDS = {
         *SHARDED_CARDS,
         *FSDP_CARDS,
         *PLACED_CARDS,
+        TENSOR_CARD,
         *TENSORFLOW_CARDS,
     )
 }

@@ -93,6 +93,17 @@ class Task(TaskFields):
         """
         return None
 
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any] | None:
+        """Which layers `--strategy tensor` cuts: names of modules (`*` for any) -> how.
+
+        `"column"` cuts the rows of an `nn.Linear`, which are features of its output; `"row"` its
+        columns; `"vocabulary"` the rows of an `nn.Embedding`. `("column", 64)` keeps runs of 64
+        features together, as those of a head. Columns and a row directly below one module are a
+        block, in which activations stay cut. What is not named is on every rank. The default,
+        `None`: all that can be cut.
+        """
+        return None
+
     def callbacks(self) -> Sequence[Any]:
         """What is to be done between the steps: some `allranks.training.callback.Callback`s."""
         return ()

@@ -104,6 +104,12 @@ class Attention(nn.Module):
         self.weights_drop = nn.Dropout(shape.attention_dropout)
         self.drop = nn.Dropout(shape.dropout)
 
+    @property
+    def tensor_plan(self) -> dict[str, tuple[str, int]]:
+        """Cut over ranks by heads."""
+        width = self.head_width
+        return {"query_key_value": ("column", 3 * width), "output": ("row", width)}
+
     def forward(self, x: Tensor) -> Tensor:
         rows = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_width))
         query, key, value = rows.transpose(1, 2).unbind(3)  # each (n, heads, t, features)

@@ -5,6 +5,7 @@ Two ranks share 8 shards evenly; what is wrong where ranks have unlike parts sho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from allranks.catalog import ENGINES, TORCH
@@ -38,10 +39,13 @@ def default_ranks(strategy: str) -> int:
     return USUAL[0] if card_of(strategy).many_ranks else 1
 
 
-def ranks_to_check(ranks: int, shards: int, *, given: bool) -> tuple[tuple[int, ...], int]:
+def ranks_to_check(
+    ranks: int, shards: int, *, given: bool, fits: Callable[[int], bool] = lambda ranks: True
+) -> tuple[tuple[int, ...], int]:
     """The numbers of ranks to look at, and that of the job itself.
 
-    Where a number was given it is first, and one that does not divide the shards follows it.
+    Where a number was given it is first, and one that does not divide the shards follows it, if it
+    `fits` the strategy.
     """
     if ranks == 1:
         return (1,), 1
@@ -53,7 +57,7 @@ def ranks_to_check(ranks: int, shards: int, *, given: bool) -> tuple[tuple[int, 
             do="--set shards=8, or --ranks 1",
         )
     if not given:
-        many = tuple(n for n in USUAL if n <= shards)
+        many = tuple(n for n in USUAL if n <= shards and (n == ranks or fits(n)))
         return many, many[-1]
-    beside = [n for n in (ranks - 1, ranks + 1) if 1 < n <= shards and shards % n]
+    beside = [n for n in (ranks - 1, ranks + 1) if 1 < n <= shards and shards % n and fits(n)]
     return ((ranks, *beside[:1]) if shards % ranks == 0 else (ranks,)), ranks

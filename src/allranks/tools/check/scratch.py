@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from allranks.catalog import ENGINES, preload_for
@@ -18,8 +19,9 @@ from allranks.job.place import LOCAL
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.resources import LocalMachine
 from allranks.launcher.start import describe
+from allranks.strategies.resolve import has_mesh
 from allranks.tools.check.against_single import check_against_one
-from allranks.tools.check.plan import TRACE_BYTES, Plan, ranks_to_check
+from allranks.tools.check.plan import TRACE_BYTES, USUAL_STRATEGY, Plan, ranks_to_check
 from allranks.tools.check.verdict import Verdict
 
 
@@ -38,7 +40,8 @@ def checked_in_scratch(
     ):
         try:
             shards = describe(LocalMachine(server), _here(resolved)).shards
-            many, own = ranks_to_check(resolved.job.ranks, shards, given=given)
+            fits = partial(has_mesh, resolved.job.strategy or USUAL_STRATEGY)
+            many, own = ranks_to_check(resolved.job.ranks, shards, given=given, fits=fits)
             if resolved.job.nodes > 1:
                 many = (resolved.job.ranks,)  # another number may not fit on the nodes
             limit = TRACE_BYTES if bounded else 0

@@ -147,6 +147,15 @@ class Swapped:
     """A layer while the engine holds the model; its own class is the second base."""
 
 
+OF_SWAPPED = frozenset(
+    {
+        *("scope", "index", "shared_dims", "adds_no_loss", "part_of"),
+        *("exchange", "region", "dims", "sizes"),
+    }
+)
+"""What swapped layers carry beside what their owner gave them."""
+
+
 class OfShard(Swapped):
     """A layer that follows the scope; `index` is its number in the model."""
 

@@ -6,7 +6,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
 
 from allranks.errors import RequestError
-from allranks.torch.model.layers import Scope, ShardBatchNorm, Swapped, every_layer, own_kind
+from allranks.torch.model.layers import (
+    OF_SWAPPED,
+    Scope,
+    ShardBatchNorm,
+    Swapped,
+    every_layer,
+    own_kind,
+)
 from allranks.torch.model.shard_dropout import DROPOUTS, ShardDropout
 
 
@@ -59,5 +66,5 @@ def restore_layers(model: nn.Module) -> None:
     for module in every_layer(model):
         if isinstance(module, Swapped):
             module.__class__ = own_kind(module)
-            for name in ("scope", "index", "shared_dims", "adds_no_loss"):
+            for name in OF_SWAPPED:
                 vars(module).pop(name, None)

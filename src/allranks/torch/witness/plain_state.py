@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from allranks.torch.model.layers import OF_SWAPPED
+
 Roots = list[tuple[str, Any]]
 """What is looked through: the words before the names in it, and the object."""
 Token = tuple[str, Any]
@@ -31,7 +33,7 @@ MOST_ITEMS = 64  # of a container that is looked into
 MOST_BYTES = 1 << 20  # of an array or a tensor
 MOST_CELLS = 100_000
 NUMBERS = (int, float, np.integer, np.floating)
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"scope", "index", "shared_dims", "adds_no_loss"}
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | OF_SWAPPED
 OPAQUE_TYPES = (
     *(type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
     *(torch.optim.Optimizer, torch.dtype, torch.device, str, bytes),

@@ -1,0 +1,102 @@
+"""A model cut by a plan: its layers swapped in place, each parameter left with this rank's part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.torch.model.layers import own_kind
+from allranks.torch.model.shard_dropout import ShardDropout
+from allranks.torch.tensor_parallel.exchange import Exchange
+from allranks.torch.tensor_parallel.layers import (
+    ByLeaves,
+    ColumnLinear,
+    CutLayer,
+    Region,
+    RowLinear,
+    VocabularyEmbedding,
+)
+from allranks.torch.tensor_parallel.plan import COLUMN, DIMS, ELEMENTWISE, ROW, VOCABULARY, Plan
+
+KINDS: dict[str, type[nn.Module]] = {
+    COLUMN: ColumnLinear,
+    ROW: RowLinear,
+    VOCABULARY: VocabularyEmbedding,
+}
+
+
+@dataclass
+class CutModel:
+    """What became of the parameters: by name, the dimension along which each is cut."""
+
+    dims: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    regions: list[Region] = field(default_factory=list)
+    layers: list[CutLayer] = field(default_factory=list)
+
+
+def cut_model(model: nn.Module, plan: Plan, exchange: Exchange) -> CutModel:
+    """Cut `model` in place. What the plan does not name is the same on every rank of the axis."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    done: dict[int, nn.Parameter] = {}
+    regions: dict[str, Region] = {}
+    found = CutModel(shapes={name: p.shape for name, p in model.named_parameters()})
+    for cut in plan.cuts.values():
+        module: Any = cut.module
+        region = None
+        if cut.block is not None:
+            if cut.block not in regions:
+                heads = cut.unit > 1
+                block = Region(exchange, cut.units, are_heads=heads, name=cut.name)
+                regions[cut.block] = block
+            region = regions[cut.block]
+        dims = {
+            name: dim
+            for name, dim in DIMS[cut.way].items()
+            if module._parameters.get(name) is not None
+        }
+        module.dims, module.sizes = dims, {}
+        for name, dim in dims.items():
+            whole = module._parameters[name]
+            if id(whole) not in done:
+                done[id(whole)] = _part(whole, dim, exchange)
+                found.dims[names[id(whole)]] = dim
+            module.sizes[name] = found.shapes[names[id(whole)]][dim]
+            module._parameters[name] = done[id(whole)]
+        module.exchange, module.region = exchange, region
+        module.__class__ = KINDS[cut.way]
+        found.layers.append(module)
+    _tell_what_is_between(model, plan, regions)
+    found.regions = list(regions.values())
+    return found
+
+
+def _part(whole: Tensor, dim: int, exchange: Exchange) -> nn.Parameter:
+    part = exchange.own(whole.detach(), dim).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=whole.requires_grad)
+
+
+def _tell_what_is_between(model: nn.Module, plan: Plan, regions: dict[str, Region]) -> None:
+    """Let dropout between the columns and the row of a block draw for all features.
+
+    And with leaves let what is element-wise there go leaf by leaf.
+    """
+    for name, region in regions.items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        inside = list(parent.modules())
+        if isinstance(parent, nn.Sequential):
+            last = [c.module for c in plan.cuts.values() if c.block == name and c.way == ROW]
+            children = list(parent)
+            first = children.index(model.get_submodule(name))
+            inside = children[first : children.index(last[0])]
+        for module in inside:
+            kind: Any = own_kind(module)
+            if isinstance(module, ShardDropout) and kind is nn.Dropout:
+                module.part_of = region.part_of
+            elif kind in ELEMENTWISE and region.exchange.leaves:
+                inner: Any = module
+                inner.exchange, inner.region = region.exchange, region
+                inner.__class__ = type(f"{kind.__name__}ByLeaves", (ByLeaves, kind), {})

@@ -1,0 +1,241 @@
+"""What the ranks of the tensor axis exchange, and what backward exchanges for it.
+
+    forward                          backward
+    nothing (`copied`)               all-reduce of the gradient
+    all-reduce (`summed`)            nothing
+    all-gather (`gathered`)          this rank's part of the gradient
+    this rank's part (`own_part`)    all-gather of the gradient
+
+Every rank of the axis goes through the model with the same samples, so all call these alike, and
+what is not cut is the same on all of them. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from allranks.torch.comm import Comm
+
+
+def part_sizes(size: int, ranks: int) -> list[int]:
+    """How much of a dimension each rank holds: as `torch.chunk` cuts, and DTensor expects."""
+    most = -(-size // ranks)
+    return [max(0, min(most, size - rank * most)) for rank in range(ranks)]
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of as many tensors as a power of 2, in pairs, in pairs of pairs, and so on."""
+    sums = list(parts)
+    while len(sums) > 1:
+        sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+class Exchange:
+    """The ranks of the axis. `reduced` and `gathered` are the bytes of whole tensors that steps
+    have all-reduced and all-gathered, counted by their shapes.
+
+    While a pass `is_open`, a cut weight that user code looks at is shown whole. `kind` is what
+    messages are counted as. With `leaves` every sum over the ranks is one of so many parts of each,
+    added along one tree whatever the number of ranks.
+    """
+
+    def __init__(self, comm: Comm, leaves: int = 0) -> None:
+        self.comm, self.leaves = comm, leaves
+        self.is_open, self.kind = False, "control"
+        self.reduced = self.gathered = 0
+        self._weights: dict[int, Tensor] | None = None
+
+    @contextmanager
+    def opened(self, kind: str) -> Iterator[None]:
+        """Within, passes go through the model; what they send is of that kind."""
+        before = self.is_open, self.kind
+        self.is_open, self.kind = True, kind
+        try:
+            yield
+        finally:
+            self.is_open, self.kind = before
+
+    @contextmanager
+    def remembered(self) -> Iterator[None]:
+        """Within, a whole weight is gathered once, however often it is asked for."""
+        self._weights = {}
+        try:
+            yield
+        finally:
+            self._weights = None
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum a contiguous tensor over the ranks, in place."""
+        if self.kind == "gradients":
+            self.reduced += tensor.nbytes
+        self.comm.all_reduce(tensor, self.kind).wait()
+        return tensor
+
+    def tree_sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum of the leaves of all ranks: of the own ones, then, gathered, of those sums."""
+        own = tree_sum(parts).contiguous()
+        if self.comm.size == 1:
+            return own
+        sums = own.new_empty(self.comm.size * own.numel())
+        if self.kind == "gradients":
+            self.gathered += sums.nbytes
+        self.comm.all_gather(sums, own.view(-1), self.kind).wait()
+        return tree_sum(sums.view(self.comm.size, *own.shape).unbind())
+
+    def all(self, part: Tensor, dim: int, size: int) -> Tensor:
+        """The whole of what ranks hold parts of along `dim`, which has `size` elements."""
+        if self.comm.size == 1:
+            return part.clone(memory_format=torch.contiguous_format)
+        sizes = part_sizes(size, self.comm.size)
+        part = part.movedim(dim, 0)
+        if part.shape[0] != sizes[self.comm.rank]:
+            raise AssertionError(f"{part.shape[0]} of {size} on rank {self.comm.rank}: {sizes}")
+        own = part.new_zeros(sizes[0], *part.shape[1:])
+        own[: part.shape[0]] = part
+        whole = own.new_empty(self.comm.size * sizes[0], *own.shape[1:])
+        if self.kind == "gradients":
+            self.gathered += whole.nbytes
+        self.comm.all_gather(whole, own, self.kind).wait()
+        return whole[:size].movedim(0, dim).contiguous()
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor along `dim`, as a view."""
+        sizes = part_sizes(whole.shape[dim], self.comm.size)
+        return whole.narrow(dim, sum(sizes[: self.comm.rank]), sizes[self.comm.rank])
+
+    def copied(self, input: Tensor) -> Tensor:
+        """The input of layers of which each rank computes a part."""
+        return _call(_Copied, self, input)
+
+    def summed(self, part: Tensor) -> Tensor:
+        """The sum over the ranks, in place of `part`, which nobody else may hold."""
+        return _call(_Summed, self, part)
+
+    def copied_leaves(self, input: Tensor) -> tuple[Tensor, ...]:
+        """The input once for each leaf; backward adds the gradients along the tree."""
+        return tuple(_CopiedLeaves.apply(self, input))  # type: ignore[no-untyped-call]
+
+    def summed_leaves(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum of the leaves of all ranks, along the tree."""
+        return _call(_SummedLeaves, self, *parts)
+
+    def whole(self, part: Tensor, dim: int, size: int) -> Tensor:
+        """The parts of all ranks put together along `dim`."""
+        return _call(_Gathered, self, part, dim, size)
+
+    def whole_weight(self, part: Tensor, dim: int, size: int) -> Tensor:
+        """The whole of a weight; while it is remembered, always the same tensor."""
+        if self._weights is None:
+            return self.whole(part, dim, size)
+        if id(part) not in self._weights:
+            self._weights[id(part)] = self.whole(part, dim, size)
+        return self._weights[id(part)]
+
+    def own_part(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of what all hold."""
+        return _call(_OwnPart, self, whole, dim)
+
+
+def _call(function: Any, *arguments: Any) -> Tensor:
+    found: Tensor = function.apply(*arguments)
+    return found
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, input: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return input.view_as(input)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, ctx.exchange.sum_(gradient.clone(memory_format=torch.contiguous_format))
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, part: Tensor) -> Tensor:
+        if not part.is_contiguous():
+            return exchange.sum_(part.contiguous())
+        ctx.mark_dirty(part)
+        return exchange.sum_(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, gradient
+
+
+class _CopiedLeaves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, input: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(input.view_as(input) for _ in range(exchange.leaves))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, ctx.exchange.tree_sum(gradients)
+
+
+class _SummedLeaves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, *parts: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.tree_sum(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        gradient = gradient.contiguous()
+        return None, *[gradient] * ctx.exchange.leaves
+
+
+class Joined(torch.autograd.Function):
+    """Leaves of features side by side; each has a gradient of its own memory, as if it were alone.
+
+    A product rounds by the shapes and strides of what it is given.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.count = len(parts)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        parts = gradient.chunk(ctx.count, -1)
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, part: Tensor, dim: int, size: int) -> Tensor:
+        ctx.exchange, ctx.dim = exchange, dim
+        return exchange.all(part, dim, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, ctx.exchange.own(gradient, ctx.dim).contiguous(), None, None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, whole: Tensor, dim: int) -> Tensor:
+        ctx.exchange, ctx.dim, ctx.size = exchange, dim, whole.shape[dim]
+        return exchange.own(whole, dim).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, ctx.exchange.all(gradient, ctx.dim, ctx.size), None

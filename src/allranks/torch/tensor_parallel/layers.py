@@ -1,0 +1,256 @@
+"""Layers of which each rank of the tensor axis holds a part: Linear by rows or columns, Embedding.
+
+    column       weight (out/N, in)    every rank computes some of the output's features
+    row          weight (out, in/N)    every rank computes a part of the sum; all-reduce, + bias
+    vocabulary   weight (rows/N, d)    every rank looks up the rows that it has; all-reduce
+
+Between the columns and the row of a `Region` activations stay cut, and one all-reduce in forward
+and one in backward is all that a block sends. Elsewhere a column gathers its output, and a row
+takes its part of the whole input. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
+
+A weight that user code looks at within a pass (`F.linear(x, embedding.weight)`) is shown whole: it
+is gathered for that, and its gradient finds the way back. So is every one that a regularizer asks
+`model.parameters()` for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from allranks.errors import RequestError
+from allranks.torch.model.layers import Swapped
+from allranks.torch.model.shard_dropout import Part
+from allranks.torch.tensor_parallel.exchange import Exchange, Joined, part_sizes
+
+ATTENTION_DIMS = 4  # (sample, head, position, feature or position)
+
+
+class Region:
+    """From the columns of a block to its row: in between, activations are cut along `units`.
+
+    A unit is a feature, or a head of attention. Columns that are given the same input, as those of
+    query, key and value, send its gradient once.
+    """
+
+    def __init__(self, exchange: Exchange, units: int, *, are_heads: bool, name: str) -> None:
+        self.exchange, self.units, self.are_heads, self.name = exchange, units, are_heads, name
+        sizes = part_sizes(units, exchange.comm.size)
+        self.start, self.own = sum(sizes[: exchange.comm.rank]), sizes[exchange.comm.rank]
+        self._input: Tensor | None = None
+        self._copies: tuple[Tensor, ...] = ()
+        self.is_open = False
+
+    def close(self) -> None:
+        """What follows is whole."""
+        self._input, self._copies = None, ()
+        self.is_open = False
+
+    def enter(self, input: Tensor) -> tuple[Tensor, ...]:
+        """The input of a column, once for each of its leaves."""
+        if self._input is not input:
+            self._input, self._copies = input, copies_of(self.exchange, input)
+        self.is_open = True
+        return self._copies
+
+    def part_of(self, tensor: Tensor) -> Part | None:
+        """Which part of a whole activation a tensor is; `None` if it is whole."""
+        if not self.is_open:
+            return None
+        if self.are_heads and tensor.ndim == ATTENTION_DIMS and tensor.shape[1] == self.own:
+            return Part(1, self.start, self.units)
+        each, rest = divmod(tensor.shape[-1], self.own)
+        if rest:
+            raise RequestError(
+                asked=f"a tensor-parallel block at {self.name!r}",
+                found=f"dropout on a tensor of shape {tuple(tensor.shape)}",
+                why=f"between its columns and its row this rank has {self.own} of {self.units} "
+                "features or heads",
+                do="leave the block out of tensor_plan(), or --strategy ddp",
+            )
+        return Part(-1, self.start * each, self.units * each)
+
+
+def copies_of(exchange: Exchange, input: Tensor) -> tuple[Tensor, ...]:
+    """The input of a column, once for each of its leaves."""
+    return exchange.copied_leaves(input) if exchange.leaves else (exchange.copied(input),)
+
+
+class CutLayer(Swapped):
+    """A layer of which this rank holds a part. `region` is that of its block, if it has one."""
+
+    exchange: Exchange
+    region: Region | None
+    dims: dict[str, int]
+    sizes: dict[str, int]
+    _parameters: dict[str, nn.Parameter | None]
+
+    def held(self, name: str) -> nn.Parameter | None:
+        """What this rank holds of a parameter."""
+        return dict.__getitem__(self._parameters, name)
+
+    def shown(self, name: str) -> Tensor | None:
+        """A parameter as user code sees it: whole in a pass, elsewhere what this rank holds."""
+        held = self.held(name)
+        if held is None or name not in self.dims or not self.exchange.is_open:
+            return held
+        return self.exchange.whole_weight(held, self.dims[name], self.sizes[name])
+
+    @property
+    def weight(self) -> Any:
+        return self.shown("weight")
+
+
+def aligned(leaf: Tensor) -> Tensor:
+    """A copy on its own: a product may round by where in memory its factors begin."""
+    return leaf.clone(memory_format=torch.contiguous_format)
+
+
+class ByLeaves(Swapped, nn.Module):
+    """An element-wise layer that goes leaf by leaf through what is cut.
+
+    Torch rounds the last elements of a tensor, those that fill no vector, in another way.
+    """
+
+    exchange: Exchange
+    region: Region
+
+    def forward(self, input: Tensor) -> Tensor:
+        leaves, apply = self.exchange.leaves, super().forward
+        if not self.region.is_open or input.shape[-1] % leaves:
+            return apply(input)  # type: ignore[no-any-return]
+        parts = (apply(aligned(leaf)) for leaf in input.chunk(leaves, -1))
+        output: Tensor = Joined.apply(*parts)  # type: ignore[no-untyped-call]
+        return output
+
+
+class ShownWhole(dict[str, Any]):
+    """The parameters of a cut layer for who iterates over them; each is gathered when it is met."""
+
+    def __init__(self, layer: CutLayer) -> None:
+        super().__init__(layer._parameters)
+        self.layer = layer
+
+    def __getitem__(self, name: str) -> Any:
+        return self.layer.shown(name)
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in self)
+
+    def values(self) -> Any:
+        return (self[name] for name in self)
+
+
+@contextmanager
+def shown_whole(layers: Iterable[CutLayer], exchange: Exchange) -> Iterator[None]:
+    """Within, all parameters of the model are whole, and each is gathered once at most."""
+    with exchange.opened("control"), exchange.remembered():
+        held = [(layer, layer._parameters) for layer in layers]
+        for layer, _ in held:
+            layer._parameters = ShownWhole(layer)
+        try:
+            yield
+        finally:
+            for layer, parameters in held:
+                layer._parameters = parameters
+
+
+class CutLinear(CutLayer):
+    """A Linear of which this rank holds rows or columns."""
+
+    in_features: int
+    out_features: int
+
+    @property
+    def bias(self) -> Any:
+        return self.shown("bias")
+
+
+class ColumnLinear(CutLinear, nn.Linear):  # type: ignore[override]
+    """Rows of the weight and of the bias: some of the output's features. Input: whole."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.held("weight"), self.held("bias")
+        assert weight is not None
+        enter = partial(copies_of, self.exchange) if self.region is None else self.region.enter
+        copies = enter(input)
+        if self.exchange.leaves:
+            output = self._by_leaves(copies)
+        else:
+            output = F.linear(copies[0], weight, bias)
+        return output if self.region else self.exchange.whole(output, -1, self.out_features)
+
+    def _by_leaves(self, copies: tuple[Tensor, ...]) -> Tensor:
+        """A product for each leaf of features, of one shape on any number of ranks."""
+        weight, bias = self.held("weight"), self.held("bias")
+        assert weight is not None
+        weights = [aligned(rows) for rows in weight.chunk(len(copies))]
+        biases = [None] * len(copies) if bias is None else bias.chunk(len(copies))
+        output: Tensor = Joined.apply(*map(F.linear, copies, weights, biases))  # type: ignore[no-untyped-call]
+        return output
+
+
+class RowLinear(CutLinear, nn.Linear):  # type: ignore[override]
+    """Columns of the weight: a part of every sum. The bias is whole, and added once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.held("weight"), self.held("bias")
+        assert weight is not None
+        if self.region is None:
+            input = self.exchange.own_part(input, -1)
+        else:
+            self.region.close()
+        if input.shape[-1] != weight.shape[1]:
+            raise _not_cut(self, input)
+        output = self._sum(input, weight)
+        return output if bias is None else output + bias
+
+    def _sum(self, input: Tensor, weight: Tensor) -> Tensor:
+        """The product over the features of all ranks."""
+        leaves = self.exchange.leaves
+        if not leaves:
+            return self.exchange.summed(F.linear(input, weight))
+        pairs = zip(input.chunk(leaves, -1), weight.chunk(leaves, 1), strict=True)
+        parts = [F.linear(aligned(some), aligned(columns)) for some, columns in pairs]
+        return self.exchange.summed_leaves(parts)
+
+
+class VocabularyEmbedding(CutLayer, nn.Embedding):  # type: ignore[override]
+    """Rows of the table: those tokens are looked up that this rank has; the rest adds zero.
+
+    A token that no row is for is the first rank's, or the last one's, where torch refuses it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, comm = self.held("weight"), self.exchange.comm
+        assert weight is not None
+        sizes = part_sizes(self.num_embeddings, comm.size)
+        start, rows = sum(sizes[: comm.rank]), sizes[comm.rank]
+        own = input - start
+        elsewhere = torch.zeros_like(own, dtype=torch.bool)
+        if comm.rank > 0:
+            elsewhere |= own < 0
+        if comm.rank < comm.size - 1:
+            elsewhere |= own >= rows
+        padding = None if self.padding_idx is None else self.padding_idx - start
+        if padding is not None and not 0 <= padding < rows:
+            padding = None
+        found = F.embedding(own.masked_fill(elsewhere, 0), weight, padding)
+        return self.exchange.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+def _not_cut(layer: RowLinear, input: Tensor) -> RequestError:
+    name = layer.region.name if layer.region is not None else ""
+    return RequestError(
+        asked=f"a row-parallel Linear in {name!r}",
+        found=f"an input of shape {tuple(input.shape)}, of {layer.in_features} features when whole",
+        why="between the columns and the row of a block each rank has its part of the features, "
+        "and something there has changed how many there are",
+        do="leave that block out of tensor_plan()",
+    )

@@ -1,0 +1,256 @@
+"""Which layers of a model are cut over the tensor axis, and how: said by the task, or found.
+
+A plan maps names of modules (with `*`) to `column`, `row` or `vocabulary`, or to (way, unit) where
+`unit` features belong together, as those of a head. The default cuts every `nn.Linear` and
+`nn.Embedding` that can be: as blocks of columns and a row where a module says so itself
+(`tensor_plan`, as attention does) and where an `nn.Sequential` has two Linear with nothing but
+element-wise layers in between; all others by themselves, with whole inputs and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from allranks.errors import RequestError
+from allranks.torch.model.layers import own_kind
+from allranks.torch.tensor_parallel.exchange import part_sizes
+
+COLUMN, ROW, VOCABULARY = "column", "row", "vocabulary"
+WAYS: dict[str, type[nn.Module]] = {
+    COLUMN: nn.Linear,
+    ROW: nn.Linear,
+    VOCABULARY: nn.Embedding,
+}
+DIMS = {
+    COLUMN: {"weight": 0, "bias": 0},
+    ROW: {"weight": 1},
+    VOCABULARY: {"weight": 0},
+}
+"""By way: the dimension along which each parameter is cut."""
+
+FEED_FORWARD = {"linear1": COLUMN, "linear2": ROW}
+BLOCKS: dict[type[nn.Module], Mapping[str, Any]] = {
+    nn.TransformerEncoderLayer: FEED_FORWARD,
+    nn.TransformerDecoderLayer: FEED_FORWARD,
+}
+"""Blocks inside of torch's own modules."""
+
+ELEMENTWISE = (
+    *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU),
+    *(nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softplus),
+    *(nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Dropout),
+)
+"""What treats every feature alike and by itself, and has no weights."""
+
+Table = nn.Linear | nn.Embedding
+
+
+@dataclass
+class Cut:
+    """One layer to be cut. `block` is the first layer of its block, if it is of one."""
+
+    name: str
+    module: Table
+    way: str
+    unit: int = 1
+    block: str | None = None
+
+    @property
+    def size(self) -> int:
+        """How many features or rows there are along the dimension that is cut."""
+        if isinstance(self.module, nn.Embedding):
+            return self.module.num_embeddings
+        return self.module.out_features if self.way == COLUMN else self.module.in_features
+
+    @property
+    def units(self) -> int:
+        return self.size // self.unit
+
+    def fits(self, ranks: int, *, even: bool = False) -> bool:
+        """Whether every rank gets a part, an `even` one if asked, and no unit is torn apart."""
+        if (even or self.unit > 1) and (self.size % self.unit or self.units % ranks):
+            return False
+        return part_sizes(self.size, ranks)[-1] > 0
+
+
+@dataclass
+class Plan:
+    """The layers that are cut, by name, in the order of the model."""
+
+    ranks: int
+    even: bool = False
+    cuts: dict[str, Cut] = field(default_factory=dict)
+
+    def add_block(self, cuts: list[Cut]) -> bool:
+        """Take columns and a row as a block, if they go together; returns whether they did."""
+        units = {cut.units for cut in cuts}
+        ways = [cut.way for cut in cuts]
+        if len(units) > 1 or COLUMN not in ways or ROW not in ways:
+            return False
+        if not all(cut.fits(self.ranks, even=self.even) for cut in cuts):
+            return False
+        for cut in cuts:
+            cut.block = cuts[0].name
+            self.cuts[cut.name] = cut
+        return True
+
+
+def can_be_cut(module: nn.Module) -> bool:
+    """Whether a layer is a plain Linear or Embedding, which nobody has changed."""
+    if own_kind(module) not in (nn.Linear, nn.Embedding) or "forward" in vars(module):
+        return False
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return False  # weight normalisation keeps it under another name
+    special = ("max_norm", "sparse", "scale_grad_by_freq")
+    return not any(getattr(module, name, None) for name in special)
+
+
+def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> Plan:
+    """What can be cut of a model, into `even` parts alone if asked."""
+    plan = Plan(ranks, even)
+    holders = holders_of_weights(model)
+    torn = {
+        name
+        for names in holders.values()
+        if len(names) > 1 and not all(can_be_cut(model.get_submodule(n)) for n in names)
+        for name in names
+    }
+    tied = {name for names in holders.values() if len(names) > 1 for name in names}
+    for name, parent in model.named_modules():
+        for block in _blocks_in(name, parent):
+            if not tied & {cut.name for cut in block}:
+                plan.add_block(block)
+    for name, module in model.named_modules():
+        if name in plan.cuts or name in torn or not can_be_cut(module):
+            continue
+        for way in _ways_of(module, is_tied=name in tied):
+            cut = Cut(name, module, way)
+            if cut.fits(ranks, even=even):
+                plan.cuts[name] = cut
+                break
+    return plan
+
+
+def given_plan(
+    model: nn.Module, ranks: int, given: Mapping[str, Any], *, even: bool = False
+) -> Plan:
+    """What a task says is cut; raises `RequestError` where that cannot be."""
+    plan, cuts = Plan(ranks, even), dict[str, Cut]()
+    for pattern, how in given.items():
+        names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
+        if not names:
+            raise refused(f"{pattern!r}", "no module has such a name", "look at named_modules()")
+        for name in names:
+            cuts[name] = _checked(name, model.get_submodule(name), how, plan)
+    for name, parent in model.named_modules():
+        own = [cuts[n] for n, _ in _children(name, parent) if n in cuts]
+        rows = [cut for cut in own if cut.way == ROW]
+        if isinstance(parent, nn.Sequential):
+            for pair in _pairs_in(name, parent, {n: cut.way for n, cut in cuts.items()}):
+                plan.add_block([cuts[cut.name] for cut in pair])
+        elif rows and len(own) > len(rows):
+            block = [cut for cut in own if cut.way != VOCABULARY]
+            if not plan.add_block(block):
+                found = ", ".join(f"{cut.name}: {cut.way} of {cut.units}" for cut in block)
+                why = "the columns and the row of a block are cut into the same parts"
+                raise refused(found, why, "give them the same number of features or heads")
+    for name, cut in cuts.items():
+        plan.cuts.setdefault(name, cut)
+    _check_tied(model, plan)
+    return plan
+
+
+def holders_of_weights(model: nn.Module) -> dict[int, list[str]]:
+    """By the id of each parameter the names of the modules that hold it."""
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def refused(found: str, why: str, do: str) -> RequestError:
+    """What to say of a plan that cannot be."""
+    return RequestError(asked="tensor_plan() for --strategy tensor", found=found, why=why, do=do)
+
+
+def _checked(name: str, module: Any, how: Any, plan: Plan) -> Cut:
+    way, unit = how if isinstance(how, tuple) else (how, 1)
+    if way not in WAYS:
+        raise refused(f"{name}: {how!r}", f"a way is one of {', '.join(WAYS)}", "name one of them")
+    if own_kind(module) is not WAYS[way] or not can_be_cut(module):
+        found = f"{name}: {way}, which is a {own_kind(module).__name__}"
+        why = f"it cuts an nn.{WAYS[way].__name__} without max_norm, sparse or a forward of its own"
+        raise refused(found, why, "leave it out: it is then the same on every rank")
+    cut = Cut(name, module, way, unit)
+    if not cut.fits(plan.ranks, even=plan.even):
+        parts = f"{plan.ranks} leaves" if plan.even else f"{plan.ranks} ranks"
+        found = f"{name}: {way} of {cut.units} features, rows or heads, for {parts}"
+        why = "every rank must have a part, and all the same number of heads"
+        raise refused(found, why, "fewer ranks, or leave it out of the plan")
+    return cut
+
+
+def _check_tied(model: nn.Module, plan: Plan) -> None:
+    """A weight of several modules is cut in all of them, by its rows, or in none."""
+    for names in holders_of_weights(model).values():
+        cuts = [plan.cuts.get(name) for name in names]
+        if len(names) == 1 or not any(cuts):
+            continue
+        if any(cut is None or cut.way == ROW or cut.block for cut in cuts):
+            found = " and ".join(names) + ", which share a weight"
+            why = "it is cut by its rows in all modules that hold it"
+            raise refused(found, why, "column for each Linear, vocabulary for the Embedding")
+
+
+def _children(name: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child, module in parent.named_children():
+        yield (f"{name}.{child}" if name else child), module
+
+
+def _blocks_in(name: str, parent: nn.Module) -> Iterator[list[Cut]]:
+    """Blocks of columns and a row directly below a module: those it has itself, or a stack."""
+    if isinstance(parent, nn.Sequential):
+        yield from _pairs_in(name, parent)
+        return
+    said: Any = getattr(parent, "tensor_plan", None) or BLOCKS.get(own_kind(parent))
+    if not isinstance(said, Mapping):
+        return
+    below = {path.rpartition(".")[2]: (path, module) for path, module in _children(name, parent)}
+    found = [(*below[child], how) for child, how in said.items() if child in below]
+    if all(can_be_cut(module) for _, module, _ in found):
+        pairs = [(p, m, how if isinstance(how, tuple) else (how, 1)) for p, m, how in found]
+        yield [Cut(path, module, *how) for path, module, how in pairs]  # type: ignore[arg-type]
+
+
+def _pairs_in(
+    name: str, stack: nn.Sequential, ways: Mapping[str, str] | None = None
+) -> Iterator[list[Cut]]:
+    """Two Linear one after the other, with nothing but element-wise layers in between.
+
+    With `ways` the first is a column there, and the second a row.
+    """
+    first: Cut | None = None
+    for path, module in _children(name, stack):
+        linear: Any = module
+        if own_kind(module) is nn.Linear and can_be_cut(module):
+            if first is not None and (ways is None or ways.get(path) == ROW):
+                yield [first, Cut(path, linear, ROW)]
+                first = None
+            else:
+                is_first = ways is None or ways.get(path) == COLUMN
+                first = Cut(path, linear, COLUMN) if is_first else None
+        elif own_kind(module) not in ELEMENTWISE or "forward" in vars(module):
+            first = None
+
+
+def _ways_of(module: nn.Module, *, is_tied: bool) -> tuple[str, ...]:
+    if isinstance(module, nn.Embedding):
+        return (VOCABULARY,)
+    return (COLUMN,) if is_tied else (COLUMN, ROW)

@@ -1,0 +1,199 @@
+"""Tasks whose layers can be cut in blocks: an MLP, a small GPT with tied embeddings, plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
+
+from allranks.programs.models.gpt import GPTShape, gpt
+from allranks.torch import Task
+from allranks.torch.optimizers.lamb import LAMB
+from contract_tasks import SAMPLES, Words, made
+
+IN, HIDDEN, OUT = 6, 24, 6
+
+
+@dataclass(kw_only=True)
+class Stack(Task):
+    """Two blocks of a column and a row, dropout in both places, clipping, an uneven last batch."""
+
+    batch_size: int = 24
+    epochs: int = 100
+    clip_norm: float | None = 0.3
+    hidden: int = HIDDEN
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(IN, self.hidden),
+            nn.GELU(),
+            nn.Dropout(0.2),
+            nn.Linear(self.hidden, OUT),
+            nn.LayerNorm(OUT),
+            nn.Dropout(0.2),
+            nn.Linear(OUT, self.hidden, bias=False),
+            nn.Tanh(),
+            nn.Linear(self.hidden, OUT),
+        )
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def train_data(self) -> tuple[Tensor, Tensor]:
+        inputs = made(SAMPLES, IN)
+        return inputs, inputs.sin().cumsum(1)
+
+    def eval_data(self) -> tuple[Tensor, Tensor]:
+        return tuple(tensor[:10] for tensor in self.train_data())  # type: ignore[return-value]
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1]).square().mean(1)
+
+
+class Planned(Stack):
+    """Nothing but the second block is cut, and by itself the last layer of the first.
+
+    A penalty on the length of all weights together.
+    """
+
+    def regularizer(self, model: nn.Module) -> Tensor:
+        return 1e-2 * torch.stack([p.square().sum() for p in model.parameters()]).sum().sqrt()
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        return {"3": "row", "6": "column", "8": "row"}
+
+
+@dataclass(kw_only=True)
+class Gated(Stack):
+    """A block that is no stack: two columns of one input, and a row, where the task says so."""
+
+    clip_norm: float | None = None
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(_Gated(self.hidden), nn.Linear(OUT, OUT))
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        return {"0.gate": "column", "0.up": "column", "0.down": "row"}
+
+
+class _Gated(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(IN, hidden), nn.Linear(IN, hidden)
+        self.down = nn.Linear(hidden, OUT)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        input = self.drop(input)
+        hidden = self.drop(F.silu(self.gate(input)) * self.up(input))
+        return self.drop(self.down(hidden))
+
+
+@dataclass(kw_only=True)
+class Letters(Task):
+    """A GPT: attention by heads, tied embeddings of which the output matrix takes the whole."""
+
+    batch_size: int = 24
+    epochs: int = 100
+    clip_norm: float | None = 0.3
+    heads: int = 12
+    vocabulary: int = 11
+    context: int = 7
+
+    def model(self) -> nn.Module:
+        return gpt(
+            GPTShape(
+                vocabulary=self.vocabulary,
+                context=self.context,
+                width=24,
+                layers=2,
+                heads=self.heads,
+                dropout=0.1,
+                attention_dropout=0.1,
+            )
+        )
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=1e-2)
+
+    def train_data(self) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return torch.randint(self.vocabulary, (SAMPLES, self.context + 1), generator=generator)
+
+    def eval_data(self) -> Tensor:
+        return self.train_data()[:10]
+
+    def inputs(self, batch: Any) -> Any:
+        return (batch[:, :-1],)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output.transpose(1, 2), batch[:, 1:], reduction="none")
+
+    def regularizer(self, model: nn.Module) -> Tensor:
+        table: Any = model.get_submodule("token_embedding")
+        weight: Tensor = table.weight
+        return 1e-2 * weight.square().sum().sqrt()
+
+
+@dataclass(kw_only=True)
+class Encoder(Letters):
+    """Torch's own encoder layers: their feed-forward part is a block, attention is not cut."""
+
+    clip_norm: float | None = None
+
+    def model(self) -> nn.Module:
+        return _Encoder(self.vocabulary)
+
+
+class _Encoder(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocabulary, 8, padding_idx=2)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        layer.self_attn.dropout = 0.0
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.out = nn.Linear(8, vocabulary, bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        found: Tensor = self.out(self.layers(self.token_embedding(text)))
+        return found
+
+
+@dataclass(kw_only=True)
+class Refused(Letters):
+    """A plan that cannot be, in the way that `fault` names."""
+
+    fault: str
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        rows, output = "blocks.0.attention.query_key_value", "blocks.0.attention.output"
+        plans: dict[str, Mapping[str, Any]] = {
+            "no such module": {"blocks.*.nothing": "column"},
+            "no such way": {output: "diagonal"},
+            "another layer": {"norm": "column"},
+            "heads torn": {rows: ("column", 6), output: "row"},
+            "too few heads": {rows: ("column", 36)},
+            "nothing": {},
+        }
+        return plans[self.fault]
+
+
+@dataclass(kw_only=True)
+class WholeTensors(Stack):
+    """An optimizer that looks at whole matrices."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return LAMB(model.parameters(), lr=1e-2)
+
+
+@dataclass(kw_only=True)
+class TiedApart(Words):
+    """A tied weight of which the plan names one holder."""
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        return {"embedding": "vocabulary"}

@@ -1,0 +1,167 @@
+"""Tensor parallelism: equal to one process, in blocks and by heads, and refused where it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from allranks.errors import RequestError
+from conftest import Train
+from tensor_tasks import OUT
+from test_check import Check, check
+from test_every_strategy import STEPS, difference
+
+__all__ = ["check"]
+
+TASKS = ["Stack", "Planned", "Gated", "Letters", "Encoder"]
+
+
+@pytest.fixture(scope="session")
+def alone() -> dict[str, Any]:
+    """What `single` made of each task, once for all tests."""
+    return {}
+
+
+def reference(task: str, train: Train, alone: dict[str, Any]) -> tuple[Any, Any]:
+    if task not in alone:
+        result = train(f"tensor_tasks:{task}", strategy="single", precision="fp64", steps=STEPS)
+        alone[task] = result.summary, load_file(result.run_dir / "weights.safetensors")
+    summary, weights = alone[task]
+    return summary, weights
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.thinned(2, ("task", TASKS), ("ranks", [2, 3, 4]))
+def test_equal_to_one_process(task: str, ranks: int, train: Train, alone: dict[str, Any]) -> None:
+    wanted, weights = reference(task, train, alone)
+    result = train(
+        f"tensor_tasks:{task}", strategy="tensor", ranks=ranks, precision="fp64", steps=STEPS
+    )
+    found = result.summary
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+    assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-10)
+    assert found["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
+    sent = found["sent_bytes"]["gradients"] / found["steps"]
+    assert found["card_bytes_per_step"] == pytest.approx(sent, abs=1)
+
+
+def test_micro_batches_that_cut_a_shard_draw_what_one_process_draws(
+    train: Train, alone: dict[str, Any]
+) -> None:
+    _, weights = reference("Letters", train, alone)
+    result = train(
+        "tensor_tasks:Letters",
+        strategy="tensor:data=2",
+        ranks=4,
+        precision="fp64",
+        steps=STEPS,
+        micro_batch=2,
+        activation_checkpointing=True,
+    )
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+    sent = result.summary["sent_bytes"]["gradients"] / STEPS
+    assert result.summary["card_bytes_per_step"] == pytest.approx(sent, abs=1)
+
+
+def test_a_block_sends_its_output_and_the_gradient_of_its_input(train: Train) -> None:
+    """By hand: a batch of 24 samples on 2 ranks, one all-reduce each way for a block."""
+    result = train("tensor_tasks:Stack", strategy="tensor", ranks=2, precision="fp64", steps=4)
+    outputs = 24 * (OUT + OUT) * 8
+    inputs = 24 * OUT * 8  # of the second block: the data needs no gradient
+    tally = (1 + 8 + 9) * 8  # loss, counts, a flag for each of nine parameters
+    assert result.summary["sent_bytes"]["gradients"] == 4 * (outputs + inputs + tally)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("task", ["Letters", "Planned"])
+def test_checkpoints_cross_over(task: str, train: Train, alone: dict[str, Any]) -> None:
+    """ddp on 2 ranks, tensor on 2, tensor on 4 in two copies, one process: 20 steps of one."""
+    _, weights = reference(task, train, alone)
+    common: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 5}
+    resume: dict[str, Any] = {}
+    for strategy, ranks, steps in (
+        ("ddp", 2, 5),
+        ("tensor", 2, 10),
+        ("tensor:data=2", 4, 15),
+        ("single", 1, 20),
+    ):
+        result = train(
+            f"tensor_tasks:{task}", strategy=strategy, ranks=ranks, steps=steps, **common, **resume
+        )
+        resume = {"resume": str(result.run_dir)}
+    assert result.summary["resumed_from_step"] == 15
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+
+
+def test_a_checkpoint_keeps_the_bits_of_weights_and_optimizer(train: Train) -> None:
+    """What one process saved is what comes out again of two that hold parts, without a step."""
+    program, common = "tensor_tasks:Letters", {"precision": "fp64", "checkpoint_every": 3}
+    one = train(program, strategy="single", steps=3, **common)
+    digest = one.summary["weights_sha256"]
+    assert digest
+    two = train(program, strategy="tensor", ranks=2, steps=3, resume=str(one.run_dir), **common)
+    assert two.summary["weights_sha256"] == digest
+    both = [
+        train(program, strategy="single", ranks=1, steps=4, resume=str(run.run_dir), **common)
+        for run in (one, two)
+    ]
+    assert both[0].summary["weights_sha256"] == both[1].summary["weights_sha256"]
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("strategy", ["tensor", "tensor:data=2"])
+def test_check_calls_it_equal(strategy: str, check: Check) -> None:
+    ranks = 4 if "data" in strategy else 2
+    verdict = check("tensor_tasks:Letters", strategy=strategy, ranks=ranks)
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize(
+    ("task", "ranks", "message"),
+    [
+        ("Refused:no such module", 2, "no module has such a name"),
+        ("Refused:no such way", 2, "a way is one of column, row, vocabulary"),
+        ("Refused:another layer", 2, "norm: column, which is a LayerNorm"),
+        ("Refused:heads torn", 2, "are cut into the same parts"),
+        ("Refused:too few heads", 4, "all the same number of heads"),
+        ("Refused:nothing", 2, "compute the same as all others"),
+        ("WholeTensors", 2, "updates every number by itself"),
+        ("TiedApart", 2, "embedding and out, which share a weight"),
+    ],
+)
+def test_what_cannot_be_is_refused(task: str, ranks: int, message: str, train: Train) -> None:
+    name, _, fault = task.partition(":")
+    settings = (f"fault={fault}",) if fault else ()
+    with pytest.raises(RequestError, match=message):
+        train(f"tensor_tasks:{name}", *settings, strategy="tensor", ranks=ranks, steps=1)
+
+
+def test_ranks_that_make_no_copies_are_refused(train: Train) -> None:
+    with pytest.raises(RequestError, match="3 ranks for 2 copies of the model"):
+        train("tensor_tasks:Stack", strategy="tensor:data=2", ranks=3, steps=1)
+    with pytest.raises(RequestError, match="3 ranks in 1 copy of the model"):
+        train("tensor_tasks:Stack", strategy="tensor:exact=yes", ranks=3, steps=1)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(("task", "heads"), [("Letters", 8), ("Letters", 12), ("Stack", 0)])
+def test_exact_sums_give_the_same_bits_on_any_ranks(task: str, heads: int, train: Train) -> None:
+    """In float32, in blocks, by heads and layer by layer, over the last batch of an epoch too."""
+    settings = (f"heads={heads}",) if heads else ()
+    digests = set()
+    for ranks in (1, 2, 4, 8):
+        result = train(
+            f"tensor_tasks:{task}",
+            *settings,
+            strategy="tensor:exact=yes",
+            ranks=ranks,
+            steps=6,
+            threads=1,
+        )
+        digests.add(result.summary["weights_sha256"])
+        sent = result.summary["sent_bytes"]["gradients"] / 6
+        assert result.summary["card_bytes_per_step"] == pytest.approx(sent, abs=1)
+    assert len(digests) == 1
