@@ -124,6 +124,9 @@ STRATEGIES = {
         "ddp": "allranks.torch.strategies.ddp:DDP",
         "zero1": "allranks.torch.strategies.zero:ZeRO1",
         "zero2": "allranks.torch.strategies.zero:ZeRO2",
+        "gpipe": "allranks.torch.strategies.pipeline:GPipe",
+        "1f1b": "allranks.torch.strategies.pipeline:OneForwardOneBackward",
+        "interleaved": "allranks.torch.strategies.pipeline:Interleaved",
         "independent": "allranks.torch.strategies.independent:Independent",
     },
     TENSORFLOW: {

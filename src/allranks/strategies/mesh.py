@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-REPLICATE, SHARD, DATA = "replicate", "shard", "data"
+REPLICATE, SHARD, PIPELINE, DATA = "replicate", "shard", "pipeline", "data"
 FLATTENED = {DATA: (REPLICATE, SHARD)}
 """Axes that are several in one: the ranks of a sharded model each read data of their own."""
 

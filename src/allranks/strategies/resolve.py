@@ -18,7 +18,6 @@ from allranks.strategies.torch_cards import CARDS
 TO_COME = {
     **dict.fromkeys(("zero3", "fsdp", "fsdp2", "hsdp"), "sharded training"),
     **dict.fromkeys(("tensor", "tensor-parallel", "tp"), "tensor parallelism"),
-    **dict.fromkeys(("pipeline", "pp", "gpipe"), "splitting a model by layers"),
     **dict.fromkeys(("context", "ulysses", "ring"), "splitting sequences"),
     **dict.fromkeys(("expert", "moe"), "splitting experts"),
     **dict.fromkeys(("local-sgd", "diloco", "slowmo", "bmuf"), "training with rare exchanges"),

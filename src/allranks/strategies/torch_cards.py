@@ -14,6 +14,7 @@ from typing import Any
 from allranks.strategies.card import Card, Exact, Option, Reference, Workload, replicas_of
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes, tree_bytes
 from allranks.strategies.mesh import Agreement
+from allranks.strategies.pipeline_cards import PIPELINE_CARDS
 from allranks.strategies.placed_cards import PLACED_CARDS
 from allranks.strategies.sharded_cards import SHARDED_CARDS
 from allranks.strategies.tensorflow_cards import TENSORFLOW_CARDS
@@ -119,6 +120,7 @@ CARDS = {
         ),
         *SHARDED_CARDS,
         *PLACED_CARDS,
+        *PIPELINE_CARDS,
         *TENSORFLOW_CARDS,
     )
 }

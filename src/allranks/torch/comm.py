@@ -205,11 +205,39 @@ class Comm:
         self._count("gradients", given.nbytes * (1 - own))
         return self._begin(dist.all_to_all_single, received, given, receive_sizes, give_sizes)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """The leader's `tensor` on every rank. Counted as one copy sent on by each rank but one."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """The `tensor` of rank `source` on every rank.
+
+        Counted as one copy sent on by each rank but one.
+        """
         if self.size > 1:
             self._count("control", tensor.nbytes * (self.size - 1) / self.size)
-            self._begin(dist.broadcast, reals(tensor.detach()), group_src=0).wait()
+            self._begin(dist.broadcast, reals(tensor.detach()), group_src=source).wait()
+
+    def send(self, tensor: Tensor, to: int, tag: int, kind: str = "gradients") -> Pending:
+        """Send `tensor` to one rank, which receives it by the same `tag`. Sends all of its bytes.
+
+        It must not change before the wait for it is over.
+        """
+        self._count(kind, tensor.nbytes)
+        return self._post(dist.isend, tensor, tag, group_dst=to)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        """Fill `tensor` with what rank `source` sends by the same `tag`."""
+        return self._post(dist.irecv, tensor, tag, group_src=source)
+
+    def _post(self, message: Callable[..., Any], tensor: Tensor, tag: int, **peer: int) -> Pending:
+        """A message between two ranks.
+
+        It is waited for in one piece: Gloo gives up all connections when such a wait times out.
+        """
+        if self.heartbeat is not None:
+            self.heartbeat.collective()
+        try:
+            work = message(tensor, group=self.group, tag=tag, **peer)
+        except RuntimeError as error:
+            raise translated(error) from error
+        return Pending(work, self.heartbeat)
 
     def barrier(self) -> None:
         """Return when every rank has called this."""

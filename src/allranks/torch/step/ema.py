@@ -33,6 +33,7 @@ class MovingAverage:
         self.names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         self._tensors: list[Tensor] = []
+        self._held: tuple[list[Tensor], list[nn.Parameter]] = [], []
 
     def add(self, names: list[str], parameters: list[nn.Parameter]) -> None:
         """Average these too, from now on; those that are averaged already go on."""
@@ -43,11 +44,16 @@ class MovingAverage:
                     self.names.append(name)
                     self._parameters.append(parameter)
                     self._tensors.append(parameter.detach().clone())
+                    if not parameter.is_meta:  # which another rank averages
+                        self._held[0].append(self._tensors[-1])
+                        self._held[1].append(parameter)
 
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights as they are after an update. No communication."""
-        torch._foreach_lerp_(self._tensors, list(self._parameters), 1 - self.decay)
+        tensors, parameters = self._held
+        if tensors:
+            torch._foreach_lerp_(tensors, list(parameters), 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -76,7 +82,7 @@ class MovingAverage:
         """Take up what `state` returned; without one, begin with the weights as they are."""
         if state is not None and state.keys() != set(self.names):
             weights = dict(model.named_parameters())
-            self.names, self._parameters, self._tensors = [], [], []
+            self.names, self._parameters, self._tensors, self._held = [], [], [], ([], [])
             self.add(list(state), [weights[name] for name in state])
         with self._owned():
             for name, tensor, parameter in zip(

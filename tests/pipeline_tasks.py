@@ -1,0 +1,74 @@
+"""The tasks of the contract; those that no engine can cut by itself say their stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import contract_tasks
+import contract_workers
+from contract_tasks import Images, Pairs, Pictures, Uneven
+
+__all__ = ["Experts", "Images", "Pairs", "Pictures", "Uneven", "Words"]
+
+
+class Words(contract_tasks.Words):
+    """The embedding is in the first stage and, tied, in the last."""
+
+    def inputs(self, batch: Any) -> Any:
+        return batch["text"][:, :-1]
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        parts = [model.embedding, nn.Sequential(model.mix, nn.ReLU()), model.frozen, model.out]
+        return grouped(parts, count)
+
+
+class Experts(contract_tasks.Experts):
+    """Stages that pass on a tuple; experts that some micro-batches do not use."""
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        if count == 1:
+            return [model]
+        middle = [Passing(), Passing()][: count - 2]
+        return [First(model.common), *middle, Rest(model.rare, model.never)]
+
+
+class First(nn.Module):
+    def __init__(self, common: nn.Module) -> None:
+        super().__init__()
+        self.common = common
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.common(inputs), inputs
+
+
+class Passing(nn.Module):
+    """A stage without a weight, which writes in place first."""
+
+    def forward(self, output: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return output.add_(0), inputs
+
+
+class Rest(nn.Module):
+    def __init__(self, rare: nn.Module, never: nn.Module) -> None:
+        super().__init__()
+        self.rare, self.never = rare, never
+
+    def forward(self, output: Tensor, inputs: Tensor) -> Tensor:
+        chosen = inputs[:, 0] > 0
+        if chosen.any():
+            output = output + torch.where(chosen[:, None], self.rare(inputs), 0.0)
+        return output
+
+
+def grouped(parts: list[nn.Module], count: int) -> list[nn.Module]:
+    """The first parts alone, the rest in the last stage."""
+    return [*parts[: count - 1], nn.Sequential(*parts[count - 1 :])]
+
+
+def go_on_from_a_state(argument: dict[str, Any]) -> None:
+    """As in `contract_workers`."""
+    contract_workers.go_on_from_a_state(argument)
