@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,3 +73,31 @@ def grouped(parts: list[nn.Module], count: int) -> list[nn.Module]:
 def go_on_from_a_state(argument: dict[str, Any]) -> None:
     """As in `contract_workers`."""
     contract_workers.go_on_from_a_state(argument)
+
+
+class Lost(Images):
+    """A weight in no stage."""
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        return [model[:5], nn.Sequential(*model[6:])]
+
+
+class Copied(Images):
+    """A stage that is a copy."""
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        return [model, copy.deepcopy(model[5:])]
+
+
+class Renewed(Images):
+    """A dropout of a stage's own."""
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        return [model[:5], nn.Sequential(nn.Dropout(), *model[5:])]
+
+
+class Drawing(Images):
+    """A layer that draws by itself, in the last stage."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*super().model(), nn.RReLU())

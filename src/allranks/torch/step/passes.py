@@ -115,6 +115,7 @@ class Passes:
         self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
         self.regularizers = Regularizer(task, parts.whole_weights)
         self._poison_next = self._poisoned = False
+        self.has_loss = True  # of a pipeline, the last stage alone
         self._unweighted: Unweighted | None = None
         self._batch_loss = (
             BatchLoss(task, self.comm, arithmetic) if task.loss_over == "batch" else None
@@ -249,7 +250,7 @@ class Passes:
         with self.arithmetic.context():
             output = (self.forward or partial(forward, self.task, self.call))(micro.data)
         self.reached("forward")
-        if self._poisoned and self._batch_loss is not None:
+        if self._poisoned and (self._batch_loss is not None or not self.has_loss):
             return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
         return output
 

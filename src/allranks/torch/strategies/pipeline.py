@@ -15,17 +15,19 @@ GPipe, arXiv 1811.06965; Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from allranks.errors import RequestError
 from allranks.strategies.mesh import PIPELINE
 from allranks.strategies.pipeline_schedules import SCHEDULES, Action
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.sources import drawn_from
 from allranks.torch.reducers.tree import TreeSum
 from allranks.torch.step.gradients import Gradients, all_gradients
 from allranks.torch.step.losses import forward
@@ -59,6 +61,7 @@ class Pipeline(Staged):
 
     def prepare(self) -> None:
         self.step.forward = self._forward
+        self.step.has_loss = self.last in self.own_stages
 
     def lay_out(self) -> None:
         super().lay_out()
@@ -78,7 +81,10 @@ class Pipeline(Staged):
         self.steps += 1
         self.step.begin(batch)
         self.passes = _Passes(self, batch)
-        for action in self.schedule(len(batch.micros))[self.line.rank]:
+        actions = self.schedule(len(batch.micros))[self.line.rank]
+        for number, action in enumerate(actions):
+            for ahead in actions[number : number + 2]:
+                self.passes.expect(ahead)
             self.passes.act(action)
         self.links.finish()
         tally = self.passes.finished()
@@ -144,9 +150,18 @@ class _Passes:
         self.used = [[False] * len(self.step.parameters) for _ in batch.leaves]
         self.trees = {s: TreeSum(strategy.task.shards) for s in strategy.own_stages}
         self.next_leaf = dict.fromkeys(strategy.own_stages, 0)
-        self._at = Action("F", 0, 0)
+        self._at, self._drawn = Action("F", 0, 0), b""
         self._received: dict[tuple[int, int], tuple[Any, list[Received]]] = {}
         self._ends: dict[tuple[int, int], Callable[[], None] | list[Tensor]] = {}
+
+    def expect(self, action: Action) -> None:
+        """Make room for what this pass receives."""
+        links, at = self.strategy.links, (action.stage, action.micro)
+        if action.kind == "F" and action.stage > 0:
+            links.expect(*at, _looks_of(self.micros[action.micro].data))
+        ends = self._ends.get(at)
+        if action.kind == "B" and isinstance(ends, list):
+            links.expect_gradients(*at, ends)
 
     def act(self, action: Action) -> None:
         """One pass of one micro-batch through one stage."""
@@ -160,6 +175,8 @@ class _Passes:
         stage, micro = self._at.stage, self._at.micro
         if stage == 0:
             return forward(self.strategy.task, self.strategy.stages.modules[0], data)
+        self.step.scope.key_stage(stage)
+        self._drawn = drawn_from() if self.strategy.shard_alone else b""
         received, _ = self._received[stage, micro]
         return self.strategy.stages.call(stage, received)
 
@@ -168,21 +185,42 @@ class _Passes:
         stage, number = action.stage, action.micro
         micro = self.micros[number]
         key = _looks_of(micro.data)
-        self._at = action
+        self._at, self._drawn = action, b""
         if stage > 0:
             self._received[stage, number] = links.receive(stage, number, key)
+            links.gradients_arrived(stage, partial(self._came_before, action))
         tally, scope = self.tallies[self.leaf_of[number]], self.step.scope
         if stage == strategy.last:
             loss, weight, backward = self.take(micro)
+            self._check_drawn(stage)
             tally.add(loss, weight, micro.samples, scope)
             self._ends[stage, number] = backward
             return
         with self.step.apart:
             output = self.step.output(self.batch, micro)
+        self._check_drawn(stage)
         tally.add(tally.tensor.new_zeros(()), 0, 0, scope)
         links.send(stage, number, key, output, "gradients")
         strategy.count_crossing(stage, output)
         self._ends[stage, number] = [t for t in tensors_in(output) if t.requires_grad]
+
+    def _came_before(self, action: Action, micro: int) -> bool:
+        """Whether the stage before used a gradient before it sent what `action` received."""
+        stage = action.stage - 1
+        order = self.strategy.schedule(len(self.micros))[stage % self.strategy.line.size]
+        return order.index(Action("B", stage, micro)) < order.index(
+            Action("F", stage, action.micro)
+        )
+
+    def _check_drawn(self, stage: int) -> None:
+        """Under `--bitwise`: raise where a stage draws what one process draws after the others."""
+        if self._drawn and drawn_from() != self._drawn:
+            raise RequestError(
+                asked=f"--strategy {self.strategy.name} --bitwise",
+                found=f"random numbers that stage {stage} or the loss draws by itself",
+                why="in one process they come after those that the stages before have drawn",
+                do="use nn.Dropout, or leave --bitwise out",
+            )
 
     def _backward(self, action: Action) -> None:
         links, stage, number = self.strategy.links, action.stage, action.micro

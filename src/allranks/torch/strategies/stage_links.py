@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,6 +25,8 @@ from allranks.torch.comm import Comm, Pending
 from allranks.torch.data.nested import tensors_in
 
 LOOKS_TAG = 0
+Room = list[tuple[Tensor, bool]]
+"""Memory for the tensors of a value, and which of them want a gradient."""
 Sent = tuple[Pending, Tensor]
 """A message, and the memory that it leaves from."""
 PLAIN = (bool, int, float, str, type(None))
@@ -85,6 +87,7 @@ class Links:
         self._known: dict[Hashable, Looks] = {}
         self._on_their_way: dict[tuple[int, int], list[Sent]] = {}
         self._told: list[Sent] = []
+        self._expected: dict[tuple[str, int, int], tuple[Looks | None, Room, list[Pending]]] = {}
 
     def looks(self, key: Hashable) -> Looks | None:
         """Those of what has gone by this key."""
@@ -104,16 +107,31 @@ class Links:
             (self.line.send(_flat(t), to, tag, kind), t) for t, to in sent if t.numel()
         ]
 
+    def expect(self, stage: int, micro: int, key: Hashable) -> None:
+        """`receive` comes next: what is sent may come in while this rank computes."""
+        looks = self._known.get((stage - 1, key))
+        if looks is None or ("F", stage, micro) in self._expected:
+            return
+        room = looks.tensors(self.line.device)
+        self._expected["F", stage, micro] = (
+            looks,
+            room,
+            self._posted(self.line, room, (stage - 1) % self.line.size, _tag(stage - 1, micro)),
+        )
+
+    @staticmethod
+    def _posted(comm: Comm, room: Room, peer: int, tag: int) -> list[Pending]:
+        return [comm.receive(_flat(t), peer, tag) for t, _ in room if t.numel()]
+
     def receive(self, stage: int, micro: int, key: Hashable) -> tuple[Any, list[Received]]:
         """What the stage before `stage` returned, and its tensors that want a gradient."""
-        before, peer = stage - 1, (stage - 1) % self.line.size
-        looks = self._known.get((before, key))
-        if looks is None:
-            looks = self._known[before, key] = self._hear(peer)
-        room = looks.tensors(self.line.device)
-        tag = _tag(before, micro)
-        for pending in [self.line.receive(_flat(t), peer, tag) for t, _ in room if t.numel()]:
-            pending.wait()
+        if (stage - 1, key) not in self._known:
+            self._known[stage - 1, key] = self._hear((stage - 1) % self.line.size)
+        self.expect(stage, micro, key)
+        looks, room, pending = self._expected.pop(("F", stage, micro))
+        assert looks is not None
+        for one in pending:
+            one.wait()
         received = [Received(t) if wants else None for t, wants in room]
         with torch.enable_grad():
             pairs = zip(received, room, strict=True)
@@ -133,25 +151,31 @@ class Links:
 
     def receive_gradients(self, stage: int, micro: int, outputs: list[Tensor]) -> list[Tensor]:
         """The gradients of the tensors that `stage` returned, of those that want one."""
-        peer, tag = (stage + 1) % self.line.size, _tag(stage + 1, micro)
-        room = [
-            torch.empty_strided(t.shape, _laid_out(t).stride(), dtype=t.dtype, device=t.device)
-            for t in outputs
-        ]
-        pending = [self.backwards.receive(_flat(t), peer, tag) for t in room if t.numel()]
+        self.expect_gradients(stage, micro, outputs)
+        _, room, pending = self._expected.pop(("B", stage, micro))
         for one in pending:
             one.wait()
         self.arrived(stage, micro)
-        return room
+        return [tensor for tensor, _ in room]
+
+    def expect_gradients(self, stage: int, micro: int, outputs: list[Tensor]) -> None:
+        """`receive_gradients` comes next."""
+        if ("B", stage, micro) not in self._expected:
+            peer, tag = (stage + 1) % self.line.size, _tag(stage + 1, micro)
+            room = [(_room_for(tensor), False) for tensor in outputs]
+            pending = self._posted(self.backwards, room, peer, tag)
+            self._expected["B", stage, micro] = None, room, pending
 
     def arrived(self, stage: int, micro: int) -> None:
         """What `stage` sent forward has been used: its memory is not needed any more."""
         for pending, _ in self._on_their_way.pop((stage, micro), ()):
             pending.wait()
 
-    def gradients_arrived(self, stage: int, micro: int) -> None:
-        """What `stage` sent backward has been used."""
-        self.arrived(-1 - stage, micro)
+    def gradients_arrived(self, stage: int, is_used: Callable[[int], bool]) -> None:
+        """What `stage` sent backward of some micro-batches has been used."""
+        for to, micro in list(self._on_their_way):
+            if to == -1 - stage and is_used(micro):
+                self.arrived(to, micro)
 
     def finish(self) -> None:
         """Return when all that was sent has left."""
@@ -246,6 +270,11 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             filled *= size
     return True
+
+
+def _room_for(tensor: Tensor) -> Tensor:
+    stride = _laid_out(tensor.detach()).stride()
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
 
 
 def _flat(tensor: Tensor) -> Tensor:
