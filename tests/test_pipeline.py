@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
 from allranks.errors import AllranksError, RequestError
+from allranks.job.config import resolve
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.plan import Plan
 from conftest import Train
 from test_check import Check, check
 from test_every_strategy import STEPS, difference, reference_for, references
@@ -56,6 +61,17 @@ def test_a_training_goes_through_strategies_with_the_bits_of_one(train: Train) -
 def test_check_calls_it_equal(strategy: str, check: Check) -> None:
     verdict = check("pipeline_tasks:Words", strategy=strategy, ranks=2)
     assert verdict.equal, str(verdict)
+
+
+def test_check_goes_without_a_number_of_ranks_that_nobody_asked_for(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """A model of two layers has no third stage: the look on 3 ranks is left out, and said so."""
+    flags = {"strategy": "1f1b", "ranks": 2, "steps": 2, "precision": "fp64"}
+    job = resolve("pipeline_tasks:Pictures", flags)
+    verdict = check_against_one(job, tmp_path, server, Plan((2, 3), 2, shards=8))
+    assert verdict.equal, str(verdict)
+    assert "3 ranks: refused, an nn.Sequential of 2 layers with weights" in str(verdict)
 
 
 def test_micro_batches_of_another_size(train: Train, references: dict[str, Any]) -> None:
