@@ -101,3 +101,21 @@ class Drawing(Images):
 
     def model(self) -> nn.Module:
         return nn.Sequential(*super().model(), nn.RReLU())
+
+
+def bytes_and_memory(argument: dict[str, Any]) -> None:
+    """The busiest of the ranks sends what the card says; a rank holds the weights of its stages."""
+    with contract_workers._trainer(argument) as trainer:
+        steps = argument["job"]["steps"]
+        for batch in trainer.batches():
+            trainer.step(batch)
+        comm, strategy = trainer.comm, trainer.strategy
+        sent = max(map(float, comm.gather_texts(str(comm.sent["gradients"] / steps))))
+        assert abs(sent - strategy.promised_bytes()) <= comm.size, (sent, strategy.promised_bytes())
+        rows = [row for row in strategy.placement(updated=True) if row.kind == "parameter"]
+        held = [float(text) for text in comm.gather_texts(str(sum(row.bytes for row in rows)))]
+        whole = sum(p.nbytes for p in strategy.model.parameters())
+        assert sum(held) == whole, (held, whole)
+        assert max(held) < whole
+        kept = sum(len(v) for v in strategy.step.optimizer.state.values())
+        assert kept == 3 * len(rows)  # AdamW keeps three values for each, and none for the rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,20 @@ def test_a_bad_step_stops_all_ranks_alike(rank: int, train: Train) -> None:
     inject = f"nan@rank={rank},step=3"
     with pytest.raises(AllranksError, match="none looks for the samples"):
         train("pipeline_tasks:Images", strategy="1f1b", ranks=3, steps=6, inject=inject)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.cases(
+    ("strategy", "ranks"), [("1f1b", 3), ("interleaved:chunks=2", 2)], exhaustive=[("gpipe", 4)]
+)
+def test_the_busiest_rank_sends_what_the_card_says(
+    strategy: str, ranks: int, on_ranks: Callable[..., Any]
+) -> None:
+    job = {"strategy": strategy, "steps": 6}
+    on_ranks(ranks, "pipeline_tasks:bytes_and_memory", {"task": "Images", "job": job})
+
+
+@pytest.mark.slow
+def test_the_gradient_is_that_of_torch_pipelining(on_ranks: Callable[..., Any]) -> None:
+    job = {"strategy": "gpipe", "precision": "fp64"}
+    on_ranks(2, "pipelining_workers:as_torch_pipelining", {"task": "Plain", "job": job})
