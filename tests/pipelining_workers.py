@@ -1,4 +1,4 @@
-"""Our schedules beside those of `torch.distributed.pipelining`, which loads long: its own module."""
+"""Our schedules beside those of `torch.distributed.pipelining`, which takes a second to load."""
 
 from __future__ import annotations
 
