@@ -29,10 +29,10 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.data.sources import drawn_from
 from allranks.torch.reducers.tree import TreeSum
+from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients, all_gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.base import unfrozen_on_the_way
 from allranks.torch.strategies.stage_links import Links, Received
 from allranks.torch.strategies.staged import Staged
 
