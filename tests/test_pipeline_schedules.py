@@ -12,7 +12,7 @@ from allranks.strategies.pipeline_schedules import (
     duration,
     most_stashed,
 )
-from allranks.torch.model.stages import balanced
+from allranks.torch.strategies.stages import balanced
 
 NAMES = list(SCHEDULES)
 

@@ -23,11 +23,11 @@ from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
 from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.model.reals import real_type
-from allranks.torch.model.stages import stages_of
 from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.step.gradients import Gradients, make_dense
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.stages import stages_of
 
 
 class Staged(Strategy):
