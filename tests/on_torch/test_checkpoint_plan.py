@@ -4,7 +4,7 @@ beside what the planner of torch.distributed.checkpoint makes."""
 from __future__ import annotations
 
 import json
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from allranks.errors import RequestError
 from allranks.torch.checkpoint import dcp
-from allranks.torch.checkpoint.parts import Part
+from allranks.torch.checkpoint.parts import ELSEWHERE, Part
 from allranks.torch.checkpoint.plan import _global
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -20,6 +20,10 @@ SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 def whole(path: str, shape: tuple[int, ...]) -> Part:
     return Part(path, "F32", shape, (0,) * len(shape), shape)
+
+
+def elsewhere(part: Part) -> Part:
+    return replace(part, kind=ELSEWHERE)
 
 
 def planned(ranks: list[list[Part]]) -> list[list[Part]]:
@@ -46,6 +50,19 @@ def test_the_work_is_shared_out_by_bytes() -> None:
     parts = [whole(f"common/{n}", (size,)) for n, size in enumerate((70, 40, 30, 10, 10))]
     sizes = [sum(part.shape[0] for part in own) for own in planned([parts, parts])]
     assert sorted(sizes) == [80, 80]
+
+
+def test_what_one_rank_holds_is_written_by_it() -> None:
+    """A tensor of another stage is known by all ranks and held by one (or several)."""
+    first, second, both = (whole(f"common/{name}", (3,)) for name in "abc")
+    held = [[first, elsewhere(second), both], [elsewhere(first), second, both]]
+    written = planned(held)
+    assert first in written[0] and second in written[1]
+    assert sorted(len(parts) for parts in written) == [1, 2]
+    with pytest.raises(RequestError, match="without storage on any rank"):
+        planned([[elsewhere(first)], [elsewhere(first)]])
+    with pytest.raises(RequestError, match="not on the other"):
+        planned([[first], []])
 
 
 def test_what_ranks_hold_unlike_is_refused() -> None:

@@ -16,7 +16,6 @@ from allranks.strategies.roles import ProcessSet
 from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
-    **dict.fromkeys(("pipeline", "pp", "gpipe"), "splitting a model by layers"),
     **dict.fromkeys(("context", "ulysses", "ring"), "splitting sequences"),
     **dict.fromkeys(("expert", "moe"), "splitting experts"),
     **dict.fromkeys(("local-sgd", "diloco", "slowmo", "bmuf"), "training with rare exchanges"),
@@ -25,7 +24,11 @@ TO_COME = {
 }
 """Names that people know, of what is planned -> what they stand for."""
 
-CALLED_OTHERWISE = {"zero3": "fsdp", "fsdp2": "fsdp"}
+CALLED_OTHERWISE = {
+    **dict.fromkeys(("zero3", "fsdp2"), "fsdp"),
+    **dict.fromkeys(("tensor-parallel", "tp"), "tensor"),
+    **dict.fromkeys(("pipeline", "pp"), "1f1b"),
+}
 """Names that people know -> those of the same here."""
 
 

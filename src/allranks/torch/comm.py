@@ -21,7 +21,12 @@ from torch import Tensor
 from allranks.errors import FaultKind, PeerLost
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
 from allranks.launcher.processes.foreign import is_said
-from allranks.torch.groups.counting import counting_group, leave_counting_group
+from allranks.torch.groups.counting import (
+    all_gather_single,
+    counting_group,
+    leave_counting_group,
+    reduce_scatter_single,
+)
 from allranks.torch.groups.lent import borrow, end, give_back
 from allranks.torch.meetings import LASTS, Meetings
 from allranks.torch.model.reals import reals
@@ -29,20 +34,6 @@ from allranks.torch.model.reals import reals
 CPU = torch.device("cpu")
 KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")
 TIMEOUT = timedelta(minutes=40)  # longer than --hang-timeout usually is: it names who is missing
-
-all_gather_single: Callable[..., Any] = (
-    getattr(
-        dist,
-        "all_gather_single",
-        None,  # named so since torch 2.13, which warns at the old name
-    )
-    or dist.all_gather_into_tensor
-)
-
-
-reduce_scatter_single: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
 
 
 def translated(error: RuntimeError) -> RuntimeError | PeerLost:
@@ -205,11 +196,30 @@ class Comm:
         self._count("gradients", given.nbytes * (1 - own))
         return self._begin(dist.all_to_all_single, received, given, receive_sizes, give_sizes)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """The leader's `tensor` on every rank. Counted as one copy sent on by each rank but one."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """The `tensor` of rank `source` on all. Counted as one copy sent on by each but one."""
         if self.size > 1:
             self._count("control", tensor.nbytes * (self.size - 1) / self.size)
-            self._begin(dist.broadcast, reals(tensor.detach()), group_src=0).wait()
+            self._begin(dist.broadcast, reals(tensor.detach()), group_src=source).wait()
+
+    def send(self, tensor: Tensor, to: int, tag: int, kind: str = "gradients") -> Pending:
+        """Send `tensor`, which must not change meanwhile, to one rank. Sends all of its bytes."""
+        self._count(kind, tensor.nbytes)
+        return self._post(dist.isend, tensor, tag, group_dst=to)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        """Fill `tensor` with what rank `source` sends by the same `tag`."""
+        return self._post(dist.irecv, tensor, tag, group_src=source)
+
+    def _post(self, message: Callable[..., Any], tensor: Tensor, tag: int, **peer: int) -> Pending:
+        """A message, waited for in one piece: Gloo ends all connections where such a wait ends."""
+        if self.heartbeat is not None:
+            self.heartbeat.collective()
+        try:
+            work = message(tensor, group=self.group, tag=tag, **peer)
+        except RuntimeError as error:
+            raise translated(error) from error
+        return Pending(work, self.heartbeat)
 
     def barrier(self) -> None:
         """Return when every rank has called this."""

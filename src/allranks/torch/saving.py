@@ -94,16 +94,18 @@ class Saving:
         return {**state, "step": loaded.step}
 
     def _templates(self) -> dict[str, Tensor]:
-        """By path, where this rank's part of each tensor goes that no rank holds whole.
+        """By path, where this rank's part of each tensor goes that not every rank holds whole.
 
-        New memory for that part alone: the training holds what it held until all of a checkpoint
-        is read and found to be of the same job.
+        New memory for that part alone (none for a meta tensor, which is not read): the training
+        holds what it held until all of a checkpoint is read and found to be of the same job.
         """
         prefix = "common"
         if not self.strategy.agreement.is_one_training:
             prefix = f"own/{self.strategy.comm.rank}"
         tensors = flatten(self.strategy.state(), prefix)[1]
-        return {path: torch.empty_like(t) for path, t in tensors.items() if is_dtensor(t)}
+        return {
+            path: torch.empty_like(t) for path, t in tensors.items() if is_dtensor(t) or t.is_meta
+        }
 
     def _state_in(self, loaded: Loaded) -> dict[str, Any]:
         if self.strategy.agreement.is_one_training:

@@ -104,6 +104,15 @@ class Task(TaskFields):
         """
         return None
 
+    def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module] | None:
+        """The model cut into `count` stages for a pipeline, in order; made of its own modules.
+
+        The first is called with `inputs(batch)`, each other with what the one before returns (a
+        tuple becomes its arguments); the last returns what the model does. Together they hold all
+        weights. `None`, the default: an `nn.Sequential` is cut by the bytes of its weights.
+        """
+        return None
+
     def callbacks(self) -> Sequence[Any]:
         """What is to be done between the steps: some `allranks.training.callback.Callback`s."""
         return ()

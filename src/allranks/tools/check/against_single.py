@@ -128,7 +128,7 @@ class _Check:
             except RequestError as error:
                 if ranks == self.plan.own:
                     raise
-                self.notes.append(f"{ranks} ranks: {error.found}")
+                self.notes.append(f"{ranks} ranks: refused, {error.found}")
                 continue
             yield self._look(asked, reference, candidate, FP64)
             self._clear(candidate)

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from allranks.checkpoint.manifest import Chunk
 
-WHOLE, SHARD = "whole", "shard"
+WHOLE, SHARD, ELSEWHERE = "whole", "shard", "elsewhere"
 
 
 @dataclass(frozen=True)
 class Part:
     """What one rank writes of one tensor: `shape` is the tensor's, the box its part of it.
 
-    A `kind` of WHOLE may be held by several ranks alike, and is written by one.
+    A `kind` of WHOLE may be held by several ranks alike, and is written by one. What is ELSEWHERE
+    is known here and held whole by other ranks.
     """
 
     path: str

@@ -19,8 +19,9 @@ from allranks.catalog import PLANNER, load
 from allranks.checkpoint.commit import Ranks
 from allranks.checkpoint.manifest import Chunk, SavedTensor
 from allranks.checkpoint.tensor_file import Piece
+from allranks.checkpoint.tree import refused
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.parts import WHOLE, Part, Read, holds
+from allranks.torch.checkpoint.parts import ELSEWHERE, WHOLE, Part, Read, holds
 from allranks.torch.checkpoint.tree import NAMES, is_dtensor
 
 
@@ -80,22 +81,25 @@ class Planner:
 
 
 def _local_parts(tensors: dict[str, Tensor]) -> dict[Part, Tensor]:
-    """What this rank holds, part by part."""
+    """What this rank holds, part by part, and what it knows to be elsewhere (meta tensors)."""
     if any(is_dtensor(tensor) for tensor in tensors.values()):
-        parts: dict[Part, Tensor] = load(PLANNER).local_parts(tensors)
-        return parts
+        held = {path: tensor for path, tensor in tensors.items() if not tensor.is_meta}
+        rest = {_whole(path, t): t for path, t in tensors.items() if t.is_meta}
+        return {**load(PLANNER).local_parts(held), **rest}
     return {_whole(path, tensor): tensor for path, tensor in tensors.items()}
 
 
 def _whole(path: str, tensor: Tensor) -> Part:
     shape = tuple(tensor.shape)
-    return Part(path, NAMES[tensor.dtype], shape, (0,) * len(shape), shape)
+    kind = ELSEWHERE if tensor.is_meta else WHOLE
+    return Part(path, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, kind)
 
 
 def _global(texts: list[str]) -> Plan:
     """The same on every rank: a pure function of what all ranks hold."""
     ranks = [[_read_part(words) for words in json.loads(text)] for text in texts]
     _check(ranks)
+    ranks = [[part for part in parts if part.kind != ELSEWHERE] for parts in ranks]
     if all(part.kind == WHOLE for parts in ranks for part in parts):
         shared_out = _shared_out(ranks)
     else:
@@ -128,15 +132,22 @@ def _check(ranks: list[list[Part]]) -> None:
     seen: dict[str, Any] = {}
     for parts in ranks:
         for part in parts:
-            looks = (part.kind, part.dtype, part.shape)
+            looks = (_is_whole(part), part.dtype, part.shape)
             if seen.setdefault(part.path, looks) != looks:
                 found = f"{part.path} as {seen[part.path]} and as {looks}"
                 raise _unlike(found, "the same on every rank")
-    shared = [{p.path for p in parts if p.kind == WHOLE} for parts in ranks]
+    held = {p.path for parts in ranks for p in parts if p.kind != ELSEWHERE}
+    for path in sorted(seen.keys() - held)[:1]:
+        raise refused(path, "a tensor without storage on any rank")
+    shared = [{p.path for p in parts if _is_whole(p)} for parts in ranks]
     shared = [{path for path in paths if not path.startswith("own/")} for paths in shared]
     for rank, paths in enumerate(shared):
         for path in sorted(paths ^ shared[0])[:1]:
             raise _unlike(f"{path} on one of the ranks 0 and {rank}, and not on the other", "both")
+
+
+def _is_whole(part: Part) -> bool:
+    return part.kind in (WHOLE, ELSEWHERE)
 
 
 def _unlike(found: str, wanted: str) -> RequestError:
@@ -149,7 +160,9 @@ def _unlike(found: str, wanted: str) -> RequestError:
 
 
 def load_plan(saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> list[Read]:
-    """The reads that fill `targets`, each from one chunk."""
+    """The reads that fill `targets`, each from one chunk; meta tensors are not read."""
+    targets = {path: target for path, target in targets.items() if not target.is_meta}
+    saved = {path: saved[path] for path in targets}
     if any(is_dtensor(target) for target in targets.values()):
         reads: list[Read] = load(PLANNER).reads(saved, targets)
         return reads

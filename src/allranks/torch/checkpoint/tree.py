@@ -36,7 +36,8 @@ def local(tensor: Tensor) -> Tensor:
 def flatten(state: Any, prefix: str) -> tuple[Any, dict[str, Tensor]]:
     """The state as JSON values, and its tensors by path; every path begins with `prefix`.
 
-    The tensors are those of the state, not copies. Raises `RequestError` for what cannot be saved.
+    The tensors are those of the state, not copies; a meta tensor stands for one that another rank
+    holds. Raises `RequestError` for what cannot be saved.
     """
     return tree.flatten(state, prefix, _tensor_of)
 
@@ -46,9 +47,8 @@ def _tensor_of(value: Any, path: str) -> Tensor | None:
 
 
 def _saveable(tensor: Tensor, path: str) -> Tensor:
-    if tensor.dtype not in NAMES or tensor.layout != torch.strided or tensor.is_meta:
-        what = "without storage" if tensor.is_meta else f"of {tensor.dtype}, {tensor.layout}"
-        raise refused(path, f"a tensor {what}")
+    if tensor.dtype not in NAMES or tensor.layout != torch.strided:
+        raise refused(path, f"a tensor of {tensor.dtype}, {tensor.layout}")
     placements: Any = getattr(tensor, "placements", ()) if is_dtensor(tensor) else ()
     if any(place.is_partial() for place in placements):
         raise refused(path, "a DTensor whose sum over the ranks was not taken")

@@ -72,10 +72,10 @@ class TaskData:
                 arithmetic=self.strategy.setting.arithmetic,
                 prefetch=self.job.prefetch,
                 order=opened.order,
-                collates_alone=probed.collate_draws,
+                collates_alone=probed.collate_draws or self._cuts_by_shard,
                 cut_for=self.job.cut_for,
-                counts_passes=self.strategy.equal_passes or self.strategy.counts_passes,
-                needs_spare=self.strategy.equal_passes or self.task.loss_over == "batch",
+                counts_passes=self._meets_in_passes or self.strategy.counts_passes,
+                needs_spare=self._meets_in_passes or self.task.loss_over == "batch",
             )
             alone = probed.collate_draws and not self.strategy.shard_alone
             self.notes += filter(None, (self._batches.note, COLLATES_ALONE if alone else ""))
@@ -116,6 +116,15 @@ class TaskData:
         if self._batches is not None:
             self._batches.close()
         self._batches = self._eval_sources = None
+
+    @property
+    def _meets_in_passes(self) -> bool:
+        """Whether ranks that read other samples make passes together; one reader alone has all."""
+        return self.strategy.equal_passes and self.strategy.data.size > 1
+
+    @property
+    def _cuts_by_shard(self) -> bool:
+        return self.strategy.cuts_by_shard and self.job.micro_batch is None
 
     @property
     def _chunk(self) -> int:

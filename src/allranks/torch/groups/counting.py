@@ -23,6 +23,19 @@ from torch import Tensor
 
 BACKEND = "allranks-counting"
 
+all_gather_single: Callable[..., Any] = (
+    getattr(
+        dist,
+        "all_gather_single",
+        None,  # named so since torch 2.13, which warns at the old name
+    )
+    or dist.all_gather_into_tensor
+)
+
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
 
 def _ring(size: int, given: int) -> float:
     return 2 * (size - 1) / size * given

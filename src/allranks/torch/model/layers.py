@@ -78,6 +78,11 @@ class Scope:
         first = pieces[0]
         self._seed(random_key(self.seed, step, first.shard, first.start, -1))
 
+    def key_stage(self, stage: int) -> None:
+        """What user code draws next belongs to a stage of what goes through the model."""
+        first = self.pieces[0]
+        self._seed(random_key(self.seed, self.step, first.shard, first.start, -1, stage))
+
     def key(self, step: int, purpose: int) -> None:
         """What is drawn next is the same on every rank, whichever shard it was keyed for last."""
         self._seed(random_key(self.seed, step, -1, -1, purpose))

@@ -101,6 +101,8 @@ def update_by_nothing(
     are the positions of the parameters that the optimizer updates by sparse gradients.
     """
     for position, parameter in enumerate(parameters):
+        if parameter.is_meta:  # another rank holds it
+            continue
         nothing = torch.zeros_like(parameter, requires_grad=False)
         parameter.grad = nothing.to_sparse(1) if position in by_rows else nothing
         optimizer.step()

@@ -115,6 +115,7 @@ class Passes:
         self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
         self.regularizers = Regularizer(task, parts.whole_weights)
         self._poison_next = self._poisoned = False
+        self.has_loss = True  # of a pipeline, the last stage alone
         self._unweighted: Unweighted | None = None
         self._batch_loss = (
             BatchLoss(task, self.comm, arithmetic) if task.loss_over == "batch" else None
@@ -180,10 +181,8 @@ class Passes:
         `before_last` is called before the last backward pass of the last leaf, if that leaf has
         any: gradients finished after it may leave.
         """
-        self._begin(batch)
-        take = self._take_sample_losses(batch)
-        if self._batch_loss is not None:
-            take = self._take_batch_losses(batch, self._batch_loss)
+        self.begin(batch)
+        take = self.take(batch)
         for leaf in batch.leaves:
             tally = tally_of(leaf)
             self.used[:] = [False] * len(self.used)
@@ -201,19 +200,23 @@ class Passes:
                 self.parts.after_backward()
                 if self.scope.moments or self.scope.calls != calls:
                     raise computed_again()
-            tally.close(
-                batch.index,
-                self.used,
-                self.asked,
-                changed=self.changes.leaf_done(leaf),
-                regularizer=self.regularizers.was,
-                touched=self.sparse.touched,
-            )
+            self.close_leaf(batch, leaf, tally)
             leaf_done(leaf)
-        self._end(batch)
+        self.end(batch)
 
-    def _begin(self, batch: Batch) -> None:
-        """Nothing of the last step is counted in this one."""
+    def close_leaf(self, batch: Batch, leaf: Leaf, tally: Tally) -> None:
+        """The passes of a leaf are over; `used` are the parameters that they used."""
+        tally.close(
+            batch.index,
+            self.used,
+            self.asked,
+            changed=self.changes.leaf_done(leaf),
+            regularizer=self.regularizers.was,
+            touched=self.sparse.touched,
+        )
+
+    def begin(self, batch: Batch) -> None:
+        """Before the passes of a step: nothing of the last one is counted in it."""
         if self.probe is not None:
             self.probe.begin(batch)
         self._poisoned, self._poison_next = self._poison_next, False
@@ -227,8 +230,8 @@ class Passes:
         self.for_others.begin()
         self.reached("begin")
 
-    def _end(self, batch: Batch) -> None:
-        """The passes are over, also those for other ranks."""
+    def end(self, batch: Batch) -> None:
+        """The passes of a step are over, also those for other ranks."""
         uses = None if self._batch_loss is None else self._batch_loss.uses
         self.for_others.finish(batch, uses)
         self.scope.leave()
@@ -247,7 +250,7 @@ class Passes:
         with self.arithmetic.context():
             output = (self.forward or partial(forward, self.task, self.call))(micro.data)
         self.reached("forward")
-        if self._poisoned and self._batch_loss is not None:
+        if self._poisoned and (self._batch_loss is not None or not self.has_loss):
             return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
         return output
 
@@ -267,6 +270,12 @@ class Passes:
         if self.probe is not None:
             self.probe.losses(losses.detach())
         return losses, weights
+
+    def take(self, batch: Batch) -> Take:
+        """What makes the forward pass and the loss of a micro-batch, and can run its backward."""
+        if self._batch_loss is not None:
+            return self._take_batch_losses(batch, self._batch_loss)
+        return self._take_sample_losses(batch)
 
     def _take_sample_losses(self, batch: Batch) -> Take:
         def take(micro: MicroBatch) -> Taken:

@@ -75,6 +75,8 @@ class Strategy(ABC):
     counts_passes: ClassVar[bool] = False
     """Whether batches say how many passes the rank with the most makes, though not all make so
     many."""
+    cuts_by_shard: ClassVar[bool] = False
+    """Whether each shard is a micro-batch of its own, where nobody says `--micro-batch`."""
     tally_type: torch.dtype | None = None
     """The type of the tally, where it is a message of its own; else it rides on gradients."""
     builds_deferred: bool = False

@@ -39,12 +39,12 @@ from allranks.torch.reducers.chunk_tree import PassPlan
 from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.reducers.mean import Mean
 from allranks.torch.reducers.tree import Tree
+from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, padded
+from allranks.torch.sharding.fsdp_units import check_can_be_cut, units_of
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients, gradients_of
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Setting
-from allranks.torch.strategies.fsdp_collectives import Filling, Gather, Scatter, padded
-from allranks.torch.strategies.fsdp_units import check_can_be_cut, units_of
 from allranks.torch.strategies.single import Single
 
 DIGITS, BASE = 4, 256  # of the order in which units were called: each is sent with its square

@@ -116,7 +116,8 @@ class Observer:
         model = self.step.model
         bounded = {id(m.weight) for m in model.modules() if isinstance(m, BoundedTable)}
         for name, parameter in model.named_parameters():
-            if id(parameter) not in bounded:  # those the engine writes, alike on all ranks
+            # those the engine writes, alike on all ranks; and those of other ranks
+            if id(parameter) not in bounded and not parameter.is_meta:
                 yield ("weight", name), digest(parameter)
         for name, buffer in self.step.user_buffers.named():
             yield ("buffer", name), digest(buffer)

@@ -25,7 +25,7 @@ from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import reals
-from allranks.torch.state import put_whole, whole
+from allranks.torch.state import put_whole
 from allranks.torch.strategies.base import Strategy
 from allranks.training.callback import Callback
 from allranks.training.progress import StepResult
@@ -107,10 +107,19 @@ class Trace(Callback):
         self._rows.close()
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """All that a step starts from and changes, but what the optimizer keeps.
+        """All that a step starts from and changes, but what the optimizer keeps; as it is saved."""
+        for kind, name, tensor in self._held():
+            saved = tensor if kind == "buffer" else self.strategy.as_saved(name, tensor)
+            yield f"{kind}/{name}", saved
 
-        A tensor that no rank holds whole is a DTensor. Called within `Strategy.owned`.
-        """
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, every tensor whole; every rank calls this."""
+        for kind, name, tensor in self._held():
+            full = tensor if kind == "buffer" else self.strategy.full(name, tensor)
+            yield f"{kind}/{name}", full
+
+    def _held(self) -> Iterator[tuple[str, str, Tensor]]:
+        """What kind each is, its name, and what this rank holds of it."""
         strategy = self.strategy
         model, average = strategy.model, strategy.step.average
         for kind, named in (
@@ -118,9 +127,9 @@ class Trace(Callback):
             ("average", {} if average is None else average.state()),
         ):
             for name, tensor in named.items():
-                yield f"{kind}/{name}", strategy.as_saved(name, tensor.detach())
+                yield kind, name, tensor.detach()
         for name, tensor in model.named_buffers():
-            yield f"buffer/{name}", tensor.detach()
+            yield "buffer", name, tensor.detach()
 
     def _bytes_per_step(self) -> int:
         step, strategy = self.strategy.step, self.strategy
@@ -137,7 +146,7 @@ class Trace(Callback):
         if row is None:
             return
         with self.strategy.owned():
-            tensors = {**self._gradients, **{name: whole(t) for name, t in self._state()}}
+            tensors = {**self._gradients, **dict(self._whole())}
         self._gradients = {}
         row["digests"] = {name: _digest(tensor) for name, tensor in tensors.items()}
         self._rows.row(row)

@@ -1,0 +1,77 @@
+"""How long ranks of a pipeline wait: each schedule beside its own formula, with stages of sleep.
+
+    python benchmarks/pipeline_bubble.py
+
+Every layer sleeps a fixed time in forward and twice that in backward, so all stages take equally
+long and need no core. The bubble is what is left of a step of 4 ranks and 8 micro-batches when the
+sleep of one rank is taken away; the formula is (N-1)/(vm+N-1). A step is timed on the last rank,
+from one to the next; the median of a run counts, and runs of the schedules take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import RECORDS, Comparison, finish_record, median_interval, order_of, say, start_record
+from ranks import start_ranks, wait_for
+
+from allranks.strategies.pipeline_schedules import bubble_fraction
+
+RANKS, MICROS, LAYERS, STEPS = 4, 8, 8, 4
+FORWARD_S = 0.08  # of one layer; backward takes twice as long
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved:chunks=2": 2}
+BAR = 1.15  # of the formula
+
+
+def rank_of(rank: int, folder: str, strategy: str) -> None:
+    """What a rank does is in `pipeline_rank`, which imports torch."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    work: Any = importlib.import_module("pipeline_rank")
+    sizes = {"ranks": RANKS, "micros": MICROS, "layers": LAYERS, "steps": STEPS}
+    work.train(rank, folder, strategy, forward_s=FORWARD_S, **sizes)
+
+
+def seconds_of_a_step(strategy: str) -> float:
+    """The median step of one run."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-pipeline-") as folder:
+        preload = ("allranks.torch.worker", "allranks.torch.preload")
+        wait_for(strategy, start_ranks(RANKS, rank_of, (folder, strategy), preload))
+        return statistics.median(json.loads(Path(folder, "steps.json").read_text()))
+
+
+def main() -> None:
+    """Measure, and write the record."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9, help="runs of each schedule")
+    rounds = parser.parse_args().rounds
+    settings = {"ranks": RANKS, "micro_batches": MICROS, "forward_s": FORWARD_S, "steps": STEPS}
+    record = start_record("pipeline_bubble", settings)
+    found: dict[str, list[float]] = {strategy: [] for strategy in SCHEDULES}
+    for turn in range(rounds):
+        for strategy in order_of(list(SCHEDULES), turn):
+            found[strategy].append(seconds_of_a_step(strategy))
+        say(f"round {turn + 1} of {rounds}")
+    busy = 3 * FORWARD_S * MICROS * LAYERS / RANKS
+    comparisons = []
+    for strategy, chunks in SCHEDULES.items():
+        formula = bubble_fraction(RANKS, MICROS, chunks)
+        ratios = [(1 - busy / step) / formula for step in found[strategy]]
+        say(
+            f"{strategy}: formula {formula:.3f}, measured {formula * statistics.median(ratios):.3f}"
+        )
+        interval = median_interval(ratios)
+        of, over = strategy, "formula"
+        comparisons.append(Comparison("bubble", "ratio", "fraction", of, over, interval, BAR))
+    record["samples"] = found
+    finish_record(record, comparisons, RECORDS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What one rank of `pipeline_bubble.py` does: it trains layers that sleep, and times its steps."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from allranks.job.job import Job
+from allranks.launcher.world import World
+from allranks.torch import Task, Trainer
+
+WARM = 2  # steps that are not counted: shapes are told, groups are made
+
+
+class Slow(torch.autograd.Function):
+    """Sleeps in forward, and twice as long in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Layer(nn.Linear):
+    """A small layer that takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(8, 8)
+        self.seconds = seconds
+
+    def forward(self, values: Tensor) -> Tensor:
+        apply: Any = Slow.apply
+        slow: Tensor = apply(super().forward(values), self.seconds)
+        return slow
+
+
+@dataclass(kw_only=True)
+class Sleeping(Task):
+    """`layers` of them in a row."""
+
+    layers: int = 8
+    seconds: float = 0.0
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(Layer(self.seconds) for _ in range(self.layers)))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=1e-3)
+
+    def train_data(self) -> tuple[Tensor, Tensor]:
+        return torch.ones(320, 8), torch.zeros(320, 8)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1]).square().sum(1)
+
+
+def train(
+    rank: int,
+    folder: str,
+    strategy: str,
+    *,
+    ranks: int,
+    micros: int,
+    layers: int,
+    steps: int,
+    forward_s: float,
+) -> None:
+    """Train some steps; the last rank writes how long each took."""
+    torch.set_num_threads(1)
+    sizes: dict[str, Any] = {"batch_size": 4 * micros, "shards": micros, "epochs": 100}
+    task = Sleeping(layers=layers, seconds=forward_s, **sizes)
+    world = World(rank, ranks, rank, ranks, store=f"{folder}/store")
+    found = []
+    with Trainer(task, Job(strategy=strategy, witness="off"), world=world) as trainer:
+        for batch in trainer.batches(steps=steps + WARM):
+            began = time.perf_counter()
+            trainer.step(batch)
+            found.append(time.perf_counter() - began)
+    if rank == ranks - 1:
+        Path(folder, "steps.json").write_text(json.dumps(found[WARM:]))

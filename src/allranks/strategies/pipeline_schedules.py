@@ -1,0 +1,154 @@
+"""Pipeline schedules as data: for each rank, which micro-batch it takes through which stage, when.
+
+A model is cut into stages; stage s lies on rank s mod ranks. `F` is a forward pass of one
+micro-batch through one stage, `B` its backward pass. Schedules are pure functions of integers, so
+that they can be printed, counted and tried without a device; one loop runs any of them
+(`torch.strategies.pipeline`).
+
+    gpipe        all F, then all B. Huang et al. 2019, GPipe, arXiv 1811.06965
+    1f1b         F and B in turn: at most `ranks - rank` micro-batches are stashed on a rank.
+                 Narayanan et al. 2019, PipeDream; 2021, Megatron-LM, arXiv 2104.04473
+    interleaved  1f1b with several stages on each rank: a smaller bubble, more messages. ibid.
+
+On each stage B takes the micro-batches in their order: sums of gradients are left to right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Action:
+    """One pass of one micro-batch through one stage."""
+
+    kind: Literal["F", "B"]
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.micro}"
+
+
+Schedule = tuple[tuple[Action, ...], ...]
+"""What each rank does, in order."""
+
+
+def gpipe(ranks: int, micros: int) -> Schedule:
+    """Every forward pass, then every backward pass."""
+    return tuple(
+        tuple(Action(kind, rank, micro) for kind in ("F", "B") for micro in range(micros))
+        for rank in range(ranks)
+    )
+
+
+def one_forward_one_backward(ranks: int, micros: int) -> Schedule:
+    """As many forward passes as there are stages behind, then one backward for each forward."""
+    return tuple(
+        _alternating(
+            [(rank, micro) for micro in range(micros)],
+            [(rank, micro) for micro in range(micros)],
+            ranks - rank - 1,
+        )
+        for rank in range(ranks)
+    )
+
+
+def interleaved(ranks: int, micros: int, chunks: int) -> Schedule:
+    """1F1B over `chunks` stages on each rank, in groups of as many micro-batches as ranks.
+
+    A last group that is not full is filled up with passes that are then left out.
+    """
+    if chunks == 1:
+        return one_forward_one_backward(ranks, micros)
+    filled = -(-micros // ranks) * ranks
+    groups = [range(start, start + ranks) for start in range(0, filled, ranks)]
+    found = []
+    for rank in range(ranks):
+        forward = [(c * ranks + rank, k) for g in groups for c in range(chunks) for k in g]
+        backward = [
+            (c * ranks + rank, k) for g in groups for c in reversed(range(chunks)) for k in g
+        ]
+        ahead = (chunks - 1) * ranks + 2 * (ranks - rank - 1)
+        actions = _alternating(forward, backward, ahead)
+        found.append(tuple(action for action in actions if action.micro < micros))
+    return tuple(found)
+
+
+def _alternating(
+    forward: list[tuple[int, int]], backward: list[tuple[int, int]], ahead: int
+) -> tuple[Action, ...]:
+    """`ahead` forward passes; then one forward and one backward, in turn, while there are any."""
+    ahead = min(ahead, len(forward))
+    found = [Action("F", *at) for at in forward[:ahead]]
+    for number, at in enumerate(backward):
+        if ahead + number < len(forward):
+            found.append(Action("F", *forward[ahead + number]))
+        found.append(Action("B", *at))
+    return tuple(found)
+
+
+SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": lambda ranks, micros, chunks: gpipe(ranks, micros),
+    "1f1b": lambda ranks, micros, chunks: one_forward_one_backward(ranks, micros),
+    "interleaved": interleaved,
+}
+"""By the name of the strategy, for so many ranks, micro-batches, and stages on each rank."""
+
+
+def bubble_fraction(ranks: int, micros: int, chunks: int = 1) -> float:
+    """The part of the time in which a rank waits, where all stages take equally long.
+
+    (p - 1) / (m + p - 1) for gpipe and 1f1b; with v stages on a rank (p - 1) / (v m + p - 1), for
+    micro-batches in whole groups of p.
+    """
+    return (ranks - 1) / (chunks * micros + ranks - 1)
+
+
+def duration(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> float:
+    """When the last pass ends, if each pass through a stage takes so long and messages nothing.
+
+    Raises `ValueError` for a schedule in which ranks wait for each other for ever.
+    """
+    ended: dict[Action, float] = {}
+    clocks, at = [0.0] * len(schedule), [0] * len(schedule)
+    last = max((a.stage for actions in schedule for a in actions), default=0)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                before = needs(action, last)
+                if any(one not in ended for one in before):
+                    break
+                start = max([clocks[rank], *(ended[one] for one in before)])
+                clocks[rank] = start + (forward if action.kind == "F" else backward)
+                ended[action] = clocks[rank]
+                at[rank] += 1
+                moved = True
+    if any(done < len(actions) for done, actions in zip(at, schedule, strict=True)):
+        stuck = [str(a[n]) for n, a in zip(at, schedule, strict=True) if n < len(a)]
+        raise ValueError(f"these wait for each other: {', '.join(stuck)}")
+    return max(clocks)
+
+
+def needs(action: Action, last_stage: int) -> tuple[Action, ...]:
+    """The passes that must have been made before this one."""
+    if action.kind == "F":
+        return (Action("F", action.stage - 1, action.micro),) if action.stage else ()
+    own = Action("F", action.stage, action.micro)
+    if action.stage == last_stage:
+        return (own,)
+    return own, Action("B", action.stage + 1, action.micro)
+
+
+def most_stashed(actions: tuple[Action, ...]) -> int:
+    """How many passes of one rank wait for their backward pass, at most."""
+    now = most = 0
+    for action in actions:
+        now += 1 if action.kind == "F" else -1
+        most = max(most, now)
+    return most

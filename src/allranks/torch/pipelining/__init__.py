@@ -1,0 +1,1 @@
+"""What the strategies share that lay layers of one model on different ranks."""

@@ -1,0 +1,170 @@
+"""Cuts a model into the stages of a pipeline: as its task says, or an `nn.Sequential` by bytes.
+
+A stage is made of modules of the model and holds no weight of its own. What is cut is checked:
+together the stages hold every weight, and no layer that the engine would have swapped is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from allranks.errors import RequestError
+from allranks.torch.model.layers import Swapped, own_kind
+from allranks.torch.model.shard_dropout import DROPOUTS
+from allranks.torch.task import Task
+
+FOLLOWS_SHARDS = (*DROPOUTS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class Stages:
+    """The stages of a model, in order."""
+
+    def __init__(self, modules: Sequence[nn.Module], model: nn.Module, *, takes_one: bool) -> None:
+        self.modules, self.takes_one = list(modules), takes_one
+        known = {id(module) for module in model.modules()}
+        self._model = model
+        self._wrappers = [m for s in modules for m in s.modules() if id(m) not in known]
+
+    def call(self, stage: int, received: Any) -> Any:
+        """The output of a stage for what the one before it returned."""
+        if self._wrappers and self._wrappers[0].training != self._model.training:
+            for module in self._wrappers:
+                module.training = self._model.training
+        if isinstance(received, tuple) and not self.takes_one:
+            return self.modules[stage](*received)
+        return self.modules[stage](received)
+
+    def holders(self, parameter: nn.Parameter) -> list[int]:
+        """The stages that use a parameter."""
+        return [
+            number
+            for number, stage in enumerate(self.modules)
+            if any(other is parameter for other in stage.parameters())
+        ]
+
+
+def stages_of(task: Task, model: nn.Module, count: int, asked: str) -> Stages:
+    """The model in `count` stages; raises `RequestError` where it cannot be cut."""
+    said = task.stages(model, count)
+    if said is None:
+        return Stages(_cut(model, count, asked), model, takes_one=True)
+    modules = list(said)
+    if len(modules) != count or not all(isinstance(module, nn.Module) for module in modules):
+        raise _refused(
+            asked,
+            f"{len(modules)} stages from stages(model, {count}) of the task",
+            f"the ranks hold {count}, and each is an nn.Module",
+            f"return {count} modules, or ask for another number of ranks",
+        )
+    _check(modules, model, asked)
+    return Stages(modules, model, takes_one=False)
+
+
+def _check(stages: list[nn.Module], model: nn.Module, asked: str) -> None:
+    """Nothing of the model is left out, and nothing is new."""
+    used = {id(parameter) for stage in stages for parameter in stage.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in used:
+            raise _refused(
+                asked,
+                f"{name!r} in none of the stages of the task",
+                "every weight is trained where its stage is",
+                "give it to the stage that uses it: stages are made of the modules of `model`",
+            )
+    own = {id(parameter) for parameter in model.parameters()}
+    modules = {id(module) for module in model.modules()}
+    for stage in stages:
+        for module in stage.modules():
+            is_new = id(module) not in modules
+            if is_new and own_kind(module) in FOLLOWS_SHARDS and not isinstance(module, Swapped):
+                raise _of_its_own(asked, f"a new {type(module).__name__}")
+        if any(id(parameter) not in own for parameter in stage.parameters()):
+            raise _of_its_own(asked, "a weight that is not one of the model's")
+
+
+def _of_its_own(asked: str, found: str) -> RequestError:
+    return _refused(
+        asked,
+        f"{found} in the stages of the task",
+        "what is trained and saved is the model",
+        "make stages of the modules of `model` itself, not of copies or new layers",
+    )
+
+
+def _cut(model: nn.Module, count: int, asked: str) -> list[nn.Module]:
+    """An `nn.Sequential` in stages of about as many bytes of weights."""
+    if count == 1:
+        return [model]
+    if not _is_chain(model):
+        raise _refused(
+            asked,
+            f"a {type(model).__name__}, whose forward does more than call layers in a row",
+            "only an nn.Sequential says by itself what comes after what",
+            f"write stages(self, model, count) in the task: {count} modules, made of those of "
+            "`model`, of which each takes what the one before returns",
+        )
+    groups: list[list[nn.Module]] = []
+    for layer in _layers(model):
+        has_weights = any(True for _ in layer.parameters())
+        if not groups or (has_weights and _bytes(groups[-1])):
+            groups.append([])
+        groups[-1].append(layer)
+    if len(groups) < count:
+        raise _refused(
+            asked,
+            f"an nn.Sequential of {len(groups)} layers with weights",
+            f"each of {count} stages needs one",
+            f"a pipeline of at most {len(groups)} stages",
+        )
+    ends = balanced([_bytes(group) for group in groups], count)
+    return [
+        nn.Sequential(*(layer for group in groups[start:end] for layer in group))
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def _is_chain(module: nn.Module) -> bool:
+    plain: Callable[..., Any] = nn.Sequential.forward
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return type(module).forward is plain and "forward" not in vars(module) and not hooks
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The members of a chain, those of chains within it one by one."""
+    found: list[nn.Module] = []
+    for layer in model._modules.values():  # a layer may come twice
+        assert layer is not None
+        found += _layers(layer) if _is_chain(layer) else [layer]
+    return found
+
+
+def _bytes(layers: Sequence[nn.Module]) -> int:
+    return sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
+
+
+def balanced(costs: Sequence[int], parts: int) -> list[int]:
+    """Where each of `parts` runs of `costs` ends, so that the dearest run is as cheap as can be.
+
+    No run is empty: there are at least as many costs as parts.
+    """
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    ways: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    for part in range(1, parts + 1):
+        ways = {
+            end: min(
+                (max(dearest, sums[end] - sums[start]), [*ends, end])
+                for start, (dearest, ends) in ways.items()
+                if start < end
+            )
+            for end in range(part, len(costs) - (parts - part) + 1)
+        }
+    return ways[len(costs)][1]
+
+
+def _refused(asked: str, found: str, why: str, do: str) -> RequestError:
+    return RequestError(asked=asked, found=found, why=why, do=do)

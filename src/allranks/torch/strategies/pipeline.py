@@ -1,0 +1,290 @@
+"""Pipeline parallelism: each rank holds some layers, and micro-batches go through them in turn.
+
+    for each action of the schedule of this rank:
+        F    receive what the stage before returned; forward; send what this stage returns
+        B    receive the gradient of that; backward; send the gradient of what was received
+    then sum the tally, and the gradients of weights that several stages hold
+
+Which rank does what when is data (`allranks.strategies.pipeline_schedules`), and this loop runs any
+such list. Every rank knows the whole model by name, with the weights of other stages on the meta
+device: tally, norm, state and checkpoints have the names of one process. All ranks read the whole
+global batch; a micro-batch is a shard, unless `--micro-batch` says its samples. Huang et al. 2019,
+GPipe, arXiv 1811.06965; Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.strategies.mesh import PIPELINE
+from allranks.strategies.pipeline_schedules import SCHEDULES, Action
+from allranks.strategies.reduction_tree import Span
+from allranks.torch.data.batch import Batch
+from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.sources import drawn_from
+from allranks.torch.pipelining.stage_links import Links, Received
+from allranks.torch.reducers.tree import TreeSum
+from allranks.torch.step.changes import unfrozen_on_the_way
+from allranks.torch.step.gradients import Gradients, all_gradients
+from allranks.torch.step.losses import forward
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.staged import Staged
+
+
+class Pipeline(Staged):
+    """Run the schedule of its name. Sends what crosses between stages, and the tally."""
+
+    name = "gpipe"
+    equal_passes = True
+    can_be_compiled = False
+    cuts_by_shard = True
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        self.line = self.axis(PIPELINE)
+        alone = self.line.size == 1
+        self.chunks = 1 if alone else int(self.setting.options.get("chunks", 1))
+        self.last = self.line.size * self.chunks - 1
+        self.own_stages = range(self.line.rank, self.last + 1, self.line.size)
+        model = super().parallelize(model)
+        self._axes["backwards"] = self.line.beside()
+        self.links = Links(self.line, self._axes["backwards"])
+        self.schedule = lru_cache(maxsize=64)(
+            lambda micros: SCHEDULES[self.name](self.line.size, micros, self.chunks)
+        )
+        return model
+
+    def prepare(self) -> None:
+        self.step.forward = self._forward
+        self.step.has_loss = self.last in self.own_stages
+
+    def lay_out(self) -> None:
+        super().lay_out()
+        self.of_stage = {
+            stage: [p for p in self.stages.modules[stage].parameters() if id(p) in self.trained]
+            for stage in self.own_stages
+        }
+
+    def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
+        raise unfrozen_on_the_way(self.name)
+
+    # --- a step ---------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        for parameter in self.own:
+            parameter.grad = None
+        self.steps += 1
+        self.step.begin(batch)
+        self.passes = _Passes(self, batch)
+        actions = self.schedule(len(batch.micros))[self.line.rank]
+        for number, action in enumerate(actions):
+            for ahead in actions[number : number + 2]:
+                self.passes.expect(ahead)
+            self.passes.act(action)
+        self.links.finish()
+        tally = self.passes.finished()
+        self.step.end(batch)
+        self.refuse_written_buffers()
+        return tally
+
+    def _forward(self, data: Any) -> Any:
+        """What goes through a stage in place of the model; `Passes.output` calls it."""
+        return self.passes.through(data)
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        self.sum_tied()
+        self.line.all_reduce(local.tensor).wait()
+        return local, self.gradients()
+
+    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
+        """The output for data that all ranks have; it goes through all stages, and to all ranks."""
+        return forward(self._evaluate, data)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        key: Hashable = ("evaluation", _looks_of((args, kwargs)))
+        output: Any = None
+        for stage in self.own_stages:
+            if stage == 0:
+                output = self.stages.modules[0](*args, **kwargs)
+            else:
+                received, _ = self.links.receive(stage, 0, key)
+                output = self.stages.call(stage, received)
+            if stage < self.last:
+                self.links.send(stage, 0, key, output, "control")
+        self.links.finish()
+        return self.links.share(output, self.last % self.line.size, key)
+
+
+class GPipe(Pipeline):
+    """All forward passes, then all backward passes."""
+
+    name = "gpipe"
+
+
+class OneForwardOneBackward(Pipeline):
+    """Forward and backward in turn: less activations are kept."""
+
+    name = "1f1b"
+
+
+class Interleaved(Pipeline):
+    """`1f1b` over several stages on each rank: a smaller bubble, more messages."""
+
+    name = "interleaved"
+
+
+class _Passes:
+    """The passes of one rank in one step."""
+
+    def __init__(self, strategy: Pipeline, batch: Batch) -> None:
+        self.strategy, self.batch, self.step = strategy, batch, strategy.step
+        self.micros = batch.micros
+        self.leaf_of = [n for n, leaf in enumerate(batch.leaves) for _ in leaf.micros]
+        self.take = self.step.take(batch)
+        self.tallies = [self.step.layout.tally() for _ in batch.leaves]
+        self.used = [[False] * len(self.step.parameters) for _ in batch.leaves]
+        self.trees = {s: TreeSum(strategy.task.shards) for s in strategy.own_stages}
+        self.next_leaf = dict.fromkeys(strategy.own_stages, 0)
+        self._at, self._drawn = Action("F", 0, 0), b""
+        self._received: dict[tuple[int, int], tuple[Any, list[Received]]] = {}
+        self._ends: dict[tuple[int, int], Callable[[], None] | list[Tensor]] = {}
+
+    def expect(self, action: Action) -> None:
+        """Make room for what this pass receives."""
+        links, at = self.strategy.links, (action.stage, action.micro)
+        if action.kind == "F" and action.stage > 0:
+            links.expect(*at, _looks_of(self.micros[action.micro].data))
+        ends = self._ends.get(at)
+        if action.kind == "B" and isinstance(ends, list):
+            links.expect_gradients(*at, ends)
+
+    def act(self, action: Action) -> None:
+        """One pass of one micro-batch through one stage."""
+        if action.kind == "F":
+            self._forward(action)
+        else:
+            self._backward(action)
+
+    def through(self, data: Any) -> Any:
+        """The output of the stage that is passed now."""
+        stage, micro = self._at.stage, self._at.micro
+        if stage == 0:
+            return forward(self.strategy.task, self.strategy.stages.modules[0], data)
+        self.step.scope.key_stage(stage)
+        self._drawn = drawn_from() if self.strategy.shard_alone else b""
+        received, _ = self._received[stage, micro]
+        return self.strategy.stages.call(stage, received)
+
+    def _forward(self, action: Action) -> None:
+        strategy, links = self.strategy, self.strategy.links
+        stage, number = action.stage, action.micro
+        micro = self.micros[number]
+        key = _looks_of(micro.data)
+        self._at, self._drawn = action, b""
+        if stage > 0:
+            self._received[stage, number] = links.receive(stage, number, key)
+            links.gradients_arrived(stage, partial(self._came_before, action))
+        tally, scope = self.tallies[self.leaf_of[number]], self.step.scope
+        if stage == strategy.last:
+            loss, weight, backward = self.take(micro)
+            self._check_drawn(stage)
+            tally.add(loss, weight, micro.samples, scope)
+            self._ends[stage, number] = backward
+            return
+        with self.step.apart:
+            output = self.step.output(self.batch, micro)
+        self._check_drawn(stage)
+        tally.add(tally.tensor.new_zeros(()), 0, 0, scope)
+        links.send(stage, number, key, output, "gradients")
+        strategy.count_crossing(stage, output)
+        self._ends[stage, number] = [t for t in tensors_in(output) if t.requires_grad]
+
+    def _came_before(self, action: Action, micro: int) -> bool:
+        """Whether the stage before used a gradient before it sent what `action` received."""
+        stage = action.stage - 1
+        order = self.strategy.schedule(len(self.micros))[stage % self.strategy.line.size]
+        return order.index(Action("B", stage, micro)) < order.index(
+            Action("F", stage, action.micro)
+        )
+
+    def _check_drawn(self, stage: int) -> None:
+        """Under `--bitwise`: raise where a stage draws what one process draws after the others."""
+        if self._drawn and drawn_from() != self._drawn:
+            raise RequestError(
+                asked=f"--strategy {self.strategy.name} --bitwise",
+                found=f"random numbers that stage {stage} or the loss draws by itself",
+                why="in one process they come after those that the stages before have drawn",
+                do="use nn.Dropout, or leave --bitwise out",
+            )
+
+    def _backward(self, action: Action) -> None:
+        links, stage, number = self.strategy.links, action.stage, action.micro
+        leaf = self.leaf_of[number]
+        self._begin_leaf(stage, number)
+        self.step.used = self.used[leaf]
+        ends = self._ends.pop((stage, number))
+        if isinstance(ends, list):
+            gradients = links.receive_gradients(stage, number, ends)
+            if ends:
+                torch.autograd.backward(ends, gradients)
+        else:
+            ends()
+        if stage > 0:
+            _, received = self._received.pop((stage, number))
+            links.send_gradients(stage, number, received)
+        if self.strategy.shard_alone and self._is_last_of_leaf(number):
+            self._add_leaves(stage, leaf + 1)
+
+    # --- sums in the order of the tree ----------------------------------------------------
+
+    def _is_last_of_leaf(self, number: int) -> bool:
+        return self.leaf_of[number + 1 : number + 2] != [self.leaf_of[number]]
+
+    def _begin_leaf(self, stage: int, number: int) -> None:
+        """Under `--bitwise` the gradients of a leaf begin with zeros, as in one process."""
+        is_first = number == 0 or self.leaf_of[number - 1] != self.leaf_of[number]
+        if self.strategy.shard_alone and is_first:
+            self._add_leaves(stage, self.leaf_of[number])
+            self._to_zeros(stage)
+
+    def _to_zeros(self, stage: int) -> None:
+        for parameter in self.strategy.of_stage[stage]:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+
+    def _add_leaves(self, stage: int, end: int) -> None:
+        """Add the gradients of this stage up to leaf `end`; leaves without a sample add zeros."""
+        for number in range(self.next_leaf[stage], end):
+            leaf = self.batch.leaves[number]
+            if not leaf.micros:
+                self._to_zeros(stage)
+            gradients = all_gradients(self.strategy.of_stage[stage])
+            self.trees[stage].add((leaf.shards.start, leaf.shards.stop), gradients)
+        self.next_leaf[stage] = max(end, self.next_leaf[stage])
+
+    def finished(self) -> Tally:
+        """The sum of the tallies of all leaves; the gradients are in `.grad`."""
+        step, leaves = self.step, self.batch.leaves
+        for leaf, tally, used in zip(leaves, self.tallies, self.used, strict=True):
+            step.used = used
+            step.close_leaf(self.batch, leaf, tally)
+        if not self.strategy.shard_alone:
+            (tally,) = self.tallies
+            return tally
+        for stage, parameters in self.strategy.of_stage.items():
+            self._add_leaves(stage, len(leaves))
+            for parameter, gradient in zip(parameters, self.trees[stage].total(), strict=True):
+                parameter.grad = gradient
+        total = TreeSum(self.strategy.task.shards)
+        for leaf, tally in zip(leaves, self.tallies, strict=True):
+            total.add((leaf.shards.start, leaf.shards.stop), [tally.tensor])
+        return step.layout.tally(total.total()[0])
+
+
+def _looks_of(data: Any) -> Hashable:
+    """The shapes of an input, which all ranks have."""
+    return tuple((tuple(t.shape), t.dtype) for t in tensors_in(data))

@@ -1,0 +1,328 @@
+"""What strategies share whose ranks each hold some of the tensors: names, state, whole tensors.
+
+Each rank keeps the weights of its own stages; those of the others are meta tensors of the same
+names and shapes, so that optimizer, tally and state have the layout of one process on every rank.
+Buffers are kept on all ranks, where the engine writes them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.checkpoint.tree import unflatten
+from allranks.errors import RequestError
+from allranks.job.placement import Placed
+from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
+from allranks.torch.comm import Comm
+from allranks.torch.data.nested import tensors_in
+from allranks.torch.model.reals import real_type
+from allranks.torch.pipelining.stages import stages_of
+from allranks.torch.reducers.exact_norm import exact_norm
+from allranks.torch.step.gradients import Gradients, make_dense
+from allranks.torch.step.user_buffers import written_in_forward
+from allranks.torch.strategies.base import Strategy
+
+
+class Staged(Strategy):
+    """Stages of a model on the ranks of a `line`; `last` is the number of the last stage."""
+
+    line: Comm
+    last: int
+    own_stages: range
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        asked = f"--strategy {self.name} --ranks {self.comm.size}"
+        self._check_task(asked)
+        self.stages = stages_of(self.task, model, self.last + 1, asked)
+        ranks_of = {
+            name: sorted({stage % self.line.size for stage in self.stages.holders(parameter)})
+            for name, parameter in model.named_parameters()
+        }
+        shared = {name: tuple(ranks) for name, ranks in ranks_of.items() if len(ranks) > 1}
+        if self.shard_alone and shared:
+            raise _tied_bits(asked, next(iter(shared)))
+        for ranks in sorted(set(shared.values())):
+            if self.line.rank in ranks:
+                self._axes[f"tied {ranks}"] = self.line.among(ranks)
+        self._tied = {n: f"tied {r}" for n, r in shared.items() if self.line.rank in r}
+        self.home = {name: ranks[0] for name, ranks in ranks_of.items()}
+        self.held = {n for n, ranks in ranks_of.items() if self.line.rank in ranks}
+        _leave_to_others(model, self.held)
+        self._crossed: dict[int, int] = {}
+        self.steps = 0
+        return model
+
+    def _check_task(self, asked: str) -> None:
+        """Raise `RequestError` for what stages have no way to do."""
+        found = why = do = ""
+        if self.task.loss_over == "batch":
+            found = 'loss_over = "batch"'
+            why = "a schedule begins backward passes before the outputs of all samples are there"
+            do = "--strategy ddp"
+        elif self.task.overrides("initialise"):
+            found = "initialise(model, inputs) in the task"
+            why = "it goes through the whole model, of which each rank holds a part"
+            do = "set the weights in model(), or --strategy ddp"
+        elif self.setting.scope.looked_up:
+            found = "a table with max_norm, whose rows are shortened where they are looked up"
+            why = "all ranks shorten rows together, and some do not hold the table"
+            do = "--strategy ddp"
+        if found:
+            raise RequestError(asked=asked, found=found, why=why, do=do)
+
+    def lay_out(self) -> None:
+        step = self.step
+        if step.sparse.positions:
+            raise RequestError(
+                asked=f"--strategy {self.name}",
+                found=f"{type(step.optimizer).__name__}, which takes gradients row by row",
+                why="the rows that a step touches are counted by all ranks",
+                do="a dense optimizer, or --strategy ddp",
+            )
+        pairs = list(enumerate(zip(step.names, step.parameters, strict=True)))
+        own = [(at, name, p) for at, (name, p) in pairs if name in self.held]
+        self.own = [parameter for _, _, parameter in own]
+        self.trained = {id(parameter) for parameter in self.own}
+        self._counted = [(at, p) for at, name, p in own if self.home[name] == self.line.rank]
+        self._summed = [(p, self._axes[self._tied[n]]) for _, n, p in own if n in self._tied]
+
+    # --- a step ---------------------------------------------------------------------------
+
+    def sum_tied(self) -> None:
+        """Weights that several stages hold have the sum of their gradients on all of them."""
+        for parameter, comm in self._summed:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            comm.all_reduce(parameter.grad).wait()
+
+    def gradients(self) -> StagedGradients:
+        """Those of this rank, with a norm over all ranks."""
+        everywhere, exact = self.step.parameters, self.shard_alone
+        return StagedGradients(self.own, self._counted, everywhere, self.line, exact=exact)
+
+    def refuse_written_buffers(self) -> None:
+        """Raise `RequestError` where the model writes buffers of its own in forward."""
+        if written := sorted(self.step.user_buffers.written):
+            raise RequestError(
+                asked=f"--strategy {self.name}",
+                found=written_in_forward(written).found,
+                why="only the rank of its stage would know what is written",
+                do="compute it from parameters, or --strategy ddp",
+            )
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Within, every weight is whole on every rank. Sends all weights (`control`)."""
+        slots = _slots(self.model)
+        held = dict(self.model.named_parameters())
+        whole = {}
+        for name, parameter in held.items():
+            tensor = self.full(name, parameter.detach())
+            own = parameter if name in self.held else nn.Parameter(tensor, parameter.requires_grad)
+            whole[name] = own
+        for name, places in slots.items():
+            for module, attribute in places:
+                module._parameters[attribute] = whole[name]
+        try:
+            yield
+        finally:
+            for name, places in slots.items():
+                for module, attribute in places:
+                    module._parameters[attribute] = held[name]
+
+    # --- whole tensors and state ----------------------------------------------------------
+
+    def full(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of a parameter, or of its gradient, from the rank that holds it."""
+        if self.line.size == 1:
+            return tensor
+        home = self.home[name]
+        whole = tensor.detach().contiguous() if home == self.line.rank else None
+        if whole is None:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.line.device)
+        self.line.broadcast(whole, home)
+        return whole
+
+    def as_held(self, name: str, saved: Tensor) -> Tensor:
+        return saved if name in self.held else torch.empty_like(saved, device="meta")
+
+    def state(self) -> dict[str, Any]:
+        """As of one process, with meta tensors for what other ranks hold; every rank calls this."""
+        state = super().state()
+        kept = state["optimizer"]["state"]
+        own = {n: values for n, values in kept.items() if self.home[n] == self.line.rank}
+        skeleton, tensors = flatten(own, "kept")
+        looks = {path: [NAMES[t.dtype], list(t.shape)] for path, t in tensors.items()}
+        found: dict[str, Any] = {}
+        for text in self.line.gather_texts(json.dumps([skeleton, looks])):
+            theirs, looks = json.loads(text)
+            metas = {
+                path: torch.empty(shape, dtype=DTYPES[kind], device="meta")
+                for path, (kind, shape) in looks.items()
+            }
+            found.update(unflatten(theirs, metas))
+        found.update({name: kept[name] for name in self.held if name in kept})
+        order = [name for name, _ in self.model.named_parameters() if name in found]
+        state["optimizer"] = {
+            **state["optimizer"],
+            "state": {name: found[name] for name in order},
+        }
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        optimizer = state["optimizer"]
+        kept = {n: values for n, values in optimizer["state"].items() if n in self.held}
+        super().load_state({**state, "optimizer": {**optimizer, "state": kept}})
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        return [row for row in super().placement(updated=updated) if row.device != "meta"]
+
+    # --- bytes ----------------------------------------------------------------------------
+
+    def count_crossing(self, stage: int, value: Any) -> None:
+        """A stage has returned `value` to the next one."""
+        sent = sum(t.nbytes for t in tensors_in(value))
+        back = sum(t.nbytes for t in tensors_in(value) if t.requires_grad)
+        self._crossed[2 * stage] = self._crossed.get(2 * stage, 0) + sent
+        self._crossed[2 * stage + 1] = self._crossed.get(2 * stage + 1, 0) + back
+
+    def messages(self) -> tuple[int, ...]:
+        """Of each pair of stages what goes forward and what comes back, then what is summed.
+
+        The mean over the steps that were made, as it follows the samples of a step; every rank
+        calls this. A tied weight counts as if all ranks summed it.
+        """
+        crossed = [0] * (2 * self.last)
+        for text in self.line.gather_texts(json.dumps(self._crossed)):
+            for at, sent in json.loads(text).items():
+                crossed[int(at)] += sent
+        layout, ranks = self.step.layout, self.line.size
+        summed = float(layout.size * layout.like.element_size())
+        for parameter, comm in self._summed:
+            summed += parameter.nbytes * (1 - 1 / comm.size) / (1 - 1 / ranks)
+        return (*(round(sent / max(1, self.steps)) for sent in crossed), round(summed))
+
+
+class StagedGradients(Gradients):
+    """The gradients of this rank's parameters, of all those of a model, with one norm for all.
+
+    Every rank tells the norm of each gradient that it holds; all then have the norms of one
+    process, in the order of the model, and put them together as one process does. `counted` are the
+    positions of those that this rank tells, as a parameter may be held by several of the `line`.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        counted: Sequence[tuple[int, nn.Parameter]],
+        everywhere: list[nn.Parameter],
+        line: Comm,
+        *,
+        exact: bool,
+    ) -> None:
+        super().__init__(parameters, exact=exact)
+        self.counted, self.everywhere, self.line = list(counted), everywhere, line
+
+    def settle(self, unused: Sequence[int]) -> None:
+        gone = {id(self.everywhere[position]) for position in unused}
+        without = [p for p in self.parameters if id(p) in gone]
+        for parameter in without:
+            parameter.grad = None
+        make_dense(self.parameters, len(without))
+
+    def tensors(self) -> list[Tensor | None]:
+        """Those of this rank, with meta tensors for those of others.
+
+        Sends two numbers for each parameter of the model (`control`).
+        """
+        _, there = self._told(None)
+        pairs = zip(self.everywhere, there, strict=True)
+        return [
+            p.grad if p.grad is not None else p.detach() if is_there else None
+            for p, is_there in pairs
+        ]
+
+    def norm(self, *, clips: bool, left_out: bool) -> float:
+        """Sends two numbers for each parameter of the model (`control`)."""
+        if clips and self.exact:
+            return exact_norm([p.grad for _, p in self.counted if p.grad is not None], self._rows)
+        norms = self._norms(None)
+        if clips:
+            kind = real_type(self.everywhere[0].dtype)
+            norm = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=kind)))
+        else:
+            norm = math.hypot(*norms)
+        return norm if math.isfinite(norm) else math.hypot(*self._norms(torch.float64))
+
+    def _norms(self, kind: torch.dtype | None) -> list[float]:
+        """The norm of every gradient of the model, each computed as `kind` if given."""
+        norms, there = self._told(kind)
+        return [norm for norm, is_there in zip(norms, there, strict=True) if is_there]
+
+    def _told(self, kind: torch.dtype | None) -> tuple[list[float], list[float]]:
+        """For each parameter of the model the norm of its gradient, and whether there is one."""
+        held = [(at, p.grad) for at, p in self.counted if p.grad is not None]
+        found = torch.zeros(2, len(self.everywhere), dtype=torch.float64, device=self.line.device)
+        if held:
+            gradients = [g if kind is None else g.to(_wider(g, kind)) for _, g in held]
+            where = torch.tensor([at for at, _ in held], device=found.device)
+            found[0, where] = torch.stack(torch._foreach_norm(gradients)).double()
+            found[1, where] = 1
+        self.line.all_reduce(found, "control").wait()
+        norms, there = found.tolist()
+        return norms, there
+
+    def _rows(self, row: Tensor) -> Tensor:
+        """What each rank gives, (ranks, row)."""
+        row = row.to(self.line.device)
+        if self.line.size == 1:
+            return row[None]
+        whole = row.new_empty(self.line.size * row.numel())
+        self.line.all_gather(whole, row, "control").wait()
+        return whole.view(self.line.size, -1)
+
+    def clip_(self, limit: float, norm: float) -> None:
+        if self.parameters:
+            super().clip_(limit, norm)
+
+
+def _wider(gradient: Tensor, kind: torch.dtype) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, kind)
+
+
+def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where each parameter of a model is, by its first name; a tied one is in several places."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(name_of[id(parameter)], []).append((module, attribute))
+    return found
+
+
+def _leave_to_others(model: nn.Module, held: set[str]) -> None:
+    """Put meta tensors in the places of the weights that this rank does not hold."""
+    places, named = _slots(model), dict(model.named_parameters())
+    for name, parameter in named.items():
+        if name not in held:
+            meta = torch.empty_like(parameter, device="meta", requires_grad=False)
+            elsewhere = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+            for module, attribute in places[name]:
+                setattr(module, attribute, elsewhere)  # an RNN keeps a list of its own
+
+
+def _tied_bits(asked: str, name: str) -> RequestError:
+    return RequestError(
+        asked=f"{asked} --bitwise",
+        found=f"{name!r} in several stages",
+        why="its gradient is summed within a stage first, and then over the stages",
+        do="leave --bitwise out, tie no weights across stages, or --strategy ddp",
+    )

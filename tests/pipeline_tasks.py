@@ -1,0 +1,121 @@
+"""The tasks of the contract; those that no engine can cut by itself say their stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import contract_tasks
+import contract_workers
+from contract_tasks import Images, Pairs, Pictures, Uneven
+
+__all__ = ["Experts", "Images", "Pairs", "Pictures", "Uneven", "Words"]
+
+
+class Words(contract_tasks.Words):
+    """The embedding is in the first stage and, tied, in the last."""
+
+    def inputs(self, batch: Any) -> Any:
+        return batch["text"][:, :-1]
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        parts = [model.embedding, nn.Sequential(model.mix, nn.ReLU()), model.frozen, model.out]
+        return grouped(parts, count)
+
+
+class Experts(contract_tasks.Experts):
+    """Stages that pass on a tuple; experts that some micro-batches do not use."""
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        if count == 1:
+            return [model]
+        middle = [Passing(), Passing()][: count - 2]
+        return [First(model.common), *middle, Rest(model.rare, model.never)]
+
+
+class First(nn.Module):
+    def __init__(self, common: nn.Module) -> None:
+        super().__init__()
+        self.common = common
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.common(inputs), inputs
+
+
+class Passing(nn.Module):
+    """A stage without a weight, which writes in place first."""
+
+    def forward(self, output: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return output.add_(0), inputs
+
+
+class Rest(nn.Module):
+    def __init__(self, rare: nn.Module, never: nn.Module) -> None:
+        super().__init__()
+        self.rare, self.never = rare, never
+
+    def forward(self, output: Tensor, inputs: Tensor) -> Tensor:
+        chosen = inputs[:, 0] > 0
+        if chosen.any():
+            output = output + torch.where(chosen[:, None], self.rare(inputs), 0.0)
+        return output
+
+
+def grouped(parts: list[nn.Module], count: int) -> list[nn.Module]:
+    """The first parts alone, the rest in the last stage."""
+    return [*parts[: count - 1], nn.Sequential(*parts[count - 1 :])]
+
+
+def go_on_from_a_state(argument: dict[str, Any]) -> None:
+    """As in `contract_workers`."""
+    contract_workers.go_on_from_a_state(argument)
+
+
+class Lost(Images):
+    """A weight in no stage."""
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        return [model[:5], nn.Sequential(*model[6:])]
+
+
+class Copied(Images):
+    """A stage that is a copy."""
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        return [model, copy.deepcopy(model[5:])]
+
+
+class Renewed(Images):
+    """A dropout of a stage's own."""
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        return [model[:5], nn.Sequential(nn.Dropout(), *model[5:])]
+
+
+class Drawing(Images):
+    """A layer that draws by itself, in the last stage."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*super().model(), nn.RReLU())
+
+
+def bytes_and_memory(argument: dict[str, Any]) -> None:
+    """The busiest of the ranks sends what the card says; a rank holds the weights of its stages."""
+    with contract_workers._trainer(argument) as trainer:
+        steps = argument["job"]["steps"]
+        for batch in trainer.batches():
+            trainer.step(batch)
+        comm, strategy = trainer.comm, trainer.strategy
+        sent = max(map(float, comm.gather_texts(str(comm.sent["gradients"] / steps))))
+        assert abs(sent - strategy.promised_bytes()) <= comm.size, (sent, strategy.promised_bytes())
+        rows = [row for row in strategy.placement(updated=True) if row.kind == "parameter"]
+        held = [float(text) for text in comm.gather_texts(str(sum(row.bytes for row in rows)))]
+        whole = sum(p.nbytes for p in strategy.model.parameters())
+        assert sum(held) == whole, (held, whole)
+        assert max(held) < whole
+        kept = sum(len(v) for v in strategy.step.optimizer.state.values())
+        assert kept == 3 * len(rows)  # AdamW keeps three values for each, and none for the rest

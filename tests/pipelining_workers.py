@@ -1,0 +1,42 @@
+"""Our schedules beside those of `torch.distributed.pipelining`, which takes a second to load."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+import contract_workers
+
+
+def as_torch_pipelining(argument: dict[str, Any]) -> None:
+    """The gradient of a first step beside `torch.distributed.pipelining.ScheduleGPipe`."""
+    with contract_workers._trainer(argument) as trainer:
+        task, model = trainer.task, copy.deepcopy(trainer.task.model()).double()
+        rank, strategy = trainer.world.rank, trainer.strategy
+        ours = dict(strategy.model.named_parameters())
+        whole = dict(strategy.full_state())
+        model.load_state_dict(whole)
+        size = len(strategy.stages.modules[0])
+        part = model[:size] if rank == 0 else model[size:]
+        batch = next(trainer.batches())
+        data = [torch.cat([m.data[n] for m in batch.micros]) for n in (0, 1)]
+        stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+        schedule = ScheduleGPipe(
+            stage,
+            len(batch.micros),
+            loss_fn=lambda output, target: task.loss(output, [None, target]).mean(),
+        )
+        if rank == 0:
+            schedule.step(data[0])
+        else:
+            schedule.step(target=data[1])
+        theirs = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        strategy.forward_backward(batch)
+        assert len(theirs) == 2
+        for name, gradient in theirs.items():
+            assert ours[name].grad is not None
+            torch.testing.assert_close(ours[name].grad, gradient, rtol=1e-12, atol=1e-14)
+        trainer.comm.come_no_more()

@@ -1,0 +1,152 @@
+"""Pipelines: bits, checkpoints that cross over, `check`, refusals, and what a cut can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from allranks.errors import AllranksError, RequestError
+from allranks.job.config import resolve
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.plan import Plan
+from conftest import Train
+from test_check import Check, check
+from test_every_strategy import STEPS, difference, reference_for, references
+
+__all__ = ["check", "references"]
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.cases(
+    ("strategy", "ranks"),
+    [("1f1b", 3), ("interleaved:chunks=2", 2), ("gpipe", 2)],
+    exhaustive=[("gpipe", 4), ("1f1b", 1), ("1f1b", 4), ("1f1b", 5)],
+)
+def test_bitwise_gives_the_bits_of_one_process(strategy: str, ranks: int, train: Train) -> None:
+    common: dict[str, Any] = {"bitwise": True, "steps": 12}
+    wanted = train("pipeline_tasks:Images", strategy="single", **common)
+    found = train("pipeline_tasks:Images", strategy=strategy, ranks=ranks, **common)
+    assert found.summary["weights_sha256"] == wanted.summary["weights_sha256"]
+
+
+@pytest.mark.slow(but=1)
+def test_a_training_goes_through_strategies_with_the_bits_of_one(train: Train) -> None:
+    """`1f1b` on 2 ranks, `ddp` on 2, `gpipe` on 3, `single`: the bits of `single` all along."""
+    common: dict[str, Any] = {"bitwise": True, "checkpoint_every": 4}
+    wanted = train("pipeline_tasks:Images", "ema=0.9", strategy="single", steps=16, **common)
+    folder = ""
+    for step, (strategy, ranks) in enumerate(
+        [("1f1b", 2), ("ddp", 2), ("gpipe", 3), ("single", 1)]
+    ):
+        found = train(
+            "pipeline_tasks:Images",
+            "ema=0.9",
+            strategy=strategy,
+            ranks=ranks,
+            steps=4 * (step + 1),
+            **({"resume": folder} if folder else {}),
+            **common,
+        )
+        folder = str(found.run_dir)
+    assert found.summary["weights_sha256"] == wanted.summary["weights_sha256"]
+    ours, theirs = (load_file(run.run_dir / "average.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) == 0
+
+
+@pytest.mark.cases("strategy", ["1f1b"], exhaustive=["gpipe"])
+def test_check_calls_it_equal(strategy: str, check: Check) -> None:
+    verdict = check("pipeline_tasks:Words", strategy=strategy, ranks=2)
+    assert verdict.equal, str(verdict)
+
+
+def test_check_goes_without_a_number_of_ranks_that_nobody_asked_for(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """A model of two layers has no third stage: the look on 3 ranks is left out, and said so."""
+    flags = {"strategy": "1f1b", "ranks": 2, "steps": 2, "precision": "fp64"}
+    job = resolve("pipeline_tasks:Pictures", flags)
+    verdict = check_against_one(job, tmp_path, server, Plan((2, 3), 2, shards=8))
+    assert verdict.equal, str(verdict)
+    assert "3 ranks: refused, an nn.Sequential of 2 layers with weights" in str(verdict)
+
+
+def test_micro_batches_of_another_size(train: Train, references: dict[str, Any]) -> None:
+    """5 samples at once of batches of 24 and 5: the last micro-batch has fewer."""
+    _, weights = reference_for("Words", train, references)
+    result = train(
+        "pipeline_tasks:Words",
+        strategy="1f1b",
+        ranks=3,
+        precision="fp64",
+        steps=STEPS,
+        micro_batch=5,
+    )
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks", "flags", "found"),
+    [
+        ("contract_tasks:Words", 2, {}, "only an nn.Sequential says by itself"),
+        ("contract_tasks:Pairs", 2, {}, "loss_over"),
+        ("pipeline_tasks:Pictures", 3, {}, "an nn.Sequential of 2 layers with weights"),
+        ("pipeline_tasks:Words", 2, {"bitwise": True}, "'embedding.weight' in several stages"),
+        ("pipeline_tasks:Drawing", 2, {"bitwise": True}, "stage 1 or the loss draws by itself"),
+        ("pipeline_tasks:Images", 2, {"compile": "eager"}, "passes of its own"),
+        ("pipeline_tasks:Lost", 2, {}, "in none of the stages of the task"),
+        ("pipeline_tasks:Copied", 2, {}, "not one of the model's"),
+        ("pipeline_tasks:Renewed", 2, {}, "a new Dropout"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    program: str, ranks: int, flags: dict[str, Any], found: str, train: Train
+) -> None:
+    with pytest.raises(RequestError, match=found):
+        train(program, strategy="1f1b", ranks=ranks, steps=2, **flags)
+
+
+def test_a_killed_rank_is_named_and_the_job_goes_on(
+    train: Train, references: dict[str, Any]
+) -> None:
+    _, weights = reference_for("Images", train, references)
+    result = train(
+        "pipeline_tasks:Images",
+        strategy="1f1b",
+        ranks=2,
+        precision="fp64",
+        steps=STEPS,
+        checkpoint_every=4,
+        max_restarts=1,
+        inject="kill@rank=1,step=9",
+    )
+    assert result.summary["restarts"] == 1
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+
+
+@pytest.mark.cases("rank", [0], exhaustive=[1, 2])
+def test_a_bad_step_stops_all_ranks_alike(rank: int, train: Train) -> None:
+    inject = f"nan@rank={rank},step=3"
+    with pytest.raises(AllranksError, match="none looks for the samples"):
+        train("pipeline_tasks:Images", strategy="1f1b", ranks=3, steps=6, inject=inject)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.cases(
+    ("strategy", "ranks"), [("1f1b", 3), ("interleaved:chunks=2", 2)], exhaustive=[("gpipe", 4)]
+)
+def test_the_busiest_rank_sends_what_the_card_says(
+    strategy: str, ranks: int, on_ranks: Callable[..., Any]
+) -> None:
+    job = {"strategy": strategy, "steps": 6}
+    on_ranks(ranks, "pipeline_tasks:bytes_and_memory", {"task": "Images", "job": job})
+
+
+@pytest.mark.slow
+def test_the_gradient_is_that_of_torch_pipelining(on_ranks: Callable[..., Any]) -> None:
+    job = {"strategy": "gpipe", "precision": "fp64"}
+    on_ranks(2, "pipelining_workers:as_torch_pipelining", {"task": "Plain", "job": job})
