@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from allranks.programs.readers.image_folder import ImageFolder
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.open_data import open_data
-from allranks.torch.model.precision import Arithmetic
+from allranks.torch.model.precision import Precision
 from allranks.torch.task import Task
 from allranks.training.order import random_key
 from allranks.training.progress import Progress
@@ -29,7 +29,7 @@ from allranks.training.progress import Progress
 SIZE, WIDTH, HEIGHT, BYTES = 224, 500, 375, 100_000
 SETTLE_S = 0.3  # so that what a pipeline makes ahead is made before another one is timed
 FOREVER = 10**6
-ARITHMETIC = Arithmetic(torch.device("cpu"))
+PRECISION = Precision(torch.device("cpu"))
 
 Samples = dict[str, list[float]]
 
@@ -101,7 +101,7 @@ def _batches(dataset: Any, batch: int, workers: int) -> GlobalBatches:
         batch_size=batch,
         micro_batch=None,
         shard_alone=False,
-        arithmetic=ARITHMETIC,
+        precision=PRECISION,
         **fields,
     )
 
@@ -133,7 +133,7 @@ def _plain(dataset: ImageFolder, batch: int, workers: int) -> Iterator[int]:
     )
     for _ in range(FOREVER):
         for images, _ in loader:
-            yield len(ARITHMETIC.placed(images))
+            yield len(PRECISION.to_device(images))
 
 
 # --- stages of known length ---------------------------------------------------------------------

@@ -98,7 +98,7 @@ class FakeSharded(Strategy):
     builds_deferred = True
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        self.both_read = self.setting.options["data"] == "each"
+        self.both_read = self.context.options["data"] == "each"
         self.pair = self.axis(SHARD if self.both_read else TENSOR)
         self.device_mesh: Any = None
         if self.comm.size > 1:
@@ -303,7 +303,7 @@ def _scattered(strategy: FakeSharded, name: str, gradient: Tensor) -> Tensor:
     whole[: gradient.numel()] = gradient.flatten()
     part = whole.new_empty(size)
     pair.reduce_scatter(part, whole).wait()
-    if strategy.setting.options["forgets"] and name == next(iter(strategy.held)):
+    if strategy.context.options["forgets"] and name == next(iter(strategy.held)):
         return strategy._half(gradient).clone()
     return part[: half.numel()].view(half.shape).clone()
 

@@ -29,7 +29,7 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.open_data import open_data
 from allranks.torch.data.sources import TensorSource
-from allranks.torch.model.precision import Arithmetic
+from allranks.torch.model.precision import Precision
 from allranks.training.progress import Progress
 from conftest import Train
 from contract_tasks import SAMPLES
@@ -54,7 +54,7 @@ def batches_of(
         "ranks": ranks,
         "micro_batch": None,
         "shard_alone": False,
-        "arithmetic": Arithmetic(torch.device("cpu"), torch.float64),
+        "precision": Precision(torch.device("cpu"), torch.float64),
         **changes,
     }
     return GlobalBatches(**fields)

@@ -20,10 +20,10 @@ from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.evaluate import evaluate
 from allranks.torch.data.open_data import open_data
 from allranks.torch.model.digest import weights_sha256
-from allranks.torch.model.precision import Arithmetic
+from allranks.torch.model.precision import Precision
 from allranks.training.progress import Progress
 
-FP64 = Arithmetic(torch.device("cpu"), torch.float64)
+FP64 = Precision(torch.device("cpu"), torch.float64)
 
 
 def batches(ranks: int, rank: int, data: Any = None, workers: int = 0, **changes: Any) -> list[Any]:
@@ -41,7 +41,7 @@ def batches(ranks: int, rank: int, data: Any = None, workers: int = 0, **changes
         "ranks": ranks,
         "micro_batch": None,
         "shard_alone": False,
-        "arithmetic": FP64,
+        "precision": FP64,
         **changes,
     }
     return list(GlobalBatches(**fields).after(Progress(), 2, None))
@@ -141,7 +141,7 @@ def read_stream(rank: int, ranks: int, done: Progress | None = None) -> list[tup
     task = contract_tasks.Uneven()
     opened = open_data(Drawn(), task, 5, 0, "train_data")
     fields = {"batch_size": 24, "shards": 8, "last_batch": "keep", "seed": 5, "rank": rank}
-    more = {"ranks": ranks, "micro_batch": None, "shard_alone": False, "arithmetic": FP64}
+    more = {"ranks": ranks, "micro_batch": None, "shard_alone": False, "precision": FP64}
     stream = GlobalBatches(source=opened.source, **fields, **more)  # type: ignore[arg-type]
     found = []
     for batch in stream.after(done or Progress(), 1, 4):

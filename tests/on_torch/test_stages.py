@@ -25,7 +25,7 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.copying import Copying
 from allranks.torch.data.open_data import open_data
-from allranks.torch.model.precision import Arithmetic
+from allranks.torch.model.precision import Precision
 from allranks.training.prefetch import one_ahead, staged
 from allranks.training.progress import Progress
 from conftest import Train
@@ -180,7 +180,7 @@ def batches_of(
         "ranks": 1,
         "micro_batch": None,
         "shard_alone": False,
-        "arithmetic": Arithmetic(torch.device("cpu"), torch.float64),
+        "precision": Precision(torch.device("cpu"), torch.float64),
         **changes,
     }
     return kind(**fields)
@@ -312,8 +312,8 @@ def test_training_is_the_same_with_threads_and_without(train: Train) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_batch_is_copied_beside_the_computation() -> None:
-    arithmetic = Arithmetic(torch.device("cuda", 0), torch.float32)
-    copying = Copying(arithmetic)
+    precision = Precision(torch.device("cuda", 0), torch.float32)
+    copying = Copying(precision)
     wanted = [torch.full((1000, 1000), float(n), dtype=torch.float64) for n in range(20)]
     sums = []
     for begun in one_ahead(copying.begin({"x": tensor}) for tensor in wanted):

@@ -41,7 +41,7 @@ from allranks.tensorflow.step.layers import restore_layers
 from allranks.tensorflow.step.step import Graphs
 from allranks.tensorflow.step.step_result import StepResultBuilder
 from allranks.tensorflow.step.user_variables import OwnWrites
-from allranks.tensorflow.strategies.base import Setting, Strategy
+from allranks.tensorflow.strategies.base import Strategy, StrategyContext
 from allranks.training.callback import Callback
 from allranks.training.engine.between_steps import BetweenSteps, total_steps
 from allranks.training.engine.stopping import StopAgreement
@@ -338,6 +338,6 @@ def _for_world(job: Job, world: World) -> Job:
 
 
 def _made_strategy(task: Task, job: Job, world: World) -> Strategy:
-    setting = Setting(task, job, world, job.strategy_spec.options)
-    made: Strategy = load(STRATEGIES[TENSORFLOW][job.strategy_spec.name])(setting)
+    context = StrategyContext(task, job, world, job.strategy_spec.options)
+    made: Strategy = load(STRATEGIES[TENSORFLOW][job.strategy_spec.name])(context)
     return made

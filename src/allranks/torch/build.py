@@ -32,11 +32,12 @@ from allranks.torch.keras.shards import is_keras, swap_keras_layers
 from allranks.torch.model.activation_checkpointing import recompute_blocks
 from allranks.torch.model.bounded_tables import swap_tables
 from allranks.torch.model.layers import OfShard, Scope
-from allranks.torch.model.precision import Arithmetic, arithmetic_of
+from allranks.torch.model.precision import Precision
 from allranks.torch.model.reals import TensorFile
 from allranks.torch.model.swapping import swap_layers
 from allranks.torch.state import model_state
-from allranks.torch.strategies.base import Setting, Strategy
+from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.task import Task
 
 
@@ -70,10 +71,10 @@ def build_model(task: Task, job: Job, scope: Scope, strategy: Strategy) -> Built
     return dataclasses.replace(found.built, recorded=found.recorded, why_whole=found.why)
 
 
-def _built(task: Task, job: Job, scope: Scope, arithmetic: Arithmetic) -> Built:
+def _built(task: Task, job: Job, scope: Scope, precision: Precision) -> Built:
     seed_generators(job.seed)
     torch.manual_seed(job.seed)
-    floatx = "float64" if arithmetic.parameters == torch.float64 else "float32"
+    floatx = "float64" if precision.parameters == torch.float64 else "float32"
     with of_keras_type(floatx):
         model = task.model()
     if not isinstance(model, nn.Module):
@@ -86,7 +87,7 @@ def _built(task: Task, job: Job, scope: Scope, arithmetic: Arithmetic) -> Built:
     check_keras(task, model)
     for module in filter(is_keras, model.modules()):
         check_types(module, floatx)
-    model = arithmetic.model(model)
+    model = precision.model(model)
     given = task.pretrained()  # into the types of the job: numbers of 64 bits stay what they are
     missing = None if given is None else _fill(model, given)
     swapped = swap_layers(model, scope)
@@ -148,16 +149,16 @@ def job_for(job: Job, world: World) -> Job:
 def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:
     """The strategy that the job names, with the options of its card; it has no model yet."""
     spec = job.strategy_spec
-    setting = Setting(
+    context = StrategyContext(
         task,
         comm,
         scope,
         spec.options,
-        arithmetic_of(job, comm.device),
+        Precision.of(job, comm.device),
         job.bitwise,
         parse_loss_scale(job.loss_scale) if job.precision == "fp16" else None,
     )
-    strategy: Strategy = load(STRATEGIES[TORCH][spec.name])(setting)
+    strategy: Strategy = load(STRATEGIES[TORCH][spec.name])(context)
     return strategy
 
 

@@ -82,8 +82,8 @@ def _loss_over_ranks_apart(task: Task, job: Job, strategy: Strategy) -> RequestE
 
 
 def _replicas_of_shortened_rows(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
-    setting = strategy.setting
-    if not setting.scope.looked_up or job.strategy_spec.replicas == 1:
+    context = strategy.context
+    if not context.scope.looked_up or job.strategy_spec.replicas == 1:
         return None
     return RequestError(
         asked=f"--strategy {job.strategy}",

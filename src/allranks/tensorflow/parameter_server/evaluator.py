@@ -27,7 +27,7 @@ from allranks.tensorflow.data.task_data import TaskData
 from allranks.tensorflow.machine import set_arithmetic
 from allranks.tensorflow.names import set_weights
 from allranks.tensorflow.rendezvous import meet
-from allranks.tensorflow.strategies.base import Setting
+from allranks.tensorflow.strategies.base import StrategyContext
 from allranks.tensorflow.strategies.one_process import Single
 from allranks.training.keras_task import Task
 
@@ -41,7 +41,7 @@ def evaluate_checkpoints(task: Task, job: Job, world: World, events: JsonLines) 
     heartbeat = Heartbeat(world.heartbeat, world.local_rank, world.local_size)
     meet(world).close()  # nobody calls it, but the others wait until all are there
     set_arithmetic(job)
-    alone = Single(Setting(task, job, world, {}))
+    alone = Single(StrategyContext(task, job, world, {}))
     built = build(task, job, alone)
     data = TaskData(task, job, alone, built.model)
     events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)

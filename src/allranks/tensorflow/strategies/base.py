@@ -21,7 +21,7 @@ from allranks.training.keras_task import Task
 
 
 @dataclass(frozen=True)
-class Setting:
+class StrategyContext:
     """What a strategy is given: the task, the job, who this process is, the options of its card."""
 
     task: Task
@@ -45,9 +45,9 @@ class Strategy(ABC):
     comm: Comm
     collective_options: Any = None
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.task, self.job, self.world = setting.task, setting.job, setting.world
+    def __init__(self, context: StrategyContext) -> None:
+        self.context = context
+        self.task, self.job, self.world = context.task, context.job, context.world
         self.comm = Comm()
         self.join()
 
@@ -63,7 +63,7 @@ class Strategy(ABC):
     def promised_bytes(self, message_bytes: int) -> int:
         """What the card says the busiest rank sends in a step."""
         work = Workload((message_bytes,), self.comm.size, self.task.shards)
-        return self.card_of().bytes_sent(work, self.setting.options)
+        return self.card_of().bytes_sent(work, self.context.options)
 
     def scope(self) -> Any:
         """Within, variables are made where they belong."""

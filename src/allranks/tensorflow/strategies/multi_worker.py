@@ -30,7 +30,7 @@ class MultiWorkerMirrored(Strategy):
         world = self.world
         self.replicas, self.own = world.size, range(world.rank, world.rank + 1)
         how = tf.distribute.experimental.CommunicationImplementation
-        wanted = self.setting.options["collective"]
+        wanted = self.context.options["collective"]
         if wanted == "auto":
             wanted = NCCL if self.job.device == "cuda" else RING
         self.collective_options = tf.distribute.experimental.CommunicationOptions(

@@ -43,7 +43,7 @@ class Mirrored(Strategy):
         self.distribution = tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
 
     def _devices(self) -> list[str]:
-        self.replicas = int(self.setting.options["replicas"])
+        self.replicas = int(self.context.options["replicas"])
         self.own = range(self.replicas)
         return devices_for(self.job, self.replicas)
 

@@ -56,7 +56,7 @@ class ParameterServer(Strategy):
                 rpc_layer="grpc",
                 num_accelerators=accelerators,
             ),
-            variable_partitioner=partitioner(self.setting.options),
+            variable_partitioner=partitioner(self.context.options),
         )
         held.close()
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.served)
@@ -65,7 +65,7 @@ class ParameterServer(Strategy):
     @property
     def most_under_way(self) -> int:
         """How many batches may be handed out and not done."""
-        return int(self.setting.options["in_flight"]) * self.job.ranks
+        return int(self.context.options["in_flight"]) * self.job.ranks
 
     def scope(self) -> Any:
         return self.served.scope()

@@ -37,7 +37,7 @@ from allranks.torch.data.sources import (
     drawn_from,
     seed_generators,
 )
-from allranks.torch.model.precision import Arithmetic
+from allranks.torch.model.precision import Precision
 from allranks.training.order import Order, random_key
 from allranks.training.prefetch import one_ahead
 from allranks.training.progress import Progress
@@ -54,7 +54,7 @@ COLLATES_ALONE = (
 class GlobalBatches:
     """The batches of a job for the reader `rank` of `ranks`.
 
-    `arithmetic` places the data; `order` is that of a sampler which came with the data; `exhausted`
+    `precision` places the data; `order` is that of a sampler which came with the data; `exhausted`
     is set by the trainer once a step of a stream has found no sample on any rank. How batches are
     cut is described at `Cutting`.
     """
@@ -68,7 +68,7 @@ class GlobalBatches:
     ranks: int
     micro_batch: int | None
     shard_alone: bool
-    arithmetic: Arithmetic
+    precision: Precision
     prefetch: int = 2
     order: SamplerOrder | None = None
     cut_for: int = 0
@@ -136,7 +136,7 @@ class GlobalBatches:
     ) -> Generator[Batch]:
         for_data, plans = tee(self._plans(done, epochs, steps))  # data is read ahead
         wanted = ((plan.epoch, ids) for plan in for_data for ids in _ids(plan))
-        copying = Copying(self.arithmetic)
+        copying = Copying(self.precision)
         with (
             closing(source.batches(wanted, self._micros_ahead, copying.begin)) as data,
             closing(with_data(plans, data)) as begun,
@@ -153,7 +153,7 @@ class GlobalBatches:
         Not where this thread reads, as what is drawn there is keyed, nor where a sampler is drawn.
         """
         source = self.source
-        if self.arithmetic.device.type != "cuda" or self.prefetch < 2 or self.order is not None:
+        if self.precision.device.type != "cuda" or self.prefetch < 2 or self.order is not None:
             return False
         if isinstance(source, MapSource):
             return source.workers > 0 and not source.is_staged
@@ -235,7 +235,7 @@ class GlobalBatches:
                     row += micro.samples
                 if spare is not None:
                     parts.append(rows_between(whole, 0, spare.samples, samples))
-                yield self._filled(plan, map(self.arithmetic.placed, parts))
+                yield self._filled(plan, map(self.precision.to_device, parts))
                 step, index = step + 1, index + 1
             if step == 0:
                 raise endless(epoch, "a DataLoader", "let it give batches")
@@ -264,7 +264,7 @@ class GlobalBatches:
                 if plan.micros and self._collating_draws(source, plan, plan.micros[0], read):
                     plan = replace(plan, leaves=self.cutting.leaves(sizes))
                 collated = (self._collated(source, plan, micro, read) for micro in plan.micros)
-                batch = self._filled(plan, map(self.arithmetic.placed, collated))
+                batch = self._filled(plan, map(self.precision.to_device, collated))
                 if self.counts_passes:
                     last = batch.micros[-1] if batch.micros else last or self._spare(source, plan)
                     passes, spare = self.cutting.passes(quota), None if batch.micros else last
@@ -286,7 +286,7 @@ class GlobalBatches:
                 micro = self.cutting.first_of({k: len(read)})
                 self._collating_draws(source, plan, micro, {k: read})
                 data = self._collated(source, plan, micro, {k: read})
-                return replace(micro, data=self.arithmetic.placed(data))
+                return replace(micro, data=self.precision.to_device(data))
         raise endless(plan.epoch, "a stream", YIELDS)
 
     def _key_collate(self, plan: Batch, micro: MicroBatch) -> None:

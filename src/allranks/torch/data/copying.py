@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from allranks.torch.data.nested import map_tensors, tensors_in
-from allranks.torch.model.precision import Arithmetic
+from allranks.torch.model.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -28,30 +28,30 @@ class OnItsWay:
 class Copying:
     """Places collated data as the job says: `begin` in any thread, `finish` in the training one."""
 
-    def __init__(self, arithmetic: Arithmetic) -> None:
-        self._arithmetic = arithmetic
+    def __init__(self, precision: Precision) -> None:
+        self._precision = precision
         self._stream: torch.cuda.Stream | None = None
-        if arithmetic.device.type == "cuda":
-            self._stream = torch.cuda.Stream(arithmetic.device)
+        if precision.device.type == "cuda":
+            self._stream = torch.cuda.Stream(precision.device)
 
     def begin(self, data: Any) -> OnItsWay:
         """Start to place `data`; returns before it has arrived."""
         if self._stream is None or any(tensor.is_cuda for tensor in tensors_in(data)):
-            return OnItsWay(self._arithmetic.placed(data), None)  # in the order of what made it
+            return OnItsWay(self._precision.to_device(data), None)  # in the order of what made it
         torch.cuda.set_device(self._stream.device)  # each thread has its own, at first device 0
         with torch.cuda.stream(self._stream):
             moved = map_tensors(self._moved, data)  # uncast: a cast on the way would be waited for
-            return OnItsWay(self._arithmetic.placed(moved), self._stream.record_event())
+            return OnItsWay(self._precision.to_device(moved), self._stream.record_event())
 
     def finish(self, begun: OnItsWay) -> Any:
         """The placed data: what is computed with it from here on waits until it is there."""
         if begun.there is None:
             return begun.data
-        computing = torch.cuda.current_stream(self._arithmetic.device)
+        computing = torch.cuda.current_stream(self._precision.device)
         computing.wait_event(begun.there)
         for tensor in tensors_in(begun.data):
             tensor.record_stream(computing)  # its memory is not given away while that computes
         return begun.data
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory().to(self._arithmetic.device, non_blocking=True)
+        return tensor.pin_memory().to(self._precision.device, non_blocking=True)

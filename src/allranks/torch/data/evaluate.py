@@ -49,7 +49,7 @@ def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict
         for number, data in zip(visited, batches, strict=True):
             if comm.heartbeat is not None:
                 comm.heartbeat.enter("evaluate")  # a sign of life for every chunk
-            seed_generators(random_key(strategy.setting.scope.seed, EVALUATION, number))
+            seed_generators(random_key(strategy.context.scope.seed, EVALUATION, number))
             pairs = _pairs(task, strategy, data, len(chunks[number]))
             if not names:
                 names = list(pairs)
@@ -127,10 +127,10 @@ def _pairs(
     task: Task, strategy: Strategy, data: Any, samples: int
 ) -> dict[str, tuple[float, float]]:
     """(sum, count) of every metric over one chunk."""
-    arithmetic = strategy.setting.arithmetic
-    data = arithmetic.placed(data)
+    precision = strategy.context.precision
+    data = precision.to_device(data)
     pairs: dict[str, tuple[Any, Any]] = {}
-    with arithmetic.context():
+    with precision.autocast():
         output = strategy.eval_step(data, lambda model, batch: forward(task, model, batch))
         if task.loss_over == "sample":
             losses, weights = weighted_losses(task, output, data, samples)

@@ -69,7 +69,7 @@ class TaskData:
                 ranks=self.strategy.data.size,
                 micro_batch=self.job.micro_batch,
                 shard_alone=self.strategy.shard_alone,
-                arithmetic=self.strategy.setting.arithmetic,
+                precision=self.strategy.context.precision,
                 prefetch=self.job.prefetch,
                 order=opened.order,
                 collates_alone=probed.collate_draws or self._cuts_by_shard,

@@ -22,7 +22,7 @@ from allranks.torch.data.nested import map_arguments, tensors_in
 from allranks.torch.data.open_data import open_data
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.model.layers import Moment, Scope
-from allranks.torch.model.precision import Arithmetic
+from allranks.torch.model.precision import Precision
 from allranks.torch.state import kept_random_streams
 from allranks.torch.step.losses import forward
 from allranks.torch.step.user_buffers import UserBuffers, put_back
@@ -35,17 +35,17 @@ Calls = dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
 def seconds_of(
-    blocks: Sequence[nn.Module], model: nn.Module, task: Task, scope: Scope, arithmetic: Arithmetic
+    blocks: Sequence[nn.Module], model: nn.Module, task: Task, scope: Scope, precision: Precision
 ) -> list[float]:
     """The seconds of forward and backward of each block, for the first shard of the first batch.
 
     Opens the training data of the task. A block that is not called costs nothing.
     """
     with kept_random_streams(scope.device):
-        micro = _first_shard(task, scope.seed, arithmetic)
+        micro = _first_shard(task, scope.seed, precision)
         moment = Moment(0, micro.pieces, micro.samples, {})
         buffers = UserBuffers(model).copies()
-        with scope.again(moment), _not_shortening(scope), arithmetic.context():
+        with scope.again(moment), _not_shortening(scope), precision.autocast():
             try:
                 calls = _calls(blocks, model, task, micro.data)
                 return [
@@ -56,7 +56,7 @@ def seconds_of(
                 put_back(buffers)
 
 
-def _first_shard(task: Task, seed: int, arithmetic: Arithmetic) -> MicroBatch:
+def _first_shard(task: Task, seed: int, precision: Precision) -> MicroBatch:
     """The first samples of the training, as a step would have them."""
     seed_generators(seed)
     opened = open_data(task.train_data(), task, seed, 0, "train_data")
@@ -70,7 +70,7 @@ def _first_shard(task: Task, seed: int, arithmetic: Arithmetic) -> MicroBatch:
         ranks=1,
         micro_batch=None,
         shard_alone=True,
-        arithmetic=arithmetic,
+        precision=precision,
         prefetch=1,
         order=opened.order,
     )

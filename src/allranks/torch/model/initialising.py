@@ -46,7 +46,7 @@ def initialise(strategy: Strategy, batch: Batch) -> None:
     with (
         kept_random_streams(strategy.comm.device),
         torch.no_grad(),
-        step.arithmetic.context(),
+        step.precision.autocast(),
     ):
         key = random_key(step.scope.seed, -1, -1, -1, INITIALISE)
         seed_generators(key)

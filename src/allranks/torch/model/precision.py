@@ -30,7 +30,7 @@ IMAGE_DIMS = 4  # (sample, channel, height, width)
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class Precision:
     """The types of `parameters` and of what is computed (`None`: the same), on one device."""
 
     device: torch.device
@@ -38,13 +38,19 @@ class Arithmetic:
     compute: torch.dtype | None = None
     channels_last: bool = False
 
-    def context(self) -> AbstractContextManager[Any]:
+    @classmethod
+    def of(cls, job: Job, device: torch.device) -> Precision:
+        """What a job says of it."""
+        parameters = torch.float64 if job.precision == "fp64" else torch.float32
+        return cls(device, parameters, HALF.get(job.precision), job.channels_last)
+
+    def autocast(self) -> AbstractContextManager[Any]:
         """Within, forward passes and losses are computed as the job says."""
         if self.compute is None:
             return _Explained(self.parameters)
         return torch.autocast(self.device.type, self.compute)
 
-    def placed(self, data: Any) -> Any:
+    def to_device(self, data: Any) -> Any:
         """A collated batch on the device, its floating-point tensors as the parameters are."""
 
         device, keeps_layout = self.device, not self.channels_last
@@ -104,12 +110,6 @@ class _Explained:
                 "that forward or loss makes itself is not, unless it says so: x.new_zeros(…), "
                 "torch.randn_like(x), or torch.tensor(…, dtype=x.dtype)."
             )
-
-
-def arithmetic_of(job: Job, device: torch.device) -> Arithmetic:
-    """What a job says of it."""
-    parameters = torch.float64 if job.precision == "fp64" else torch.float32
-    return Arithmetic(device, parameters, HALF.get(job.precision), job.channels_last)
 
 
 def set_kernels(job: Job) -> Callable[[], None]:

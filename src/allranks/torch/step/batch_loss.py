@@ -20,7 +20,7 @@ from allranks.torch.comm import Comm
 from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.data.nested import map_tensors, tensors_in
 from allranks.torch.data.rows import Rows, gathered, own_rows, rows_of_ranks
-from allranks.torch.model.precision import Arithmetic
+from allranks.torch.model.precision import Precision
 from allranks.torch.step.losses import weighted_losses
 from allranks.torch.task import Task
 
@@ -32,8 +32,8 @@ Take = Callable[[MicroBatch], Taken]
 class BatchLoss:
     """Prepares one step: forward passes, gathering, the loss; then gives micro-batches backward."""
 
-    def __init__(self, task: Task, comm: Comm, arithmetic: Arithmetic) -> None:
-        self.task, self.comm, self.arithmetic = task, comm, arithmetic
+    def __init__(self, task: Task, comm: Comm, precision: Precision) -> None:
+        self.task, self.comm, self.precision = task, comm, precision
         self.uses: list[bool] = []  # of the tensors of the output, in the last step
 
     def prepare(
@@ -86,7 +86,7 @@ class BatchLoss:
             lambda t: t.requires_grad_(t.is_floating_point() or t.is_complex()), whole["output"]
         )
         with torch.enable_grad():
-            with self.arithmetic.context():
+            with self.precision.autocast():
                 losses, weights = weighted_losses(self.task, output, whole["batch"], samples)
             (losses.sum() * (loss_scale / samples)).backward()
         return losses, weights, [tensor.grad for tensor in tensors_in(output)]

@@ -26,7 +26,7 @@ from allranks.torch.comm import Comm
 from allranks.torch.data.batch import Batch, Leaf, MicroBatch
 from allranks.torch.data.nested import map_tensors
 from allranks.torch.model.layers import Scope, computed_again
-from allranks.torch.model.precision import Arithmetic
+from allranks.torch.model.precision import Precision
 from allranks.torch.step.apart import Apart
 from allranks.torch.step.batch_loss import BatchLoss, Take, Taken, uses_a_parameter
 from allranks.torch.step.changes import Changes
@@ -95,13 +95,13 @@ class Passes:
         model: nn.Module,
         optimizer: Optimizer,
         scope: Scope,
-        arithmetic: Arithmetic,
+        precision: Precision,
         parts: StepParts,
     ) -> None:
         self.task, self.model, self.optimizer = task, model, optimizer
         self.call: Callable[..., Any] = model
         self.forward: Callable[[Any], Any] | None = None
-        self.scope, self.arithmetic = scope, arithmetic
+        self.scope, self.precision = scope, precision
         self.loss_scale: LossScale | None = None
         self.probe: Probe | None = None
         self.reached: Callable[[str], None] = lambda where: None
@@ -118,7 +118,7 @@ class Passes:
         self.has_loss = True  # of a pipeline, the last stage alone
         self._unweighted: Unweighted | None = None
         self._batch_loss = (
-            BatchLoss(task, self.comm, arithmetic) if task.loss_over == "batch" else None
+            BatchLoss(task, self.comm, precision) if task.loss_over == "batch" else None
         )
         self._hooks: list[RemovableHandle] = []
         self._take_parameters()
@@ -247,7 +247,7 @@ class Passes:
         self.reached("enter")
         self.scope.enter(batch.index, micro.pieces, micro.samples)
         self.reached("entered")
-        with self.arithmetic.context():
+        with self.precision.autocast():
             output = (self.forward or partial(forward, self.task, self.call))(micro.data)
         self.reached("forward")
         if self._poisoned and (self._batch_loss is not None or not self.has_loss):
@@ -256,7 +256,7 @@ class Passes:
 
     def losses_of(self, output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """The weighted losses of a micro-batch, a row per sample, and their weights."""
-        with self.arithmetic.context():
+        with self.precision.autocast():
             return weighted_losses(self.task, output, micro.data, micro.samples)
 
     def losses(self, batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:

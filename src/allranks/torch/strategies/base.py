@@ -46,7 +46,7 @@ from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.passes import StepParts
 from allranks.torch.step.step import SharedStep
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.setting import Setting as Setting
+from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.witness.same_model import check_same_groups
 from allranks.training.progress import StepResult
 
@@ -82,11 +82,11 @@ class Strategy(ABC):
     builds_deferred: bool = False
     """Whether `parallelize` may be given a model on meta, whose weights come one by one."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.task, self.comm = setting.task, setting.comm
-        self.built_with = setting.arithmetic  # the device on which the model is whole at first
-        self.mesh = self.card.mesh(self.comm.size, setting.options)
+    def __init__(self, context: StrategyContext) -> None:
+        self.context = context
+        self.task, self.comm = context.task, context.comm
+        self.built_with = context.precision  # the device on which the model is whole at first
+        self.mesh = self.card.mesh(self.comm.size, context.options)
         self._axes: dict[str, Comm] = {}
 
     @property
@@ -112,7 +112,7 @@ class Strategy(ABC):
     @property
     def shard_alone(self) -> bool:
         """Whether every shard goes through the model by itself, and is a leaf of the sum."""
-        return self.setting.bitwise
+        return self.context.bitwise
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
@@ -126,7 +126,7 @@ class Strategy(ABC):
         model = self.model = take_up(self, model, recorded)
         with self.owned():  # what it keeps from the start is of what this rank updates
             optimizer = make_optimizer(model)
-        setting, one_training = self.setting, self.agreement.is_one_training
+        context, one_training = self.context, self.agreement.is_one_training
         parts = StepParts(
             comm=self.data if one_training else Comm(device=self.comm.device),
             sum_apart=self.sum_apart,
@@ -139,11 +139,9 @@ class Strategy(ABC):
             counts_samples=self.mesh.is_first_of_its_data(self.comm.rank),
             tally_type=self.tally_type,
         )
-        self.step = SharedStep(
-            self.task, model, optimizer, setting.scope, setting.arithmetic, parts
-        )
+        self.step = SharedStep(self.task, model, optimizer, context.scope, context.precision, parts)
         check_same_groups(model, optimizer, self.comm)
-        self.step.loss_scale = setting.loss_scale
+        self.step.loss_scale = context.loss_scale
         if (decay := self.task.ema) is not None:
             self.step.average = MovingAverage(decay, self.owned)
         self.made = TrainedSet.of(model, optimizer)
@@ -251,7 +249,7 @@ class Strategy(ABC):
     def promised_bytes(self) -> int:
         """What the card says the busiest rank sends in a step, for this model on these ranks."""
         work = Workload(self.messages(), self.comm.size, self.task.shards)
-        return self.card.bytes_sent(work, self.setting.options)
+        return self.card.bytes_sent(work, self.context.options)
 
     def placement(self, *, updated: bool) -> list[Placed]:
         """What this rank holds and where;

@@ -31,10 +31,10 @@ class DDP(Strategy):
 
     @property
     def shard_alone(self) -> bool:
-        return bool(self.setting.options["reduce"] == "tree")
+        return bool(self.context.options["reduce"] == "tree")
 
     def prepare(self) -> None:
-        kind = load(REDUCERS[self.setting.options["reduce"]])
+        kind = load(REDUCERS[self.context.options["reduce"]])
         self.reducer: Reducer = kind(self.comm, self.task.shards)
         self._not_sent: dict[str, Any] | None = None
 
@@ -45,7 +45,7 @@ class DDP(Strategy):
             self.step.names,
             self.step.parameters,
             tally_size=self.step.layout.size,
-            bucket_bytes=int(self.setting.options["bucket_mb"] * 2**20),
+            bucket_bytes=int(self.context.options["bucket_mb"] * 2**20),
             reducer=self.reducer,
         )
         self.reducer.load_state(self._not_sent or {})
@@ -59,12 +59,12 @@ class DDP(Strategy):
 
     def own_state(self) -> dict[str, Any]:
         state = self.reducer.state()
-        name = str(self.setting.options["reduce"])
+        name = str(self.context.options["reduce"])
         return {"reducer": {"name": name, "state": state}} if state else {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         kept = state.get("reducer", {})
-        if kept.get("name") == str(self.setting.options["reduce"]):  # no residuals of another one
+        if kept.get("name") == str(self.context.options["reduce"]):  # no residuals of another one
             self.reducer.load_state(kept["state"])
 
     def messages(self) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class DDP(Strategy):
             gradients=gradients,
             tally=self.buckets.tally.nbytes,
         )
-        return self.card.bytes_sent(work, self.setting.options)
+        return self.card.bytes_sent(work, self.context.options)
 
     def forward_backward(self, batch: Batch) -> Tally:
         self.buckets.begin()

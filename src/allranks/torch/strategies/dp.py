@@ -88,11 +88,11 @@ class DP(Strategy):
     has_one_model = False
 
     def prepare(self) -> None:
-        count, device = self.setting.options["replicas"], self.comm.device
+        count, device = self.context.options["replicas"], self.comm.device
         devices = [device] * count
         if device.type == "cuda":
             devices = [torch.device("cuda", number) for number in range(count)]
-        self.first = Replica(0, devices[0], self.model, self.setting.scope)
+        self.first = Replica(0, devices[0], self.model, self.context.scope)
         self.copies = [self._copied(k, devices[k]) for k in range(1, count)]
         self.step.forward = self._forward
         self._hooks: list[RemovableHandle] = []
@@ -101,8 +101,8 @@ class DP(Strategy):
         self._gathered_samples = 0
 
     def _copied(self, number: int, device: torch.device) -> Replica:
-        scope = Scope(self.setting.scope.seed, device)
-        model = copy_of(self.model, device, {id(self.setting.scope): scope})
+        scope = Scope(self.context.scope.seed, device)
+        model = copy_of(self.model, device, {id(self.context.scope): scope})
         return Replica(number, device, model, scope)
 
     def lay_out(self) -> None:
@@ -139,7 +139,7 @@ class DP(Strategy):
     def _forward(self, data: Any) -> Any:
         """The output of a micro-batch, on the first device: of its rows, by all replicas."""
         self._send_weights()
-        scope = self.setting.scope
+        scope = self.context.scope
         pieces, step = scope.pieces, scope.step
         shares = shares_of(pieces, 1 + len(self.copies))
         working = [self.first, *self.copies][: len(shares)]
@@ -185,7 +185,7 @@ class DP(Strategy):
         with (
             _on(replica.device),
             torch.set_grad_enabled(is_grad),
-            self.setting.arithmetic.context(),
+            self.context.precision.autocast(),
         ):
             try:
                 return forward(self.task, replica.model, part)

@@ -44,7 +44,7 @@ from allranks.torch.sharding.fsdp_units import check_can_be_cut, units_of
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients, gradients_of
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.base import Setting
+from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.single import Single
 
 DIGITS, BASE = 4, 256  # of the order in which units were called: each is sent with its square
@@ -57,8 +57,8 @@ class FSDP(Single):
     equal_passes = True
     can_be_compiled = False
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
         if not self.shard_alone:  # along the tree it is added up as in one process, in its type
             self.tally_type = torch.float64
         self.is_cut = self.comm.size > 1
@@ -71,7 +71,7 @@ class FSDP(Single):
 
     @property
     def shard_alone(self) -> bool:
-        return bool(self.setting.options.get("reduce") == "tree")
+        return bool(self.context.options.get("reduce") == "tree")
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         check_can_be_cut(model, self.name)
@@ -91,7 +91,7 @@ class FSDP(Single):
         if self.shard_alone:
             axes = self.axis(SHARD), self.axis(REPLICATE)
             self.plan = PassPlan(self.comm, self.task.shards, *axes)
-        mesh, reshard = self._device_mesh(), self.setting.options["reshard"]
+        mesh, reshard = self._device_mesh(), self.context.options["reshard"]
         for unit in (*units_of(self.task, model), model):
             again = reshard and unit is not model  # backward begins with what forward ended with
             fully_shard(unit, mesh=mesh, reshard_after_forward=again, ignored_params=set(numbers))
@@ -136,7 +136,7 @@ class FSDP(Single):
         optimizer = self.step.optimizer
         if self.shard_alone or not isinstance(optimizer, Layerwise):  # those see whole lengths
             check_elementwise(optimizer, f"--strategy {self.name}")
-        if self.step.sparse.positions or self.setting.scope.looked_up:
+        if self.step.sparse.positions or self.context.scope.looked_up:
             raise RequestError(
                 asked=f"--strategy {self.name}",
                 found="a table whose rows are updated or shortened one by one",
@@ -243,7 +243,7 @@ class FSDP(Single):
         """For a step in which the rank with the most makes as many passes as in any until now."""
         ranks, shards = self.comm.size, self.task.shards
         work = Workload(self.messages(), ranks, shards, passes=self.most_passes)
-        return self.card.bytes_sent(work, self.setting.options)
+        return self.card.bytes_sent(work, self.context.options)
 
     # --- whole weights --------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from allranks.torch.model.device_map import DeviceMap, balanced, by_hand, units_
 from allranks.torch.model.layers import OfShard, Scope, every_layer, own_kind
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.base import Setting
+from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.in_flight import InFlight, Turns, apart, in_threads
 from allranks.torch.strategies.single import Single
 
@@ -53,22 +53,22 @@ class ModelParallel(Single):
     name = "model-parallel"
     can_be_compiled = False
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        parts, device = setting.options["parts"], self.comm.device
-        self.built_with = dataclasses.replace(setting.arithmetic, device=torch.device("cpu"))
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        parts, device = context.options["parts"], self.comm.device
+        self.built_with = dataclasses.replace(context.precision, device=torch.device("cpu"))
         self.devices = [device] * parts
         if device.type == "cuda":
             self.devices = [torch.device("cuda", number) for number in range(parts)]
-            setting.scope.more_devices = tuple(self.devices[1:])
-        self.split = setting.options["split"]
+            context.scope.more_devices = tuple(self.devices[1:])
+        self.split = context.options["split"]
         self.cuts_micro_batches = self.split > 1
         self._check_split()
         self._hooks: list[RemovableHandle] = []
         self._holders: list[list[OfShard | Recomputed]] = [[] for _ in self.devices]
         self._here = threading.local()
         self._pieces = [
-            InFlight(number, Scope(setting.scope.seed, device), self._take_scopes)
+            InFlight(number, Scope(context.scope.seed, device), self._take_scopes)
             for number in range(self.split if device.type == "cpu" and self.split > 1 else 0)
         ]
 
@@ -111,10 +111,10 @@ class ModelParallel(Single):
         units = units_of(model, parts)
         found = balanced(units, [float(unit.nbytes) for unit in units], parts)
         self._place(model, found)
-        if self.setting.options["by"] == "cost":
+        if self.context.options["by"] == "cost":
             called = {n: unit.module for n, unit in enumerate(units) if unit.module is not None}
-            arithmetic, scope = self.setting.arithmetic, self.setting.scope
-            seconds = seconds_of(list(called.values()), model, self.task, scope, arithmetic)
+            precision, scope = self.context.precision, self.context.scope
+            seconds = seconds_of(list(called.values()), model, self.task, scope, precision)
             costs = dict(zip(called, seconds, strict=True))
             found = balanced(units, [costs.get(n, 0.0) for n in range(len(units))], parts)
             self._place(model, found)
@@ -124,7 +124,7 @@ class ModelParallel(Single):
         """Bring everything to its device, and let hooks bring there what goes into it."""
         self._remove_hooks()
         device_map.place(self.devices)
-        looked_up = self.setting.scope.looked_up
+        looked_up = self.context.scope.looked_up
         for layer in every_layer(model):
             if isinstance(layer, OfShard) and layer.index in looked_up:
                 marks: Any = layer
@@ -194,11 +194,11 @@ class ModelParallel(Single):
     def _follow_whole(self) -> None:
         """All layers follow the micro-batch again."""
         for holder in (holder for holders in self._holders for holder in holders):
-            holder.scope = self.setting.scope
+            holder.scope = self.context.scope
 
     def prepare(self) -> None:
         for piece in self._pieces:
-            piece.scope.looked_up = self.setting.scope.looked_up
+            piece.scope.looked_up = self.context.scope.looked_up
         if self.cuts_micro_batches:
             self.step.forward = self._in_pieces
 
@@ -212,7 +212,7 @@ class ModelParallel(Single):
 
     def _in_pieces(self, data: Any) -> Any:
         """The output of a micro-batch, piece by piece: in threads on CPU, launched on CUDA."""
-        scope, first = self.setting.scope, self.devices[0]
+        scope, first = self.context.scope, self.devices[0]
         moment = scope.moment()
         shares = shares_of(scope.pieces, self.split)
         if len(shares) == 1:
@@ -230,7 +230,7 @@ class ModelParallel(Single):
 
     def _threaded(self, shares: list[Any], parts: list[Any]) -> list[Any]:
         pieces = self._pieces[: len(shares)]
-        step, turns, is_grad = self.setting.scope.step, Turns(len(shares)), torch.is_grad_enabled()
+        step, turns, is_grad = self.context.scope.step, Turns(len(shares)), torch.is_grad_enabled()
         for piece, share in reversed(list(zip(pieces, shares, strict=True))):
             piece.part = None  # the first piece last: the process draws as in `single`
             piece.scope.moments.clear()
@@ -245,13 +245,13 @@ class ModelParallel(Single):
         finally:
             self._follow_whole()
         for piece in pieces:
-            self.setting.scope.take_moments(piece.scope)
+            self.context.scope.take_moments(piece.scope)
         return apart(pieces, outputs, self._follow_whole)
 
     def _run(self, piece: InFlight, part: Any, is_grad: bool) -> Any:
         """In the thread of the piece, to which gradients and arithmetic are carried over."""
         self._here.piece = piece
-        with torch.set_grad_enabled(is_grad), self.setting.arithmetic.context():
+        with torch.set_grad_enabled(is_grad), self.context.precision.autocast():
             return forward(self.task, self.step.call, part)
 
     def placement(self, *, updated: bool) -> list[Placed]:

@@ -48,7 +48,7 @@ class Pipeline(Staged):
     def parallelize(self, model: nn.Module) -> nn.Module:
         self.line = self.axis(PIPELINE)
         alone = self.line.size == 1
-        self.chunks = 1 if alone else int(self.setting.options.get("chunks", 1))
+        self.chunks = 1 if alone else int(self.context.options.get("chunks", 1))
         self.last = self.line.size * self.chunks - 1
         self.own_stages = range(self.line.rank, self.last + 1, self.line.size)
         model = super().parallelize(model)

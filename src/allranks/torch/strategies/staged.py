@@ -70,7 +70,7 @@ class Staged(Strategy):
             found = "initialise(model, inputs) in the task"
             why = "it goes through the whole model, of which each rank holds a part"
             do = "set the weights in model(), or --strategy ddp"
-        elif self.setting.scope.looked_up:
+        elif self.context.scope.looked_up:
             found = "a table with max_norm, whose rows are shortened where they are looked up"
             why = "all ranks shorten rows together, and some do not hold the table"
             do = "--strategy ddp"

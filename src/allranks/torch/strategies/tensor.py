@@ -47,7 +47,7 @@ class Tensors(Strategy):
     can_be_compiled = False
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        axis, exact = self.axis(TENSOR), self.setting.options["exact"]
+        axis, exact = self.axis(TENSOR), self.context.options["exact"]
         self.exchange = Exchange(axis, LEAVES // axis.size if exact else 0)
         self.cut = CutModel()
         self.steps = 0
@@ -155,7 +155,7 @@ class CutGradients(Gradients):
     """The gradients of one rank: parts of those that are cut, all of the others."""
 
     def __init__(self, strategy: Tensors) -> None:
-        exact = bool(strategy.setting.options["exact"])
+        exact = bool(strategy.context.options["exact"])
         super().__init__(strategy.step.parameters, exact=exact)
         self.comm, self.cut = strategy.exchange.comm, strategy.cut
         self.names = {id(p): name for name, p in strategy.model.named_parameters()}

@@ -46,7 +46,7 @@ class ZeRO1(Strategy):
 
     @property
     def shard_alone(self) -> bool:
-        return bool(self.setting.options["reduce"] == "tree")
+        return bool(self.context.options["reduce"] == "tree")
 
     @property
     def each_pass(self) -> bool:
@@ -66,7 +66,7 @@ class ZeRO1(Strategy):
         if self.comm.size > 1:
             check_elementwise(self.step.optimizer, f"--strategy {self.name}")
             self._check_bits()
-        summed = load(REDUCERS[self.setting.options["reduce"]])
+        summed = load(REDUCERS[self.context.options["reduce"]])
         self.summed: Reducer = summed(self.comm, self.task.shards)
         sections = TreeSections if self.shard_alone else MeanSections
         self.sections: Sections = sections(self.comm, self.task.shards)
@@ -97,7 +97,7 @@ class ZeRO1(Strategy):
 
     @property
     def _bucket_bytes(self) -> int:
-        return int(self.setting.options["bucket_mb"] * 2**20)
+        return int(self.context.options["bucket_mb"] * 2**20)
 
     def _check_bits(self) -> None:
         """Raise for 16 bits: at the end of a piece of memory torch rounds them otherwise."""
@@ -258,7 +258,7 @@ class ZeRO1(Strategy):
     def promised_bytes(self) -> int:
         passes = self.passes if self.each_pass else 1
         work = Workload(self.messages(), self.comm.size, self.task.shards, passes=passes)
-        return self.card.bytes_sent(work, self.setting.options)
+        return self.card.bytes_sent(work, self.context.options)
 
     def placement(self, *, updated: bool) -> list[Placed]:
         held = super().placement(updated=updated)

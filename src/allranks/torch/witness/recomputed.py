@@ -247,7 +247,7 @@ def read_again(source: Source, epoch: int, ids: list[int], step: SharedStep) -> 
         source = copy.copy(source)
         source.workers = 0
     (data,) = source.batches([(epoch, np.array(ids, np.int64))])
-    return step.arithmetic.placed(data)
+    return step.precision.to_device(data)
 
 
 def cut_out(part: Part, piece: Piece) -> Part:

@@ -9,18 +9,18 @@ from typing import Any
 from allranks.job.loss_scale import LossScale
 from allranks.torch.comm import Comm
 from allranks.torch.model.layers import Scope
-from allranks.torch.model.precision import Arithmetic
+from allranks.torch.model.precision import Precision
 from allranks.torch.task import Task
 
 
 @dataclass(frozen=True)
-class Setting:
+class StrategyContext:
     """What a strategy is given: the task, the ranks, the options of its card with their values."""
 
     task: Task
     comm: Comm
     scope: Scope
     options: Mapping[str, Any]
-    arithmetic: Arithmetic
+    precision: Precision
     bitwise: bool = False
     loss_scale: LossScale | None = None
