@@ -145,7 +145,8 @@ class FakeSharded(Strategy):
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self.comm.all_reduce(local.tensor).wait()
         for parameter in self.step.parameters:
-            assert parameter.grad is not None
+            if parameter.grad is None:  # no rank had a sample
+                parameter.grad = torch.zeros_like(parameter)
             self.axis(REPLICATE).all_reduce(parameter.grad).wait()
         return local, Halved(self)
 

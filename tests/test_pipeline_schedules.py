@@ -12,7 +12,7 @@ from allranks.strategies.pipeline_schedules import (
     duration,
     most_stashed,
 )
-from allranks.torch.pipelining.stages import balanced
+from allranks.strategies.shards import balanced_ends
 
 NAMES = list(SCHEDULES)
 
@@ -86,4 +86,4 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
 def test_layers_are_shared_out_so_that_the_dearest_stage_is_cheap(
     costs: list[int], parts: int, ends: list[int]
 ) -> None:
-    assert balanced(costs, parts) == ends
+    assert balanced_ends(costs, parts) == ends

@@ -101,8 +101,8 @@ FAULTS = {
     ),
     "average of the weights before": Fault(
         "torch/step/ema.py",
-        "list(self._parameters), 1 - self.decay)",
-        f"list(self._parameters), (1 - self.decay) / {RANKS})",
+        "[p for _, p in held], 1 - self.decay)",
+        f"[p for _, p in held], (1 - self.decay) / {RANKS})",
         step=0,
         stage="average",
         tensor="0.weight",

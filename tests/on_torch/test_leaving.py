@@ -112,7 +112,7 @@ def test_all_is_given_back_whatever_one_of_it_raises() -> None:
 def test_a_trainer_that_cannot_be_made_leaves_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     left, models = [], []
 
-    def notes_on(model: nn.Module, task: Any) -> list[str]:
+    def notes_on(model: nn.Module, task: Any, *_: Any) -> list[str]:
         models.append(model)
         raise ZeroDivisionError
 

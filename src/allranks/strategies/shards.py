@@ -7,6 +7,7 @@ them. Called by the data of every engine, by the planner of a place, and by the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -82,3 +83,25 @@ def rows_of(rows: int, ranks: int, rank: int) -> range:
     """
     chunk = -(-rows // ranks)
     return range(min(rank * chunk, rows), min((rank + 1) * chunk, rows))
+
+
+def balanced_ends(costs: Sequence[float], parts: int) -> list[int]:
+    """Where each of `parts` runs of `costs` ends, so that the dearest run is as cheap as can be.
+
+    No run is empty: there are at least as many costs as parts. Of equal ways the one with early
+    ends: the linear partition problem, by dynamic programming.
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    ways: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for part in range(1, parts + 1):
+        ways = {
+            end: min(
+                (max(dearest, sums[end] - sums[start]), [*ends, end])
+                for start, (dearest, ends) in ways.items()
+                if start < end
+            )
+            for end in range(part, len(costs) - (parts - part) + 1)
+        }
+    return ways[len(costs)][1]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
+from allranks.strategies.shards import balanced_ends
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -141,30 +142,10 @@ def _owners(units: tuple[Unit, ...]) -> list[int]:
 
 
 def runs_of(costs: Sequence[float], parts: int) -> list[int]:
-    """The run of each item: `parts` runs, none empty, of which the largest is as small as can be.
-
-    The linear partition problem, by dynamic programming; of equal ways the one with early cuts.
-    """
-    count = len(costs)
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
-    best = {(end, 1): before[end] for end in range(1, count + 1)}
-    cut: dict[tuple[int, int], int] = {}
-    for part in range(2, parts + 1):
-        for end in range(part, count + 1):
-            ways = (
-                (max(best[start, part - 1], before[end] - before[start]), start)
-                for start in range(part - 1, end)
-            )
-            best[end, part], cut[end, part] = min(ways)
-    found: list[int] = []
-    end = count
-    for part in range(parts, 0, -1):
-        start = cut.get((end, part), 0)
-        found[:0] = [part - 1] * (end - start)
-        end = start
-    return found
+    """The run of each item: none is empty, and the largest is as small as can be."""
+    ends = balanced_ends(costs, parts)
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return [part for part, size in enumerate(sizes) for _ in range(size)]
 
 
 def by_hand(model: nn.Module, given: Mapping[str, int], parts: int) -> DeviceMap:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from allranks.errors import RequestError
+from allranks.strategies.shards import balanced_ends
 from allranks.torch.model.layers import Swapped, own_kind
 from allranks.torch.model.shard_dropout import DROPOUTS
 from allranks.torch.task import Task
@@ -119,7 +120,7 @@ def _cut(model: nn.Module, count: int, asked: str) -> list[nn.Module]:
             f"each of {count} stages needs one",
             f"a pipeline of at most {len(groups)} stages",
         )
-    ends = balanced([_bytes(group) for group in groups], count)
+    ends = balanced_ends([_bytes(group) for group in groups], count)
     return [
         nn.Sequential(*(layer for group in groups[start:end] for layer in group))
         for start, end in zip([0, *ends], ends, strict=False)
@@ -143,27 +144,6 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 def _bytes(layers: Sequence[nn.Module]) -> int:
     return sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
-
-
-def balanced(costs: Sequence[int], parts: int) -> list[int]:
-    """Where each of `parts` runs of `costs` ends, so that the dearest run is as cheap as can be.
-
-    No run is empty: there are at least as many costs as parts.
-    """
-    sums = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    ways: dict[int, tuple[int, list[int]]] = {0: (0, [])}
-    for part in range(1, parts + 1):
-        ways = {
-            end: min(
-                (max(dearest, sums[end] - sums[start]), [*ends, end])
-                for start, (dearest, ends) in ways.items()
-                if start < end
-            )
-            for end in range(part, len(costs) - (parts - part) + 1)
-        }
-    return ways[len(costs)][1]
 
 
 def _refused(asked: str, found: str, why: str, do: str) -> RequestError:

@@ -61,7 +61,7 @@ class FSDP(Single):
         super().__init__(context)
         if not self.shard_alone:  # along the tree it is added up as in one process, in its type
             self.tally_type = torch.float64
-        self.is_cut = self.comm.size > 1
+        self.is_cut = self.builds_deferred = self.comm.size > 1
         self.kind = "control"
         self.units: list[Any] = []
         self.held: list[list[nn.Parameter]] = []  # by each unit, the root last

@@ -10,6 +10,7 @@ updates the model is whole, as under `ddp`. Rajbhandari et al. 2020, ZeRO, arXiv
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from allranks.strategies.card import Workload
 from allranks.strategies.mesh import SHARD
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.checkpoint.tree import is_dtensor
+from allranks.torch.comm import Pending
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.model.reals import reals
 from allranks.torch.optimizers.elementwise import check_elementwise
@@ -32,7 +34,7 @@ from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.buckets import grouped
 from allranks.torch.reducers.in_order import InOrder
 from allranks.torch.reducers.packed import PackedBucket, own_rows
-from allranks.torch.reducers.sections import MeanSections, Sections, TreeSections
+from allranks.torch.reducers.sections import IN_FLIGHT, MeanSections, Sections, TreeSections
 from allranks.torch.sharding.gradient_parts import GradientParts
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -240,14 +242,21 @@ class ZeRO1(Strategy):
         """Let every rank have all rows as their owners have them."""
         if self.comm.size == 1:
             return
-        sent = []
+        sent: deque[tuple[PackedBucket, Tensor, Pending]] = deque()
+
+        def receive() -> None:
+            bucket, flat, pending = sent.popleft()
+            pending.wait()
+            bucket.unpack(flat)
+
         for bucket in buckets:
             section = bucket.section_of(self.comm.rank)
             flat = section.new_empty(self.comm.size * section.numel())
             sent.append((bucket, flat, self.comm.all_gather(flat, section, kind)))
-        for bucket, flat, pending in sent:
-            pending.wait()
-            bucket.unpack(flat)
+            if len(sent) > IN_FLIGHT:
+                receive()
+        while sent:
+            receive()
 
     # --- bytes and state ------------------------------------------------------------------
 
