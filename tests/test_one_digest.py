@@ -1,0 +1,53 @@
+"""One digest for everything exact: whoever holds which part, and whoever goes on from whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from conftest import Train
+
+TASK = "contract_tasks:Images"
+STEPS = 10
+ON_RANKS = [
+    *(("ddp", 2), ("ddp", 3), ("zero1", 3), ("zero2", 4), ("fsdp", 2), ("fsdp", 3)),
+    *(("hsdp:shard=2", 4), ("gpipe", 2), ("1f1b", 3), ("interleaved:chunks=2", 2)),
+    *(("model-parallel", 1), ("zero1", 8), ("fsdp", 8), ("1f1b", 4)),
+]
+
+
+@pytest.fixture(scope="module")
+def digests() -> dict[str, str]:
+    """That of one process, once for all tests."""
+    return {}
+
+
+def alone(train: Train, digests: dict[str, str]) -> str:
+    if not digests:
+        run = train(TASK, strategy="single", bitwise=True, steps=STEPS)
+        digests["single"] = run.summary["weights_sha256"]
+    return digests["single"]
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(("strategy", "ranks"), ON_RANKS)
+def test_every_strategy_has_the_bits_of_one_process(
+    strategy: str, ranks: int, train: Train, digests: dict[str, str]
+) -> None:
+    run = train(TASK, strategy=strategy, ranks=ranks, bitwise=True, steps=STEPS)
+    assert run.summary["weights_sha256"] == alone(train, digests)
+
+
+@pytest.mark.slow
+def test_a_training_that_goes_through_strategies_has_them_too(
+    train: Train, digests: dict[str, str]
+) -> None:
+    """Each goes on from a checkpoint of the one before, on other ranks."""
+    job: dict[str, Any] = {"bitwise": True, "checkpoint_every": 2}
+    parts = ("ddp", 4), ("fsdp", 2), ("zero1", 3), ("1f1b", 2), ("single", 1)
+    for number, (strategy, ranks) in enumerate(parts):
+        steps = 2 * (number + 1)
+        run = train(TASK, strategy=strategy, ranks=ranks, steps=steps, **job)
+        job["resume"] = str(run.run_dir)
+    assert run.summary["weights_sha256"] == alone(train, digests)
