@@ -140,7 +140,7 @@ FAULTS = {
         options=("--ranks", "1", "--strategy", "model-parallel:by=size,split=4"),
     ),
     "norm of the parts of one rank": Fault(
-        "torch/strategies/fsdp.py",
+        "torch/sharding/gradient_parts.py",
         "self._everywhere(own).flatten().tolist()",
         "own.tolist()",
         step=0,

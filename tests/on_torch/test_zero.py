@@ -13,6 +13,7 @@ from torch import nn
 from allranks.errors import RequestError
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.optimizers.lamb import LAMB
+from allranks.torch.sharding.state import with_parameters
 from conftest import Train
 from test_every_strategy import STEPS, difference, reference_for, references
 
@@ -78,6 +79,44 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match="--strategy zero1 with") as refused:
         check_elementwise(optimizer, "--strategy zero1")
     assert "by itself" in refused.value.why
+
+
+class Mixed(torch.optim.SGD):
+    """Plain in a group that says so, else by the length of a gradient; with a value of its own."""
+
+    def __init__(self, groups: Any, lr: float = 0.01) -> None:
+        super().__init__(groups, lr=lr)
+        self.tag = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                length = 1.0 if group.get("plain") else float(p.grad.norm()) * self.tag
+                p -= group["lr"] * p.grad / length
+
+
+@pytest.mark.parametrize("lr", [0.01, 0.0])
+def test_every_group_is_asked_whatever_its_rate(lr: float) -> None:
+    first, second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+    check_elementwise(Mixed([{"params": [first], "plain": True}], lr), "--strategy zero1")
+    groups = [{"params": [first], "plain": True}, {"params": [second]}]
+    with pytest.raises(RequestError, match="another one by themselves"):
+        check_elementwise(Mixed(groups, lr), "--strategy zero1")
+
+
+def test_a_counter_of_a_weight_is_no_part_of_it() -> None:
+    """A rank with one number of a bias keeps it in the shape of a counter of one number."""
+    model = nn.Linear(3, 2)
+    bias, weight = torch.ones(1), torch.ones(1, 3)
+    kept = {
+        "bias": {"moment": bias, "count": torch.ones(1)},
+        "weight": {"moment": weight, "count": torch.ones(1)},
+    }
+    state = {"model": {"weight": weight, "bias": bias}, "optimizer": {"state": kept}}
+    found = with_parameters(state, model, lambda name, tensor: tensor + 1)["optimizer"]["state"]
+    assert all(float(found[name]["count"]) == 1 for name in kept)
+    assert all(bool((found[name]["moment"] == 2).all()) for name in kept)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adamax", "Rprop"])

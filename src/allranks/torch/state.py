@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,47 +38,6 @@ def copied(state: Any) -> Any:
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Parameters and buffers by name, those that are not persistent too."""
     return {**dict(model.named_buffers()), **model.state_dict()}
-
-
-def with_parameters(
-    state: dict[str, Any], model: nn.Module, change: Callable[[str, Tensor], Tensor]
-) -> dict[str, Any]:
-    """A state of a training in which `change(name, tensor)` stands for all that follows parameters.
-
-    Those are the weights, what the optimizer keeps in their shape, and their averages. Raises
-    `RequestError` for a weight that the state dict of the model does not hold by its name.
-    """
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    own_name = {alias: own for own, names in saved_names(model).items() for alias in names}
-    if missing := sorted(shapes.keys() - set(own_name.values())):
-        raise RequestError(
-            asked="a checkpoint of weights that ranks hold parts of",
-            found=f"{missing[0]!r}, which stands in no state dict under that name",
-            why="nobody could tell which weight of a checkpoint is which",
-            do="take the wrapper that renames it off, or --strategy ddp",
-        )
-
-    def changed(named: dict[str, Any]) -> dict[str, Any]:
-        return {
-            n: change(own_name[n], t) if own_name.get(n) in shapes else t for n, t in named.items()
-        }
-
-    optimizer, kept = dict(state["optimizer"]), {}
-    of_held = {name: state["model"][alias].shape for alias, name in own_name.items()}
-    for name, values in optimizer["state"].items():
-        kept[name] = {
-            key: change(name, value) if is_tensor_of(value, of_held[name]) else value
-            for key, value in values.items()
-        }
-    optimizer["state"] = kept
-    found = {**state, "model": changed(state["model"]), "optimizer": optimizer}
-    if "average" in state:
-        found["average"] = changed(state["average"])
-    return found
-
-
-def is_tensor_of(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape
 
 
 def whole(tensor: Tensor) -> Tensor:

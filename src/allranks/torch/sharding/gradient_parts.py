@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm import Comm
 from allranks.torch.model.reals import real_type, reals
 from allranks.torch.reducers.exact_norm import exact_norm
-from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.gradients import Gradients, gradients_of
 
 
 class GradientParts(Gradients):
@@ -87,3 +88,40 @@ class GradientParts(Gradients):
         rows = row.new_empty(self.comm.size * row.numel())
         self.comm.all_gather(rows, row, "control").wait()
         return rows.view(self.comm.size, -1)
+
+
+class CutGradients(Gradients):
+    """The parts of the gradients that this rank holds. Every element counts once in the norm."""
+
+    def __init__(self, parameters: list[nn.Parameter], shards: Comm, *, exact: bool) -> None:
+        super().__init__(parameters, exact=exact)
+        self.shards = shards
+
+    def scale_(self, factor: float) -> None:
+        for gradient in gradients_of(self.parameters):
+            local(gradient).mul_(factor)
+
+    def norm(self, *, clips: bool, left_out: bool) -> float:
+        """Squares in float64, added in the order of the ranks. Sends 8 bytes to each, or 40."""
+        gradients = gradients_of(self.parameters)
+        counted = [local(g) for g in gradients if g.ndim or self.shards.rank == 0]
+        if clips and self.exact:
+            return exact_norm(counted, self._everywhere)
+        lengths = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in counted]
+        own = torch.zeros(1, dtype=torch.float64, device=self.shards.device)
+        for length in lengths:
+            own += length.square()
+        return math.sqrt(math.fsum(self._everywhere(own).flatten().tolist()))
+
+    def _everywhere(self, row: Tensor) -> Tensor:
+        """The rows of all ranks that hold the gradient together, (ranks, row)."""
+        rows = row.new_empty(self.shards.size * row.numel())
+        self.shards.all_gather(rows, row, "control").wait()
+        return rows.view(self.shards.size, -1)
+
+    def clip_(self, limit: float, norm: float) -> None:
+        kind = real_type(self.parameters[0].dtype)
+        total = torch.tensor(norm, dtype=kind, device=self.shards.device)
+        factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
+        for gradient in gradients_of(self.parameters):
+            local(gradient).mul_(factor)

@@ -28,6 +28,7 @@ from allranks.torch.deferred_init.materialise import take_up
 from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.placement import held
 from allranks.torch.reducers.tree import TreeSum
+from allranks.torch.sharding.state import with_parameters
 from allranks.torch.state import (
     TrainedSet,
     load_model_state,
@@ -38,7 +39,6 @@ from allranks.torch.state import (
     optimizer_state,
     put_whole,
     whole,
-    with_parameters,
 )
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.ema import MovingAverage

@@ -10,7 +10,6 @@ Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277. `reduce=tree` adds as `reducer
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,21 +27,18 @@ from allranks.errors import RequestError
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import REPLICATE, SHARD
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.checkpoint.tree import local
-from allranks.torch.comm import Comm
 from allranks.torch.data.batch import Batch, Leaf
-from allranks.torch.model.reals import real_type
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.optimizers.layerwise import Layerwise
 from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.chunk_tree import PassPlan
-from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.reducers.mean import Mean
 from allranks.torch.reducers.tree import Tree
 from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, padded
 from allranks.torch.sharding.fsdp_units import check_can_be_cut, units_of
+from allranks.torch.sharding.gradient_parts import CutGradients
 from allranks.torch.step.changes import unfrozen_on_the_way
-from allranks.torch.step.gradients import Gradients, gradients_of
+from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.single import Single
@@ -96,6 +92,7 @@ class FSDP(Single):
             again = reshard and unit is not model  # backward begins with what forward ended with
             fully_shard(unit, mesh=mesh, reshard_after_forward=again, ignored_params=set(numbers))
             self._take_over(unit)
+        self._hooks.append(model.register_forward_hook(self._let_go))
         return model
 
     def _take_over(self, unit: Any) -> None:
@@ -248,11 +245,20 @@ class FSDP(Single):
     # --- whole weights --------------------------------------------------------------------
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        """All ranks call this equally often: gathers every unit."""
-        try:
-            return super().eval_step(data, forward)
-        finally:
-            for unit in self.units:  # the root keeps what it has gathered
+        """All ranks call this equally often: gathers every unit, and compares their order."""
+        self.order = 0
+        output = super().eval_step(data, forward)
+        if self.is_cut:
+            orders = torch.zeros(self.comm.size, dtype=torch.int64, device=self.comm.device)
+            self.comm.all_gather(orders, orders.new_tensor([self.order]), "control").wait()
+            if len(set(orders.tolist())) > 1:
+                raise _another_order(self.name)
+        return output
+
+    def _let_go(self, *_: Any) -> None:
+        """What was gathered without gradients, the root above all, is not looked at again."""
+        if not torch.is_grad_enabled():
+            for unit in self.units:
                 unit.reshard()
 
     @contextmanager
@@ -287,43 +293,6 @@ class HSDP(FSDP):
     """The same on K ranks; torch sums what they have over all groups of K."""
 
     name = "hsdp"
-
-
-class CutGradients(Gradients):
-    """The parts of the gradients that this rank holds. Every element counts once in the norm."""
-
-    def __init__(self, parameters: list[nn.Parameter], shards: Comm, *, exact: bool) -> None:
-        super().__init__(parameters, exact=exact)
-        self.shards = shards
-
-    def scale_(self, factor: float) -> None:
-        for gradient in gradients_of(self.parameters):
-            local(gradient).mul_(factor)
-
-    def norm(self, *, clips: bool, left_out: bool) -> float:
-        """Squares in float64, added in the order of the ranks. Sends 8 bytes to each, or 40."""
-        gradients = gradients_of(self.parameters)
-        counted = [local(g) for g in gradients if g.ndim or self.shards.rank == 0]
-        if clips and self.exact:
-            return exact_norm(counted, self._everywhere)
-        lengths = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in counted]
-        own = torch.zeros(1, dtype=torch.float64, device=self.shards.device)
-        for length in lengths:
-            own += length.square()
-        return math.sqrt(math.fsum(self._everywhere(own).flatten().tolist()))
-
-    def _everywhere(self, row: Tensor) -> Tensor:
-        """The rows of all ranks that hold the gradient together, (ranks, row)."""
-        rows = row.new_empty(self.shards.size * row.numel())
-        self.shards.all_gather(rows, row, "control").wait()
-        return rows.view(self.shards.size, -1)
-
-    def clip_(self, limit: float, norm: float) -> None:
-        kind = real_type(self.parameters[0].dtype)
-        total = torch.tensor(norm, dtype=kind, device=self.shards.device)
-        factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
-        for gradient in gradients_of(self.parameters):
-            local(gradient).mul_(factor)
 
 
 def _see(mark: Callable[[], None], parameter: Tensor) -> None:

@@ -65,9 +65,6 @@ class ZeRO1(Strategy):
         return model
 
     def prepare(self) -> None:
-        if self.comm.size > 1:
-            check_elementwise(self.step.optimizer, f"--strategy {self.name}")
-            self._check_bits()
         summed = load(REDUCERS[self.context.options["reduce"]])
         self.summed: Reducer = summed(self.comm, self.task.shards)
         sections = TreeSections if self.shard_alone else MeanSections
@@ -75,6 +72,9 @@ class ZeRO1(Strategy):
 
     def lay_out(self) -> None:
         """What has rows is cut; a parameter of no dimension is summed whole, beside the tally."""
+        if self.comm.size > 1:  # groups may have been added
+            check_elementwise(self.step.optimizer, f"--strategy {self.name}")
+            self._check_bits()
         parameters, layout = self.step.parameters, self.step.layout
         self._laid_out = parameters
         cut = [position for position, p in enumerate(parameters) if p.ndim]
