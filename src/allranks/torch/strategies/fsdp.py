@@ -87,11 +87,14 @@ class FSDP(Single):
         if self.shard_alone:
             axes = self.axis(SHARD), self.axis(REPLICATE)
             self.plan = PassPlan(self.comm, self.task.shards, *axes)
+        told = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         mesh, reshard = self._device_mesh(), self.context.options["reshard"]
         for unit in (*units_of(self.task, model), model):
             again = reshard and unit is not model  # backward begins with what forward ended with
             fully_shard(unit, mesh=mesh, reshard_after_forward=again, ignored_params=set(numbers))
             self._take_over(unit)
+        for name, parameter in model.named_parameters():  # others than before
+            vars(parameter).update(told[name])  # what a task has noted on them
         self._hooks.append(model.register_forward_hook(self._let_go))
         return model
 
