@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import contract_tasks
 import contract_workers
@@ -101,6 +102,69 @@ class Drawing(Images):
 
     def model(self) -> nn.Module:
         return nn.Sequential(*super().model(), nn.RReLU())
+
+
+class Shared(Images):
+    """One dropout in two stages."""
+
+    def model(self) -> nn.Module:
+        drop = nn.Dropout(0.3)
+        return nn.Sequential(drop, *super().model(), drop)
+
+
+class Checkpointing(Images):
+    """A dropout that the user's own checkpoint runs again in backward."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        return nn.Sequential(*model[:-1], Again(nn.Sequential(nn.Dropout(0.3), model[-1])))
+
+
+class Again(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Tensor) -> Any:
+        return checkpoint(self.inner, inputs, use_reentrant=False)
+
+
+class Unused(Images):
+    """The last stage uses none of what `rare` returned: its weights have no gradient."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        return Branches(model[:5], nn.Linear(2, 2), model[5:])
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        return [Both(model.common, model.rare), OnlyFirst(model.out)] if count == 2 else [model]
+
+
+class Both(nn.Module):
+    def __init__(self, common: nn.Module, rare: nn.Module) -> None:
+        super().__init__()
+        self.common, self.rare = common, rare
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.common(inputs), self.rare(inputs.mean((2, 3)))
+
+
+class OnlyFirst(nn.Module):
+    def __init__(self, out: nn.Module) -> None:
+        super().__init__()
+        self.out = out
+
+    def forward(self, first: Tensor, second: Tensor) -> Any:
+        return self.out(first)
+
+
+class Branches(nn.Module):
+    def __init__(self, common: nn.Module, rare: nn.Module, out: nn.Module) -> None:
+        super().__init__()
+        self.common, self.rare, self.out = common, rare, out
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.out(self.common(inputs))
 
 
 def bytes_and_memory(argument: dict[str, Any]) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
+from torch import nn
 
 from allranks.errors import AllranksError, RequestError
 from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import Plan
+from allranks.torch.strategies import staged
 from conftest import Train
 from test_check import Check, check
 from test_every_strategy import STEPS, difference, reference_for, references
@@ -101,6 +103,8 @@ def test_micro_batches_of_another_size(train: Train, references: dict[str, Any])
         ("pipeline_tasks:Lost", 2, {}, "in none of the stages of the task"),
         ("pipeline_tasks:Copied", 2, {}, "not one of the model's"),
         ("pipeline_tasks:Renewed", 2, {}, "a new Dropout"),
+        ("pipeline_tasks:Shared", 2, {}, "the Dropout '0' in stages 0 and 1"),
+        ("pipeline_tasks:Checkpointing", 2, {}, "ran again during backward"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(
@@ -108,6 +112,34 @@ def test_what_cannot_be_cut_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match=found):
         train(program, strategy="1f1b", ranks=ranks, steps=2, **flags)
+
+
+@pytest.mark.slow
+def test_what_the_next_stage_does_not_use_has_no_gradient(train: Train) -> None:
+    """As in one process: no weight decay without a gradient."""
+    common: dict[str, Any] = {"precision": "fp64", "steps": 4}
+    wanted = train("pipeline_tasks:Unused", strategy="single", **common)
+    found = train("pipeline_tasks:Unused", strategy="1f1b", ranks=2, **common)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+
+
+@pytest.mark.slow
+def test_the_witness_finds_nothing_in_a_pipeline(train: Train) -> None:
+    flags: dict[str, Any] = {"steps": 3, "witness": "stop"}  # it would end the job
+    result = train("pipeline_tasks:Images", strategy="1f1b", ranks=2, **flags)
+    assert all(
+        '"event": "witness"' not in path.read_text() for path in result.run_dir.glob("events*")
+    )
+
+
+def test_weights_of_other_stages_keep_what_is_written_on_them() -> None:
+    """An optimizer makes its groups by it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].bias.no_decay = True
+    staged._leave_to_others(model, {"0.weight", "0.bias"})
+    assert model[1].bias.is_meta
+    assert vars(model[1].bias) == {"no_decay": True}
 
 
 def test_a_killed_rank_is_named_and_the_job_goes_on(

@@ -89,10 +89,6 @@ class Links:
         self._told: list[Sent] = []
         self._expected: dict[tuple[str, int, int], tuple[Looks | None, Room, list[Pending]]] = {}
 
-    def looks(self, key: Hashable) -> Looks | None:
-        """Those of what has gone by this key."""
-        return self._known.get(key)
-
     def send(self, stage: int, micro: int, key: Hashable, value: Any, kind: str) -> None:
         """Give what `stage` returned to the next one. `key` stands for the shape of the input."""
         peer, looks = (stage + 1) % self.line.size, Looks.of(value)
@@ -139,9 +135,17 @@ class Links:
         return looks.value(iter(entered)), [one for one in received if one is not None]
 
     def send_gradients(self, stage: int, micro: int, received: list[Received]) -> None:
-        """Give the gradients of what `stage` was given to the stage before it."""
+        """Give the gradients of what `stage` was given to the stage before it.
+
+        A byte for each says first whether there is one (`control`): where backward has not come to
+        a tensor, zeros are sent, and the weights before it get no gradient, as in one process.
+        """
         peer, tag = (stage - 1) % self.line.size, _tag(stage, micro)
         sent = []
+        if received:
+            there = torch.tensor([one.gradient is not None for one in received]).to(torch.uint8)
+            there = there.to(self.line.device)
+            sent.append((self.backwards.send(there, peer, tag, "control"), there))
         for one in received:
             if one.tensor.numel():
                 gradient = torch.zeros_like(one.tensor) if one.gradient is None else one.gradient
@@ -149,20 +153,32 @@ class Links:
                 sent.append((self.backwards.send(flat, peer, tag), flat))
         self._on_their_way[-1 - stage, micro] = sent
 
-    def receive_gradients(self, stage: int, micro: int, outputs: list[Tensor]) -> list[Tensor]:
-        """The gradients of the tensors that `stage` returned, of those that want one."""
+    def receive_gradients(
+        self, stage: int, micro: int, outputs: list[Tensor]
+    ) -> list[Tensor | None]:
+        """The gradients of the tensors that `stage` returned, of those that want one.
+
+        `None` where the next stage has not used the tensor.
+        """
         self.expect_gradients(stage, micro, outputs)
         _, room, pending = self._expected.pop(("B", stage, micro))
         for one in pending:
             one.wait()
         self.arrived(stage, micro)
-        return [tensor for tensor, _ in room]
+        if not outputs:
+            return []
+        (there, _), *gradients = room
+        pairs = zip(there.tolist(), gradients, strict=True)
+        return [gradient if is_there else None for is_there, (gradient, _) in pairs]
 
     def expect_gradients(self, stage: int, micro: int, outputs: list[Tensor]) -> None:
         """`receive_gradients` comes next."""
         if ("B", stage, micro) not in self._expected:
             peer, tag = (stage + 1) % self.line.size, _tag(stage + 1, micro)
             room = [(_room_for(tensor), False) for tensor in outputs]
+            if outputs:
+                there = torch.zeros(len(outputs), dtype=torch.uint8, device=self.line.device)
+                room.insert(0, (there, False))
             pending = self._posted(self.backwards, room, peer, tag)
             self._expected["B", stage, micro] = None, room, pending
 
@@ -238,10 +254,11 @@ class _Entering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, received: Received) -> Tensor:
         ctx.received = received
+        ctx.set_materialize_grads(False)
         return received.tensor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
         ctx.received.gradient = gradient
         return None, None
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import balanced_ends
-from allranks.torch.model.layers import Swapped, own_kind
+from allranks.torch.model.layers import OfShard, Swapped, own_kind
 from allranks.torch.model.shard_dropout import DROPOUTS
 from allranks.torch.task import Task
 
@@ -51,7 +51,9 @@ def stages_of(task: Task, model: nn.Module, count: int, asked: str) -> Stages:
     """The model in `count` stages; raises `RequestError` where it cannot be cut."""
     said = task.stages(model, count)
     if said is None:
-        return Stages(_cut(model, count, asked), model, takes_one=True)
+        cut = _cut(model, count, asked)
+        _check_shared(cut, model, asked)
+        return Stages(cut, model, takes_one=True)
     modules = list(said)
     if len(modules) != count or not all(isinstance(module, nn.Module) for module in modules):
         raise _refused(
@@ -61,6 +63,7 @@ def stages_of(task: Task, model: nn.Module, count: int, asked: str) -> Stages:
             f"return {count} modules, or ask for another number of ranks",
         )
     _check(modules, model, asked)
+    _check_shared(modules, model, asked)
     return Stages(modules, model, takes_one=False)
 
 
@@ -84,6 +87,22 @@ def _check(stages: list[nn.Module], model: nn.Module, asked: str) -> None:
                 raise _of_its_own(asked, f"a new {type(module).__name__}")
         if any(id(parameter) not in own for parameter in stage.parameters()):
             raise _of_its_own(asked, "a weight that is not one of the model's")
+
+
+def _check_shared(stages: list[nn.Module], model: nn.Module, asked: str) -> None:
+    """A layer counts its calls in one process in order: no two stages share one that does."""
+    layers: dict[str, nn.Module] = dict(model.named_modules())
+    for name in [name for name, module in layers.items() if isinstance(module, OfShard)]:
+        layer = layers[name]
+        holders = [n for n, stage in enumerate(stages) if any(m is layer for m in stage.modules())]
+        if len(holders) > 1:
+            raise _refused(
+                asked,
+                f"the {own_kind(layer).__name__} {name!r} in stages {holders[0]} and {holders[1]}",
+                "what it draws or counts follows how often it was called before, and a stage does "
+                "not know of its calls in another one",
+                "make a layer of its own for each stage",
+            )
 
 
 def _of_its_own(asked: str, found: str) -> RequestError:

@@ -116,6 +116,7 @@ class Passes:
         self.regularizers = Regularizer(task, parts.whole_weights)
         self._poison_next = self._poisoned = False
         self.has_loss = True  # of a pipeline, the last stage alone
+        self.stage = 0  # of a pipeline, that which is passed next
         self._unweighted: Unweighted | None = None
         self._batch_loss = (
             BatchLoss(task, self.comm, precision) if task.loss_over == "batch" else None
@@ -246,6 +247,8 @@ class Passes:
         """The output of the model for a micro-batch of a step; the same whenever it is computed."""
         self.reached("enter")
         self.scope.enter(batch.index, micro.pieces, micro.samples)
+        if self.stage:
+            self.scope.key_stage(self.stage)
         self.reached("entered")
         with self.precision.autocast():
             output = (self.forward or partial(forward, self.task, self.call))(micro.data)

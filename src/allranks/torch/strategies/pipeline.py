@@ -28,6 +28,7 @@ from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.data.sources import drawn_from
+from allranks.torch.model.layers import Moment, computed_again
 from allranks.torch.pipelining.stage_links import Links, Received
 from allranks.torch.reducers.tree import TreeSum
 from allranks.torch.step.changes import unfrozen_on_the_way
@@ -153,6 +154,7 @@ class _Passes:
         self._at, self._drawn = Action("F", 0, 0), b""
         self._received: dict[tuple[int, int], tuple[Any, list[Received]]] = {}
         self._ends: dict[tuple[int, int], Callable[[], None] | list[Tensor]] = {}
+        self._moments: dict[tuple[int, int], Moment] = {}
 
     def expect(self, action: Action) -> None:
         """Make room for what this pass receives."""
@@ -175,7 +177,6 @@ class _Passes:
         stage, micro = self._at.stage, self._at.micro
         if stage == 0:
             return forward(self.strategy.task, self.strategy.stages.modules[0], data)
-        self.step.scope.key_stage(stage)
         self._drawn = drawn_from() if self.strategy.shard_alone else b""
         received, _ = self._received[stage, micro]
         return self.strategy.stages.call(stage, received)
@@ -190,15 +191,18 @@ class _Passes:
             self._received[stage, number] = links.receive(stage, number, key)
             links.gradients_arrived(stage, partial(self._came_before, action))
         tally, scope = self.tallies[self.leaf_of[number]], self.step.scope
+        self.step.stage = stage
         if stage == strategy.last:
             loss, weight, backward = self.take(micro)
             self._check_drawn(stage)
+            self._moments[stage, number] = scope.moment()
             tally.add(loss, weight, micro.samples, scope)
             self._ends[stage, number] = backward
             return
         with self.step.apart:
             output = self.step.output(self.batch, micro)
         self._check_drawn(stage)
+        self._moments[stage, number] = scope.moment()
         tally.add(tally.tensor.new_zeros(()), 0, 0, scope)
         links.send(stage, number, key, output, "gradients")
         strategy.count_crossing(stage, output)
@@ -230,10 +234,13 @@ class _Passes:
         ends = self._ends.pop((stage, number))
         if isinstance(ends, list):
             gradients = links.receive_gradients(stage, number, ends)
-            if ends:
-                torch.autograd.backward(ends, gradients)
-        else:
+            pairs = [(e, g) for e, g in zip(ends, gradients, strict=True) if g is not None]
+            ends = partial(_backward_from, pairs)
+        scope, moment = self.step.scope, self._moments.pop((stage, number))
+        with scope.again(moment):
             ends()
+            if scope.moments or scope.calls != moment.calls:
+                raise computed_again()
         if stage > 0:
             _, received = self._received.pop((stage, number))
             links.send_gradients(stage, number, received)
@@ -283,6 +290,12 @@ class _Passes:
         for leaf, tally in zip(leaves, self.tallies, strict=True):
             total.add((leaf.shards.start, leaf.shards.stop), [tally.tensor])
         return step.layout.tally(total.total()[0])
+
+
+def _backward_from(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Backward from the outputs of a stage that the next one has used."""
+    if pairs:
+        torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def _looks_of(data: Any) -> Hashable:

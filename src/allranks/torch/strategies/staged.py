@@ -125,8 +125,7 @@ class Staged(Strategy):
         whole = {}
         for name, parameter in held.items():
             tensor = self.full(name, parameter.detach())
-            own = parameter if name in self.held else nn.Parameter(tensor, parameter.requires_grad)
-            whole[name] = own
+            whole[name] = parameter if name in self.held else _like(parameter, tensor)
         for name, places in slots.items():
             for module, attribute in places:
                 module._parameters[attribute] = whole[name]
@@ -314,9 +313,16 @@ def _leave_to_others(model: nn.Module, held: set[str]) -> None:
     for name, parameter in named.items():
         if name not in held:
             meta = torch.empty_like(parameter, device="meta", requires_grad=False)
-            elsewhere = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+            elsewhere = _like(parameter, meta)
             for module, attribute in places[name]:
                 setattr(module, attribute, elsewhere)  # an RNN keeps a list of its own
+
+
+def _like(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
+    """A parameter of these numbers, with what its owner has written on the other one."""
+    made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
 
 
 def _tied_bits(asked: str, name: str) -> RequestError:
