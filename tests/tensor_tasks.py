@@ -258,3 +258,30 @@ class OneDropout(Stack):
         first = nn.Linear(IN, self.hidden), nn.GELU(), drop, nn.Linear(self.hidden, OUT)
         second = nn.Linear(OUT, 2 * self.hidden), drop, nn.Linear(2 * self.hidden, OUT)
         return nn.Sequential(*first, nn.LayerNorm(OUT), drop, *second)
+
+
+class Marked(Stack):
+    """Weights that say of themselves whether they decay."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        for name in ("0.weight", "3.weight", "6.weight"):
+            vars(model.get_parameter(name))["no_decay"] = True
+        return model
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        groups: list[list[nn.Parameter]] = [[], []]
+        for parameter in model.parameters():
+            groups[hasattr(parameter, "no_decay")].append(parameter)
+        decays = [{"params": groups[0], "weight_decay": 0.5}]
+        return AdamW([*decays, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2)
+
+
+@dataclass(kw_only=True)
+class HookedWeight(Stack):
+    """A parameter with a hook on its gradient."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_parameter("0.weight").register_hook(lambda gradient: 3 * gradient)
+        return model

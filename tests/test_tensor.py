@@ -18,7 +18,7 @@ from test_every_strategy import STEPS, difference
 __all__ = ["check"]
 
 TASKS = ["Stack", "Planned", "Gated", "Letters", "Encoder"]
-NO_BLOCKS = ["ByIndex", "OwnForward", "Hooked", "OneDropout"]
+NO_BLOCKS = ["ByIndex", "OwnForward", "Hooked", "OneDropout", "Marked"]
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def test_equal_to_one_process(task: str, ranks: int, train: Train, alone: dict[s
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("task", NO_BLOCKS)
 def test_what_is_between_gets_what_it_needs(task: str, train: Train, alone: dict[str, Any]) -> None:
-    """Layers that look like a block, and are none, or not always."""
+    """Layers that look like a block, and are none, or not always; weights that are marked."""
     _, weights = reference(task, train, alone)
     result = train(
         f"tensor_tasks:{task}", strategy="tensor", ranks=2, precision="fp64", steps=STEPS
@@ -160,6 +160,7 @@ def test_check_calls_it_equal(strategy: str, check: Check) -> None:
         ("Refused:too few heads", 4, "all the same number of heads"),
         ("Refused:nothing", 2, "compute the same as all others"),
         ("WholeTensors", 2, "updates every number by itself"),
+        ("HookedWeight", 2, "a hook on the parameter '0.weight'"),
         ("TiedApart", 2, "embedding and out, which share a weight"),
     ],
 )

@@ -78,7 +78,9 @@ def cut_model(model: nn.Module, plan: Plan, exchange: Exchange) -> CutModel:
 
 def _part(whole: Tensor, dim: int, exchange: Exchange) -> nn.Parameter:
     part = exchange.own(whole.detach(), dim).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(part, requires_grad=whole.requires_grad)
+    held = nn.Parameter(part, requires_grad=whole.requires_grad)
+    vars(held).update(vars(whole))  # what the optimizer of the task may ask for
+    return held
 
 
 def _tell_what_is_between(
