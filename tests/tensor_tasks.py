@@ -197,3 +197,91 @@ class TiedApart(Words):
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
         return {"embedding": "vocabulary"}
+
+
+class _Own(nn.Sequential):
+    """A stack with a forward of its own, which needs whole activations within."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self[0](input)
+        found: Tensor = input + self[2](self[1](F.layer_norm(hidden, hidden.shape[-1:])))
+        return found
+
+
+class OwnForward(Stack):
+    """A block by its layers, of which the forward does more."""
+
+    def model(self) -> nn.Module:
+        return _Own(nn.Linear(IN, self.hidden), nn.ReLU(), nn.Linear(self.hidden, OUT))
+
+
+class ByIndex(Stack):
+    """A block whose members are called from elsewhere, and one that is called as a block, too."""
+
+    def model(self) -> nn.Module:
+        return _ByIndex(self.hidden)
+
+
+class _ByIndex(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(IN, hidden), nn.ReLU(), nn.Dropout(0.2), nn.Linear(hidden, OUT))
+            for _ in range(2)
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.first[:3](input)
+        mean = hidden.mean(1, keepdim=True)
+        found: Tensor = self.first[3](hidden) + mean + self.second(input)
+        return found + self.second[0](input).softmax(1)[:, :OUT]
+
+
+class Hooked(Stack):
+    """A hook between the layers of a block, which needs whole activations."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_submodule("1").register_forward_hook(_centred)
+        return model
+
+
+def _centred(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output - output.mean(-1, keepdim=True)
+
+
+class OneDropout(Stack):
+    """One dropout layer in two blocks of different widths, and behind one of them."""
+
+    def model(self) -> nn.Module:
+        drop = nn.Dropout(0.3)
+        first = nn.Linear(IN, self.hidden), nn.GELU(), drop, nn.Linear(self.hidden, OUT)
+        second = nn.Linear(OUT, 2 * self.hidden), drop, nn.Linear(2 * self.hidden, OUT)
+        return nn.Sequential(*first, nn.LayerNorm(OUT), drop, *second)
+
+
+class Marked(Stack):
+    """Weights that say of themselves whether they decay."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        for name in ("0.weight", "3.weight", "6.weight"):
+            vars(model.get_parameter(name))["no_decay"] = True
+        return model
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        groups: list[list[nn.Parameter]] = [[], []]
+        for parameter in model.parameters():
+            groups[hasattr(parameter, "no_decay")].append(parameter)
+        decays = [{"params": groups[0], "weight_decay": 0.5}]
+        return AdamW([*decays, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2)
+
+
+@dataclass(kw_only=True)
+class HookedWeight(Stack):
+    """A parameter with a hook on its gradient."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_parameter("0.weight").register_hook(lambda gradient: 3 * gradient)
+        return model

@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
+from torch import nn
 
 from allranks.errors import RequestError
+from allranks.torch.tensor_parallel.plan import default_plan
 from conftest import Train
-from tensor_tasks import OUT
+from tensor_tasks import OUT, Hooked, OwnForward
 from test_check import Check, check
 from test_every_strategy import STEPS, difference
 
 __all__ = ["check"]
 
 TASKS = ["Stack", "Planned", "Gated", "Letters", "Encoder"]
+NO_BLOCKS = ["ByIndex", "OwnForward", "Hooked", "OneDropout", "Marked"]
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +48,34 @@ def test_equal_to_one_process(task: str, ranks: int, train: Train, alone: dict[s
     assert found["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
     sent = found["sent_bytes"]["gradients"] / found["steps"]
     assert found["card_bytes_per_step"] == pytest.approx(sent, abs=1)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("task", NO_BLOCKS)
+def test_what_is_between_gets_what_it_needs(task: str, train: Train, alone: dict[str, Any]) -> None:
+    """Layers that look like a block, and are none, or not always; weights that are marked."""
+    _, weights = reference(task, train, alone)
+    result = train(
+        f"tensor_tasks:{task}", strategy="tensor", ranks=2, precision="fp64", steps=STEPS
+    )
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+
+
+def test_a_block_is_a_plain_chain_that_nobody_looks_into() -> None:
+    def blocks(model: nn.Module) -> set[str | None]:
+        return {cut.block for cut in default_plan(model, 2).cuts.values()} - {None}
+
+    def stack() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    assert blocks(stack()) == {"0"}
+    assert blocks(OwnForward().model()) == blocks(Hooked().model()) - {"6"} == set()
+    again = stack()
+    assert blocks(nn.Sequential(*again, nn.Softmax(-1), *again)) == set()
+    norm, first, relu, last = nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)
+    assert blocks(nn.Sequential(norm, first, relu, norm, last)) == set()
+    assert blocks(nn.TransformerEncoderLayer(8, 2, 16)) == {"linear1"}
+    assert blocks(nn.TransformerEncoderLayer(8, 2, 16, activation=nn.Softmax(-1))) == set()
 
 
 def test_micro_batches_that_cut_a_shard_draw_what_one_process_draws(
@@ -129,6 +160,7 @@ def test_check_calls_it_equal(strategy: str, check: Check) -> None:
         ("Refused:too few heads", 4, "all the same number of heads"),
         ("Refused:nothing", 2, "compute the same as all others"),
         ("WholeTensors", 2, "updates every number by itself"),
+        ("HookedWeight", 2, "a hook on the parameter '0.weight'"),
         ("TiedApart", 2, "embedding and out, which share a weight"),
     ],
 )

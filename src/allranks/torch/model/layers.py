@@ -155,10 +155,13 @@ class Swapped:
 OF_SWAPPED = frozenset(
     {
         *("scope", "index", "shared_dims", "adds_no_loss", "part_of"),
-        *("exchange", "region", "dims", "sizes"),
+        *("exchange", "region", "regions", "between", "dims", "sizes"),
     }
 )
 """What swapped layers carry beside what their owner gave them."""
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""What somebody beside its class may let a module call."""
 
 
 class OfShard(Swapped):
@@ -293,6 +296,20 @@ def own_kind(module: nn.Module) -> type:
     while issubclass(kind, Swapped):
         kind = kind.__bases__[1]
     return kind
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Whether a module calls its members in a row, and does nothing else."""
+    kind = own_kind(module)
+    if not issubclass(kind, nn.Sequential) or "forward" in vars(module) or has_hooks(module):
+        return False
+    plain = nn.Sequential
+    return kind.forward is plain.forward and kind.__iter__ is plain.__iter__
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody looks at what goes into a module or comes out, or changes it."""
+    return any(getattr(module, name, None) for name in HOOKS)
 
 
 def every_layer(model: nn.Module) -> Iterator[nn.Module]:

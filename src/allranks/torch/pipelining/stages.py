@@ -6,14 +6,14 @@ together the stages hold every weight, and no layer that the engine would have s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import balanced_ends
-from allranks.torch.model.layers import OfShard, Swapped, own_kind
+from allranks.torch.model.layers import OfShard, Swapped, is_chain, own_kind
 from allranks.torch.model.shard_dropout import DROPOUTS
 from allranks.torch.task import Task
 
@@ -118,7 +118,7 @@ def _cut(model: nn.Module, count: int, asked: str) -> list[nn.Module]:
     """An `nn.Sequential` in stages of about as many bytes of weights."""
     if count == 1:
         return [model]
-    if not _is_chain(model):
+    if not is_chain(model):
         raise _refused(
             asked,
             f"a {type(model).__name__}, whose forward does more than call layers in a row",
@@ -146,18 +146,12 @@ def _cut(model: nn.Module, count: int, asked: str) -> list[nn.Module]:
     ]
 
 
-def _is_chain(module: nn.Module) -> bool:
-    plain: Callable[..., Any] = nn.Sequential.forward
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return type(module).forward is plain and "forward" not in vars(module) and not hooks
-
-
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The members of a chain, those of chains within it one by one."""
     found: list[nn.Module] = []
     for layer in model._modules.values():  # a layer may come twice
         assert layer is not None
-        found += _layers(layer) if _is_chain(layer) else [layer]
+        found += _layers(layer) if is_chain(layer) else [layer]
     return found
 
 

@@ -37,6 +37,7 @@ from allranks.torch.reducers.tree import Tree
 from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, padded
 from allranks.torch.sharding.fsdp_units import check_can_be_cut, units_of
 from allranks.torch.sharding.gradient_parts import CutGradients
+from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -75,6 +76,7 @@ class FSDP(Single):
         if not self.is_cut:
             self.held = [[p for p in model.parameters() if p.ndim]]
             return model
+        check_no_hooks(model, f"--strategy {self.name}")
         self.slots = [
             (module, name)
             for module in model.modules()

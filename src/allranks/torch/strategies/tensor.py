@@ -28,6 +28,7 @@ from allranks.strategies.tensor_card import LEAVES
 from allranks.torch.data.batch import Batch
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.reducers.exact_norm import exact_norm
+from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
@@ -56,6 +57,7 @@ class Tensors(Strategy):
             return model
         if self.task.overrides("initialise"):
             raise _no_whole_weights()
+        check_no_hooks(model, "--strategy tensor")
         given, parts = self.task.tensor_plan(model), LEAVES if exact else axis.size
         if given is None:
             plan = default_plan(model, parts, even=exact)

@@ -12,9 +12,11 @@ from allranks.torch.model.layers import own_kind
 from allranks.torch.model.shard_dropout import ShardDropout
 from allranks.torch.tensor_parallel.exchange import Exchange
 from allranks.torch.tensor_parallel.layers import (
+    Between,
     ByLeaves,
     ColumnLinear,
     CutLayer,
+    OpenChain,
     Region,
     RowLinear,
     VocabularyEmbedding,
@@ -69,34 +71,53 @@ def cut_model(model: nn.Module, plan: Plan, exchange: Exchange) -> CutModel:
         module.exchange, module.region = exchange, region
         module.__class__ = KINDS[cut.way]
         found.layers.append(module)
-    _tell_what_is_between(model, plan, regions)
+    _tell_what_is_between(model, plan, regions, exchange)
     found.regions = list(regions.values())
     return found
 
 
 def _part(whole: Tensor, dim: int, exchange: Exchange) -> nn.Parameter:
     part = exchange.own(whole.detach(), dim).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(part, requires_grad=whole.requires_grad)
+    held = nn.Parameter(part, requires_grad=whole.requires_grad)
+    vars(held).update(vars(whole))  # what the optimizer of the task may ask for
+    return held
 
 
-def _tell_what_is_between(model: nn.Module, plan: Plan, regions: dict[str, Region]) -> None:
+def _tell_what_is_between(
+    model: nn.Module, plan: Plan, regions: dict[str, Region], exchange: Exchange
+) -> None:
     """Let dropout between the columns and the row of a block draw for all features.
 
     And with leaves let what is element-wise there go leaf by leaf.
     """
+    between: dict[int, Between] = {}
     for name, region in regions.items():
-        parent = model.get_submodule(name.rpartition(".")[0])
+        parent: Any = model.get_submodule(name.rpartition(".")[0])
         inside = list(parent.modules())
         if isinstance(parent, nn.Sequential):
             last = [c.module for c in plan.cuts.values() if c.block == name and c.way == ROW]
             children = list(parent)
             first = children.index(model.get_submodule(name))
             inside = children[first : children.index(last[0])]
+            _open_within(parent, region)
         for module in inside:
-            kind: Any = own_kind(module)
-            if isinstance(module, ShardDropout) and kind is nn.Dropout:
-                module.part_of = region.part_of
-            elif kind in ELEMENTWISE and region.exchange.leaves:
-                inner: Any = module
-                inner.exchange, inner.region = region.exchange, region
-                inner.__class__ = type(f"{kind.__name__}ByLeaves", (ByLeaves, kind), {})
+            between.setdefault(id(module), Between()).regions.append(region)
+    for module in model.modules():
+        where, kind = between.get(id(module)), own_kind(module)
+        if where is None:
+            continue
+        inner: Any = module
+        if isinstance(module, ShardDropout) and kind is nn.Dropout:
+            inner.part_of = where.part_of
+        elif kind in ELEMENTWISE and exchange.leaves:
+            inner.exchange, inner.between = exchange, where
+            inner.__class__ = type(f"{kind.__name__}ByLeaves", (ByLeaves, kind), {})
+
+
+def _open_within(chain: Any, region: Region) -> None:
+    """Let the region be active while the chain's own forward runs, and at no other time."""
+    region.is_active = False
+    if not isinstance(chain, OpenChain):
+        kind = own_kind(chain)
+        chain.regions, chain.__class__ = [], type(f"Open{kind.__name__}", (OpenChain, kind), {})
+    chain.regions.append(region)

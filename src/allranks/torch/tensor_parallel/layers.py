@@ -36,7 +36,8 @@ class Region:
     """From the columns of a block to its row: in between, activations are cut along `units`.
 
     A unit is a feature, or a head of attention. Columns that are given the same input, as those of
-    query, key and value, send its gradient once.
+    query, key and value, send its gradient once. Columns and rows that are called while the region
+    is not active are layers by themselves.
     """
 
     def __init__(self, exchange: Exchange, units: int, *, are_heads: bool, name: str) -> None:
@@ -45,7 +46,7 @@ class Region:
         self.start, self.own = sum(sizes[: exchange.comm.rank]), sizes[exchange.comm.rank]
         self._input: Tensor | None = None
         self._copies: tuple[Tensor, ...] = ()
-        self.is_open = False
+        self.is_open, self.is_active = False, True
 
     def close(self) -> None:
         """What follows is whole."""
@@ -77,6 +78,42 @@ class Region:
         return Part(-1, self.start * each, self.units * each)
 
 
+class Between:
+    """Where an element-wise layer is: it may be in several blocks, and beside them."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+
+    def open_region(self) -> Region | None:
+        """The region that activations are in right now, the innermost one."""
+        return next((region for region in reversed(self.regions) if region.is_open), None)
+
+    def part_of(self, tensor: Tensor) -> Part | None:
+        """Which part of a whole activation a tensor is; `None` if it is whole."""
+        region = self.open_region()
+        return None if region is None else region.part_of(tensor)
+
+
+class OpenChain(Swapped, nn.Sequential):
+    """An `nn.Sequential` with blocks in it: their regions are active while its forward runs.
+
+    Its members may be called by others, too, and so may a slice of it, which has no `regions`.
+    """
+
+    regions: list[Region]
+
+    def forward(self, input: Any) -> Any:
+        regions = vars(self).get("regions", ())
+        for region in regions:
+            region.is_active = True
+        try:
+            return super().forward(input)  # type: ignore[no-untyped-call]
+        finally:  # what is computed again in backward may stop early
+            for region in regions:
+                region.close()
+                region.is_active = False
+
+
 def copies_of(exchange: Exchange, input: Tensor) -> tuple[Tensor, ...]:
     """The input of a column, once for each of its leaves."""
     return exchange.copied_leaves(input) if exchange.leaves else (exchange.copied(input),)
@@ -90,6 +127,12 @@ class CutLayer(Swapped):
     dims: dict[str, int]
     sizes: dict[str, int]
     _parameters: dict[str, nn.Parameter | None]
+
+    @property
+    def block(self) -> Region | None:
+        """The region that the layer is called in; `None` if it is by itself."""
+        region = self.region
+        return region if region is not None and region.is_active else None
 
     def held(self, name: str) -> nn.Parameter | None:
         """What this rank holds of a parameter."""
@@ -119,11 +162,11 @@ class ByLeaves(Swapped, nn.Module):
     """
 
     exchange: Exchange
-    region: Region
+    between: Between
 
     def forward(self, input: Tensor) -> Tensor:
         leaves, apply = self.exchange.leaves, super().forward
-        if not self.region.is_open or input.shape[-1] % leaves:
+        if self.between.open_region() is None or input.shape[-1] % leaves:
             return apply(input)  # type: ignore[no-any-return]
         parts = (apply(aligned(leaf)) for leaf in input.chunk(leaves, -1))
         output: Tensor = Joined.apply(*parts)  # type: ignore[no-untyped-call]
@@ -178,13 +221,14 @@ class ColumnLinear(CutLinear, nn.Linear):  # type: ignore[override]
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.held("weight"), self.held("bias")
         assert weight is not None
-        enter = partial(copies_of, self.exchange) if self.region is None else self.region.enter
+        block = self.block
+        enter = partial(copies_of, self.exchange) if block is None else block.enter
         copies = enter(input)
         if self.exchange.leaves:
             output = self._by_leaves(copies)
         else:
             output = F.linear(copies[0], weight, bias)
-        return output if self.region else self.exchange.whole(output, -1, self.out_features)
+        return output if block else self.exchange.whole(output, -1, self.out_features)
 
     def _by_leaves(self, copies: tuple[Tensor, ...]) -> Tensor:
         """A product for each leaf of features, of one shape on any number of ranks."""
@@ -202,10 +246,11 @@ class RowLinear(CutLinear, nn.Linear):  # type: ignore[override]
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.held("weight"), self.held("bias")
         assert weight is not None
-        if self.region is None:
+        block = self.block
+        if block is None:
             input = self.exchange.own_part(input, -1)
         else:
-            self.region.close()
+            block.close()
         if input.shape[-1] != weight.shape[1]:
             raise _not_cut(self, input)
         output = self._sum(input, weight)

@@ -3,21 +3,25 @@
 A plan maps names of modules (with `*`) to `column`, `row` or `vocabulary`, or to (way, unit) where
 `unit` features belong together, as those of a head. The default cuts every `nn.Linear` and
 `nn.Embedding` that can be: as blocks of columns and a row where a module says so itself
-(`tensor_plan`, as attention does) and where an `nn.Sequential` has two Linear with nothing but
-element-wise layers in between; all others by themselves, with whole inputs and outputs.
+(`tensor_plan`, as attention does) and where a plain `nn.Sequential` has two Linear with nothing
+but element-wise layers in between; all others by themselves, with whole inputs and outputs. No
+block has a layer with hooks, which would see a part, or a Linear that is in several places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 from allranks.errors import RequestError
-from allranks.torch.model.layers import own_kind
+from allranks.torch.model.layers import has_hooks, is_chain, own_kind
 from allranks.torch.tensor_parallel.exchange import part_sizes
 
 COLUMN, ROW, VOCABULARY = "column", "row", "vocabulary"
@@ -121,9 +125,10 @@ def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> Plan:
         for name in names
     }
     tied = {name for names in holders.values() if len(names) > 1 for name in names}
+    uses = _uses(model)
     for name, parent in model.named_modules():
         for block in _blocks_in(name, parent):
-            if not tied & {cut.name for cut in block}:
+            if _can_be_block(block, parent, uses) and not tied & {cut.name for cut in block}:
                 plan.add_block(block)
     for name, module in model.named_modules():
         if name in plan.cuts or name in torn or not can_be_cut(module):
@@ -140,7 +145,7 @@ def given_plan(
     model: nn.Module, ranks: int, given: Mapping[str, Any], *, even: bool = False
 ) -> Plan:
     """What a task says is cut; raises `RequestError` where that cannot be."""
-    plan, cuts = Plan(ranks, even), dict[str, Cut]()
+    plan, cuts, uses = Plan(ranks, even), dict[str, Cut](), _uses(model)
     for pattern, how in given.items():
         names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
         if not names:
@@ -152,10 +157,11 @@ def given_plan(
         rows = [cut for cut in own if cut.way == ROW]
         if isinstance(parent, nn.Sequential):
             for pair in _pairs_in(name, parent, {n: cut.way for n, cut in cuts.items()}):
-                plan.add_block([cuts[cut.name] for cut in pair])
+                if _can_be_block(pair, parent, uses):
+                    plan.add_block([cuts[cut.name] for cut in pair])
         elif rows and len(own) > len(rows):
             block = [cut for cut in own if cut.way != VOCABULARY]
-            if not plan.add_block(block):
+            if _can_be_block(block, parent, uses) and not plan.add_block(block):
                 found = ", ".join(f"{cut.name}: {cut.way} of {cut.units}" for cut in block)
                 why = "the columns and the row of a block are cut into the same parts"
                 raise refused(found, why, "give them the same number of features or heads")
@@ -209,8 +215,27 @@ def _check_tied(model: nn.Module, plan: Plan) -> None:
             raise refused(found, why, "column for each Linear, vocabulary for the Embedding")
 
 
+def _uses(model: nn.Module) -> Counter[int]:
+    """In how many places each module is."""
+    return Counter(id(child) for parent in model.modules() for child in parent._modules.values())
+
+
+def _can_be_block(cuts: Sequence[Cut], parent: nn.Module, uses: Counter[int]) -> bool:
+    """Whether nobody sees the activations from the columns to the row but what is there itself."""
+    if any(uses[id(cut.module)] > 1 for cut in cuts):
+        return False
+    inside = [module for module in parent.modules() if module is not parent]
+    if isinstance(parent, nn.Sequential):
+        children = list(parent)
+        first, last = (children.index(cut.module) for cut in (cuts[0], cuts[-1]))
+        inside = children[first : last + 1]
+    return not any(has_hooks(module) for module in inside)
+
+
 def _children(name: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for child, module in parent.named_children():
+    for child, module in parent._modules.items():  # a layer may come twice
+        if module is None:
+            continue
         yield (f"{name}.{child}" if name else child), module
 
 
@@ -224,9 +249,18 @@ def _blocks_in(name: str, parent: nn.Module) -> Iterator[list[Cut]]:
         return
     below = {path.rpartition(".")[2]: (path, module) for path, module in _children(name, parent)}
     found = [(*below[child], how) for child, how in said.items() if child in below]
+    activation = getattr(parent, "activation", F.relu)
+    if own_kind(parent) in BLOCKS and not _is_elementwise(activation):
+        return
     if all(can_be_cut(module) for _, module, _ in found):
         pairs = [(p, m, how if isinstance(how, tuple) else (how, 1)) for p, m, how in found]
         yield [Cut(path, module, *how) for path, module, how in pairs]  # type: ignore[arg-type]
+
+
+def _is_elementwise(function: Any) -> bool:
+    if isinstance(function, nn.Module):
+        return own_kind(function) in ELEMENTWISE and "forward" not in vars(function)
+    return function in (F.relu, F.gelu, F.silu, torch.relu, torch.tanh)
 
 
 def _pairs_in(
@@ -234,8 +268,11 @@ def _pairs_in(
 ) -> Iterator[list[Cut]]:
     """Two Linear one after the other, with nothing but element-wise layers in between.
 
-    With `ways` the first is a column there, and the second a row.
+    With `ways` the first is a column there, and the second a row. What a stack with a forward of
+    its own does in between nobody knows.
     """
+    if not is_chain(stack):
+        return
     first: Cut | None = None
     for path, module in _children(name, stack):
         linear: Any = module
@@ -246,7 +283,7 @@ def _pairs_in(
             else:
                 is_first = ways is None or ways.get(path) == COLUMN
                 first = Cut(path, linear, COLUMN) if is_first else None
-        elif own_kind(module) not in ELEMENTWISE or "forward" in vars(module):
+        elif not _is_elementwise(module):
             first = None
 
 
