@@ -78,10 +78,11 @@ class Pending:
             try:
                 self.work.wait(LASTS)
                 return
-            except RuntimeError:  # it lasts, unless the collective itself has failed
+            except RuntimeError as error:  # it lasts, unless the collective itself has failed
                 if self.work.is_completed():
                     break
-                if time.monotonic() - begun < LASTS.total_seconds() / 2:
+                is_early = time.monotonic() - begun < LASTS.total_seconds() / 2
+                if is_early and isinstance(translated(error), PeerLost):
                     raise  # Gloo's reduce-scatter fails without being completed
             step = self.heartbeat.step if isinstance(self.heartbeat, Heartbeat) else -1
             meetings.look(f"in `{phase or 'exchange'}` of step {step}")
