@@ -1,8 +1,9 @@
-"""The gradient of a step of which each rank holds a part: its own rows of every parameter."""
+"""The gradient of a step of which each rank holds a part."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,11 +16,61 @@ from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.step.gradients import Gradients, gradients_of
 
 
-class GradientParts(Gradients):
+class PartsOfRanks(Gradients):
+    """What every such gradient is: each element counts once in the norm, whoever holds it.
+
+    The ranks of `comm` hold it together. Parts of no dimension are the same on all of them.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], comm: Comm, *, exact: bool) -> None:
+        super().__init__(parameters, exact=exact)
+        self.comm = comm
+
+    @abstractmethod
+    def held(self) -> list[Tensor]:
+        """The memory of this rank's parts."""
+
+    def scale_(self, factor: float) -> None:
+        torch._foreach_mul_(self.held(), factor)
+
+    def norm(self, *, clips: bool, left_out: bool) -> float:
+        """Squares in float64, added in the order of the ranks.
+
+        Sends 8 bytes to each other rank, as `control`; five numbers for one that is exact.
+        """
+        counted = [part for part in self.held() if part.ndim or self.comm.rank == 0]
+        if clips and self.exact:
+            return exact_norm(counted, self._everywhere)
+        own = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
+        for part in counted:
+            own += torch.linalg.vector_norm(reals(part), dtype=torch.float64).square()
+        return math.sqrt(self._everywhere(own).sum())
+
+    def clip_(self, limit: float, norm: float) -> None:
+        total = torch.tensor(norm, dtype=real_type(self.parameters[0].dtype))
+        factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        torch._foreach_mul_(self.held(), factor.to(self.comm.device))
+
+    def _everywhere(self, row: Tensor) -> Tensor:
+        """The rows of all ranks, (ranks, row)."""
+        if self.comm.size == 1:
+            return row[None]
+        rows = row.new_empty(self.comm.size * row.numel())
+        self.comm.all_gather(rows, row, "control").wait()
+        return rows.view(self.comm.size, -1)
+
+
+class CutGradients(PartsOfRanks):
+    """Those in the `.grad` of parameters that are DTensors."""
+
+    def held(self) -> list[Tensor]:
+        return [local(gradient) for gradient in gradients_of(self.parameters)]
+
+
+class GradientParts(PartsOfRanks):
     """`parts` are what this rank holds of the gradients; the `.grad` of the parameters are empty.
 
-    `cut` gives this rank's part of a whole gradient. Parts of no dimension are the same on all
-    ranks of `comm`.
+    `cut` gives this rank's part of a whole gradient: its own rows.
     """
 
     def __init__(
@@ -29,10 +80,10 @@ class GradientParts(Gradients):
         cut: Callable[[Tensor], Tensor],
         comm: Comm,
         *,
-        exact: bool = False,
+        exact: bool,
     ) -> None:
-        super().__init__(parameters, exact=exact)
-        self.parts, self.cut, self.comm = list(parts), cut, comm
+        super().__init__(parameters, comm, exact=exact)
+        self.parts, self.cut = list(parts), cut
 
     def settle(self, unused: Sequence[int]) -> None:
         for position in unused:
@@ -59,69 +110,5 @@ class GradientParts(Gradients):
     def tensors(self) -> list[Tensor | None]:
         return self.parts
 
-    def scale_(self, factor: float) -> None:
-        torch._foreach_mul_(self._there, factor)
-
-    def norm(self, *, clips: bool, left_out: bool) -> float:
-        """Sends the squares of this rank's part, as `control`; with `exact` five numbers."""
-        counted = [part for part in self._there if part.ndim or self.comm.rank == 0]
-        if clips and self.exact:
-            return exact_norm(counted, self._everywhere)
-        own = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
-        for part in counted:
-            own += reals(part).double().square().sum()
-        return math.sqrt(self._everywhere(own).sum())
-
-    def clip_(self, limit: float, norm: float) -> None:
-        total = torch.tensor(norm, dtype=real_type(self.parameters[0].dtype))
-        factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        torch._foreach_mul_(self._there, factor.to(self.comm.device))
-
-    @property
-    def _there(self) -> list[Tensor]:
+    def held(self) -> list[Tensor]:
         return [part for part in self.parts if part is not None]
-
-    def _everywhere(self, row: Tensor) -> Tensor:
-        """The rows of all ranks, (ranks, row)."""
-        if self.comm.size == 1:
-            return row[None]
-        rows = row.new_empty(self.comm.size * row.numel())
-        self.comm.all_gather(rows, row, "control").wait()
-        return rows.view(self.comm.size, -1)
-
-
-class CutGradients(Gradients):
-    """The parts of the gradients that this rank holds. Every element counts once in the norm."""
-
-    def __init__(self, parameters: list[nn.Parameter], shards: Comm, *, exact: bool) -> None:
-        super().__init__(parameters, exact=exact)
-        self.shards = shards
-
-    def scale_(self, factor: float) -> None:
-        for gradient in gradients_of(self.parameters):
-            local(gradient).mul_(factor)
-
-    def norm(self, *, clips: bool, left_out: bool) -> float:
-        """Squares in float64, added in the order of the ranks. Sends 8 bytes to each, or 40."""
-        gradients = gradients_of(self.parameters)
-        counted = [local(g) for g in gradients if g.ndim or self.shards.rank == 0]
-        if clips and self.exact:
-            return exact_norm(counted, self._everywhere)
-        lengths = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in counted]
-        own = torch.zeros(1, dtype=torch.float64, device=self.shards.device)
-        for length in lengths:
-            own += length.square()
-        return math.sqrt(math.fsum(self._everywhere(own).flatten().tolist()))
-
-    def _everywhere(self, row: Tensor) -> Tensor:
-        """The rows of all ranks that hold the gradient together, (ranks, row)."""
-        rows = row.new_empty(self.shards.size * row.numel())
-        self.shards.all_gather(rows, row, "control").wait()
-        return rows.view(self.shards.size, -1)
-
-    def clip_(self, limit: float, norm: float) -> None:
-        kind = real_type(self.parameters[0].dtype)
-        total = torch.tensor(norm, dtype=kind, device=self.shards.device)
-        factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
-        for gradient in gradients_of(self.parameters):
-            local(gradient).mul_(factor)
