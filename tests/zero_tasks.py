@@ -17,9 +17,9 @@ from contract_tasks import made
 
 
 class _Scaled(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 10), nn.Linear(10, 1)
+        self.first, self.second = nn.Linear(4, width), nn.Linear(width, 1)
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -31,11 +31,12 @@ class Scaled(Task):
     """A parameter of no dimension, clipping that always bites, and an average."""
 
     batch_size: int = 16
+    width: int = 10
     clip_norm: float | None = 0.05
     ema: float | None = 0.9
 
     def model(self) -> nn.Module:
-        return _Scaled()
+        return _Scaled(self.width)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)

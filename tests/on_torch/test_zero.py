@@ -31,6 +31,16 @@ def test_the_norm_is_that_of_one_process(train: Train) -> None:
         assert difference(weights[name], weights["single"]) < 1e-10
 
 
+def test_a_large_weight_is_sent_from_where_it_lies(train: Train) -> None:
+    """A megabyte that two ranks cut evenly, and three do not; with passes that add up."""
+    task = "zero_tasks:Scaled", f"width={2**15}"
+    job: dict[str, Any] = {"precision": "fp64", "steps": 3, "micro_batch": 3}
+    whole = load_file(train(*task, **job).run_dir / "weights.safetensors")
+    for strategy, ranks in (("zero1", 2), ("zero2", 2), ("zero2", 3)):
+        run = train(*task, strategy=strategy, ranks=ranks, **job)
+        assert difference(load_file(run.run_dir / "weights.safetensors"), whole) < 1e-10
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_ranks_with_fewer_passes_exchange_with_the_others(
     strategy: str, train: Train, references: dict[str, Any]

@@ -7,10 +7,9 @@ away raises `PeerLost`: this rank is a victim, and its message never hides the f
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +17,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before any group: its defaults would keep that one
 from torch import Tensor
 
-from allranks.errors import FaultKind, PeerLost
+from allranks.errors import PeerLost
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
-from allranks.launcher.processes.foreign import is_said
 from allranks.torch.groups.counting import (
     all_gather_single,
     counting_group,
@@ -28,65 +26,12 @@ from allranks.torch.groups.counting import (
     reduce_scatter_single,
 )
 from allranks.torch.groups.lent import borrow, end, give_back
-from allranks.torch.meetings import LASTS, Meetings
+from allranks.torch.groups.pending import TIMEOUT, Pending, translated
+from allranks.torch.meetings import Meetings
 from allranks.torch.model.reals import reals
 
 CPU = torch.device("cpu")
 KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")
-TIMEOUT = timedelta(minutes=40)  # longer than --hang-timeout usually is: it names who is missing
-
-
-def translated(error: RuntimeError) -> RuntimeError | PeerLost:
-    """The error that says what a broken collective means; Gloo names neither rank nor reason."""
-    message = str(error)
-    if is_said(FaultKind.TIMED_OUT, message):
-        waited = f"{TIMEOUT.total_seconds():.0f} s"
-        return PeerLost(
-            f"another rank did not take part in a collective within {waited}: {message}"
-        )
-    return PeerLost(message) if is_said(FaultKind.PEER_LOST, message) else error
-
-
-@dataclass
-class Pending:
-    """A collective under way; `wait` returns when its result is there.
-
-    With `meetings` a wait that lasts asks there whether all ranks will come.
-    """
-
-    work: Any = None
-    heartbeat: Heartbeat | SaveThreadHeartbeat | None = None
-    meetings: Meetings | None = None
-
-    def wait(self) -> None:
-        if self.work is None:
-            return
-        before = self.heartbeat.enter("exchange") if self.heartbeat is not None else ""
-        try:
-            if self.meetings is None:
-                self.work.wait()
-            else:
-                self._wait_and_look(self.meetings, before)
-        except RuntimeError as error:
-            raise translated(error) from error
-        if self.heartbeat is not None:
-            self.heartbeat.enter(before)
-
-    def _wait_and_look(self, meetings: Meetings, phase: str) -> None:
-        while not self.work.is_completed():
-            begun = time.monotonic()
-            try:
-                self.work.wait(LASTS)
-                return
-            except RuntimeError as error:  # it lasts, unless the collective itself has failed
-                if self.work.is_completed():
-                    break
-                is_early = time.monotonic() - begun < LASTS.total_seconds() / 2
-                if is_early and isinstance(translated(error), PeerLost):
-                    raise  # Gloo's reduce-scatter fails without being completed
-            step = self.heartbeat.step if isinstance(self.heartbeat, Heartbeat) else -1
-            meetings.look(f"in `{phase or 'exchange'}` of step {step}")
-        self.work.wait()
 
 
 @dataclass
@@ -181,10 +126,16 @@ class Comm:
     def reduce_scatter(self, part: Tensor, whole: Tensor, kind: str = "gradients") -> Pending:
         """The sum over all ranks of their `whole`, cut evenly; `part` is this rank's.
 
-        Sends (N-1)/N of the whole.
+        Sends (N-1)/N of the whole. That of Gloo all-reduces a copy of the whole: on CPU each rank
+        is sent its parts instead, and adds them in rank order.
         """
         self._count(kind, (self.size - 1) / self.size * whole.nbytes)
-        return self._begin(reduce_scatter_single, part, whole)
+        if self.device.type != "cpu":
+            return self._begin(reduce_scatter_single, part, whole)
+        received = torch.empty_like(whole).view(-1)
+        pending = self._begin(dist.all_to_all_single, received, whole.view(-1))
+        pending.then = partial(_add_up, part.view(-1), received.view(self.size, -1))
+        return pending
 
     def all_to_all(
         self, received: Tensor, given: Tensor, receive_sizes: list[int], give_sizes: list[int]
@@ -347,3 +298,9 @@ class _OfTorch:
 
     def translated(self, error: RuntimeError) -> RuntimeError | PeerLost:
         return translated(error)
+
+
+def _add_up(total: Tensor, parts: Tensor) -> None:
+    torch.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        total.add_(part)

@@ -18,7 +18,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from allranks.errors import RequestError
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World, master_endpoint
-from allranks.torch.comm import TIMEOUT, Comm, translated
+from allranks.torch.comm import Comm
+from allranks.torch.groups.pending import TIMEOUT, translated
 from allranks.torch.meetings import Meetings
 
 _joins, _trainings = itertools.count(), itertools.count()

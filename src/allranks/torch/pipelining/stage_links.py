@@ -21,8 +21,9 @@ from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import DTYPES, NAMES
-from allranks.torch.comm import Comm, Pending
+from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
+from allranks.torch.groups.pending import Pending
 
 LOOKS_TAG = 0
 Room = list[tuple[Tensor, bool]]

@@ -7,7 +7,8 @@ process up to rounding.
 from __future__ import annotations
 
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm import Comm, Pending
+from allranks.torch.comm import Comm
+from allranks.torch.groups.pending import Pending
 from allranks.torch.reducers.base import Reducer
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm import Comm, Pending
+from allranks.torch.comm import Comm
+from allranks.torch.groups.pending import Pending
 from allranks.torch.reducers.packed import PackedBucket
 from allranks.torch.reducers.tree import TreeChunks, TreeSum
 

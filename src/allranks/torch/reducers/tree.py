@@ -26,7 +26,8 @@ from allranks.strategies.reduction_tree import (
     uses_pairs,
 )
 from allranks.strategies.shards import owned_shards
-from allranks.torch.comm import Comm, Pending
+from allranks.torch.comm import Comm
+from allranks.torch.groups.pending import Pending
 from allranks.torch.reducers.base import Reducer
 
 

@@ -26,14 +26,13 @@ from allranks.strategies.card import Workload
 from allranks.strategies.mesh import SHARD
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.checkpoint.tree import is_dtensor
-from allranks.torch.comm import Pending
 from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.groups.pending import Pending
 from allranks.torch.model.reals import reals
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.reducers.base import Bucket, Reducer
-from allranks.torch.reducers.buckets import grouped
 from allranks.torch.reducers.in_order import InOrder
-from allranks.torch.reducers.packed import PackedBucket, own_rows
+from allranks.torch.reducers.packed import PackedBucket, own_rows, packed_buckets
 from allranks.torch.reducers.sections import IN_FLIGHT, MeanSections, Sections, TreeSections
 from allranks.torch.sharding.gradient_parts import GradientParts
 from allranks.torch.step.gradients import Gradients
@@ -78,13 +77,9 @@ class ZeRO1(Strategy):
         parameters, layout = self.step.parameters, self.step.layout
         self._laid_out = parameters
         cut = [position for position, p in enumerate(parameters) if p.ndim]
-        groups = grouped([parameters[i] for i in cut], self._bucket_bytes)
-        self.buckets = [
-            PackedBucket([parameters[cut[i]] for i in group], self.comm.size) for group in groups
-        ]
+        self.buckets, bucket_of = self._packed([parameters[i] for i in cut])
         self.sections.prepare(self.buckets)
-        bucket_of = {i: number for number, group in enumerate(groups) for i in group}
-        self._order = InOrder([bucket_of[i] for i in range(len(cut))], self._leave)
+        self._order = InOrder(bucket_of, self._leave)
         self._turn = {position: i for i, position in enumerate(cut)}
         self.step.on_gradient = self._finished
         numbers = [p for p in parameters if not p.ndim]
@@ -97,9 +92,9 @@ class ZeRO1(Strategy):
         self.summed.prepare([Bucket(flat, flat) for flat in self._whole])
         self.tally = layout.tally(self._whole[-1][: layout.size])
 
-    @property
-    def _bucket_bytes(self) -> int:
-        return int(self.context.options["bucket_mb"] * 2**20)
+    def _packed(self, parameters: list[nn.Parameter]) -> tuple[list[PackedBucket], list[int]]:
+        most = int(self.context.options["bucket_mb"] * 2**20)
+        return packed_buckets(parameters, most, self.comm.size)
 
     def _check_bits(self) -> None:
         """Raise for 16 bits: at the end of a piece of memory torch rounds them otherwise."""
@@ -220,9 +215,7 @@ class ZeRO1(Strategy):
                 parameter.data = weight
                 parameter.grad = gradient
         if writes:
-            everything = list(self._with_rows.values())
-            groups = grouped(everything, self._bucket_bytes)
-            buckets = (PackedBucket([everything[i] for i in g], self.comm.size) for g in groups)
+            buckets, _ = self._packed(list(self._with_rows.values()))
             self._gather(buckets, "control")
 
     @contextmanager
@@ -251,7 +244,7 @@ class ZeRO1(Strategy):
 
         for bucket in buckets:
             section = bucket.section_of(self.comm.rank)
-            flat = section.new_empty(self.comm.size * section.numel())
+            flat = bucket.room()
             sent.append((bucket, flat, self.comm.all_gather(flat, section, kind)))
             if len(sent) > IN_FLIGHT:
                 receive()
