@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
-from contenders import Contender, DDPGlobal
+from contenders import STEPS_LIMIT, Contender, DDPGlobal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,8 +30,6 @@ from workloads import Workload, task_of
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
-
-STEPS_LIMIT = 10**9
 
 
 class ZeroByHand(DDPGlobal):
@@ -68,14 +66,14 @@ class FSDP2ByHand(Contender):
 
 
 class OfStrategy(Contender):
-    """The Trainer, from a script."""
+    """The Trainer, from a script; with as many shards as ranks, unless said."""
 
-    def __init__(self, workload: Workload, world: World, strategy: str) -> None:
-        self.strategy = strategy
+    def __init__(self, workload: Workload, world: World, strategy: str, shards: int = 0) -> None:
+        self.strategy, self.shards = strategy, shards or world.size
         super().__init__(workload, world)
 
     def prepare(self) -> None:
-        task = task_of(self.workload, self.world.size, self.world.size)
+        task = task_of(self.workload, self.world.size, self.shards)
         self.trainer = Trainer(task, Job(strategy=self.strategy), world=self.world)
         self.batches = self.trainer.batches(steps=STEPS_LIMIT)
 

@@ -28,9 +28,23 @@ COMPARED = (
     ("allranks zero1", "allranks ddp", "ratio", None),
     ("ddp-again", "ddp", "ratio", None),
 )
+CUT = (
+    *("ddp", "ddp-again", "tensor-by-hand", "gpipe-by-hand", "1f1b-by-hand"),
+    *("allranks tensor", "allranks gpipe", "allranks 1f1b"),
+)
+CUT_COMPARED = (
+    ("allranks tensor", "tensor-by-hand", "ratio", BAR),
+    ("allranks gpipe", "gpipe-by-hand", "ratio", BAR),
+    ("allranks 1f1b", "1f1b-by-hand", "ratio", BAR),
+    ("ddp-again", "ddp", "ratio", None),
+)
 PLANS = tuple(
-    Plan(workload, ranks, block, (*BY_HAND, *OURS), COMPARED, contenders_in="sharded_contenders")
-    for workload, ranks, block in (("gradient-heavy AdamW", 2, 4), ("17 M MLP", 2, 1))
+    Plan(*where, contenders, compared, contenders_in=table)
+    for where in (("gradient-heavy AdamW", 2, 4), ("17 M MLP", 2, 1))
+    for contenders, compared, table in (
+        ((*BY_HAND, *OURS), COMPARED, "sharded_contenders"),
+        (CUT, CUT_COMPARED, "cut_contenders"),
+    )
 )
 
 
