@@ -55,7 +55,7 @@ class ZeRO1(Strategy):
         return False
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        self._is_cut = False
+        self._is_cut, self.passes = False, 1
         self._device_mesh: Any = None
         self._with_rows = {n: p for n, p in model.named_parameters() if p.ndim}
         self._like = {
