@@ -22,21 +22,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from allranks.errors import RequestError
 from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.strategies.tensor_card import LEAVES
 from allranks.torch.data.batch import Batch
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.reducers.exact_norm import exact_norm
-from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
-from allranks.torch.tensor_parallel.cutting import CutModel, cut_model
+from allranks.torch.tensor_parallel.cutting import CutModel, cut_layers
 from allranks.torch.tensor_parallel.exchange import Exchange
 from allranks.torch.tensor_parallel.layers import shown_whole
-from allranks.torch.tensor_parallel.plan import default_plan, given_plan
 
 
 class Tensors(Strategy):
@@ -55,19 +52,10 @@ class Tensors(Strategy):
         self.device_mesh: Any = None
         if axis.size == 1 and not exact:
             return model
-        if self.task.overrides("initialise"):
-            raise _no_whole_weights()
-        check_no_hooks(model, "--strategy tensor")
-        given, parts = self.task.tensor_plan(model), LEAVES if exact else axis.size
-        if given is None:
-            plan = default_plan(model, parts, even=exact)
-        else:
-            plan = given_plan(model, parts, given, even=exact)
-        if not plan.cuts:
-            raise _nothing_to_cut(parts)
+        leaves = LEAVES if exact else 0
+        self.cut = cut_layers(self.task, model, self.exchange, "--strategy tensor", leaves)
         if axis.size > 1:
             self.device_mesh = self._device_mesh()
-        self.cut = cut_model(model, plan, self.exchange)
         return model
 
     def _device_mesh(self) -> DeviceMesh:
@@ -84,8 +72,7 @@ class Tensors(Strategy):
             check_elementwise(self.step.optimizer, "--strategy tensor")
 
     def _forward(self, data: Any) -> Any:
-        for region in self.cut.regions:
-            region.close()
+        self.cut.begin_pass()
         return forward(self.task, self.step.call, data)
 
     def forward_backward(self, batch: Batch) -> Tally:
@@ -109,8 +96,7 @@ class Tensors(Strategy):
         return local, CutGradients(self)
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        for region in self.cut.regions:
-            region.close()
+        self.cut.begin_pass()
         with self.exchange.opened("control"):
             return super().eval_step(data, forward)
 
@@ -149,8 +135,7 @@ class Tensors(Strategy):
     def as_held(self, name: str, saved: Tensor) -> Tensor:
         if isinstance(saved, DTensor):
             return saved.to_local()
-        dim = self.cut.dims.get(name)
-        return saved if dim is None else self.exchange.own(saved, dim).contiguous()
+        return self.cut.part_of(name, saved, self.exchange)
 
 
 class CutGradients(Gradients):
@@ -187,21 +172,3 @@ class CutGradients(Gradients):
             return row[None]
         self.comm.all_gather(rows, row, "control").wait()
         return rows.view(self.comm.size, -1)
-
-
-def _nothing_to_cut(ranks: int) -> RequestError:
-    return RequestError(
-        asked=f"--strategy tensor on {ranks} ranks of the tensor axis",
-        found="no layer of the model that can be cut into so many parts",
-        why="every rank would hold all of it, and compute the same as all others",
-        do="fewer ranks or data=…, a plan of your own (tensor_plan), or --strategy ddp",
-    )
-
-
-def _no_whole_weights() -> RequestError:
-    return RequestError(
-        asked="--strategy tensor with initialise(model, inputs) of the task",
-        found="weights that are set from the first batch",
-        why="each rank holds a part of them by then",
-        do="set them in model(), or --strategy ddp",
-    )

@@ -1,4 +1,7 @@
-"""A model cut by a plan: its layers swapped in place, each parameter left with this rank's part."""
+"""A model cut over an axis: its layers swapped in place, each parameter left with this rank's part.
+
+`cut_layers` is what a strategy calls: it plans, refuses what cannot be, and cuts.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from allranks.errors import RequestError
 from allranks.torch.model.layers import own_kind
 from allranks.torch.model.shard_dropout import ShardDropout
+from allranks.torch.sharding.parameters import check_no_hooks
+from allranks.torch.task import Task
 from allranks.torch.tensor_parallel.exchange import Exchange
 from allranks.torch.tensor_parallel.layers import (
     Between,
@@ -21,7 +27,16 @@ from allranks.torch.tensor_parallel.layers import (
     RowLinear,
     VocabularyEmbedding,
 )
-from allranks.torch.tensor_parallel.plan import COLUMN, DIMS, ELEMENTWISE, ROW, VOCABULARY, Plan
+from allranks.torch.tensor_parallel.plan import (
+    COLUMN,
+    DIMS,
+    ELEMENTWISE,
+    ROW,
+    VOCABULARY,
+    Plan,
+    default_plan,
+    given_plan,
+)
 
 KINDS: dict[str, type[nn.Module]] = {
     COLUMN: ColumnLinear,
@@ -38,6 +53,37 @@ class CutModel:
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     layers: list[CutLayer] = field(default_factory=list)
+
+    def begin_pass(self) -> None:
+        """A pass begins with whole activations, however the last one ended."""
+        for region in self.regions:
+            region.close()
+
+    def part_of(self, name: str, whole: Tensor, exchange: Exchange) -> Tensor:
+        """What this rank holds of a whole parameter: all of one that is not cut."""
+        dim = self.dims.get(name)
+        return whole if dim is None else exchange.own(whole, dim).contiguous()
+
+
+def cut_layers(
+    task: Task, model: nn.Module, exchange: Exchange, asked: str, leaves: int = 0
+) -> CutModel:
+    """Cut what the task plans of `model`, or else all that can be, in place. No communication.
+
+    With `leaves` every layer is cut so that they can be shared out evenly. Raises `RequestError`
+    with what was `asked` where nothing can be cut, or what is there cannot be.
+    """
+    if task.overrides("initialise"):
+        raise _no_whole_weights(asked)
+    check_no_hooks(model, asked)
+    given, parts = task.tensor_plan(model), leaves or exchange.comm.size
+    if given is None:
+        plan = default_plan(model, parts, even=leaves > 0)
+    else:
+        plan = given_plan(model, parts, given, even=leaves > 0)
+    if not plan.cuts:
+        raise _nothing_to_cut(asked, parts)
+    return cut_model(model, plan, exchange)
 
 
 def cut_model(model: nn.Module, plan: Plan, exchange: Exchange) -> CutModel:
@@ -121,3 +167,21 @@ def _open_within(chain: Any, region: Region) -> None:
         kind = own_kind(chain)
         chain.regions, chain.__class__ = [], type(f"Open{kind.__name__}", (OpenChain, kind), {})
     chain.regions.append(region)
+
+
+def _nothing_to_cut(asked: str, ranks: int) -> RequestError:
+    return RequestError(
+        asked=f"{asked} on {ranks} ranks of the tensor axis",
+        found="no layer of the model that can be cut into so many parts",
+        why="every rank would hold all of it, and compute the same as all others",
+        do="fewer ranks of that axis, a plan of your own (tensor_plan), or --strategy ddp",
+    )
+
+
+def _no_whole_weights(asked: str) -> RequestError:
+    return RequestError(
+        asked=f"{asked} with initialise(model, inputs) of the task",
+        found="weights that are set from the first batch",
+        why="each rank holds a part of them by then",
+        do="set them in model(), or --strategy ddp",
+    )
