@@ -94,6 +94,13 @@ def test_the_bytes_of_the_tree_follow_its_roots() -> None:
     assert bytes_of("ddp", "tree", 7, shards=7) == 5760
 
 
+def test_layers_cut_over_a_tensor_axis_halve_the_ranks_that_gather() -> None:
+    """2 shards of 2 parts: half of 8800 gathered and scattered, the tally, half of 4000 along."""
+    work = Workload((*CUT, 1600, 800), 4, 8)
+    options = CARDS["fsdp"].read_options({"tensor": "2"})
+    assert CARDS["fsdp"].bytes_sent(work, options) == 4400 + 240 + 2000
+
+
 def test_a_large_message_goes_through_the_tree_in_chunks_where_that_is_less() -> None:
     def sent(ranks: int, message: int) -> int:
         return CARDS["ddp"].bytes_sent(Workload((message,), ranks, 8), {"reduce": "tree"})

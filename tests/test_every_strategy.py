@@ -39,7 +39,7 @@ SETTINGS = {
     ],
     "zero1": ["zero1", "zero1:reduce=tree,bucket_mb=0.0005"],
     "zero2": ["zero2:bucket_mb=0.0005", "zero2:reduce=tree"],
-    "fsdp": ["fsdp", "fsdp:reshard=false", "fsdp:reduce=tree"],
+    "fsdp": ["fsdp", "fsdp:reshard=false", "fsdp:reduce=tree", "fsdp:tensor=2"],
     "hsdp": ["hsdp:shard=2", "hsdp:shard=2,reduce=tree"],
     "gpipe": ["gpipe"],
     "1f1b": ["1f1b"],

@@ -57,6 +57,14 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     "groups of two": ("hsdp:shard=2", 4, (), {"micro_batch": 3}),
     "LARS": ("fsdp", 2, ("optimizer_name=lars",), {}),
     "LAMB": ("fsdp", 3, ("optimizer_name=lamb",), {}),
+    "layers cut too": ("fsdp:tensor=2", 4, (), {}),
+    "layers cut by three, over one shard": ("fsdp:tensor=3", 3, ("ema=0.9",), {}),
+    "layers cut too, several passes": (
+        "fsdp:tensor=2",
+        6,
+        (),
+        {"micro_batch": 3, "activation_checkpointing": True},
+    ),
 }
 
 
@@ -87,6 +95,10 @@ def test_blocks_numbers_tied_weights_and_optimizers_of_whole_tensors(
         (("fsdp", 4), ("fsdp", 2)),
         (("fsdp", 2), ("ddp", 3)),
         (("hsdp:shard=2", 4), ("fsdp", 1)),
+        (("fsdp:tensor=2", 4), ("ddp", 2)),
+        (("fsdp:tensor=3", 3), ("fsdp:tensor=2", 4)),
+        (("fsdp", 3), ("fsdp:tensor=2", 2)),
+        (("tensor", 2), ("fsdp:tensor=2", 4)),
     ],
 )
 def test_checkpoints_cross_over(
@@ -115,10 +127,22 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(train: Train) -> None:
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp:shard=2"])
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp:shard=2", "fsdp:tensor=2"])
 def test_check_calls_it_equal(strategy: str, check: Check) -> None:
     verdict = check(DEEP, strategy=strategy, ranks=2)
     assert verdict.equal, str(verdict)
+
+
+@pytest.mark.slow
+def test_activations_that_are_exchanged_are_on_the_card(train: Train) -> None:
+    """Blocks of columns and a row by heads, a tied table that is asked for whole, a penalty."""
+    program = "tensor_tasks:Letters"
+    wanted = train(program, strategy="single", steps=8, **FP64)
+    found = train(program, strategy="fsdp:tensor=2", ranks=4, steps=8, **FP64)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+    sent = found.summary["sent_bytes"]["gradients"] / found.summary["steps"]
+    assert found.summary["card_bytes_per_step"] == pytest.approx(sent, abs=1)
 
 
 @pytest.mark.slow
@@ -148,12 +172,15 @@ def test_as_one_unit_they_may(train: Train) -> None:
     assert difference(ours, theirs) < 1e-10
 
 
-def test_each_rank_holds_its_part_and_no_more(on_ranks: Callable[..., Any]) -> None:
-    on_ranks(3, "fsdp_tasks:holds_its_part", None)
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 3), ("fsdp:tensor=2", 4)])
+def test_each_rank_holds_its_part_and_no_more(
+    strategy: str, ranks: int, on_ranks: Callable[..., Any]
+) -> None:
+    on_ranks(ranks, "fsdp_tasks:holds_its_part", strategy)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp:reduce=tree"])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp:reduce=tree", "fsdp:tensor=2"])
 def test_an_optimizer_that_looks_at_whole_tensors_is_refused(strategy: str, train: Train) -> None:
     """Of LARS and LAMB only the bits: their lengths are sums over the ranks."""
     name = "adafactor" if strategy == "fsdp" else "lamb"
@@ -165,6 +192,14 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(train: Train) -> None:
     with pytest.raises(RequestError, match="2 does not divide 3") as refused:
         train(DEEP, strategy="hsdp:shard=2", ranks=3)
     assert refused.value.do == "shard=3"
+    with pytest.raises(RequestError, match="2 does not divide 3") as refused:
+        train(DEEP, strategy="fsdp:tensor=2", ranks=3)
+    assert refused.value.do == "--ranks 4, or leave tensor out"
+
+
+def test_equal_bits_over_a_tensor_axis_are_refused(train: Train) -> None:
+    with pytest.raises(RequestError, match="sums over the features of a layer"):
+        train(DEEP, strategy="fsdp:tensor=2", ranks=4, bitwise=True)
 
 
 @pytest.mark.slow(but=2)

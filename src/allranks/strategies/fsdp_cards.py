@@ -8,11 +8,26 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Exact, Option, Workload
 from allranks.strategies.card_bytes import ring_bytes, tree_bytes
-from allranks.strategies.mesh import REPLICATE, SHARD, Agreement, Mesh
+from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR, Agreement, Mesh
 
 
 def _fsdp_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
-    return Mesh(((SHARD, ranks),))
+    tensor = int(options["tensor"])
+    if ranks % tensor:
+        raise RequestError(
+            asked=f"--strategy fsdp:tensor={tensor} --ranks {ranks}",
+            found=f"{ranks} ranks, of which {tensor} at a time compute a layer together",
+            why=f"{tensor} does not divide {ranks}, so some would have parts without the rest",
+            do=f"--ranks {-(-ranks // tensor) * tensor}, or leave tensor out",
+        )
+    if tensor > 1 and options["reduce"] == "tree":
+        raise RequestError(
+            asked=f"--strategy fsdp:tensor={tensor},reduce=tree, or --bitwise",
+            found="sums over the features of a layer, on several ranks",
+            why="their order follows the ranks, whatever the tree of the gradients does",
+            do="leave reduce and --bitwise out, or tensor",
+        )
+    return Mesh(((SHARD, ranks // tensor), (TENSOR, tensor)))
 
 
 def _hsdp_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
@@ -29,19 +44,26 @@ def _hsdp_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
 
 
 def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
-    """Of each pass the weights twice (those of the root once) and the gradients once; the tally."""
+    """Of each pass the weights twice (those of the root once) and the gradients once; the tally.
+
+    With a tensor axis also the activations along it.
+    """
     if work.ranks == 1:
         return 0
-    root, units, gradients, tally = work.messages
-    is_tree = options["reduce"] == "tree"
-    holders = options.get("shard", work.ranks)
+    root, units, gradients, tally, *along = work.messages
+    is_tree, tensor = options["reduce"] == "tree", int(options.get("tensor", 1))
+    readers = work.ranks // tensor
+    holders = options.get("shard", readers)
     times = 2 if options["reshard"] else 1
     sent: float = (holders - 1) / holders * (root + times * units + gradients)
-    sent += 2 * (1 - holders / work.ranks) * gradients / holders
+    sent += 2 * (1 - holders / readers) * gradients / holders
     if is_tree:
-        sent += (work.ranks / holders - 1) * gradients
+        sent += (readers / holders - 1) * gradients
     last = Workload((tally,), work.ranks, work.shards)
     beside = tree_bytes(work, [tally]) if is_tree else ring_bytes(last, options)
+    if along:
+        reduced, gathered = along
+        beside += round((tensor - 1) / tensor * (2 * reduced + gathered))
     return round(work.passes * sent) + beside
 
 
@@ -67,8 +89,11 @@ FSDP_CARDS = (
         summary="A part of every weight on each rank, gathered block by block when it is needed.",
         guarantee=Exact(),
         bytes_sent=_bytes,
-        bytes_formula=f"K = N: {GATHERED}; 2(N-1)/N · tally. reduce=tree: a pass for each shard",
-        memory=f"K = N: {MEMORY}; tree: the roots of all ranks",
+        bytes_formula=f"K = N/T, T = tensor: {GATHERED}; 2(N-1)/N · tally. reduce=tree: a pass for "
+        "each shard. tensor: weights and gradients are 1/T of what is cut, and activations go "
+        "along the tensor axis as under `tensor`",
+        memory=f"K = N/T, T = tensor: {MEMORY}, all of it 1/T of what is cut over the tensor axis; "
+        "tree: the roots of all ranks",
         many_ranks=True,
         agreement=Agreement("sharded"),
         mesh=_fsdp_mesh,
@@ -76,6 +101,7 @@ FSDP_CARDS = (
         options=(
             RESHARD,
             REDUCE,
+            Option("tensor", 1, "T, how many ranks compute a layer together", at_least=1),
         ),
         paper=PAPER,
     ),

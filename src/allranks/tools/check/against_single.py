@@ -221,8 +221,9 @@ class _Check:
     def _bits_unasked(self) -> Iterator[Look]:
         job, ranks = self.job, self.plan.own
         try:
-            resolved_strategy(job.strategy, ranks=ranks, bitwise=True)
-            if ranks == 1 or job.compile or job.threads not in (None, 1) or job.device != "cpu":
+            mesh = resolved_strategy(job.strategy, ranks=ranks, bitwise=True).mesh
+            alike = job.threads in (None, 1) and job.device == "cpu" and not job.compile
+            if mesh.ranks == 1 or not alike:
                 self.notes.append("equal bits (--bitwise)")
                 return
             yield from self._bits((ranks,), asked=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,10 @@ class PartsOfRanks(Gradients):
     def held(self) -> list[Tensor]:
         """The memory of this rank's parts."""
 
+    def counted(self) -> list[Tensor]:
+        """Those that this rank counts in the norm."""
+        return [part for part in self.held() if part.ndim or self.comm.rank == 0]
+
     def scale_(self, factor: float) -> None:
         torch._foreach_mul_(self.held(), factor)
 
@@ -38,7 +42,7 @@ class PartsOfRanks(Gradients):
 
         Sends 8 bytes to each other rank, as `control`; five numbers for one that is exact.
         """
-        counted = [part for part in self.held() if part.ndim or self.comm.rank == 0]
+        counted = self.counted()
         if clips and self.exact:
             return exact_norm(counted, self._everywhere)
         own = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
@@ -61,7 +65,25 @@ class PartsOfRanks(Gradients):
 
 
 class CutGradients(PartsOfRanks):
-    """Those in the `.grad` of parameters that are DTensors."""
+    """Those in the `.grad` of parameters that are DTensors.
+
+    `copies` are the ids of parameters of which another rank holds the same part, and counts it.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        comm: Comm,
+        copies: Collection[int] = (),
+        *,
+        exact: bool,
+    ) -> None:
+        super().__init__(parameters, comm, exact=exact)
+        self.copies = copies
+
+    def counted(self) -> list[Tensor]:
+        own = [p for p in self.parameters if id(p) not in self.copies]
+        return [g for g in map(local, gradients_of(own)) if g.ndim or self.comm.rank == 0]
 
     def held(self) -> list[Tensor]:
         return [local(gradient) for gradient in gradients_of(self.parameters)]

@@ -10,11 +10,10 @@ Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277. `reduce=tree` adds as `reducer
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Workload
-from allranks.strategies.mesh import REPLICATE, SHARD
+from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.optimizers.elementwise import check_elementwise
@@ -34,17 +33,23 @@ from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.chunk_tree import PassPlan
 from allranks.torch.reducers.mean import Mean
 from allranks.torch.reducers.tree import Tree
+from allranks.torch.sharding.call_order import NUMBERS, CallOrder
 from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, padded
 from allranks.torch.sharding.fsdp_units import check_can_be_cut, units_of
 from allranks.torch.sharding.gradient_parts import CutGradients
 from allranks.torch.sharding.parameters import check_no_hooks
+from allranks.torch.sharding.slots import Slots
+from allranks.torch.sharding.two_axes import TwoAxes
+from allranks.torch.state import put_whole
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.single import Single
-
-DIGITS, BASE = 4, 256  # of the order in which units were called: each is sent with its square
+from allranks.torch.tensor_parallel.cutting import CutModel, cut_layers
+from allranks.torch.tensor_parallel.exchange import Exchange
+from allranks.torch.tensor_parallel.layers import shown_whole
 
 
 class FSDP(Single):
@@ -62,7 +67,9 @@ class FSDP(Single):
         self.kind = "control"
         self.units: list[Any] = []
         self.held: list[list[nn.Parameter]] = []  # by each unit, the root last
-        self.most_passes, self.order = 1, 0
+        self.most_passes, self.steps = 1, 0
+        self.order = CallOrder(f"--strategy {self.name}")
+        self.cut, self.two_axes = CutModel(), cast("TwoAxes | None", None)
         self.fillings: list[Filling] = []  # for each unit, where torch has no such thing
         self._hooks: list[RemovableHandle] = []
 
@@ -77,12 +84,9 @@ class FSDP(Single):
             self.held = [[p for p in model.parameters() if p.ndim]]
             return model
         check_no_hooks(model, f"--strategy {self.name}")
-        self.slots = [
-            (module, name)
-            for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.ndim
-        ]
+        units = [*units_of(self.task, model), model]
+        self._cut_layers(model)
+        self.slots = Slots(model)
         kind: type[Reducer] = Tree if self.shard_alone else Mean
         self.reducer = kind(self.comm, self.task.shards)
         self.plan: PassPlan | None = None
@@ -91,7 +95,7 @@ class FSDP(Single):
             self.plan = PassPlan(self.comm, self.task.shards, *axes)
         told = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         mesh, reshard = self._device_mesh(), self.context.options["reshard"]
-        for unit in (*units_of(self.task, model), model):
+        for unit in units:
             again = reshard and unit is not model  # backward begins with what forward ended with
             fully_shard(unit, mesh=mesh, reshard_after_forward=again, ignored_params=set(numbers))
             self._take_over(unit)
@@ -99,6 +103,15 @@ class FSDP(Single):
             vars(parameter).update(told[name])  # what a task has noted on them
         self._hooks.append(model.register_forward_hook(self._let_go))
         return model
+
+    def _cut_layers(self, model: nn.Module) -> None:
+        """Leave this rank with its part of each layer; what is cut by rows is that part."""
+        self.exchange = Exchange(self.axis(TENSOR))
+        self.copies: set[int] = set()  # what the first rank of the axis counts in a norm
+        if self.exchange.comm.size > 1:
+            asked = f"--strategy {self.name}:tensor={self.exchange.comm.size}"
+            self.cut = cut_layers(self.task, model, self.exchange, asked)
+            self.two_axes = TwoAxes(self.cut, self.exchange, self.axis(SHARD))
 
     def _take_over(self, unit: Any) -> None:
         """Let a unit sum instead of average, through `Comm`."""
@@ -123,20 +136,22 @@ class FSDP(Single):
 
     def _device_mesh(self) -> DeviceMesh:
         """What DTensors lie on. They gather when a state is saved or shown, so that is control."""
-        axes = [(name, size) for name, size in self.mesh.axes if name == SHARD or size > 1]
-        kinds = {SHARD: "control", REPLICATE: "gradients"}
-        groups = [self.axis(name).counting_group(kinds[name]) for name, _ in axes]
-        ranks = torch.arange(self.comm.size).view([size for _, size in axes])
-        device, names = self.comm.device.type, tuple(name for name, _ in axes)
-        if len(axes) == 1:
+        device, kinds = self.comm.device.type, {SHARD: "control", REPLICATE: "gradients"}
+        names = (REPLICATE, SHARD) if self.mesh.size(REPLICATE) > 1 else (SHARD,)
+        groups = [self.axis(name).counting_group(kinds[name]) for name in names]
+        if len(names) == 1:
             return DeviceMesh.from_group(groups[0], device, mesh_dim_names=names)
+        ranks = torch.arange(self.comm.size).view([self.mesh.size(name) for name in names])
         return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
 
     def prepare(self) -> None:
         if not self.is_cut:
             return
         optimizer = self.step.optimizer
-        if self.shard_alone or not isinstance(optimizer, Layerwise):  # those see whole lengths
+        if self.two_axes is not None:
+            self.step.forward = self._forward
+        whole_lengths = isinstance(optimizer, Layerwise) and self.two_axes is None
+        if self.shard_alone or not whole_lengths:
             check_elementwise(optimizer, f"--strategy {self.name}")
         if self.step.sparse.positions or self.context.scope.looked_up:
             raise RequestError(
@@ -146,17 +161,24 @@ class FSDP(Single):
                 do="--strategy ddp, or a dense optimizer and no max_norm",
             )
 
+    def _forward(self, data: Any) -> Any:
+        self.cut.begin_pass()
+        return forward(self.task, self.step.call, data)
+
     def lay_out(self) -> None:
         if not self.is_cut:
             return
         layout, multiple = self.step.layout, self.reducer.multiple
         self.uncut = [p for p in self.step.parameters if not p.ndim]
-        size = layout.size + len(self.uncut) + 2 * DIGITS
+        size = layout.size + len(self.uncut) + NUMBERS
         self.flat = layout.like.new_zeros(-(-size // multiple) * multiple, requires_grad=False)
         self.tally = layout.tally(self.flat[: layout.size])
         self.numbers = self.flat[layout.size : layout.size + len(self.uncut)]
-        self.digits = self.flat[size - 2 * DIGITS : size]
+        self.calls = self.flat[size - NUMBERS : size]
         self.reducer.prepare([Bucket(self.flat, self.flat)])
+        if self.exchange.comm.rank > 0:
+            named = zip(self.step.names, self.step.parameters, strict=True)
+            self.copies = {id(p) for name, p in named if name not in self.cut.dims}
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         if self.is_cut:
@@ -169,7 +191,7 @@ class FSDP(Single):
         """On the gathered weights, which stay the same objects: those of this rank's own pass."""
         if not self.is_cut:
             return super().watch_gradients(parameters, mark)
-        slots = {id(module._parameters[name]): (module, name) for module, name in self.slots}
+        slots = self.slots.by_id()
         places = {id(parameter): parameter for parameter in parameters if not parameter.ndim}
         for number, (unit, held) in enumerate(zip(self.units, self.held, strict=True)):
             unit.unshard()
@@ -195,51 +217,59 @@ class FSDP(Single):
             parameter.grad = None
         self.flat.zero_()
         self.most_passes = max(self.most_passes, batch.passes)
-        self.kind, self.order = "gradients", 0
+        self.kind = "gradients"
+        self.order.begin()
         if self.plan is not None:
             self.plan.begin(batch)
-        self.step.accumulate(batch, lambda leaf: self.tally, partial(self._leaf_done, batch))
+        with self.exchange.opened(self.kind):
+            self.step.accumulate(batch, lambda leaf: self.tally, partial(self._leaf_done, batch))
         if self.plan is not None:
             self.plan.end()
         self.kind = "control"
+        self.steps += 1
         return self.tally
 
     def _note(self, number: int, *_: Any) -> None:
-        """A unit is called. Ranks that call them in another order mix their weights."""
-        self.order = zlib.crc32(number.to_bytes(4), self.order)
+        self.order.note(number)
 
     def _leaf_done(self, batch: Batch, leaf: Leaf) -> None:
         for parameter, number in zip(self.uncut, self.numbers, strict=True):
-            if parameter.grad is not None:
+            if parameter.grad is not None and id(parameter) not in self.copies:
                 number.copy_(parameter.grad)
-                parameter.grad = None
+            parameter.grad = None
         if leaf is not batch.leaves[-1]:
             self.reducer.launch(0, (leaf.shards.start, leaf.shards.stop), last=False)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         if not self.is_cut:
             return super().reduce(batch, local)
-        own = [float(digit) for digit in self.order.to_bytes(DIGITS)]
-        self.digits.copy_(self.digits.new_tensor([*own, *(digit**2 for digit in own)]))
+        self.calls.copy_(self.calls.new_tensor(self.order.numbers()))
         last = batch.leaves[-1].shards
         self.reducer.launch(0, (last.start, last.stop), last=True)
         self.reducer.finish()
-        sums = self.digits.tolist()
-        for total, of_squares in zip(sums[:DIGITS], sums[DIGITS:], strict=True):
-            if total**2 != of_squares * self.comm.size:  # Cauchy-Schwarz: equal where all are alike
-                raise _another_order(self.name)
+        self.order.check_sums(self.calls.tolist(), self.comm.size)
         for parameter, number in zip(self.uncut, self.numbers, strict=True):
             parameter.grad = number.to(parameter.dtype, copy=True)
-        return local, CutGradients(self.step.parameters, self.axis(SHARD), exact=self.shard_alone)
+        holders = self.axis(SHARD) if self.two_axes is None else self.comm
+        exact = self.shard_alone
+        return local, CutGradients(self.step.parameters, holders, self.copies, exact=exact)
 
     def messages(self) -> tuple[int, ...]:
-        """Of the root, of all other units, of what is trained of them, and what goes beside it."""
+        """Of the root, of all other units, of what is trained of them, and what goes beside it.
+
+        With a tensor axis also what is all-reduced and all-gathered there: the mean of all steps,
+        as it follows the samples of each.
+        """
         parts = self.axis(SHARD).size
         *units, root = ([(padded(p, parts), p.requires_grad) for p in held] for held in self.held)
         rest = [row for rows in units for row in rows]
         trained = sum(size for size, is_trained in (*rest, *root) if is_trained)
         beside = self.flat.nbytes if self.is_cut else 0
-        return sum(size for size, _ in root), sum(size for size, _ in rest), trained, beside
+        found = sum(size for size, _ in root), sum(size for size, _ in rest), trained, beside
+        if self.two_axes is None:
+            return found
+        along = self.exchange.reduced, self.exchange.gathered
+        return *found, *(round(size / max(1, self.steps)) for size in along)
 
     def promised_bytes(self) -> int:
         """For a step in which the rank with the most makes as many passes as in any until now."""
@@ -251,13 +281,16 @@ class FSDP(Single):
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """All ranks call this equally often: gathers every unit, and compares their order."""
-        self.order = 0
-        output = super().eval_step(data, forward)
-        if self.is_cut:
-            orders = torch.zeros(self.comm.size, dtype=torch.int64, device=self.comm.device)
-            self.comm.all_gather(orders, orders.new_tensor([self.order]), "control").wait()
-            if len(set(orders.tolist())) > 1:
-                raise _another_order(self.name)
+        if not self.is_cut:
+            return super().eval_step(data, forward)
+        self.order.begin()
+        self.cut.begin_pass()
+        with self.exchange.opened("control"):
+            output = super().eval_step(data, forward)
+        orders = torch.zeros(self.comm.size, dtype=torch.int64, device=self.comm.device)
+        self.comm.all_gather(orders, orders.new_tensor([self.order.digest]), "control").wait()
+        if len(set(orders.tolist())) > 1:
+            raise self.order.other()
         return output
 
     def _let_go(self, *_: Any) -> None:
@@ -272,18 +305,19 @@ class FSDP(Single):
         if not self.is_cut:
             yield
             return
-        held: list[Any] = [module._parameters[name] for module, name in self.slots]
-        gathered = {id(one): one.full_tensor() for one in {id(one): one for one in held}.values()}
-        for (module, name), parameter in zip(self.slots, held, strict=True):
-            module._parameters[name] = gathered[id(parameter)]
-        try:
+        with self.slots.whole(), shown_whole(self.cut.layers, self.exchange):
             yield
-        finally:
-            for (module, name), parameter in zip(self.slots, held, strict=True):
-                module._parameters[name] = parameter
+
+    def place(self, name: str, held: Tensor, whole: Tensor) -> None:
+        put_whole(held, whole if self.two_axes is None else self.two_axes.part(name, whole))
+
+    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor if self.two_axes is None else self.two_axes.saved(name, tensor)
 
     def as_held(self, name: str, saved: Tensor) -> Tensor:
         held = dict(self.model.named_parameters())[name]
+        if isinstance(held, DTensor) and self.two_axes is not None:
+            return self.two_axes.held(name, saved, held)
         if not isinstance(held, DTensor) or isinstance(saved, DTensor):
             return saved
         return distribute_tensor(saved, held.device_mesh, held.placements, src_data_rank=None)
@@ -305,12 +339,3 @@ def _see(mark: Callable[[], None], parameter: Tensor) -> None:
     if parameter.grad is not None and parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()
     mark()
-
-
-def _another_order(name: str) -> RequestError:
-    return RequestError(
-        asked=f"--strategy {name}",
-        found="ranks that call the blocks of the model in different orders, or other blocks",
-        why="the weights of a block are gathered from all ranks when it is called: they were mixed",
-        do="let fsdp_units(model) of the task return [], so that they are gathered as one",
-    )

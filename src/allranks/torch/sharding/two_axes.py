@@ -1,0 +1,57 @@
+"""Weights that are cut twice: layers over the tensor axis, and the rows of each part over shards.
+
+`fully_shard` knows of the second cut alone: its DTensors are parts of parts. A state has DTensors
+over both axes, tensor first, so that it can be taken up by any other strategy. On 2 x 2 ranks, for
+a weight of 8 rows that is cut by rows twice:
+
+    tensor 0: shard 0 has rows 0-1, shard 1 rows 2-3      tensor 1: rows 4-5, rows 6-7
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from allranks.strategies.mesh import SHARD, TENSOR
+from allranks.torch.comm import Comm
+from allranks.torch.sharding.dtensors import dtensor
+from allranks.torch.tensor_parallel.cutting import CutModel
+from allranks.torch.tensor_parallel.exchange import Exchange
+
+
+class TwoAxes:
+    """What one rank holds of the weights of `cut`, on a mesh of both axes.
+
+    Every rank makes one. `shards` are the ranks with the same part of every layer.
+    """
+
+    def __init__(self, cut: CutModel, exchange: Exchange, shards: Comm) -> None:
+        self.cut, self.exchange = cut, exchange
+        tensor = exchange.comm
+        groups = [comm.counting_group("control") for comm in (tensor, shards)]
+        ranks = torch.arange(shards.size * tensor.size).view(shards.size, tensor.size).t()
+        self.mesh = DeviceMesh.from_group(
+            groups, shards.device.type, ranks.contiguous(), mesh_dim_names=(TENSOR, SHARD)
+        )
+
+    def saved(self, name: str, held: Tensor) -> Tensor:
+        """What stands in a state for a DTensor of `fully_shard`; anything else is whole."""
+        if not isinstance(held, DTensor):
+            return held
+        dim = self.cut.dims.get(name)
+        places: list[Placement] = [Replicate() if dim is None else Shard(dim), Shard(0)]
+        whole = torch.empty(self.cut.shapes[name], dtype=held.dtype, device="meta")
+        return dtensor(held.to_local(), self.mesh, places, whole)
+
+    def held(self, name: str, saved: Tensor, like: DTensor) -> Tensor:
+        """What `saved` was given, or what it would be given of a whole tensor."""
+        if isinstance(saved, DTensor):
+            return dtensor(saved.to_local(), like.device_mesh, like.placements, like)
+        part = self.part(name, saved)
+        return distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """What the ranks of a shard axis hold together of a whole tensor."""
+        return self.cut.part_of(name, whole, self.exchange)
