@@ -38,9 +38,11 @@ class Deep(Task):
     optimizer_name: str = "adamw"
     units: str = "found"
     draws: bool = False
+    skips: bool = False
+    hides: str = ""
 
     def model(self) -> nn.Module:
-        return _Deep(self.draws)
+        return _Hiding(HIDDEN[self.hides]) if self.hides else _Deep(self.draws, self.skips)
 
     def fsdp_units(self, model: nn.Module) -> Iterable[nn.Module] | None:
         return None if self.units == "found" else []
@@ -59,6 +61,7 @@ class Deep(Task):
         return batch[:, :-1]
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
+        output = output if isinstance(output, Tensor) else output.read()
         return F.cross_entropy(output.transpose(1, 2), batch[:, 1:], reduction="none")
 
 
@@ -76,7 +79,7 @@ class _Block(nn.Module):
 
 
 class _Deep(nn.Module):
-    def __init__(self, draws: bool, width: int = 5) -> None:
+    def __init__(self, draws: bool, skips: bool = False, width: int = 5) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, width)
         self.blocks = nn.ModuleList(_Block(width) for _ in range(3))
@@ -84,16 +87,70 @@ class _Deep(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.out = nn.Linear(width, 13)
         self.out.weight = self.embedding.weight
-        self.draws = draws
+        self.draws, self.skips = draws, skips
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.embedding(text)
         blocks = list(self.blocks)
         if self.draws and self.training and int(text[0, 0]) % 2:  # another order on some ranks
             blocks = blocks[::-1]
+        if self.skips and self.training and int(text[0, 0]) % 2:  # fewer of them
+            blocks = [blocks[0], blocks[2]]
         for block in blocks:
             x = block(x)
         return self.out(self.scale * self.gru(x)[0])
+
+
+class _Plain:
+    """A tensor as an attribute, of which torch knows nothing."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.all = [x]
+
+    def read(self) -> Tensor:
+        return self.all[0]
+
+
+class _Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def read(self) -> Tensor:
+        return self.x
+
+
+class _Closed:
+    def __init__(self, x: Tensor) -> None:
+        self.read = lambda: x
+
+
+HIDDEN: dict[str, Any] = {"plain": _Plain, "slots": _Slots, "closed": _Closed}
+
+
+class _HidingBlock(_Block):
+    kind: Any = None
+
+    def forward(self, x: Any) -> Any:
+        x = x if isinstance(x, Tensor) else x.read()
+        return self.kind(super().forward(x))
+
+
+class _Hiding(nn.Module):
+    """Blocks that return objects of a class of their own, and so does the model."""
+
+    def __init__(self, kind: Any, width: int = 5) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, width)
+        self.blocks = nn.Sequential(*(_HidingBlock(width) for _ in range(3)))
+        for block in self.blocks:
+            block.kind = kind
+        self.out = nn.Linear(width, 13)
+        self.kind = kind
+
+    def forward(self, text: Tensor) -> Any:
+        return self.kind(self.out(self.blocks(self.embedding(text)).read()))
 
 
 @dataclass(kw_only=True)
@@ -104,7 +161,9 @@ class Refused(Deep):
 
     def model(self) -> nn.Module:
         model: Any = super().model()
-        if self.what == "complex":
+        if self.what in HIDDEN:
+            model = _Hiding(HIDDEN[self.what])
+        elif self.what == "complex":
             model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
         elif self.what == "transposed":
             model.gru.weight_ih_l0 = nn.Parameter(torch.randn(5, 15).t())

@@ -165,6 +165,28 @@ def test_ranks_that_call_blocks_in_other_orders_are_told(train: Train) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_call_fewer_blocks_are_told_which(ranks: int, train: Train) -> None:
+    """After some seconds, not after `--hang-timeout`: a gathering meets that of another block."""
+    told = r"some of them less often: rank 0 gathers 'blocks\.\d', .*rank 1 gathers 'blocks\.\d'"
+    with pytest.raises(AllranksError, match=told):
+        train(DEEP, "skips=true", strategy="fsdp", ranks=ranks, steps=8)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("units", ["found", "none"])
+@pytest.mark.parametrize("hides", ["plain", "slots"])
+def test_blocks_may_return_objects_with_tensors_in_them(
+    hides: str, units: str, train: Train
+) -> None:
+    settings = f"hides={hides}", f"units={units}"
+    wanted = train(DEEP, *settings, strategy="single", steps=6, **FP64)
+    found = train(DEEP, *settings, strategy="fsdp", ranks=2, steps=6, **FP64)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+
+
+@pytest.mark.slow
 def test_as_one_unit_they_may(train: Train) -> None:
     wanted = train(DEEP, "draws=true", strategy="ddp", ranks=2, steps=8, **FP64)
     found = train(DEEP, "draws=true", "units=none", strategy="fsdp", ranks=2, steps=8, **FP64)
@@ -212,6 +234,7 @@ def test_equal_bits_over_a_tensor_axis_are_refused(train: Train) -> None:
         ("stranger", "no part of the model"),
         ("list", "which is never called"),
         ("backward", "a backward pass in forward or loss"),
+        ("closed", "a _Closed from 'blocks.0', in which no tensor"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(what: str, found: str, train: Train) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,3 +69,17 @@ def keeps_its_part(argument: dict[str, Any]) -> None:
         held_rows = 10 if argument["strategy"] == "zero1" else rows
         assert held["first.weight"].gradient_bytes == held_rows * row
         assert held["first.weight"].optimizer_bytes == 2 * rows * row + 4  # and the step's number
+
+
+def steps_without_a_pass(argument: dict[str, Any]) -> None:
+    """A batch that somebody has made by hand: no rank has a sample of it, and none goes through."""
+    with Trainer(Scaled(), Job(**argument), world=World.from_environment()) as trainer:
+        batch = next(trainer.batches())
+        leaves = tuple(replace(leaf, micros=()) for leaf in batch.leaves)
+        empty = replace(batch, leaves=leaves, ids=batch.ids[:0], passes=0, spare=None)
+        before = [p.detach().clone() for p in trainer.strategy.model.parameters()]
+        result = trainer.strategy.train_step(empty)
+        assert (result.samples, result.updated) == (0, False)
+        after = list(trainer.strategy.model.parameters())
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        assert trainer.step(batch).samples == 16

@@ -41,6 +41,13 @@ def test_a_large_weight_is_sent_from_where_it_lies(train: Train) -> None:
         assert difference(load_file(run.run_dir / "weights.safetensors"), whole) < 1e-10
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero2:reduce=tree"])
+def test_a_batch_without_any_pass_updates_nothing(
+    strategy: str, on_ranks: Callable[..., Any]
+) -> None:
+    on_ranks(2, "zero_tasks:steps_without_a_pass", {"strategy": strategy})
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_ranks_with_fewer_passes_exchange_with_the_others(
     strategy: str, train: Train, references: dict[str, Any]

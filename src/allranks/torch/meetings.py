@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -46,7 +46,10 @@ class Stand:
 
 @dataclass
 class Meetings:
-    """One rank's end, for one training: `begun` collectives so far, and `held` meetings."""
+    """One rank's end, for one training: `begun` collectives so far, and `held` meetings.
+
+    `looks` are called, too, where a wait lasts: each raises what it finds.
+    """
 
     store: Any
     rank: int
@@ -54,6 +57,7 @@ class Meetings:
     timeout: timedelta
     begun: int = 0
     held: int = 0
+    looks: list[Callable[[], None]] = field(default_factory=list)
 
     def come(self, place: str, step: int) -> None:
         """Wait for all ranks at the same `place` after the same step; every rank calls this.
@@ -80,6 +84,8 @@ class Meetings:
         with suppress(RuntimeError):  # without a store nothing is known, and the wait goes on
             if (found := self._contradiction(where)) is not None:
                 raise not_together(self._say(found))
+        for look in self.looks:
+            look()
 
     def leave(self, *, failed: bool) -> None:
         """This rank comes to no meeting any more."""

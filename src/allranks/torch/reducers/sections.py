@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from allranks.strategies.reduction_tree import Span
@@ -47,7 +48,7 @@ class MeanSections(Sections):
     """Reduce-scatter, in whatever order it adds. What is launched twice adds up."""
 
     def prepare(self, buckets: Sequence[PackedBucket]) -> None:
-        self._sizes = [bucket.section for bucket in buckets]
+        self._buckets = list(buckets)
         self._sums: dict[int, Tensor] = {}
         self._under_way: deque[tuple[int, Pending, Tensor, Tensor]] = deque()
 
@@ -57,14 +58,21 @@ class MeanSections(Sections):
             return
         while len(self._under_way) >= IN_FLIGHT:
             self._wait()
-        part = flat.new_empty(self._sizes[bucket])
+        part = flat.new_empty(self._buckets[bucket].section)
         self._under_way.append((bucket, self.comm.reduce_scatter(part, flat), part, flat))
 
     def finish(self) -> list[Tensor]:
         while self._under_way:
             self._wait()
         sums, self._sums = self._sums, {}
-        return [sums[bucket] for bucket in range(len(self._sizes))]
+        return [self._sum_of(sums, number) for number in range(len(self._buckets))]
+
+    def _sum_of(self, sums: dict[int, Tensor], number: int) -> Tensor:
+        """Zeros, where no rank had a pass."""
+        bucket = self._buckets[number]
+        if number in sums:
+            return sums[number]
+        return torch.zeros(bucket.section, dtype=bucket.dtype, device=bucket.device)
 
     def _wait(self) -> None:
         bucket, pending, part, _ = self._under_way.popleft()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.reducers.chunk_tree import ChunkTree
 
+At = Callable[[], AbstractContextManager[None]]
+
 
 class Gather:
-    """Gathers the weights of a unit; `kind` says what for."""
+    """Gathers the weights of a unit; `kind` says what for, and within `at` it waits."""
 
-    def __init__(self, shards: Comm, kind: Callable[[], str]) -> None:
-        self.shards, self.kind = shards, kind
+    def __init__(self, shards: Comm, kind: Callable[[], str], at: At) -> None:
+        self.shards, self.kind, self.at = shards, kind, at
 
     def allocate(self, size: Sequence[int], **options: Any) -> Tensor:
         """Memory for what is sent or received."""
@@ -32,8 +35,9 @@ class Gather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
         """Send this rank's parts to all; torch calls it with these names, and waits for `work`."""
-        pending = self.shards.all_gather(output_tensor, input_tensor, self.kind())
-        return pending.work if async_op else pending.wait()
+        with self.at():
+            pending = self.shards.all_gather(output_tensor, input_tensor, self.kind())
+            return pending.work if async_op else pending.wait()
 
 
 class Scatter(Gather):
@@ -46,11 +50,12 @@ class Scatter(Gather):
         self,
         shards: Comm,
         kind: Callable[[], str],
+        at: At,
         held: list[nn.Parameter],
         tree: ChunkTree | None,
         is_apart: Callable[[], bool],
     ) -> None:
-        super().__init__(shards, kind)
+        super().__init__(shards, kind, at)
         self.held, self.tree, self.is_apart = held, tree, is_apart
 
     def __call__(
@@ -62,6 +67,10 @@ class Scatter(Gather):
         trained = [parameter for parameter in self.held if parameter.requires_grad]
         if input_tensor.nbytes != sum(padded(p, self.shards.size) for p in trained):
             raise _unused()
+        with self.at():
+            self._sum(output_tensor, input_tensor)
+
+    def _sum(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
         if self.tree is None:
             self.shards.reduce_scatter(output_tensor, input_tensor, self.kind()).wait()
         elif (total := self.tree.add(input_tensor)) is None:

@@ -29,12 +29,15 @@ from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.optimizers.layerwise import Layerwise
-from allranks.torch.reducers.base import Bucket, Reducer
+from allranks.torch.reducers.base import Reducer
 from allranks.torch.reducers.chunk_tree import PassPlan
 from allranks.torch.reducers.mean import Mean
 from allranks.torch.reducers.tree import Tree
-from allranks.torch.sharding.call_order import NUMBERS, CallOrder
+from allranks.torch.sharding.beside import Beside
+from allranks.torch.sharding.call_order import CallOrder
+from allranks.torch.sharding.call_trail import THE_SUM, CallTrail
 from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, padded
+from allranks.torch.sharding.fsdp_outputs import Outputs
 from allranks.torch.sharding.fsdp_units import check_can_be_cut, units_of
 from allranks.torch.sharding.gradient_parts import CutGradients
 from allranks.torch.sharding.parameters import check_no_hooks
@@ -69,6 +72,7 @@ class FSDP(Single):
         self.held: list[list[nn.Parameter]] = []  # by each unit, the root last
         self.most_passes, self.steps = 1, 0
         self.order = CallOrder(f"--strategy {self.name}")
+        self.trail = CallTrail(f"--strategy {self.name}", self.comm.meetings)
         self.cut, self.two_axes = CutModel(), cast("TwoAxes | None", None)
         self.fillings: list[Filling] = []  # for each unit, where torch has no such thing
         self._hooks: list[RemovableHandle] = []
@@ -95,10 +99,15 @@ class FSDP(Single):
             self.plan = PassPlan(self.comm, self.task.shards, *axes)
         told = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         mesh, reshard = self._device_mesh(), self.context.options["reshard"]
+        names = {id(module): name for name, module in model.named_modules()}
         for unit in units:
             again = reshard and unit is not model  # backward begins with what forward ended with
+            name = repr(names[id(unit)]) if unit is not model else "the rest of the model"
+            outputs = Outputs(unit, name, f"--strategy {self.name}")
+            self._hooks.append(outputs.show())
             fully_shard(unit, mesh=mesh, reshard_after_forward=again, ignored_params=set(numbers))
-            self._take_over(unit)
+            self._take_over(unit, name)
+            self._hooks.append(outputs.give_back())
         for name, parameter in model.named_parameters():  # others than before
             vars(parameter).update(told[name])  # what a task has noted on them
         self._hooks.append(model.register_forward_hook(self._let_go))
@@ -113,16 +122,17 @@ class FSDP(Single):
             self.cut = cut_layers(self.task, model, self.exchange, asked)
             self.two_axes = TwoAxes(self.cut, self.exchange, self.axis(SHARD))
 
-    def _take_over(self, unit: Any) -> None:
+    def _take_over(self, unit: Any, name: str) -> None:
         """Let a unit sum instead of average, through `Comm`."""
         known = {id(parameter) for held in self.held for parameter in held}
         own = [p for p in unit.parameters() if p.ndim and id(p) not in known]
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         shards, kind = self.axis(SHARD), lambda: self.kind
-        unit.set_custom_all_gather(Gather(shards, kind))
+        gathers, sums = (partial(self.trail.at, f"{what} {name}") for what in ("gathers", "sums"))
+        unit.set_custom_all_gather(Gather(shards, kind, gathers))
         tree = None if self.plan is None else self.plan.tree()
-        scatter = Scatter(shards, kind, own, tree, lambda: self.step.apart.is_on)
+        scatter = Scatter(shards, kind, sums, own, tree, lambda: self.step.apart.is_on)
         unit.set_custom_reduce_scatter(scatter)
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True)
@@ -168,17 +178,11 @@ class FSDP(Single):
     def lay_out(self) -> None:
         if not self.is_cut:
             return
-        layout, multiple = self.step.layout, self.reducer.multiple
-        self.uncut = [p for p in self.step.parameters if not p.ndim]
-        size = layout.size + len(self.uncut) + NUMBERS
-        self.flat = layout.like.new_zeros(-(-size // multiple) * multiple, requires_grad=False)
-        self.tally = layout.tally(self.flat[: layout.size])
-        self.numbers = self.flat[layout.size : layout.size + len(self.uncut)]
-        self.calls = self.flat[size - NUMBERS : size]
-        self.reducer.prepare([Bucket(self.flat, self.flat)])
         if self.exchange.comm.rank > 0:
             named = zip(self.step.names, self.step.parameters, strict=True)
             self.copies = {id(p) for name, p in named if name not in self.cut.dims}
+        step = self.step
+        self.beside = Beside(self.reducer, step.layout, step.parameters, self.copies)
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         if self.is_cut:
@@ -215,41 +219,36 @@ class FSDP(Single):
             return super().forward_backward(batch)
         for parameter in self.step.parameters:
             parameter.grad = None
-        self.flat.zero_()
+        self.beside.begin()
         self.most_passes = max(self.most_passes, batch.passes)
         self.kind = "gradients"
         self.order.begin()
+        self.trail.begin()
         if self.plan is not None:
             self.plan.begin(batch)
         with self.exchange.opened(self.kind):
-            self.step.accumulate(batch, lambda leaf: self.tally, partial(self._leaf_done, batch))
+            tally = self.beside.tally
+            self.step.accumulate(batch, lambda leaf: tally, partial(self._leaf_done, batch))
         if self.plan is not None:
             self.plan.end()
         self.kind = "control"
         self.steps += 1
-        return self.tally
+        return tally
 
     def _note(self, number: int, *_: Any) -> None:
         self.order.note(number)
 
     def _leaf_done(self, batch: Batch, leaf: Leaf) -> None:
-        for parameter, number in zip(self.uncut, self.numbers, strict=True):
-            if parameter.grad is not None and id(parameter) not in self.copies:
-                number.copy_(parameter.grad)
-            parameter.grad = None
+        self.beside.take_gradients()
         if leaf is not batch.leaves[-1]:
-            self.reducer.launch(0, (leaf.shards.start, leaf.shards.stop), last=False)
+            self.beside.leaf_done((leaf.shards.start, leaf.shards.stop))
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         if not self.is_cut:
             return super().reduce(batch, local)
-        self.calls.copy_(self.calls.new_tensor(self.order.numbers()))
         last = batch.leaves[-1].shards
-        self.reducer.launch(0, (last.start, last.stop), last=True)
-        self.reducer.finish()
-        self.order.check_sums(self.calls.tolist(), self.comm.size)
-        for parameter, number in zip(self.uncut, self.numbers, strict=True):
-            parameter.grad = number.to(parameter.dtype, copy=True)
+        with self.trail.at(THE_SUM):
+            self.beside.sum_up((last.start, last.stop), self.order, self.comm.size)
         holders = self.axis(SHARD) if self.two_axes is None else self.comm
         exact = self.shard_alone
         return local, CutGradients(self.step.parameters, holders, self.copies, exact=exact)
@@ -264,7 +263,7 @@ class FSDP(Single):
         *units, root = ([(padded(p, parts), p.requires_grad) for p in held] for held in self.held)
         rest = [row for rows in units for row in rows]
         trained = sum(size for size, is_trained in (*rest, *root) if is_trained)
-        beside = self.flat.nbytes if self.is_cut else 0
+        beside = self.beside.flat.nbytes if self.is_cut else 0
         found = sum(size for size, _ in root), sum(size for size, _ in rest), trained, beside
         if self.two_axes is None:
             return found
@@ -284,6 +283,7 @@ class FSDP(Single):
         if not self.is_cut:
             return super().eval_step(data, forward)
         self.order.begin()
+        self.trail.begin()
         self.cut.begin_pass()
         with self.exchange.opened("control"):
             output = super().eval_step(data, forward)
