@@ -57,6 +57,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     "groups of two": ("hsdp:shard=2", 4, (), {"micro_batch": 3}),
     "LARS": ("fsdp", 2, ("optimizer_name=lars",), {}),
     "LAMB": ("fsdp", 3, ("optimizer_name=lamb",), {}),
+    "parts on the host": ("fsdp:offload=cpu", 3, ("ema=0.9",), {"micro_batch": 3}),
+    "groups of two, parts on the host": ("hsdp:shard=2,offload=cpu", 4, (), {}),
     "layers cut too": ("fsdp:tensor=2", 4, (), {}),
     "layers cut by three, over one shard": ("fsdp:tensor=3", 3, ("ema=0.9",), {}),
     "layers cut too, several passes": (
@@ -98,6 +100,7 @@ def test_blocks_numbers_tied_weights_and_optimizers_of_whole_tensors(
         (("fsdp:tensor=2", 4), ("ddp", 2)),
         (("fsdp:tensor=3", 3), ("fsdp:tensor=2", 4)),
         (("fsdp", 3), ("fsdp:tensor=2", 2)),
+        (("fsdp:tensor=2,offload=cpu", 4), ("fsdp:offload=cpu", 2)),
         (("tensor", 2), ("fsdp:tensor=2", 4)),
     ],
 )

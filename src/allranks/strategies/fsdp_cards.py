@@ -75,9 +75,13 @@ RESHARD = Option(
     "reshard", True, "let go of the weights of a unit after forward, and gather them again"
 )
 REDUCE = Option("reduce", "mean", "how gradients are summed", ("mean", "tree"))
+OFFLOAD = Option(
+    "offload", "none", "where each rank's parts lie, and are updated", choices=("none", "cpu")
+)
 MEMORY = (
     "1/K of weights, gradients and optimizer, at most 1 row of each tensor more; in a pass the "
-    "weights of the root and of two units, and the gradients of one"
+    "weights of the root and of two units, and the gradients of one; offload=cpu: the parts are in "
+    "the memory of the host"
 )
 PAPER = (
     "Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277; Rajbhandari et al. 2020, arXiv 1910.02054"
@@ -102,6 +106,7 @@ FSDP_CARDS = (
             RESHARD,
             REDUCE,
             Option("tensor", 1, "T, how many ranks compute a layer together", at_least=1),
+            OFFLOAD,
         ),
         paper=PAPER,
     ),
@@ -121,6 +126,7 @@ FSDP_CARDS = (
             Option("shard", 2, "K, how many ranks hold a model together", at_least=2),
             RESHARD,
             REDUCE,
+            OFFLOAD,
         ),
         paper=PAPER,
     ),

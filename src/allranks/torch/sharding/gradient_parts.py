@@ -53,7 +53,10 @@ class PartsOfRanks(Gradients):
     def clip_(self, limit: float, norm: float) -> None:
         total = torch.tensor(norm, dtype=real_type(self.parameters[0].dtype))
         factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        torch._foreach_mul_(self.held(), factor.to(self.comm.device))
+        held = self.held()
+        for device in {part.device for part in held}:  # some may lie on the host
+            there = [part for part in held if part.device == device]
+            torch._foreach_mul_(there, factor.to(device))
 
     def _everywhere(self, row: Tensor) -> Tensor:
         """The rows of all ranks, (ranks, row)."""

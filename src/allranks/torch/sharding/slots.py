@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -25,14 +26,16 @@ class Slots:
         return {id(module._parameters[name]): (module, name) for module, name in self._places}
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within, every weight is whole, and autograd leads back to the parts.
+    def whole(self, device: torch.device) -> Iterator[None]:
+        """Within, every weight is whole, on `device`, and autograd leads back to the parts.
 
         Gathers each once; every rank enters this.
         """
         held: list[Any] = [module._parameters[name] for module, name in self._places]
         parts = {id(part): part for part in held}
-        gathered: dict[int, Tensor] = {one: part.full_tensor() for one, part in parts.items()}
+        gathered: dict[int, Tensor] = {
+            one: part.to(device).full_tensor() for one, part in parts.items()
+        }
         for (module, name), part in zip(self._places, held, strict=True):
             module._parameters[name] = gathered[id(part)]  # type: ignore[assignment]
         try:

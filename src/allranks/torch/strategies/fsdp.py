@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -67,6 +67,11 @@ class FSDP(Single):
         if not self.shard_alone:  # along the tree it is added up as in one process, in its type
             self.tally_type = torch.float64
         self.is_cut = self.builds_deferred = self.comm.size > 1
+        self.policy = OffloadPolicy()
+        if context.options["offload"] == "cpu":
+            on_gpu = self.comm.device.type != "cpu"
+            self.policy = CPUOffloadPolicy(pin_memory=on_gpu)
+            self.builds_deferred = self.is_cut and not on_gpu  # assumed, not run on a GPU
         self.kind = "control"
         self.units: list[Any] = []
         self.held: list[list[nn.Parameter]] = []  # by each unit, the root last
@@ -98,14 +103,15 @@ class FSDP(Single):
             axes = self.axis(SHARD), self.axis(REPLICATE)
             self.plan = PassPlan(self.comm, self.task.shards, *axes)
         told = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
-        mesh, reshard = self._device_mesh(), self.context.options["reshard"]
+        reshard, how = self.context.options["reshard"], dict[str, Any](offload_policy=self.policy)
+        how |= {"mesh": self._device_mesh(), "ignored_params": set(numbers)}
         names = {id(module): name for name, module in model.named_modules()}
         for unit in units:
             again = reshard and unit is not model  # backward begins with what forward ended with
             name = repr(names[id(unit)]) if unit is not model else "the rest of the model"
             outputs = Outputs(unit, name, f"--strategy {self.name}")
             self._hooks.append(outputs.show())
-            fully_shard(unit, mesh=mesh, reshard_after_forward=again, ignored_params=set(numbers))
+            fully_shard(unit, reshard_after_forward=again, **how)
             self._take_over(unit, name)
             self._hooks.append(outputs.give_back())
         for name, parameter in model.named_parameters():  # others than before
@@ -305,7 +311,7 @@ class FSDP(Single):
         if not self.is_cut:
             yield
             return
-        with self.slots.whole(), shown_whole(self.cut.layers, self.exchange):
+        with self.slots.whole(self.comm.device), shown_whole(self.cut.layers, self.exchange):
             yield
 
     def place(self, name: str, held: Tensor, whole: Tensor) -> None:
@@ -313,6 +319,9 @@ class FSDP(Single):
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
         return tensor if self.two_axes is None else self.two_axes.saved(name, tensor)
+
+    def full(self, name: str, tensor: Tensor) -> Tensor:
+        return super().full(name, tensor.to(self.comm.device))  # where ranks exchange it
 
     def as_held(self, name: str, saved: Tensor) -> Tensor:
         held = dict(self.model.named_parameters())[name]
