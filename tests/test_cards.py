@@ -20,7 +20,7 @@ RANKS = (1, 2, 3, 4, 8)
 GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together, 1760 with 800 gradients of 16 bit
 ABLE = (
     "use single or ddp or zero1 or zero2 or fsdp or hsdp or model-parallel or gpipe or 1f1b or "
-    "interleaved"
+    "interleaved or zero-bubble"
 )
 CUT = 800, 2400, GRADIENTS, TALLY  # weights of the root and of the units beside them
 # 8 shards: roots of the busiest rank are 1, 1, 2, 1, 1
@@ -43,7 +43,8 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("hsdp", ""): (0, 4560, 5680, 6240, 7080),
     ("hsdp", "tree"): (0, 4560, 7387, 9520, 16880),
     **dict.fromkeys(
-        [(n, "") for n in ("gpipe", "1f1b", "interleaved")], (0, 3360, 4480, 5040, 5880)
+        [(n, "") for n in ("gpipe", "1f1b", "interleaved", "zero-bubble")],
+        (0, 3360, 4480, 5040, 5880),
     ),
     **dict.fromkeys([(n, "") for n in ("mirrored", "central-storage", "tpu")], (0, 0, 0, 0, 0)),
     ("multi-worker-mirrored", ""): (0, 3360, 4480, 5040, 5880),

@@ -44,6 +44,7 @@ SETTINGS = {
     "gpipe": ["gpipe"],
     "1f1b": ["1f1b"],
     "interleaved": ["interleaved:chunks=2"],
+    "zero-bubble": ["zero-bubble"],
     "independent": ["independent"],
     "tensor": ["tensor", "tensor:data=2", "tensor:exact=yes"],
 }

@@ -26,8 +26,8 @@ __all__ = ["check", "references"]
 @pytest.mark.slow(but=2)
 @pytest.mark.cases(
     ("strategy", "ranks"),
-    [("1f1b", 3), ("interleaved:chunks=2", 2), ("gpipe", 2)],
-    exhaustive=[("gpipe", 4), ("1f1b", 1), ("1f1b", 4), ("1f1b", 5)],
+    [("1f1b", 3), ("zero-bubble", 3), ("interleaved:chunks=2", 2), ("gpipe", 2)],
+    exhaustive=[("zero-bubble", 5), ("gpipe", 4), ("1f1b", 1), ("1f1b", 4), ("1f1b", 5)],
 )
 def test_bitwise_gives_the_bits_of_one_process(strategy: str, ranks: int, train: Train) -> None:
     common: dict[str, Any] = {"bitwise": True, "steps": 12}
@@ -38,12 +38,12 @@ def test_bitwise_gives_the_bits_of_one_process(strategy: str, ranks: int, train:
 
 @pytest.mark.slow(but=1)
 def test_a_training_goes_through_strategies_with_the_bits_of_one(train: Train) -> None:
-    """`1f1b` on 2 ranks, `ddp` on 2, `gpipe` on 3, `single`: the bits of `single` all along."""
+    """`1f1b`, `ddp`, `zero-bubble` on 3 ranks, `single`: the bits of `single` all along."""
     common: dict[str, Any] = {"bitwise": True, "checkpoint_every": 4}
     wanted = train("pipeline_tasks:Images", "ema=0.9", strategy="single", steps=16, **common)
     folder = ""
     for step, (strategy, ranks) in enumerate(
-        [("1f1b", 2), ("ddp", 2), ("gpipe", 3), ("single", 1)]
+        [("1f1b", 2), ("ddp", 2), ("zero-bubble", 3), ("single", 1)]
     ):
         found = train(
             "pipeline_tasks:Images",
@@ -169,7 +169,9 @@ def test_a_bad_step_stops_all_ranks_alike(rank: int, train: Train) -> None:
 
 @pytest.mark.slow(but=1)
 @pytest.mark.cases(
-    ("strategy", "ranks"), [("1f1b", 3), ("interleaved:chunks=2", 2)], exhaustive=[("gpipe", 4)]
+    ("strategy", "ranks"),
+    [("1f1b", 3), ("interleaved:chunks=2", 2)],
+    exhaustive=[("zero-bubble", 4)],
 )
 def test_the_busiest_rank_sends_what_the_card_says(
     strategy: str, ranks: int, on_ranks: Callable[..., Any]

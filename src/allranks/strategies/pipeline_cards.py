@@ -64,4 +64,12 @@ PIPELINE_CARDS = (
         options=(Option("chunks", 2, "runs of layers on each rank", at_least=1),),
         **EVERYWHERE,
     ),
+    Card(
+        name="zero-bubble",
+        summary="`1f1b` with gradients of weights apart from those of inputs, made in waits.",
+        memory=f"{MEMORY} min(m, N) micro-batches, and gradients of up to `rank` of them; "
+        "waits (N-1)/(3m+N-1) of the time",
+        paper="Qi et al. 2023, Zero Bubble Pipeline Parallelism (ZB-H1), arXiv 2401.10241",
+        **EVERYWHERE,
+    ),
 )

@@ -31,7 +31,7 @@ from allranks.torch.step.apart import Apart
 from allranks.torch.step.batch_loss import BatchLoss, Take, Taken, uses_a_parameter
 from allranks.torch.step.changes import Changes
 from allranks.torch.step.for_others import PassesForOthers
-from allranks.torch.step.gradients import Gradients, run_backward
+from allranks.torch.step.gradients import Backward, Gradients
 from allranks.torch.step.losses import Unweighted, forward, weighted_losses
 from allranks.torch.step.sparse import SparseRows
 from allranks.torch.step.tally import Tally, TallyLayout
@@ -289,7 +289,7 @@ class Passes:
                 self._unweighted.see(losses, micro.data)
             weight = losses.numel() if weights is None else float(weights.sum())
             scale = self.scale(batch.nominal, total)
-            return total.detach(), weight, lambda: run_backward(total, scale)
+            return total.detach(), weight, Backward((total,), (scale,))
 
         return take
 
