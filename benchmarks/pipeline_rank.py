@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Task, Trainer
 
-WARM = 2  # steps that are not counted: shapes are told, groups are made
+WARM = 1  # step that is not counted: shapes are told, groups are made
 
 
 class Slow(torch.autograd.Function):
-    """Sleeps in forward, and twice as long in backward."""
+    """Sleeps in forward, and as long in backward, on the way to the inputs."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, seconds: float) -> Tensor:
@@ -30,21 +31,38 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class SlowGradient(torch.autograd.Function):
+    """A weight whose gradient takes as long again."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
         return gradient, None
 
 
 class Layer(nn.Linear):
-    """A small layer that takes its time."""
+    """A small layer that takes its time, as much for each product of matrices."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(8, 8)
         self.seconds = seconds
 
     def forward(self, values: Tensor) -> Tensor:
-        apply: Any = Slow.apply
-        slow: Tensor = apply(super().forward(values), self.seconds)
-        return slow
+        late: Any = SlowGradient.apply
+        slow: Any = Slow.apply
+        output: Tensor = slow(
+            F.linear(values, late(self.weight, self.seconds), self.bias), self.seconds
+        )
+        return output
 
 
 @dataclass(kw_only=True)

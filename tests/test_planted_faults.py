@@ -184,7 +184,7 @@ FAULTS = {
         "tally.add(loss, weight, micro.samples, scope)",
         "tally.add(loss, *2 * [self.micros[0].samples], scope)",
         step=5,  # the first batch whose micro-batches are uneven
-        stage="loss",
+        stage="samples",
         tensor=None,
         hint="",
         options=("--strategy", "gpipe"),
@@ -194,7 +194,7 @@ FAULTS = {
         "tally.add(tally.tensor.new_zeros(()), 0, 0, scope)",
         "tally.add(tally.tensor.new_zeros(()), *2 * [micro.samples], scope)",
         step=0,
-        stage="loss",
+        stage="samples",
         tensor=None,
         hint="",
         options=("--strategy", "1f1b"),
