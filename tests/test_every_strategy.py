@@ -42,7 +42,7 @@ SETTINGS = {
     "fsdp": ["fsdp", "fsdp:reshard=false", "fsdp:reduce=tree"],
     "hsdp": ["hsdp:shard=2", "hsdp:shard=2,reduce=tree"],
     "gpipe": ["gpipe"],
-    "1f1b": ["1f1b"],
+    "1f1b": ["1f1b", "1f1b:by=cost"],
     "interleaved": ["interleaved:chunks=2"],
     "zero-bubble": ["zero-bubble"],
     "independent": ["independent"],

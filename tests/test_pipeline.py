@@ -180,6 +180,10 @@ def test_the_busiest_rank_sends_what_the_card_says(
     on_ranks(ranks, "pipeline_tasks:bytes_and_memory", {"task": "Images", "job": job})
 
 
+def test_layers_are_cut_by_what_all_ranks_measure(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(2, "pipeline_tasks:cut_by_cost", {})
+
+
 @pytest.mark.slow
 def test_the_gradient_is_that_of_torch_pipelining(on_ranks: Callable[..., Any]) -> None:
     job = {"strategy": "gpipe", "precision": "fp64"}

@@ -23,6 +23,7 @@ from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
 from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.model.reals import real_type
+from allranks.torch.pipelining.balance import bytes_of, measured
 from allranks.torch.pipelining.stages import stages_of
 from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.step.gradients import Gradients, make_dense
@@ -40,7 +41,10 @@ class Staged(Strategy):
     def parallelize(self, model: nn.Module) -> nn.Module:
         asked = f"--strategy {self.name} --ranks {self.comm.size}"
         self._check_task(asked)
-        self.stages = stages_of(self.task, model, self.last + 1, asked)
+        scope, precision = self.context.scope, self.context.precision
+        seconds = measured(model, self.task, scope, precision, self.comm, self.name)
+        costs = seconds if self.context.options["by"] == "cost" else bytes_of
+        self.stages = stages_of(self.task, model, self.last + 1, asked, costs)
         ranks_of = {
             name: sorted({stage % self.line.size for stage in self.stages.holders(parameter)})
             for name, parameter in model.named_parameters()
