@@ -125,6 +125,13 @@ class Checkpointing(Images):
         return nn.Sequential(*model[:-1], Again(nn.Sequential(nn.Dropout(0.3), model[-1])))
 
 
+class Blocks(Images):
+    """A layer whose activations may be computed again."""
+
+    def blocks(self, model: Any) -> list[nn.Module]:
+        return [model[5]]
+
+
 class Again(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -180,6 +180,25 @@ def test_the_busiest_rank_sends_what_the_card_says(
     on_ranks(ranks, "pipeline_tasks:bytes_and_memory", {"task": "Images", "job": job})
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("flag", "value"), [("precision", "bf16"), ("precision", "fp16"), ("micro_batch", 5)]
+)
+def test_zero_bubble_has_the_bits_of_1f1b(flag: str, value: Any, train: Train) -> None:
+    found = [
+        train("pipeline_tasks:Images", strategy=s, ranks=2, steps=6, **{flag: value}).summary
+        for s in ("1f1b", "zero-bubble")
+    ]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    assert found[0]["train_loss"] == found[1]["train_loss"]
+
+
+def test_zero_bubble_keeps_its_activations(train: Train) -> None:
+    flags: dict[str, Any] = {"ranks": 2, "steps": 2, "activation_checkpointing": True}
+    with pytest.raises(RequestError, match="compute their activations again"):
+        train("pipeline_tasks:Blocks", strategy="zero-bubble", **flags)
+
+
 def test_layers_are_cut_by_what_all_ranks_measure(on_ranks: Callable[..., Any]) -> None:
     on_ranks(2, "pipeline_tasks:cut_by_cost", {})
 

@@ -7,9 +7,9 @@ computed twice, and a weight gets the same terms in the same order as in one pas
 several functions of a stage use has its gradient from the outputs on, in a pass of its own.
 
 The graph, and with it the activations, stay until the second pass has been made. A function with
-weights is called twice, once for each part: a hook on its output runs twice with the same gradient,
-and a block that computes its activations again does so for each call. Qi et al. 2023, Zero Bubble
-Pipeline Parallelism, arXiv 2401.10241.
+weights is called twice, once for each part: a hook on its output runs twice with the same gradient.
+A block that computes its activations again would do so for each such function in it.
+Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from allranks.errors import RequestError
+from allranks.torch.model.activation_checkpointing import recomputed
 from allranks.torch.pipelining.stage_links import Received
 from allranks.torch.step.gradients import Backward
 
@@ -146,10 +147,21 @@ def _is_leaf(node: Node) -> bool:
     return not node.next_functions and node.name().endswith("::AccumulateGrad")
 
 
+def check_kept(model: nn.Module) -> None:
+    """Raise `RequestError` where blocks do not keep their activations."""
+    if any(recomputed(module) is not None for module in model.modules()):
+        raise RequestError(
+            asked="--strategy zero-bubble --activation-checkpointing",
+            found="blocks that compute their activations again",
+            why="they would do so once for the gradients of inputs, and for those of each weight",
+            do="leave it out, or --strategy 1f1b",
+        )
+
+
 def _reentrant() -> RequestError:
     return RequestError(
         asked="--strategy zero-bubble",
         found="torch.utils.checkpoint with use_reentrant=True in forward",
         why="it computes the gradients of inputs and weights at once, or none",
-        do="use_reentrant=False, --activation-checkpointing, or --strategy 1f1b",
+        do="use_reentrant=False, or --strategy 1f1b",
     )

@@ -32,7 +32,7 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.data.sources import drawn_from
 from allranks.torch.model.layers import Moment, computed_again
-from allranks.torch.pipelining.split_backward import backward_to_inputs
+from allranks.torch.pipelining.split_backward import backward_to_inputs, check_kept
 from allranks.torch.pipelining.stage_links import Links, Received
 from allranks.torch.reducers.tree import TreeSum
 from allranks.torch.step.changes import unfrozen_on_the_way
@@ -150,6 +150,10 @@ class ZeroBubble(Pipeline):
 
     name = "zero-bubble"
     last_pass = "W"
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        check_kept(model)
+        return super().parallelize(model)
 
 
 class _Passes:
