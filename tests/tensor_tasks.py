@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.torch import Task
-from allranks.torch.optimizers.lamb import LAMB
 from contract_tasks import SAMPLES, Words, made
 
 IN, HIDDEN, OUT = 6, 24, 6
@@ -185,10 +184,22 @@ class Refused(Letters):
 
 @dataclass(kw_only=True)
 class WholeTensors(Stack):
-    """An optimizer that looks at whole matrices."""
+    """An optimizer that looks at several parameters at once."""
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return LAMB(model.parameters(), lr=1e-2)
+        return OfAll(model.parameters(), lr=1e-2)
+
+
+class OfAll(SGD):
+    """Its steps have the length of the gradient of all parameters of a group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm([p.grad for p in given])
+            for p in given:
+                p -= group["lr"] * p.grad / norm
 
 
 @dataclass(kw_only=True)

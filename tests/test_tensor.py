@@ -159,7 +159,7 @@ def test_check_calls_it_equal(strategy: str, check: Check) -> None:
         ("Refused:heads torn", 2, "are cut into the same parts"),
         ("Refused:too few heads", 4, "all the same number of heads"),
         ("Refused:nothing", 2, "compute the same as all others"),
-        ("WholeTensors", 2, "updates every number by itself"),
+        ("WholeTensors", 2, "updates every parameter by itself"),
         ("HookedWeight", 2, "a hook on the parameter '0.weight'"),
         ("TiedApart", 2, "embedding and out, which share a weight"),
     ],
