@@ -219,6 +219,17 @@ FAULTS = {
         hint="scaled by 1.01",
         looks=2,
     ),
+    "an owner that does not send a matrix back": Fault(
+        "torch/sharding/whole_updates.py",
+        "tensor.copy_(piece.view(tensor.shape))",
+        "tensor.copy_(piece.view(tensor.shape) if tensor is not tensors[0] else tensor)",
+        step=0,
+        stage="weight",
+        tensor="0.weight",
+        hint="",
+        options=("--strategy", "zero2"),
+        program="whole_tasks:Whole",
+    ),
     "a lost tensor reduction": Fault(
         "torch/tensor_parallel/exchange.py",
         "ctx.exchange.sum_(gradient.clone(memory_format=torch.contiguous_format))",

@@ -34,12 +34,12 @@ def _mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
 
 def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     """Activations along the tensor axis, gradients between the copies; the tally over all."""
-    reduced, gathered, gradients, tally = work.messages
+    reduced, gathered, gradients, tally, *moved = work.messages
     copies = int(options["data"])
     ranks = work.ranks // copies
     along = (ranks - 1) / ranks * (2 * reduced + gathered)
     between = 2 * (copies - 1) / copies * gradients
-    return round(along + between + 2 * (work.ranks - 1) / work.ranks * tally)
+    return round(along + between + 2 * (work.ranks - 1) / work.ranks * tally) + sum(moved)
 
 
 TENSOR_CARD = Card(
