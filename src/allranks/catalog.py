@@ -131,6 +131,7 @@ STRATEGIES = {
         "interleaved": "allranks.torch.strategies.pipeline:Interleaved",
         "independent": "allranks.torch.strategies.independent:Independent",
         "tensor": "allranks.torch.strategies.tensor:Tensors",
+        "context": "allranks.torch.strategies.context_parallel:ContextParallel",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

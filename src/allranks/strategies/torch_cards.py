@@ -13,6 +13,7 @@ from typing import Any
 
 from allranks.strategies.card import Card, Exact, Option, Reference, Workload, replicas_of
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes, tree_bytes
+from allranks.strategies.context_card import CONTEXT_CARD
 from allranks.strategies.fsdp_cards import FSDP_CARDS
 from allranks.strategies.mesh import Agreement
 from allranks.strategies.pipeline_cards import PIPELINE_CARDS
@@ -124,6 +125,7 @@ CARDS = {
         *FSDP_CARDS,
         *PLACED_CARDS,
         TENSOR_CARD,
+        CONTEXT_CARD,
         *PIPELINE_CARDS,
         *TENSORFLOW_CARDS,
     )

@@ -1,0 +1,130 @@
+"""Tasks for context parallelism: a GPT, rotary positions, torch's encoder; models it must refuse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tensor_tasks
+from allranks.programs.models.gpt import GPTShape, gpt
+from contract_tasks import Sentences
+
+__all__ = ["Sentences"]
+
+
+@dataclass(kw_only=True)
+class Odd(Sentences):
+    """A length that no number of ranks divides, and few heads; a penalty on the weights."""
+
+    tokens: int = 11
+    heads: int = 4
+
+    def regularizer(self, model: nn.Module) -> Tensor:
+        table: Any = model.get_submodule("token_embedding")
+        weight: Tensor = table.weight
+        return 1e-2 * weight.square().sum().sqrt()
+
+
+class Rotary(Sentences):
+    """Rotary positions, a mask and keys of fewer heads, handed to blocks that share a weight."""
+
+    def model(self) -> nn.Module:
+        return _Rotary(self.vocabulary, "cos")
+
+
+@dataclass(kw_only=True)
+class Refused(Sentences):
+    """A block that is another one on a part of the sequence, in the way that `fault` names."""
+
+    fault: str
+
+    def model(self) -> nn.Module:
+        if self.fault == "attention written out":
+            shape = GPTShape(
+                vocabulary=self.vocabulary,
+                context=self.tokens,
+                width=12,
+                layers=2,
+                heads=self.heads,
+                attention_dropout=0.1,
+            )
+            return gpt(shape)
+        return _Rotary(self.vocabulary, self.fault)
+
+
+class _Rotary(nn.Module):
+    """Two blocks that are given positions, mask and a shared scale; `fault` spoils them."""
+
+    def __init__(self, vocabulary: int, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.embedding = nn.Embedding(vocabulary, 16)
+        scale = nn.Parameter(torch.ones(16))
+        self.blocks = nn.ModuleList(_RotaryBlock(scale, fault) for _ in range(2))
+        self.scale = scale
+        self.out = nn.Linear(16, vocabulary)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x, length = self.embedding(text), text.shape[1]
+        angles = torch.arange(length, dtype=x.dtype)[:, None] / torch.tensor([1.0, 10.0]).to(x)
+        mask = torch.ones(length, length, dtype=torch.bool).tril().logical_or(
+            torch.rand(length, length, generator=torch.Generator().manual_seed(1)) < 0.2
+        )
+        for number, block in enumerate(self.blocks):
+            x = block(x, (angles.cos(), angles.sin()), mask)
+            if self.fault == "between blocks" and number == 0:
+                x = x - x.mean(1, keepdim=True)
+            if self.fault == "half of it" and number == 0:
+                x = x[:, ::2]
+        if self.fault == "half of it":
+            x = x.repeat_interleave(2, 1)
+        found: Tensor = self.out(x * self.scale)
+        return found
+
+
+class _RotaryBlock(nn.Module):
+    def __init__(self, scale: nn.Parameter, fault: str) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16) if fault == "batch norm" else nn.LayerNorm(16)
+        self.query, self.key_value = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.drop, self.scale, self.fault = nn.Dropout(0.1), scale, fault
+        self.mixed = nn.Conv1d(16, 16, 3, padding=1)
+        self.gate = nn.Parameter(torch.zeros(()))  # hides in forward what is behind it
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        fault, length = self.fault, x.shape[1]
+        hidden = self.norm(x * self.scale)
+        query = self.query(hidden).unflatten(-1, (4, 4)).transpose(1, 2)
+        key, value = self.key_value(hidden).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
+        if fault == "own positions":
+            angles = torch.arange(length, dtype=x.dtype)[:, None] / torch.tensor([1.0, 10.0]).to(x)
+            turns = angles.cos(), angles.sin()
+        if fault == "own mask":
+            mask = torch.ones(length, length, dtype=torch.bool).tril()
+        if fault == "counts":
+            self.get_buffer("seen").add_(1)
+        rate = 0.1 if fault == "drops weights" else 0.0
+        found = F.scaled_dot_product_attention(
+            turned(query, turns), turned(key, turns), value, mask, rate, enable_gqa=True
+        )
+        x = x + self.drop(found.transpose(1, 2).flatten(2))
+        if fault == "convolution":
+            x = x + self.gate * self.mixed(x.transpose(1, 2)).transpose(1, 2)
+        if fault == "dropout by function":
+            x = F.dropout(x, 0.1, self.training)
+        return x
+
+
+def turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = turns
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
+
+
+class Encoder(tensor_tasks.Encoder):
+    """Torch's own encoder layers, which attend by `nn.MultiheadAttention`."""
