@@ -1,4 +1,4 @@
-"""Tasks for context parallelism: a GPT, rotary positions, torch's encoder; models it must refuse."""
+"""Tasks for context parallelism: rotary positions, torch's encoder, models it must refuse."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
 
 import tensor_tasks
 from allranks.programs.models.gpt import GPTShape, gpt
@@ -43,7 +44,7 @@ class Refused(Sentences):
     fault: str
 
     def model(self) -> nn.Module:
-        if self.fault == "attention written out":
+        if self.fault == "dropout of weights":
             shape = GPTShape(
                 vocabulary=self.vocabulary,
                 context=self.tokens,
@@ -71,17 +72,19 @@ class _Rotary(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         x, length = self.embedding(text), text.shape[1]
         angles = torch.arange(length, dtype=x.dtype)[:, None] / torch.tensor([1.0, 10.0]).to(x)
-        mask = torch.ones(length, length, dtype=torch.bool).tril().logical_or(
-            torch.rand(length, length, generator=torch.Generator().manual_seed(1)) < 0.2
+        mask = (
+            torch.ones(length, length, dtype=torch.bool)
+            .tril()
+            .logical_or(
+                torch.rand(length, length, generator=torch.Generator().manual_seed(1)) < 0.2
+            )
         )
         for number, block in enumerate(self.blocks):
+            if self.fault == "skips" and number and torch.rand(()) < 0.5:
+                continue
             x = block(x, (angles.cos(), angles.sin()), mask)
             if self.fault == "between blocks" and number == 0:
                 x = x - x.mean(1, keepdim=True)
-            if self.fault == "half of it" and number == 0:
-                x = x[:, ::2]
-        if self.fault == "half of it":
-            x = x.repeat_interleave(2, 1)
         found: Tensor = self.out(x * self.scale)
         return found
 
@@ -109,9 +112,12 @@ class _RotaryBlock(nn.Module):
         if fault == "counts":
             self.get_buffer("seen").add_(1)
         rate = 0.1 if fault == "drops weights" else 0.0
-        found = F.scaled_dot_product_attention(
-            turned(query, turns), turned(key, turns), value, mask, rate, enable_gqa=True
-        )
+        query, key = turned(query, turns), turned(key, turns)
+        if fault == "attention written out":
+            key, value = (one.repeat_interleave(2, 1) for one in (key, value))
+            found = (query @ key.transpose(-2, -1) / 2).softmax(-1) @ value
+        else:
+            found = F.scaled_dot_product_attention(query, key, value, mask, rate, enable_gqa=True)
         x = x + self.drop(found.transpose(1, 2).flatten(2))
         if fault == "convolution":
             x = x + self.gate * self.mixed(x.transpose(1, 2)).transpose(1, 2)
@@ -128,3 +134,12 @@ def turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
 
 class Encoder(tensor_tasks.Encoder):
     """Torch's own encoder layers, which attend by `nn.MultiheadAttention`."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        for layer in model.layers.layers:  # a bias of keys cancels: its gradient is rounding alone
+            layer.self_attn.in_proj_bias.requires_grad_(False)
+        return model  # type: ignore[no-any-return]
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -26,6 +26,8 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     """Activations along the context axis; gradients and tally over all ranks."""
     swapped, gathered, passed_on, reduced = work.messages
     ranks = work.ranks // int(options["data"])
+    if ranks == 1:
+        passed_on = 0
     along = (ranks - 1) / ranks * (swapped + gathered) + passed_on
     return round(along + 2 * (work.ranks - 1) / work.ranks * reduced)
 
