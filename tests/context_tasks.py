@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 import tensor_tasks
-from allranks.programs.models.gpt import GPTShape, gpt
+from allranks.programs.models.gpt import Block, GPTShape, gpt
 from contract_tasks import Sentences
 
 __all__ = ["Sentences"]
@@ -35,6 +35,41 @@ class Rotary(Sentences):
 
     def model(self) -> nn.Module:
         return _Rotary(self.vocabulary, "cos")
+
+
+class Halved(Sentences):
+    """Two runs of blocks, the second on every other position of what the first returns."""
+
+    def model(self) -> nn.Module:
+        return _Halved(self.vocabulary)
+
+
+class _Halved(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(vocabulary, 16), nn.Linear(16, vocabulary)
+        shape = GPTShape(vocabulary=vocabulary, context=1, width=16, layers=1, heads=4, dropout=0.1)
+        self.fine = nn.ModuleList(Block(shape) for _ in range(2))
+        self.coarse = nn.ModuleList([Block(shape)])
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.embedding(text)
+        for block in self.fine:
+            x = block(x)
+        y = self.coarse[0](x[:, ::2])
+        found: Tensor = self.out(x + y.repeat_interleave(2, 1))
+        return found
+
+
+class Coupled(Sentences):
+    """A loss over the whole batch: each sample is compared with the mean of all."""
+
+    loss_over = "batch"
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        pooled = output.mean(1)
+        far = (pooled - pooled.mean(0)).square().sum(-1, keepdim=True)
+        return super().loss(output, batch) + far
 
 
 @dataclass(kw_only=True)
@@ -133,13 +168,21 @@ def turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Encoder(tensor_tasks.Encoder):
-    """Torch's own encoder layers, which attend by `nn.MultiheadAttention`."""
+    """Torch's own encoder layers, which attend by `nn.MultiheadAttention`; a causal mask."""
 
     def model(self) -> nn.Module:
-        model: Any = super().model()
+        model: Any = _Causal(self.vocabulary)
         for layer in model.layers.layers:  # a bias of keys cancels: its gradient is rounding alone
             layer.self_attn.in_proj_bias.requires_grad_(False)
         return model  # type: ignore[no-any-return]
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+class _Causal(tensor_tasks._Encoder):
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.token_embedding(text)
+        mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1], dtype=x.dtype)
+        found: Tensor = self.out(self.layers(x, mask=mask))
+        return found

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from allranks.launcher.world import World
 from allranks.torch.comm import CPU
+from allranks.torch.context_parallel import ring
 from allranks.torch.context_parallel.attention import Intercepted, attention_of
 from allranks.torch.context_parallel.exchange import ROWS, SequenceExchange, Span
 from allranks.torch.joining import join
@@ -32,6 +33,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 def attention_is_that_of_one_process(argument: dict[str, Any]) -> None:
     """Output and gradients of all cases, against torch's own kernel over the whole sequence."""
     torch.set_num_threads(1)
+    ring.TILE = 3  # so that the rows of a rank are more than one tile
     comm = join(World.from_environment(), CPU)
     exchange, length = SequenceExchange(comm), argument["length"]
     span = Span.of(length, comm)

@@ -55,7 +55,7 @@ MESSAGES = {
     **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
     **dict.fromkeys(("fsdp", "hsdp"), CUT),
     "tensor": (1600, 800, GRADIENTS, TALLY),  # activations summed, gathered
-    "context": (1600, 800, 640, GRADIENTS + TALLY),  # activations by all-to-all, gathered, passed
+    "context": (1600, 400, 200, 640, GRADIENTS + TALLY),  # by all-to-all, gathered, summed, passed
 }
 """Of strategies whose tally is a message of its own."""
 

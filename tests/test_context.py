@@ -51,6 +51,7 @@ def test_attention_over_parts_is_attention(
     [
         *(("Odd", "ulysses", 2), ("Odd", "ulysses", 4), ("Odd", "ring", 3)),
         *(("Rotary", "ulysses", 2), ("Rotary", "ring", 3)),
+        *(("Halved", "ulysses", 2), ("Coupled", "ring", 2)),
         *(("Encoder", "ulysses", 2), ("Encoder", "ring", 3)),
     ],
 )
@@ -64,6 +65,7 @@ def test_equal_to_one_process(task: str, by: str, ranks: int, train: Train, alon
     assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
     assert result.summary["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-10)
     assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
+    assert result.summary["witness"]["found"] == []
 
 
 @pytest.mark.slow(but=1)
@@ -170,7 +172,7 @@ def test_what_is_another_model_on_a_part_is_refused(fault: str, message: str, tr
     [
         ("context_tasks:Sentences", (), "context", 3, "4 heads of attention on 3 ranks"),
         ("context_tasks:Sentences", ("tokens=2",), "context:attention=ring", 3, "1-1-0 of them"),
-        ("context_tasks:Sentences", (), "context:data=2", 3, "3 ranks for 2 groups"),
+        ("context_tasks:Sentences", (), "context:data=2", 3, "3 ranks for 2 copies"),
         ("contract_tasks:Words", (), "context", 2, "no blocks in _Tied"),
         ("contract_tasks:Images", (), "context", 2, "no blocks in Sequential"),
     ],

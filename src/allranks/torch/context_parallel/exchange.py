@@ -2,14 +2,14 @@
 
     forward                                  backward
     this rank's rows (`own_rows`)            zeros where the rows of others are
-    all-gather of the rows (`whole_rows`)    this rank's rows of the gradient, times the ranks
+    all-gather of the rows (`whole_rows`)    this rank's rows of the sum of the gradients
     all-to-all: rows to heads (`to_heads`)   all-to-all: heads to rows
     all-to-all: heads to rows (`to_rows`)    all-to-all: rows to heads
 
 Every rank computes the same loss of the whole sequence and brings in its share of the gradient,
-1/P. Each backward is the transpose of its forward: of the all-gather it is a sum of P gradients
-that are the same, which takes no message. So the gradient of every weight, wherever it is used, is
-the sum over the ranks.
+1/P. Each backward is the transpose of its forward. Behind the last block gradients are the same on
+all ranks, so their sum takes no message; it does where blocks follow. So the gradient of every
+weight, wherever it is used, is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class SequenceExchange(Exchange):
         found: Tensor = _OwnRows.apply(whole, span, dim)  # type: ignore[no-untyped-call]
         return found
 
-    def whole_rows(self, own: Tensor, span: Span) -> Tensor:
-        """The positions of all ranks, (sample, position, feature)."""
-        found: Tensor = _WholeRows.apply(self, own, span)  # type: ignore[no-untyped-call]
+    def whole_rows(self, own: Tensor, span: Span, *, is_last: bool) -> Tensor:
+        """The positions of all ranks, (sample, position, feature); `is_last`: no block follows."""
+        found: Tensor = _WholeRows.apply(self, own, span, is_last)  # type: ignore[no-untyped-call]
         return found
 
     def to_heads(self, own: Tensor, span: Span) -> Tensor:
@@ -161,15 +161,21 @@ class _OwnRows(torch.autograd.Function):
 
 class _WholeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: SequenceExchange, own: Tensor, span: Span) -> Tensor:
-        ctx.exchange, ctx.span = exchange, span
+    def forward(
+        ctx: Any, exchange: SequenceExchange, own: Tensor, span: Span, is_last: bool
+    ) -> Tensor:
+        ctx.exchange, ctx.span, ctx.is_last = exchange, span, is_last
         return exchange.all(own, POSITIONS, span.whole)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        own = ctx.span.own_part(gradient, POSITIONS)
-        return None, own * ctx.exchange.comm.size, None
+        exchange, span = ctx.exchange, ctx.span
+        if ctx.is_last:
+            total = gradient * exchange.comm.size
+        else:
+            total = exchange.sum_(gradient.clone(memory_format=torch.contiguous_format))
+        return None, span.own_part(total, POSITIONS).contiguous(), None, None
 
 
 class _ToHeads(torch.autograd.Function):

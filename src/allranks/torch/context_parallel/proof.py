@@ -33,7 +33,7 @@ from allranks.torch.context_parallel.sequence import (
 from allranks.torch.data.nested import map_arguments, tensors_in
 from allranks.torch.model.layers import Scope
 from allranks.torch.state import kept_random_streams
-from allranks.torch.step.user_buffers import UserBuffers, put_back
+from allranks.torch.step.user_buffers import Copy, UserBuffers, put_back
 
 ROUNDED = {torch.float64: (1e-8, 1e-11), torch.float32: (1e-3, 1e-5)}
 HALF = 5e-2, 5e-2
@@ -85,7 +85,8 @@ class Proof:
     @contextmanager
     def _untraced(self) -> Iterator[None]:
         """Within, passes draw what the next one will, and nothing of them stays."""
-        buffers, shortens = UserBuffers(self.model).copies(), self.scope.shortens
+        shortens = self.scope.shortens
+        buffers = [(copy, copy[2]._version) for copy in UserBuffers(self.model).copies()]
         self.scope.shortens = False
         try:
             with (
@@ -96,7 +97,7 @@ class Proof:
                 yield
         finally:
             self.scope.shortens = shortens
-            put_back(buffers)
+            put_back([copy for copy, version in buffers if _changed(copy, version)])
 
     def _prove(self, block: CutBlock, span: Span, given: Arguments, own: Arguments) -> None:
         """Compare a block, whole and cut; raises `RequestError` on all ranks of the axis."""
@@ -187,6 +188,12 @@ class Proof:
         for (what, *_), (off, change, size) in zip(rows, numbers.sqrt().tolist(), strict=True):
             if not off <= share * change + floor * size:
                 raise _refusal(f"{what} differs by {off:.2g} (of {size:.2g}) in {where}")
+
+
+def _changed(copy: Copy, version: int) -> bool:
+    """Whether a buffer was written, or replaced, since; who puts it back writes it, too."""
+    holder, name, buffer, _ = copy
+    return holder[name] is not buffer or buffer._version != version
 
 
 def _drawn(like: Tensor, span: Span) -> Tensor:

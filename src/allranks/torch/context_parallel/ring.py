@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel round the ranks, a block of scores is there at a time.
+"""Ring attention: keys and values travel round the ranks, a tile of scores is there at a time.
 
 Each rank has its own queries, and keeps for each a maximum and a sum of exponentials, by which what
 it has found so far is scaled when a larger score comes. In backward keys and values travel once
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from allranks.torch.context_parallel.exchange import HEADS, OnItsWay, SequenceExchange, Span
 
 KEYS, GRADIENTS = 1, 2  # tags of messages
+TILE = 1024  # queries whose scores by the keys of a rank are there at once
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,21 @@ class Scoring:
     is_causal: bool
     mask: Tensor | None
 
-    def of(self, query: Tensor, key: Tensor, source: int) -> Tensor | None:
-        """This rank's queries by the keys of rank `source`, (n, heads, t/P, t/P); `None` if no
-        query may see any of them."""
+    def sees(self, source: int) -> bool:
+        """Whether this rank's queries may see keys of rank `source`."""
+        return source <= self.span.rank or not self.is_causal
+
+    def of(self, query: Tensor, key: Tensor, source: int, rows: slice) -> Tensor:
+        """Those `rows` of this rank's queries by the keys of rank `source`."""
         span = self.span
-        if self.is_causal and source > span.rank:
-            return None
-        scores = (query @ key.transpose(-2, -1)) * self.scale
+        scores = (query @ key.transpose(-2, -1)) * self.scale  # (n, heads, rows, t/P)
         if self.is_causal and source == span.rank:
-            ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill_(ahead, -math.inf)
+            ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            scores = scores.masked_fill_(ahead.triu_(rows.start + 1), -math.inf)
         if self.mask is None:
             return scores
-        mask = _part(self.mask, -2, span, span.rank)
-        mask = _part(mask, -1, span, source)
+        mask = _part(_part(self.mask, -2, span, span.rank), -1, span, source)
+        mask = mask if mask.shape[-2] == 1 else mask[..., rows, :]
         if mask.dtype == torch.bool:
             return scores.masked_fill_(mask.logical_not(), -math.inf)
         return scores + mask
@@ -125,15 +127,18 @@ def _forward(scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> tup
     most = wide.new_full((*query.shape[:-1], 1), -math.inf)
     total = torch.zeros_like(most)
     for source, keys, values in scoring.blocks(key, value):
-        scores = scoring.of(wide, _repeated(keys, groups), source)
-        if scores is None:
+        if not scoring.sees(source):
             continue
-        larger = torch.maximum(most, scores.amax(-1, keepdim=True))
-        reference = larger.masked_fill(larger == -math.inf, 0.0)  # nothing to be seen so far
-        weights, factor = (scores - reference).exp_(), (most - reference).exp_()
-        total = total * factor + weights.sum(-1, keepdim=True)
-        output = output * factor + weights @ _repeated(values, groups)
-        most = larger
+        keys, values = _repeated(keys, groups), _repeated(values, groups)
+        for rows in _tiles(wide):
+            scores = scoring.of(wide[..., rows, :], keys, source, rows)
+            before = most[..., rows, :]
+            larger = torch.maximum(before, scores.amax(-1, keepdim=True))
+            reference = larger.masked_fill(larger == -math.inf, 0.0)  # nothing to be seen so far
+            weights, factor = (scores - reference).exp_(), (before - reference).exp_()
+            total[..., rows, :] = total[..., rows, :] * factor + weights.sum(-1, keepdim=True)
+            output[..., rows, :] = output[..., rows, :] * factor + weights @ values
+            most[..., rows, :] = larger
     seen = total.masked_fill(total == 0, 1.0)
     return output / seen, most + seen.log()
 
@@ -155,13 +160,17 @@ def _backward(
     of_query, own, coming = torch.zeros_like(wide), wide.new_empty(0), None
     for source, keys, values in scoring.blocks(key, value):
         added = wide.new_zeros(keys.numel() + values.numel())
-        scores = scoring.of(wide, wide_keys := _repeated(keys, groups), source)
-        if scores is not None:
-            weights = (scores - logs).exp_()
-            of_scores = weights * (gradient @ _repeated(values, groups).transpose(-2, -1) - share)
-            of_query += of_scores @ wide_keys * scoring.scale
-            of_keys = of_scores.transpose(-2, -1) @ wide * scoring.scale
-            of_values = weights.transpose(-2, -1) @ gradient
+        if scoring.sees(source):
+            wide_keys, wide_values = _repeated(keys, groups), _repeated(values, groups)
+            of_keys, of_values = torch.zeros_like(wide_keys), torch.zeros_like(wide_values)
+            for rows in _tiles(wide):
+                ours, theirs = wide[..., rows, :], gradient[..., rows, :]
+                weights = scoring.of(ours, wide_keys, source, rows).sub_(logs[..., rows, :]).exp_()
+                of_scores = theirs @ wide_values.transpose(-2, -1) - share[..., rows, :]
+                of_scores = of_scores.mul_(weights).mul_(scoring.scale)
+                of_query[..., rows, :] += of_scores @ wide_keys
+                of_keys += of_scores.transpose(-2, -1) @ ours
+                of_values += weights.transpose(-2, -1) @ theirs
             parts = [_summed(part, groups).reshape(-1) for part in (of_keys, of_values)]
             added = torch.cat(parts)
         if source == scoring.span.rank:
@@ -182,6 +191,12 @@ def _to_the_next(
     """Send on the gradients of the keys and values of `source`; those of the rank before come."""
     size = scoring.size(key, source - 1) + scoring.size(value, source - 1)
     return scoring.exchange.pass_on(added, size, GRADIENTS)
+
+
+def _tiles(query: Tensor) -> Iterator[slice]:
+    """Runs of queries."""
+    for start in range(0, query.shape[-2], TILE):
+        yield slice(start, min(start + TILE, query.shape[-2]))
 
 
 def _wide(tensor: Tensor) -> Tensor:

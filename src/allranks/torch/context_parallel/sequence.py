@@ -132,10 +132,12 @@ class CutPass(Pass):
         found = hidden_of(((output,), {}))
         if found is None or found.shape[POSITIONS] != span.own:
             raise _other_length(block.name, found, span)
-        if not self._is_last():
+        rest = self.calls[self.at :]
+        if not _ends(call, rest):
             return output
         self.span = None
-        return with_hidden(output, self.exchange.whole_rows(found, span))
+        is_last = not any(one.length for one in rest)
+        return with_hidden(output, self.exchange.whole_rows(found, span, is_last=is_last))
 
     def _own(
         self, block: CutBlock, given: Arguments, span: Span, hidden: Tensor, *, is_first: bool
@@ -152,13 +154,6 @@ class CutPass(Pass):
 
         args, keywords = map_arguments(own, given)
         return args, keywords
-
-    def _is_last(self) -> bool:
-        """Whether something else comes than a block beside this one, of as many positions."""
-        now, rest = self.calls[self.at - 1], self.calls[self.at :]
-        if not rest or rest[0].length != now.length:
-            return True
-        return parent_of(rest[0].block.name) != parent_of(now.block.name)
 
     def close(self) -> None:
         """The pass is over; raises `RequestError` if it has not called all blocks."""
@@ -218,6 +213,13 @@ class BlockPasses:
         """The model's own blocks again."""
         for block in self.blocks:
             block.restore()
+
+
+def _ends(call: Call, rest: list[Call]) -> bool:
+    """Whether something else comes than a block beside this one, of as many positions."""
+    if not rest or rest[0].length != call.length:
+        return True
+    return parent_of(rest[0].block.name) != parent_of(call.block.name)
 
 
 def hidden_of(given: Arguments) -> Tensor | None:

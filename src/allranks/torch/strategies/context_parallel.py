@@ -118,10 +118,9 @@ class ContextParallel(DDP):
         return run() if self.exchange.comm.size == 1 else self._passed(run)
 
     def messages(self) -> tuple[int, ...]:
-        """Given to all-to-alls, gathered, passed on, all-reduced with the tally: of all steps."""
-        exchange, flats = self.exchange, sum(super().messages())
-        steps = max(1, self.steps)
-        return exchange.swapped, exchange.gathered, exchange.passed_on, steps * flats
+        """Activations swapped, gathered, all-reduced, passed on; gradients, tally: of all steps."""
+        exchange, flats = self.exchange, max(1, self.steps) * sum(super().messages())
+        return exchange.swapped, exchange.gathered, exchange.reduced, exchange.passed_on, flats
 
     def promised_bytes(self) -> int:
         """The mean over the steps that were made."""
