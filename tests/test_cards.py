@@ -50,11 +50,13 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("multi-worker-mirrored", ""): (0, 3360, 4480, 5040, 5880),
     ("parameter-server", ""): (6720, 6720, 6720, 6720, 6720),
     ("tensor", ""): (0, 2160, 2880, 3240, 3780),
+    ("context", ""): (0, 5200, 6720, 7480, 8620),
 }
 MESSAGES = {
     **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
     **dict.fromkeys(("fsdp", "hsdp"), CUT),
     "tensor": (1600, 800, GRADIENTS, TALLY),  # activations summed, gathered
+    "context": (1600, 400, 200, 640, GRADIENTS + TALLY),  # by all-to-all, gathered, summed, passed
 }
 """Of strategies whose tally is a message of its own."""
 
@@ -109,7 +111,7 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(RequestError) as refused:
         card_for(Choice("ddp-plane"))
     assert refused.value.do.startswith(
-        "did you mean 'ddp-plain'? known: 1f1b, central-storage, ddp, ddp-plain"
+        "did you mean 'ddp-plain'? known: 1f1b, central-storage, context, ddp, ddp-plain"
     )
 
 
@@ -187,7 +189,7 @@ def test_the_card_says_what_bitwise_sets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refused.value.do == "leave strict out, or drop --bitwise"
 
 
-@pytest.mark.parametrize("name", ["ulysses", "diloco", "moe", "moe:x=1"])
+@pytest.mark.parametrize("name", ["ps", "diloco", "moe", "moe:x=1"])
 def test_a_strategy_that_is_to_come_is_not_taken_for_another(name: str) -> None:
     with pytest.raises(RequestError) as refused:
         card_for(parse_choice(name))

@@ -263,6 +263,28 @@ FAULTS = {
         options=("--strategy", "tensor"),
         program="tensor_tasks:Stack",
     ),
+    "a sequence whose gradient is that of one rank's loss": Fault(
+        "torch/context_parallel/exchange.py",
+        "total = gradient * exchange.comm.size",
+        "total = gradient",
+        step=0,
+        stage="gradient",
+        tensor="blocks.0.attention.output.bias",
+        hint="",
+        options=("--strategy", "context"),
+        program="context_tasks:Sentences",
+    ),
+    "a loss that every rank of a sequence counts": Fault(
+        "torch/strategies/context_parallel.py",
+        "self.step.share = 1 / self.exchange.comm.size",
+        "self.step.share = 1.0",
+        step=0,
+        stage="gradient",
+        tensor="blocks.0.attention.output.bias",
+        hint="a sum where the mean is wanted",
+        options=("--strategy", "context:attention=ring"),
+        program="context_tasks:Sentences",
+    ),
 }
 IN_32_BITS_ONLY = {
     # float64 does not see them; sums over ranks are made in float32 in every other precision

@@ -132,6 +132,7 @@ STRATEGIES = {
         "zero-bubble": "allranks.torch.strategies.pipeline:ZeroBubble",
         "independent": "allranks.torch.strategies.independent:Independent",
         "tensor": "allranks.torch.strategies.tensor:Tensors",
+        "context": "allranks.torch.strategies.context_parallel:ContextParallel",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from allranks.errors import RequestError
+from allranks.strategies.activation_cards import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
-from allranks.strategies.tensor_card import LEAVES
 from allranks.torch.data.batch import Batch
 from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.sharding.parameters import check_no_hooks
