@@ -133,6 +133,27 @@ def test_checkpoints_cross_over(by: str, train: Train, alone: Results) -> None:
     assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
 
 
+@pytest.mark.slow
+def test_a_bad_step_is_skipped_and_a_killed_rank_replaced(train: Train) -> None:
+    """Who is to blame is searched in whole passes; the moving average follows good steps alone."""
+    common: dict[str, Any] = {"precision": "fp64", "steps": 8, "on_bad_step": "skip"}
+    nan, kill = "nan@rank=0,step=3", "kill@rank=1,step=5"
+    one = train("context_tasks:Sentences", "ema=0.9", strategy="single", inject=nan, **common)
+    many = train(
+        "context_tasks:Sentences",
+        "ema=0.9",
+        strategy="context:data=2",
+        ranks=4,
+        inject=f"{nan} {kill}",
+        checkpoint_every=2,
+        max_restarts=1,
+        **common,
+    )
+    assert many.summary["restarts"] == 1
+    weights = [load_file(run.run_dir / "weights.safetensors") for run in (many, one)]
+    assert difference(*weights) < 1e-10
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_check_calls_it_equal(precision: str, check: Check) -> None:

@@ -50,7 +50,7 @@ class ContextParallel(DDP):
         given = dict.fromkeys(self.task.blocks(model))
         inside = {m for block in given for m in block.modules() if m is not block}
         names = {module: name for name, module in model.named_modules()}
-        blocks = {names[block]: block for block in given if block not in inside}
+        blocks = {names[m]: m for m in given if m in names and m not in inside}
         if not blocks:
             raise nothing_to_cut(f"no blocks in {type(model).__name__}")
         self._check(model, blocks)
