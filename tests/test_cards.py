@@ -20,7 +20,7 @@ RANKS = (1, 2, 3, 4, 8)
 GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together, 1760 with 800 gradients of 16 bit
 ABLE = (
     "use single or ddp or zero1 or zero2 or fsdp or hsdp or model-parallel or gpipe or 1f1b or "
-    "interleaved"
+    "interleaved or zero-bubble"
 )
 CUT = 800, 2400, GRADIENTS, TALLY  # weights of the root and of the units beside them
 # 8 shards: roots of the busiest rank are 1, 1, 2, 1, 1
@@ -43,17 +43,20 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("hsdp", ""): (0, 4560, 5680, 6240, 7080),
     ("hsdp", "tree"): (0, 4560, 7387, 9520, 16880),
     **dict.fromkeys(
-        [(n, "") for n in ("gpipe", "1f1b", "interleaved")], (0, 3360, 4480, 5040, 5880)
+        [(n, "") for n in ("gpipe", "1f1b", "interleaved", "zero-bubble")],
+        (0, 3360, 4480, 5040, 5880),
     ),
     **dict.fromkeys([(n, "") for n in ("mirrored", "central-storage", "tpu")], (0, 0, 0, 0, 0)),
     ("multi-worker-mirrored", ""): (0, 3360, 4480, 5040, 5880),
     ("parameter-server", ""): (6720, 6720, 6720, 6720, 6720),
     ("tensor", ""): (0, 2160, 2880, 3240, 3780),
+    ("context", ""): (0, 5200, 6720, 7480, 8620),
 }
 MESSAGES = {
     **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
     **dict.fromkeys(("fsdp", "hsdp"), CUT),
     "tensor": (1600, 800, GRADIENTS, TALLY),  # activations summed, gathered
+    "context": (1600, 400, 200, 640, GRADIENTS + TALLY),  # by all-to-all, gathered, summed, passed
 }
 """Of strategies whose tally is a message of its own."""
 
@@ -96,7 +99,7 @@ def test_the_bytes_of_the_tree_follow_its_roots() -> None:
 
 def test_layers_cut_over_a_tensor_axis_halve_the_ranks_that_gather() -> None:
     """2 shards of 2 parts: half of 8800 gathered and scattered, the tally, half of 4000 along."""
-    work = Workload((*CUT, 1600, 800), 4, 8)
+    work = Workload((*CUT, 0, 1600, 800), 4, 8)
     options = CARDS["fsdp"].read_options({"tensor": "2"})
     assert CARDS["fsdp"].bytes_sent(work, options) == 4400 + 240 + 2000
 
@@ -115,7 +118,7 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(RequestError) as refused:
         card_for(Choice("ddp-plane"))
     assert refused.value.do.startswith(
-        "did you mean 'ddp-plain'? known: 1f1b, central-storage, ddp, ddp-plain"
+        "did you mean 'ddp-plain'? known: 1f1b, central-storage, context, ddp, ddp-plain"
     )
 
 
@@ -193,7 +196,7 @@ def test_the_card_says_what_bitwise_sets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refused.value.do == "leave strict out, or drop --bitwise"
 
 
-@pytest.mark.parametrize("name", ["ulysses", "diloco", "moe", "moe:x=1"])
+@pytest.mark.parametrize("name", ["ps", "diloco", "moe", "moe:x=1"])
 def test_a_strategy_that_is_to_come_is_not_taken_for_another(name: str) -> None:
     with pytest.raises(RequestError) as refused:
         card_for(parse_choice(name))

@@ -22,6 +22,7 @@ import contract_tasks
 from allranks.errors import RequestError
 from allranks.strategies.card import Exact
 from allranks.strategies.choice import parse_choice
+from allranks.strategies.mesh import CONTEXT
 from allranks.strategies.resolve import card_for, strategy_spec
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.strategies.torch_cards import CARDS
@@ -42,14 +43,24 @@ SETTINGS = {
     "fsdp": ["fsdp", "fsdp:reshard=false", "fsdp:reduce=tree", "fsdp:tensor=2"],
     "hsdp": ["hsdp:shard=2", "hsdp:shard=2,reduce=tree"],
     "gpipe": ["gpipe"],
-    "1f1b": ["1f1b"],
+    "1f1b": ["1f1b", "1f1b:by=cost"],
     "interleaved": ["interleaved:chunks=2"],
+    "zero-bubble": ["zero-bubble"],
     "independent": ["independent"],
     "tensor": ["tensor", "tensor:data=2", "tensor:exact=yes"],
+    "context": ["context", "context:attention=ring", "context:data=2,bucket_mb=0.0005"],
 }
-STAGES = {"Images": 5, "Words": 4, "Pairs": 0, "Uneven": 3, "Experts": 4, "Pictures": 2}
-"""Into how many stages each task can be cut."""
-TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures"]
+STAGES = {
+    "Images": 5,
+    "Words": 4,
+    "Pairs": 0,
+    "Uneven": 3,
+    "Experts": 4,
+    "Pictures": 2,
+    "Sentences": 0,
+}
+"""Into how many stages each task can be cut; others into none."""
+TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures", "Sentences"]
 RANKS = [1, 2, 3, 4, 8]
 STEPS = 20
 
@@ -102,15 +113,21 @@ NOTHING_TO_CUT = {  # of 4 features
 }
 
 
+SEQUENCES = {"ulysses": (2, 4), "ring": (2, 3, 4)}
+"""Over how many ranks the 12 positions of 4 heads of `Sentences` can be cut."""
+
+
 def takes(strategy: str, ranks: int, task: str) -> bool:
     """Whether a strategy trains such a task on so many ranks."""
     if is_staged(strategy):
         chunks = 2 if ranks > 1 and "chunks=2" in strategy else 1
-        return ranks * chunks <= STAGES[task]
+        return ranks * chunks <= STAGES.get(task, 0)
     if (strategy, ranks, task) in NOTHING_TO_CUT:
         return False
     with suppress(RequestError):
-        strategy_spec(strategy, ranks).mesh  # noqa: B018  raises where they do not fit
+        spec = strategy_spec(strategy, ranks)
+        if (parts := spec.mesh.size(CONTEXT)) > 1:
+            return task == "Sentences" and parts in SEQUENCES[spec.options["attention"]]
         return ranks == 1 or CARDS[strategy.partition(":")[0]].many_ranks
     return False
 
@@ -181,7 +198,7 @@ def plain_training(ranks: int, rank: int) -> Weights:
     2,
     ("strategy", [s for settings in SETTINGS.values() for s in settings]),
     ("ranks", [1, 3]),
-    ("task", ["Images", "Uneven"]),
+    ("task", ["Images", "Uneven", "Sentences"]),
     where=takes,
 )
 def test_a_state_can_be_taken_up_again(
@@ -226,6 +243,6 @@ def test_the_first_bucket_leaves_before_backward_ends(on_ranks: Callable[..., An
 def test_convergence_at_the_default_setting(train: Train) -> None:
     """Every strategy learns, `independent` too, on its part of the data."""
     for strategy in SETTINGS:
-        ranks = 2 if CARDS[strategy].many_ranks else 1
+        ranks = 2 if CARDS[strategy].many_ranks and strategy != "context" else 1  # no sequences
         result = train("digits", "epochs=8", strategy=strategy, ranks=ranks)
         assert result.summary["eval"]["accuracy"] > 0.95, strategy

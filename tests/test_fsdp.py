@@ -67,6 +67,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
         (),
         {"micro_batch": 3, "activation_checkpointing": True},
     ),
+    "Adafactor": ("hsdp:shard=2", 4, ("optimizer_name=adafactor",), {}),
 }
 
 
@@ -205,12 +206,9 @@ def test_each_rank_holds_its_part_and_no_more(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp:reduce=tree", "fsdp:tensor=2"])
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused(strategy: str, train: Train) -> None:
-    """Of LARS and LAMB only the bits: their lengths are sums over the ranks."""
-    name = "adafactor" if strategy == "fsdp" else "lamb"
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused_over_two_axes(train: Train) -> None:
     with pytest.raises(RequestError, match="the update of some rows is another one"):
-        train(DEEP, f"optimizer_name={name}", strategy=strategy, ranks=2, steps=2)
+        train(DEEP, "optimizer_name=lamb", strategy="fsdp:tensor=2", ranks=2, steps=2)
 
 
 def test_groups_that_do_not_divide_the_ranks_are_refused(train: Train) -> None:

@@ -13,7 +13,7 @@ STEPS = 10
 ON_RANKS = [
     *(("ddp", 2), ("ddp", 3), ("zero1", 3), ("zero2", 4), ("fsdp", 2), ("fsdp", 3)),
     *(("hsdp:shard=2", 4), ("gpipe", 2), ("1f1b", 3), ("interleaved:chunks=2", 2)),
-    *(("model-parallel", 1), ("zero1", 8), ("fsdp", 8), ("1f1b", 4)),
+    *(("model-parallel", 1), ("zero1", 8), ("fsdp", 8), ("zero-bubble", 4)),
 ]
 
 

@@ -129,8 +129,10 @@ STRATEGIES = {
         "gpipe": "allranks.torch.strategies.pipeline:GPipe",
         "1f1b": "allranks.torch.strategies.pipeline:OneForwardOneBackward",
         "interleaved": "allranks.torch.strategies.pipeline:Interleaved",
+        "zero-bubble": "allranks.torch.strategies.pipeline:ZeroBubble",
         "independent": "allranks.torch.strategies.independent:Independent",
         "tensor": "allranks.torch.strategies.tensor:Tensors",
+        "context": "allranks.torch.strategies.context_parallel:ContextParallel",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

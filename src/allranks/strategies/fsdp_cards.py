@@ -50,7 +50,8 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     """
     if work.ranks == 1:
         return 0
-    root, units, gradients, tally, *along = work.messages
+    root, units, gradients, tally, *more = work.messages
+    moved, *along = more or [0]
     is_tree, tensor = options["reduce"] == "tree", int(options.get("tensor", 1))
     readers = work.ranks // tensor
     holders = options.get("shard", readers)
@@ -64,7 +65,7 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     if along:
         reduced, gathered = along
         beside += round((tensor - 1) / tensor * (2 * reduced + gathered))
-    return round(work.passes * sent) + beside
+    return round(work.passes * sent) + beside + moved
 
 
 GATHERED = (

@@ -26,6 +26,12 @@ def _crossing(work: Workload, options: Mapping[str, Any]) -> int:
     return round(max(sent) * (ranks > 1) + ring)
 
 
+BY = Option(
+    "by",
+    "size",
+    "what is balanced, where the task has no stages: bytes of weights, or measured seconds",
+    ("size", "cost"),
+)
 BYTES = (
     "busiest rank: outputs of its stages + gradients of their inputs, of all micro-batches, "
     "+ 2(N-1)/N · tally (and weights that stages share)"
@@ -35,6 +41,7 @@ EVERYWHERE: dict[str, Any] = {
     "bytes_sent": _crossing,
     "bytes_formula": BYTES,
     "many_ranks": True,
+    "options": (BY,),
     "bitwise_options": {},
     "agreement": Agreement("staged"),
     "mesh": lambda ranks, _: Mesh(((PIPELINE, ranks),)),
@@ -61,7 +68,17 @@ PIPELINE_CARDS = (
         summary="`1f1b` with several runs of layers on each rank: waits less, sends more.",
         memory=f"{MEMORY} up to m micro-batches; waits (N-1)/(vm+N-1) of the time, v = chunks",
         paper="Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473",
-        options=(Option("chunks", 2, "runs of layers on each rank", at_least=1),),
+        **{
+            **EVERYWHERE,
+            "options": (Option("chunks", 2, "runs of layers on each rank", at_least=1), BY),
+        },
+    ),
+    Card(
+        name="zero-bubble",
+        summary="`1f1b` with gradients of weights apart from those of inputs, made in waits.",
+        memory=f"{MEMORY} min(m, N) micro-batches, and gradients of up to `rank` of them; "
+        "waits (N-1)/(3m+N-1) of the time",
+        paper="Qi et al. 2023, Zero Bubble Pipeline Parallelism (ZB-H1), arXiv 2401.10241",
         **EVERYWHERE,
     ),
 )

@@ -16,7 +16,6 @@ from allranks.strategies.roles import ProcessSet
 from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
-    **dict.fromkeys(("context", "ulysses", "ring"), "splitting sequences"),
     **dict.fromkeys(("expert", "moe"), "splitting experts"),
     **dict.fromkeys(("local-sgd", "diloco", "slowmo", "bmuf"), "training with rare exchanges"),
     **dict.fromkeys(("ps", "async"), "a parameter server for torch"),
@@ -28,6 +27,8 @@ CALLED_OTHERWISE = {
     **dict.fromkeys(("zero3", "fsdp2"), "fsdp"),
     **dict.fromkeys(("tensor-parallel", "tp"), "tensor"),
     **dict.fromkeys(("pipeline", "pp"), "1f1b"),
+    **dict.fromkeys(("context-parallel", "cp", "ulysses", "sequence"), "context"),
+    "ring": "context:attention=ring",
 }
 """Names that people know -> those of the same here."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from allranks.strategies.activation_cards import CONTEXT_CARD, TENSOR_CARD
 from allranks.strategies.card import Card, Exact, Option, Reference, Workload, replicas_of
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes, tree_bytes
 from allranks.strategies.fsdp_cards import FSDP_CARDS
@@ -18,7 +19,6 @@ from allranks.strategies.mesh import Agreement
 from allranks.strategies.pipeline_cards import PIPELINE_CARDS
 from allranks.strategies.placed_cards import PLACED_CARDS
 from allranks.strategies.sharded_cards import SHARDED_CARDS
-from allranks.strategies.tensor_card import TENSOR_CARD
 from allranks.strategies.tensorflow_cards import TENSORFLOW_CARDS
 
 
@@ -124,6 +124,7 @@ CARDS = {
         *FSDP_CARDS,
         *PLACED_CARDS,
         TENSOR_CARD,
+        CONTEXT_CARD,
         *PIPELINE_CARDS,
         *TENSORFLOW_CARDS,
     )

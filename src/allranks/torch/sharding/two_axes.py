@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
 
+from allranks.errors import RequestError
 from allranks.strategies.mesh import SHARD, TENSOR
 from allranks.torch.comm import Comm
+from allranks.torch.optimizers.elementwise import groups_of_whole
 from allranks.torch.sharding.dtensors import dtensor
 from allranks.torch.tensor_parallel.cutting import CutModel
 from allranks.torch.tensor_parallel.exchange import Exchange
@@ -55,3 +58,14 @@ class TwoAxes:
     def part(self, name: str, whole: Tensor) -> Tensor:
         """What the ranks of a shard axis hold together of a whole tensor."""
         return self.cut.part_of(name, whole, self.exchange)
+
+
+def check_updates(optimizer: Optimizer, asked: str) -> None:
+    """Raise `RequestError` for an optimizer that needs a parameter whole, on both axes."""
+    if groups_of_whole(optimizer, asked):
+        raise RequestError(
+            asked=f"{asked} with {type(optimizer).__name__}",
+            found="the update of some rows is another one by themselves",
+            why="a parameter is cut over two axes, and nobody gathers it over both to update it",
+            do="--strategy fsdp or tensor, or an optimizer that updates every number by itself",
+        )

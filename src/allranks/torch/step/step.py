@@ -130,8 +130,8 @@ class SharedStep(Passes):
         with self.parts.updating(gradients):
             update(self.optimizer)
             self.rates.see()
-            if self.average is not None:
-                self.average.update()
+        if self.average is not None:
+            self.average.update()
 
     def regularizer(self, batch: Batch) -> Tensor | None:
         """The regularizer of a step, the same on every rank; `None` if the task has none."""

@@ -30,11 +30,16 @@ class DDP(Strategy):
     name = "ddp"
 
     @property
+    def reduced_by(self) -> str:
+        """The name of the reducer."""
+        return str(self.context.options.get("reduce", "mean"))
+
+    @property
     def shard_alone(self) -> bool:
-        return bool(self.context.options["reduce"] == "tree")
+        return self.reduced_by == "tree"
 
     def prepare(self) -> None:
-        kind = load(REDUCERS[self.context.options["reduce"]])
+        kind = load(REDUCERS[self.reduced_by])
         self.reducer: Reducer = kind(self.comm, self.task.shards)
         self._not_sent: dict[str, Any] | None = None
 
@@ -59,12 +64,11 @@ class DDP(Strategy):
 
     def own_state(self) -> dict[str, Any]:
         state = self.reducer.state()
-        name = str(self.context.options["reduce"])
-        return {"reducer": {"name": name, "state": state}} if state else {}
+        return {"reducer": {"name": self.reduced_by, "state": state}} if state else {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         kept = state.get("reducer", {})
-        if kept.get("name") == str(self.context.options["reduce"]):  # no residuals of another one
+        if kept.get("name") == self.reduced_by:  # no residuals of another one
             self.reducer.load_state(kept["state"])
 
     def messages(self) -> tuple[int, ...]:

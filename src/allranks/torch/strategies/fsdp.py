@@ -11,7 +11,7 @@ Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277. `reduce=tree` adds as `reducer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +27,6 @@ from allranks.strategies.card import Workload
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch, Leaf
-from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.optimizers.layerwise import Layerwise
 from allranks.torch.reducers.base import Reducer
 from allranks.torch.reducers.chunk_tree import PassPlan
@@ -42,7 +41,8 @@ from allranks.torch.sharding.fsdp_units import check_can_be_cut, units_of
 from allranks.torch.sharding.gradient_parts import CutGradients
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.sharding.slots import Slots
-from allranks.torch.sharding.two_axes import TwoAxes
+from allranks.torch.sharding.two_axes import TwoAxes, check_updates
+from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
 from allranks.torch.state import put_whole
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
@@ -163,12 +163,12 @@ class FSDP(Single):
     def prepare(self) -> None:
         if not self.is_cut:
             return
-        optimizer = self.step.optimizer
+        optimizer, asked = self.step.optimizer, f"--strategy {self.name}"
+        named = self.model.named_parameters()
+        cut = {name: Divided(p, p.shape) for name, p in named if isinstance(p, DTensor)}
         if self.two_axes is not None:
-            self.step.forward = self._forward
-        whole_lengths = isinstance(optimizer, Layerwise) and self.two_axes is None
-        if self.shard_alone or not whole_lengths:
-            check_elementwise(optimizer, f"--strategy {self.name}")
+            self.step.forward, cut = self._forward, {}
+        self.wholes = WholeUpdates(self.axis(SHARD), optimizer, cut, asked)
         if self.step.sparse.positions or self.context.scope.looked_up:
             raise RequestError(
                 asked=f"--strategy {self.name}",
@@ -184,9 +184,13 @@ class FSDP(Single):
     def lay_out(self) -> None:
         if not self.is_cut:
             return
+        if self.two_axes is not None:
+            check_updates(self.step.optimizer, f"--strategy {self.name}:tensor")
+        elif self.shard_alone or not isinstance(self.step.optimizer, Layerwise):
+            self.kept_whole = self.wholes.find()  # those see whole lengths, but not bit for bit
         if self.exchange.comm.rank > 0:
-            named = zip(self.step.names, self.step.parameters, strict=True)
-            self.copies = {id(p) for name, p in named if name not in self.cut.dims}
+            names = zip(self.step.names, self.step.parameters, strict=True)
+            self.copies = {id(p) for name, p in names if name not in self.cut.dims}
         step = self.step
         self.beside = Beside(self.reducer, step.layout, step.parameters, self.copies)
 
@@ -259,18 +263,22 @@ class FSDP(Single):
         exact = self.shard_alone
         return local, CutGradients(self.step.parameters, holders, self.copies, exact=exact)
 
-    def messages(self) -> tuple[int, ...]:
-        """Of the root, of all other units, of what is trained of them, and what goes beside it.
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        return self.wholes.gathered() if self.is_cut else super().updating(gradients)
 
-        With a tensor axis also what is all-reduced and all-gathered there: the mean of all steps,
-        as it follows the samples of each.
+    def messages(self) -> tuple[int, ...]:
+        """Of the root, of all other units, of what is trained of them, and what goes beside it;
+        and what goes to owners and back.
+
+        With a tensor axis also what is all-reduced and all-gathered there: the mean of all steps.
         """
         parts = self.axis(SHARD).size
         *units, root = ([(padded(p, parts), p.requires_grad) for p in held] for held in self.held)
         rest = [row for rows in units for row in rows]
         trained = sum(size for size, is_trained in (*rest, *root) if is_trained)
         beside = self.beside.flat.nbytes if self.is_cut else 0
-        found = sum(size for size, _ in root), sum(size for size, _ in rest), trained, beside
+        moved = self.wholes.most_sent() if self.is_cut else 0
+        found = sum(size for size, _ in root), sum(size for size, _ in rest), trained, beside, moved
         if self.two_axes is None:
             return found
         along = self.exchange.reduced, self.exchange.gathered
@@ -330,6 +338,9 @@ class FSDP(Single):
         if not isinstance(held, DTensor) or isinstance(saved, DTensor):
             return saved
         return distribute_tensor(saved, held.device_mesh, held.placements, src_data_rank=None)
+
+    def state(self) -> dict[str, Any]:
+        return self.wholes.told(super().state()) if self.is_cut else super().state()
 
     def close(self) -> None:
         for hook in self._hooks:

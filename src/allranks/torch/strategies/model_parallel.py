@@ -114,7 +114,8 @@ class ModelParallel(Single):
         if self.context.options["by"] == "cost":
             called = {n: unit.module for n, unit in enumerate(units) if unit.module is not None}
             precision, scope = self.context.precision, self.context.scope
-            seconds = seconds_of(list(called.values()), model, self.task, scope, precision)
+            asked, blocks = f"--strategy {self.name}:by=cost", list(called.values())
+            seconds = seconds_of(blocks, model, self.task, scope, precision, asked)
             costs = dict(zip(called, seconds, strict=True))
             found = balanced(units, [costs.get(n, 0.0) for n in range(len(units))], parts)
             self._place(model, found)

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
 from allranks.job.placement import Placed
-from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
 from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.model.reals import real_type
+from allranks.torch.optimizers.elementwise import check_by_parameter
+from allranks.torch.pipelining.balance import bytes_of, measured
 from allranks.torch.pipelining.stages import stages_of
 from allranks.torch.reducers.exact_norm import exact_norm
+from allranks.torch.sharding.state import known_to_all
 from allranks.torch.step.gradients import Gradients, make_dense
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.strategies.base import Strategy
@@ -40,7 +41,10 @@ class Staged(Strategy):
     def parallelize(self, model: nn.Module) -> nn.Module:
         asked = f"--strategy {self.name} --ranks {self.comm.size}"
         self._check_task(asked)
-        self.stages = stages_of(self.task, model, self.last + 1, asked)
+        scope, precision = self.context.scope, self.context.precision
+        seconds = measured(model, self.task, scope, precision, self.comm, self.name)
+        costs = seconds if self.context.options["by"] == "cost" else bytes_of
+        self.stages = stages_of(self.task, model, self.last + 1, asked, costs)
         ranks_of = {
             name: sorted({stage % self.line.size for stage in self.stages.holders(parameter)})
             for name, parameter in model.named_parameters()
@@ -79,6 +83,8 @@ class Staged(Strategy):
 
     def lay_out(self) -> None:
         step = self.step
+        if self.line.size > 1:
+            check_by_parameter(step.optimizer, f"--strategy {self.name}")
         if step.sparse.positions:
             raise RequestError(
                 asked=f"--strategy {self.name}",
@@ -156,18 +162,9 @@ class Staged(Strategy):
         """As of one process, with meta tensors for what other ranks hold; every rank calls this."""
         state = super().state()
         kept = state["optimizer"]["state"]
-        own = {n: values for n, values in kept.items() if self.home[n] == self.line.rank}
-        skeleton, tensors = flatten(own, "kept")
-        looks = {path: [NAMES[t.dtype], list(t.shape)] for path, t in tensors.items()}
-        found: dict[str, Any] = {}
-        for text in self.line.gather_texts(json.dumps([skeleton, looks])):
-            theirs, looks = json.loads(text)
-            metas = {
-                path: torch.empty(shape, dtype=DTYPES[kind], device="meta")
-                for path, (kind, shape) in looks.items()
-            }
-            found.update(unflatten(theirs, metas))
-        found.update({name: kept[name] for name in self.held if name in kept})
+        own = [name for name in kept if self.home[name] == self.line.rank]
+        here = {name: values for name, values in kept.items() if name in self.held}
+        found = known_to_all(here, own, self.line)
         order = [name for name, _ in self.model.named_parameters() if name in found]
         state["optimizer"] = {
             **state["optimizer"],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from allranks.strategies.activation_cards import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
-from allranks.strategies.tensor_card import LEAVES
 from allranks.torch.data.batch import Batch
-from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.reducers.exact_norm import exact_norm
+from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
@@ -68,8 +68,17 @@ class Tensors(Strategy):
 
     def prepare(self) -> None:
         self.step.forward = self._forward
-        if self.cut.dims:
-            check_elementwise(self.step.optimizer, "--strategy tensor")
+        named = dict(self.model.named_parameters())
+        cut = {n: Divided(named[n], self.cut.shapes[n], dim) for n, dim in self.cut.dims.items()}
+        asked = "--strategy tensor"
+        self.wholes = WholeUpdates(self.axis(TENSOR), self.step.optimizer, cut, asked)
+
+    def lay_out(self) -> None:
+        if self.axis(TENSOR).size > 1:
+            self.kept_whole = self.wholes.find()
+
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        return self.wholes.gathered()
 
     def _forward(self, data: Any) -> Any:
         self.cut.begin_pass()
@@ -106,20 +115,25 @@ class Tensors(Strategy):
             yield
 
     def messages(self) -> tuple[int, ...]:
-        """All-reduced and all-gathered along the tensor axis, gradients, tally: of all steps.
+        """All-reduced and all-gathered along the tensor axis, gradients, tally, what goes to owners
+        and back: of all steps.
 
         The first two follow the samples of each step.
         """
         exchange, steps = self.exchange, max(1, self.steps)
         gradients = sum(parameter.nbytes for parameter in self.step.parameters)
         tally = self.step.layout.size * torch.float64.itemsize
-        return exchange.reduced, exchange.gathered, steps * gradients, steps * tally
+        moved = steps * self.wholes.most_sent()
+        return exchange.reduced, exchange.gathered, steps * gradients, steps * tally, moved
 
     def promised_bytes(self) -> int:
         """The mean over the steps that were made."""
         return round(super().promised_bytes() / max(1, self.steps))
 
     # --- what a state holds ---------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return self.wholes.told(super().state())
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
         dim = self.cut.dims.get(name)
