@@ -118,8 +118,8 @@ ENGINES = {
 STRATEGIES = {
     TORCH: {
         "single": "allranks.torch.strategies.single:Single",
-        "dp": "allranks.torch.strategies.dp:DP",
-        "model-parallel": "allranks.torch.strategies.model_parallel:ModelParallel",
+        "dp": "allranks.torch.strategies.one_process.dp:DP",
+        "model-parallel": "allranks.torch.strategies.one_process.model_parallel:ModelParallel",
         "ddp-plain": "allranks.torch.strategies.ddp_plain:DDPPlain",
         "ddp": "allranks.torch.strategies.ddp:DDP",
         "zero1": "allranks.torch.strategies.zero:ZeRO1",
