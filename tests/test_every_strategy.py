@@ -37,6 +37,8 @@ SETTINGS = {
     "ddp": [
         *("ddp", "ddp:bucket_mb=0.0005", "ddp:reduce=tree", "ddp:reduce=tree,bucket_mb=0.0005"),
         *("ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"),
+        *("ddp:reduce=ring(pieces=2),bucket_mb=0.0005", "ddp:reduce=halving-doubling"),
+        *("ddp:reduce=binary-tree", "ddp:reduce=star", "ddp:reduce=hierarchical(group=2)"),
     ],
     "zero1": ["zero1", "zero1:reduce=tree,bucket_mb=0.0005"],
     "zero2": ["zero2:bucket_mb=0.0005", "zero2:reduce=tree"],
@@ -153,6 +155,7 @@ def test_exact(
     assert found["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
     sent = found["sent_bytes"]["gradients"] / found["steps"]
     leads = not is_staged(strategy) or ranks <= 2  # else a stage in the middle sends most
+    leads = leads and not ("binary-tree" in strategy and ranks > 4)  # nor does the root then
     if task != "Uneven" and leads:  # a stream sends once more, to find that its epoch has ended
         assert found["card_bytes_per_step"] <= sent * (1 + 1e-9) + 1
         padding = ranks * 8 * 40  # a tree pads each bucket to a multiple of the ranks

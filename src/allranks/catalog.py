@@ -149,6 +149,11 @@ REDUCERS = {
     "tree": "allranks.torch.reducers.tree:Tree",
     "fp16": "allranks.torch.reducers.half:FP16",
     "bf16": "allranks.torch.reducers.half:BF16",
+    "ring": "allranks.torch.reducers.point_to_point:Ring",
+    "halving-doubling": "allranks.torch.reducers.point_to_point:HalvingDoubling",
+    "binary-tree": "allranks.torch.reducers.point_to_point:BinaryTree",
+    "star": "allranks.torch.reducers.point_to_point:Star",
+    "hierarchical": "allranks.torch.reducers.point_to_point:Hierarchical",
 }
 
 PLACES = {

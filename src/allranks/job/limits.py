@@ -49,7 +49,8 @@ def checked(job: Job) -> Job:
     _check_arithmetic(job)
     check_engine(job)
     _check_course(job)
-    spec = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
+    per_node = 0 if job.ranks % job.nodes else job.ranks // job.nodes
+    spec = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise, per_node=per_node)
     _check_devices(job, spec)
     _check_roles(job, spec.process_set)
     return dataclasses.replace(job, strategy=str(spec))

@@ -3,8 +3,8 @@
 Gradients live in a few flat buckets, in the order in which backward finishes them. As soon as the
 last backward pass of a step has filled a bucket, its sum over all ranks is under way; the tally
 rides on the bucket that leaves last. Li et al. 2020, PyTorch Distributed, arXiv 2006.15704. How a
-bucket is summed is the reducer's: `reduce=tree` for equal bits,
-`bf16` or `fp16` for half the bytes.
+bucket is summed is the reducer's: `reduce=tree` for equal bits, `bf16` or `fp16` for half the
+bytes, or an algorithm made of messages, as `ring`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from allranks.catalog import REDUCERS, load
-from allranks.strategies.card import Workload
+from allranks.strategies.card import Picked, Workload
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.reducers.base import Reducer
@@ -30,17 +30,18 @@ class DDP(Strategy):
     name = "ddp"
 
     @property
-    def reduced_by(self) -> str:
-        """The name of the reducer."""
-        return str(self.context.options.get("reduce", "mean"))
+    def reduced_by(self) -> Picked:
+        """The reducer, with its options."""
+        picked: Picked = self.context.options.get("reduce", Picked("mean"))
+        return picked
 
     @property
     def shard_alone(self) -> bool:
-        return self.reduced_by == "tree"
+        return self.reduced_by.name == "tree"
 
     def prepare(self) -> None:
-        kind = load(REDUCERS[self.reduced_by])
-        self.reducer: Reducer = kind(self.comm, self.task.shards)
+        kind = load(REDUCERS[self.reduced_by.name])
+        self.reducer: Reducer = kind(self.comm, self.task.shards, **self.reduced_by.options)
         self._not_sent: dict[str, Any] | None = None
 
     def lay_out(self) -> None:
@@ -64,11 +65,11 @@ class DDP(Strategy):
 
     def own_state(self) -> dict[str, Any]:
         state = self.reducer.state()
-        return {"reducer": {"name": self.reduced_by, "state": state}} if state else {}
+        return {"reducer": {"name": self.reduced_by.name, "state": state}} if state else {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         kept = state.get("reducer", {})
-        if kept.get("name") == self.reduced_by:  # no residuals of another one
+        if kept.get("name") == self.reduced_by.name:  # no residuals of another one
             self.reducer.load_state(kept["state"])
 
     def messages(self) -> tuple[int, ...]:
