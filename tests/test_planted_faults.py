@@ -257,9 +257,9 @@ FAULTS = {
         "place.add_(new)",
         "place.copy_(new)",
         step=0,
-        stage="gradient",
-        tensor="0.weight",
-        hint="",
+        stage="samples",
+        tensor=None,
+        hint="samples counted twice or lost",
         options=("--strategy", "ddp:reduce=ring"),
     ),
     "a norm of one tensor rank": Fault(

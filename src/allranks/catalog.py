@@ -101,6 +101,9 @@ ENGINES = {
         needs=Extra("tensorflow", ("tensorflow", "keras")),
         programs=("digits-keras", "mnist-keras"),
         lacks={
+            **dict.fromkeys(
+                ("optimizer", "schedule"), "a Keras task compiles its model with an optimizer"
+            ),
             "bitwise": "tf.distribute has no fixed order of sums, so they follow the replicas",
             "compile": "its steps are graphs of TensorFlow already",
             "channels_last": "a Keras model says by itself in which order it takes images",
