@@ -146,7 +146,7 @@ def test_bitwise_asks_for_the_tree(text: str, ranks: int, bitwise: bool, wanted:
         ("ddp:reduce=mean", 2, True, "leave reduce out, or drop --bitwise"),
         ("ddp:reduce=bf16", 2, True, "leave reduce out, or drop --bitwise"),
         ("ddp:bucket_mb=0", 2, False, "for example bucket_mb=25.0"),
-        ("ddp:bucket=1", 2, False, "did you mean 'bucket_mb'? known: bucket_mb, reduce"),
+        ("ddp:bucket=1", 2, False, "did you mean 'bucket_mb'? known: bucket_mb, late, reduce"),
     ],
 )
 def test_what_a_strategy_cannot_do_is_refused(
@@ -160,7 +160,7 @@ def test_what_a_strategy_cannot_do_is_refused(
 def test_a_job_has_its_strategy_as_a_value() -> None:
     spec = Job(strategy="ddp:bucket_mb=1,reduce=tree", ranks=3).strategy_spec
     assert (spec.name, spec.process_set.size, spec.devices_of_a_rank) == ("ddp", 3, 1)
-    assert spec.options == {"reduce": Picked("tree"), "bucket_mb": 1.0}
+    assert spec.options == {"reduce": Picked("tree"), "bucket_mb": 1.0, "late": "0"}
     assert spec.adds_shards and not Job(strategy="ddp").strategy_spec.adds_shards
     assert not Job(strategy="single").strategy_spec.adds_shards
     with pytest.raises(TypeError):

@@ -124,7 +124,7 @@ STRATEGIES = {
         "dp": "allranks.torch.strategies.dp:DP",
         "model-parallel": "allranks.torch.strategies.model_parallel:ModelParallel",
         "ddp-plain": "allranks.torch.strategies.ddp_plain:DDPPlain",
-        "ddp": "allranks.torch.strategies.ddp:DDP",
+        "ddp": "allranks.torch.strategies.ddp:ddp",
         "zero1": "allranks.torch.strategies.zero:ZeRO1",
         "zero2": "allranks.torch.strategies.zero:ZeRO2",
         "fsdp": "allranks.torch.strategies.fsdp:FSDP",

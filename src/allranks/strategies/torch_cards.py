@@ -15,7 +15,13 @@ from allranks.strategies.fsdp_cards import FSDP_CARDS
 from allranks.strategies.mesh import Agreement
 from allranks.strategies.pipeline_cards import PIPELINE_CARDS
 from allranks.strategies.placed_cards import PLACED_CARDS
-from allranks.strategies.reductions.option import FORMULAS, REDUCE, mesh_of_groups, reduced_bytes
+from allranks.strategies.reductions.option import (
+    FORMULAS,
+    LATE,
+    REDUCE,
+    mesh_of_groups,
+    reduced_bytes,
+)
 from allranks.strategies.sharded_cards import SHARDED_CARDS
 from allranks.strategies.tensorflow_cards import TENSORFLOW_CARDS
 
@@ -65,12 +71,14 @@ CARDS = {
             bytes_sent=reduced_bytes,
             bytes_formula=FORMULAS,
             memory="weights + gradients + optimizer on every rank; tree: roots + 2 more gradients; "
-            "fp16, bf16, halving-doubling: 1 more; binary-tree: 2 more; star: N-1 more (rank 0)",
+            "fp16, bf16, halving-doubling: 1 more; binary-tree: 2 more; star: N-1 more (rank 0); "
+            "late: 1 more, 2 with a regularizer",
             many_ranks=True,
             bitwise_options={"reduce": "tree"},
             options=(
                 REDUCE,
                 Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),
+                LATE,
             ),
             paper="Li et al. 2020, PyTorch Distributed, arXiv 2006.15704",
             mesh=mesh_of_groups,

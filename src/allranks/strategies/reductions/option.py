@@ -7,6 +7,7 @@ counted at the process group are held against it in the tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from allranks.errors import RequestError
@@ -45,10 +46,33 @@ REDUCE = Option(
 )
 
 
+LATE = Option(
+    "late",
+    "0",
+    "steps until a gradient is applied; 1: it is summed while the next step computes",
+    ("0", "1"),
+    {
+        "1": Reference(
+            "a loop in one process in which step n applies the gradient of step n - 1, and step 0 "
+            "none"
+        )
+    },
+)
+
+
 def reduced_bytes(work: Workload, options: Mapping[str, Any]) -> int:
-    """What the busiest rank sends for all messages of a step."""
+    """What the busiest rank sends for all messages of a step.
+
+    Where gradients are late the last message is the tally alone, summed by `mean` or `tree`.
+    """
     picked: Picked = options["reduce"]
-    return WAYS[picked.name](work, picked.options)
+    way = WAYS[picked.name]
+    if options[LATE.name] == "0":
+        return way(work, picked.options)
+    *gradients, tally = work.messages
+    own = replace(work, messages=(tally,))
+    rest = replace(work, messages=tuple(gradients), tally=0)
+    return way(rest, picked.options) + WAYS["tree" if picked.name == "tree" else "mean"](own, {})
 
 
 def mesh_of_groups(ranks: int, options: Mapping[str, Any]) -> Mesh:
