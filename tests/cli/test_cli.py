@@ -192,7 +192,9 @@ def test_strategies_lists_all_and_shows_one(door: Door) -> None:
     code, out, _ = door("strategies")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[::2]] == list(CARDS)
-    assert "up to the order of sums (reduce=fp16 or reduce=bf16: REFERENCE)" in out
+    assert (
+        "up to the order of sums (reduce=fp16 or reduce=bf16: REFERENCE; late=1: REFERENCE)" in out
+    )
     code, out, _ = door("strategies", "ddp")
     assert code == 0
     assert out.startswith(f"ddp: {CARDS['ddp'].summary}\n")
