@@ -10,7 +10,7 @@ import pytest
 from allranks.catalog import ENGINES, REDUCERS, STRATEGIES
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.strategies.card import Exact, Option, Reference, Workload
+from allranks.strategies.card import Exact, Option, Picked, Reference, Workload
 from allranks.strategies.choice import Choice, parse_choice
 from allranks.strategies.reduction_tree import PAIRS_LIMIT_BYTES
 from allranks.strategies.resolve import TO_COME, card_for, resolved_strategy
@@ -34,6 +34,11 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("ddp", "tree"): (0, 3360, 6720, 6720, 10080),
     ("ddp", "fp16"): (0, 1760, 2347, 2640, 3080),
     ("ddp", "bf16"): (0, 1760, 2347, 2640, 3080),
+    ("ddp", "ring"): (0, 3360, 4480, 5040, 5880),
+    ("ddp", "halving-doubling"): (0, 3360, 6720, 5040, 5880),
+    ("ddp", "binary-tree"): (0, 3360, 6720, 6720, 10080),
+    ("ddp", "star"): (0, 3360, 6720, 10080, 23520),
+    ("ddp", "hierarchical"): (0, 3360, 4480, 5040, 5880),  # all of them one group
     ("zero1", "mean"): (0, 3360, 4480, 5040, 5880),
     ("zero1", "tree"): (0, 3360, 6720, 5120, 6080),
     ("zero2", "mean"): (0, 4960, 6613, 7440, 8680),  # two backward passes
@@ -99,8 +104,9 @@ def test_the_bytes_of_the_tree_follow_its_roots() -> None:
 
 def test_a_large_message_goes_through_the_tree_in_chunks_where_that_is_less() -> None:
     def sent(ranks: int, message: int) -> int:
-        return CARDS["ddp"].bytes_sent(Workload((message,), ranks, 8), {"reduce": "tree"})
+        return CARDS["ddp"].bytes_sent(Workload((message,), ranks, 8), options)
 
+    options = CARDS["ddp"].read_options({"reduce": "tree"})
     limit = PAIRS_LIMIT_BYTES
     assert (sent(4, limit), sent(8, limit)) == (2 * limit, 3 * limit)
     assert (sent(4, 2 * limit), sent(8, 2 * limit)) == (3 * limit, 3.5 * limit)
@@ -140,7 +146,7 @@ def test_bitwise_asks_for_the_tree(text: str, ranks: int, bitwise: bool, wanted:
         ("ddp:reduce=mean", 2, True, "leave reduce out, or drop --bitwise"),
         ("ddp:reduce=bf16", 2, True, "leave reduce out, or drop --bitwise"),
         ("ddp:bucket_mb=0", 2, False, "for example bucket_mb=25.0"),
-        ("ddp:bucket=1", 2, False, "did you mean 'bucket_mb'? known: bucket_mb, reduce"),
+        ("ddp:bucket=1", 2, False, "did you mean 'bucket_mb'? known: bucket_mb, late, reduce"),
     ],
 )
 def test_what_a_strategy_cannot_do_is_refused(
@@ -154,7 +160,7 @@ def test_what_a_strategy_cannot_do_is_refused(
 def test_a_job_has_its_strategy_as_a_value() -> None:
     spec = Job(strategy="ddp:bucket_mb=1,reduce=tree", ranks=3).strategy_spec
     assert (spec.name, spec.process_set.size, spec.devices_of_a_rank) == ("ddp", 3, 1)
-    assert spec.options == {"reduce": "tree", "bucket_mb": 1.0}
+    assert spec.options == {"reduce": Picked("tree"), "bucket_mb": 1.0, "late": "0"}
     assert spec.adds_shards and not Job(strategy="ddp").strategy_spec.adds_shards
     assert not Job(strategy="single").strategy_spec.adds_shards
     with pytest.raises(TypeError):

@@ -252,6 +252,16 @@ FAULTS = {
         options=("--strategy", "tensor"),
         program="tensor_tasks:Stack",
     ),
+    "what comes round the ring takes the place of what is there": Fault(
+        "torch/reducers/point_to_point.py",
+        "place.add_(new)",
+        "place.copy_(new)",
+        step=0,
+        stage="samples",
+        tensor=None,
+        hint="samples counted twice or lost",
+        options=("--strategy", "ddp:reduce=ring"),
+    ),
     "a norm of one tensor rank": Fault(
         "torch/strategies/tensor.py",
         '        self.comm.all_reduce(total, "control").wait()\n',
