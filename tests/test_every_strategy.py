@@ -22,7 +22,8 @@ import contract_tasks
 from allranks.errors import RequestError
 from allranks.strategies.card import Exact
 from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for, strategy_spec
+from allranks.strategies.mesh import PIPELINE
+from allranks.strategies.resolve import card_for, has_mesh, strategy_spec
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.strategies.torch_cards import CARDS
 from allranks.training.order import Order
@@ -46,6 +47,11 @@ SETTINGS = {
     "interleaved": ["interleaved:chunks=2"],
     "independent": ["independent"],
     "tensor": ["tensor", "tensor:data=2", "tensor:exact=yes"],
+    "mesh": [
+        *("mesh:data=2,tensor=2,pipeline=2", "mesh:data=2,tensor=2", "mesh:data=3"),
+        *("mesh:data=2,pipeline=2,schedule=gpipe", "mesh:tensor=2,pipeline=2"),
+        "mesh:pipeline=2,schedule=interleaved(chunks=2)",
+    ],
 }
 STAGES = {"Images": 5, "Words": 4, "Pairs": 0, "Uneven": 3, "Experts": 4, "Pictures": 2}
 """Into how many stages each task can be cut."""
@@ -105,8 +111,11 @@ NOTHING_TO_CUT = {  # of 4 features
 def takes(strategy: str, ranks: int, task: str) -> bool:
     """Whether a strategy trains such a task on so many ranks."""
     if is_staged(strategy):
-        chunks = 2 if ranks > 1 and "chunks=2" in strategy else 1
-        return ranks * chunks <= STAGES[task]
+        if not has_mesh(strategy, ranks):
+            return False
+        stages = strategy_spec(strategy, ranks).mesh.size(PIPELINE)
+        chunks = 2 if stages > 1 and "chunks=2" in strategy else 1
+        return stages * chunks <= STAGES[task]
     if (strategy, ranks, task) in NOTHING_TO_CUT:
         return False
     with suppress(RequestError):

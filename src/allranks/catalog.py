@@ -131,6 +131,7 @@ STRATEGIES = {
         "interleaved": "allranks.torch.strategies.pipeline:Interleaved",
         "independent": "allranks.torch.strategies.independent:Independent",
         "tensor": "allranks.torch.strategies.tensor:Tensors",
+        "mesh": "allranks.torch.strategies.mesh:ThreeAxes",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

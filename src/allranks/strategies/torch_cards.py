@@ -15,7 +15,7 @@ from allranks.strategies.card import Card, Exact, Option, Reference, Workload, r
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes, tree_bytes
 from allranks.strategies.fsdp_cards import FSDP_CARDS
 from allranks.strategies.mesh import Agreement
-from allranks.strategies.pipeline_cards import PIPELINE_CARDS
+from allranks.strategies.pipeline_cards import MESH_CARD, PIPELINE_CARDS
 from allranks.strategies.placed_cards import PLACED_CARDS
 from allranks.strategies.sharded_cards import SHARDED_CARDS
 from allranks.strategies.tensor_card import TENSOR_CARD
@@ -125,6 +125,7 @@ CARDS = {
         *PLACED_CARDS,
         TENSOR_CARD,
         *PIPELINE_CARDS,
+        MESH_CARD,
         *TENSORFLOW_CARDS,
     )
 }

@@ -37,7 +37,9 @@ def check_elementwise(optimizer: Optimizer, asked: str) -> None:
 
 
 def _check_group(optimizer: Optimizer, number: int, asked: str) -> None:
-    device = optimizer.param_groups[number]["params"][0].device
+    parameters = optimizer.param_groups[number]["params"]
+    held = (p.device for p in parameters if not p.is_meta)  # the others are other ranks'
+    device = next(held, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     drawn = [
         torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(device)

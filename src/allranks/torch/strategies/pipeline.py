@@ -43,22 +43,28 @@ class Pipeline(Staged):
 
     name = "gpipe"
     equal_passes = True
+    passes_meet_readers = False
     can_be_compiled = False
     cuts_by_shard = True
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         self.line = self.axis(PIPELINE)
         alone = self.line.size == 1
-        self.chunks = 1 if alone else int(self.context.options.get("chunks", 1))
+        schedule, chunks = self.asked_schedule()
+        self.chunks = 1 if alone else chunks
         self.last = self.line.size * self.chunks - 1
         self.own_stages = range(self.line.rank, self.last + 1, self.line.size)
         model = super().parallelize(model)
         self._axes["backwards"] = self.line.beside()
         self.links = Links(self.line, self._axes["backwards"])
         self.schedule = lru_cache(maxsize=64)(
-            lambda micros: SCHEDULES[self.name](self.line.size, micros, self.chunks)
+            lambda micros: SCHEDULES[schedule](self.line.size, micros, self.chunks)
         )
         return model
+
+    def asked_schedule(self) -> tuple[str, int]:
+        """Its name, and how many stages each rank has."""
+        return self.name, int(self.context.options.get("chunks", 1))
 
     def prepare(self) -> None:
         self.step.forward = self._forward
