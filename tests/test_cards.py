@@ -49,11 +49,13 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("multi-worker-mirrored", ""): (0, 3360, 4480, 5040, 5880),
     ("parameter-server", ""): (6720, 6720, 6720, 6720, 6720),
     ("tensor", ""): (0, 2160, 2880, 3240, 3780),
+    ("mesh", ""): (0, 160, 213, 240, 280),  # one of each axis: nothing but the tally
 }
 MESSAGES = {
     **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
     **dict.fromkeys(("fsdp", "hsdp"), CUT),
     "tensor": (1600, 800, GRADIENTS, TALLY),  # activations summed, gathered
+    "mesh": (0, 1600, 800, GRADIENTS, 0, TALLY),  # and before them what crosses between stages
 }
 """Of strategies whose tally is a message of its own."""
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from allranks.job.placement import Placed
 from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.torch.data.batch import Batch
 from allranks.torch.optimizers.elementwise import check_elementwise
@@ -137,6 +138,9 @@ class ThreeAxes(Pipeline):
             return saved.to_local()
         held, dim = super().as_held(name, saved), self.cut.dims.get(name)
         return held if dim is None else self.exchange.own(held, dim).contiguous()
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        return self.cut.placed(super().placement(updated=updated))
 
     # --- bytes ----------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from allranks.errors import RequestError
+from allranks.job.placement import Placed
 from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.strategies.tensor_card import LEAVES
 from allranks.torch.comm import Comm
@@ -124,6 +125,9 @@ class Tensors(Strategy):
     def promised_bytes(self) -> int:
         """The mean over the steps that were made."""
         return round(super().promised_bytes() / max(1, self.steps))
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        return self.cut.placed(super().placement(updated=updated))
 
     # --- what a state holds ---------------------------------------------------------------
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from allranks.job.placement import Placed
 from allranks.torch.model.layers import own_kind
 from allranks.torch.model.shard_dropout import ShardDropout
 from allranks.torch.tensor_parallel.exchange import Exchange
@@ -38,6 +40,13 @@ class CutModel:
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     layers: list[CutLayer] = field(default_factory=list)
+
+    def placed(self, rows: Iterable[Placed]) -> list[Placed]:
+        """What this rank holds, where it is a part with the shape of the whole."""
+        return [
+            replace(row, whole=tuple(self.shapes[row.name])) if row.name in self.dims else row
+            for row in rows
+        ]
 
 
 def cut_model(
