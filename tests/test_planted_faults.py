@@ -250,7 +250,7 @@ FAULTS = {
         "",
         step=0,
         stage="gradient",
-        tensor="0.weight",
+        tensor="0.bias",
         hint="",
         options=("--ranks", "4", "--strategy", "mesh:data=2,pipeline=2"),
         program="mesh_tasks:Stack",
