@@ -20,7 +20,7 @@ RANKS = (1, 2, 3, 4, 8)
 GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together, 1760 with 800 gradients of 16 bit
 ABLE = (
     "use single or ddp or zero1 or zero2 or fsdp or hsdp or model-parallel or gpipe or 1f1b or "
-    "interleaved"
+    "interleaved or mesh"
 )
 CUT = 800, 2400, GRADIENTS, TALLY  # weights of the root and of the units beside them
 # 8 shards: roots of the busiest rank are 1, 1, 2, 1, 1

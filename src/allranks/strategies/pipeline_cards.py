@@ -10,6 +10,7 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Exact, Option, Workload
+from allranks.strategies.card_bytes import tree_bytes
 from allranks.strategies.mesh import PIPELINE, REPLICATE, TENSOR, Agreement, Mesh
 
 
@@ -86,18 +87,34 @@ def _three_axes(ranks: int, options: Mapping[str, Any]) -> Mesh:
             why=f"each of the {ranks} ranks has one of them, and none is left empty",
             do=f"--ranks {places}" + (f", or data={copies}" if not rest else ""),
         )
+    if options["reduce"] == "tree" and tensor > 1:
+        raise RequestError(
+            asked=f"--strategy mesh:tensor={tensor},reduce=tree, as --bitwise sets it",
+            found=f"layers cut over {tensor} ranks",
+            why="a product is summed over these ranks first, in another order than in one process",
+            do="tensor=1, or leave --bitwise (reduce=tree) out",
+        )
     return Mesh(((PIPELINE, pipeline), (REPLICATE, data), (TENSOR, tensor)))
 
 
 def _of_three_axes(work: Workload, options: Mapping[str, Any]) -> int:
     """Of the busiest rank; messages are a `ROW` for each rank, and the tally."""
     *rest, tally = work.messages
-    along, between = ((n - 1) / n for n in (int(options["tensor"]), int(options["data"])))
+    copies, line = (int(options[name]) for name in ("data", "pipeline"))
+    along = 1 - 1 / int(options["tensor"])
+    is_tree = options["reduce"] == "tree"
+
+    def between(message: int) -> float:
+        if is_tree:
+            return tree_bytes(Workload((), copies, work.shards), [message])
+        return 2 * (1 - 1 / copies) * message
+
     sent: list[float] = [
-        crossing + along * (2 * reduced + gathered) + 2 * between * gradients + tied
+        crossing + along * (2 * reduced + gathered) + between(gradients) + tied
         for crossing, reduced, gathered, gradients, tied in zip(*[iter(rest)] * ROW, strict=True)
     ]
-    return round(max(sent) + 2 * (work.ranks - 1) / work.ranks * tally)
+    of_tally = 2 * (1 - 1 / (line if is_tree else work.ranks)) * tally
+    return round(max(sent) + of_tally + (between(tally) if is_tree else 0))
 
 
 MESH_CARD = Card(
@@ -106,7 +123,8 @@ MESH_CARD = Card(
     guarantee=Exact(),
     bytes_sent=_of_three_axes,
     bytes_formula="busiest rank: what `1f1b` sends of its samples + what `tensor` sends of its "
-    "stage + 2(D-1)/D · gradients of its part + 2(N-1)/N · tally; N = D·T·P",
+    "stage + 2(D-1)/D · gradients of its part + 2(N-1)/N · tally; N = D·T·P. reduce=tree: of D "
+    "copies what `ddp:reduce=tree` sends on D ranks, and 2(P-1)/P · tally",
     memory="1/P of the layers, of those 1/T of what is cut: weights + gradients + optimizer; "
     "activations of min(m, P - stage) micro-batches",
     many_ranks=True,
@@ -120,7 +138,9 @@ MESH_CARD = Card(
             "in which order micro-batches pass the stages",
             {"gpipe": (), "1f1b": (), "interleaved": (CHUNKS,)},
         ),
+        Option("reduce", "mean", "how gradients of copies are summed", ("mean", "tree")),
     ),
+    bitwise_options={"reduce": "tree"},
     agreement=Agreement("staged"),
     mesh=_three_axes,
     paper="Narayanan et al. 2021, Megatron-LM on GPU clusters, arXiv 2104.04473",

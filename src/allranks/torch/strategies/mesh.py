@@ -3,7 +3,8 @@
     cut        the weights of every stage, over the tensor axis            `tensor_parallel.cutting`
     stages     along the pipeline axis, where each line runs the schedule     `strategies.pipeline`
     passes     of the samples of the line alone: one with fewer micro-batches makes fewer
-    reduce     gradients over the copies of a stage, tied weights over stages, the tally over all
+    reduce     gradients over the copies of a stage, tied weights over stages, the tally over all;
+               under `reduce=tree` along one tree over all shards, and nothing may be cut
     norm       a part on each rank of the tensor axis, all else once
 
 The grid is one arange, pipeline x data x tensor, the last varies fastest: ranks that exchange most
@@ -27,10 +28,12 @@ from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.torch.data.batch import Batch
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.pipelining.stage_gradients import StagedGradients
+from allranks.torch.reducers.tree import Tree, TreeSum
 from allranks.torch.sharding.dtensors import Shard, device_mesh, dtensor
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.pipeline import Pipeline
 from allranks.torch.strategies.staged import not_alike
 from allranks.torch.strategies.tensor import nothing_to_cut, sum_over_copies
@@ -45,7 +48,15 @@ class ThreeAxes(Pipeline):
     """Pipelines of cut stages, in copies. Sends what pipelines and tensor parallelism send."""
 
     name = "mesh"
-    tally_type = torch.float64
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        if not self.shard_alone:  # along the tree it is added up as in one process, in its type
+            self.tally_type = torch.float64
+
+    @property
+    def shard_alone(self) -> bool:
+        return bool(self.context.options["reduce"] == "tree")
 
     def asked_schedule(self) -> tuple[str, int]:
         asked = self.context.options["schedule"]
@@ -55,6 +66,7 @@ class ThreeAxes(Pipeline):
         self.copies = not_alike(self.axis(REPLICATE), self.comm)
         self.exchange = Exchange(not_alike(self.axis(TENSOR), self.comm))
         self.cut = CutModel()
+        self.tree = Tree(self.copies, self.task.shards)
         return super().parallelize(model)
 
     def cut_stages(self, model: nn.Module) -> None:
@@ -90,6 +102,8 @@ class ThreeAxes(Pipeline):
             region.close()
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        if self.shard_alone:  # what copies have is added already, shard by shard
+            return super().reduce(batch, local)
         sum_over_copies(self.own, self.copies)
         self.sum_tied()
         if self.exchange.comm.rank:
@@ -99,8 +113,28 @@ class ThreeAxes(Pipeline):
 
     def gradients(self) -> StagedGradients:
         cut = [at for at, name in enumerate(self.step.names) if name in self.cut.dims]
-        everywhere, parts = self.step.parameters, self.exchange.comm
-        return StagedGradients(self.own, self._counted, everywhere, self.line, parts=parts, cut=cut)
+        return StagedGradients(
+            self.own,
+            self._counted,
+            self.step.parameters,
+            self.line,
+            exact=self.shard_alone,
+            parts=self.exchange.comm,
+            cut=cut,
+        )
+
+    def total_of(self, tree: TreeSum) -> list[Tensor]:
+        """The tree over the shards of all copies, one message for each type of number."""
+        if self.copies.size == 1:
+            return super().total_of(tree)
+        total = list(tree.roots[0][1])
+        for kind in dict.fromkeys(tensor.dtype for tensor in total):
+            own = [at for at, tensor in enumerate(total) if tensor.dtype == kind]
+            roots = [(span, [tensors[at].flatten() for at in own]) for span, tensors in tree.roots]
+            flat = self.tree.sum_apart([(span, torch.cat(tensors)) for span, tensors in roots])
+            for at, part in zip(own, flat.split([total[at].numel() for at in own]), strict=True):
+                total[at] = part.view_as(total[at])
+        return total
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         self._close_regions()
@@ -156,7 +190,7 @@ class ThreeAxes(Pipeline):
             sum(2 * (1 - 1 / comm.size) * p.nbytes for p, comm in self._summed),
         ]
         rows = map(json.loads, self.comm.gather_texts(json.dumps(own)))
-        tally = self.step.layout.size * torch.float64.itemsize
+        tally = self.step.layout.size * self.step.layout.like.element_size()
         return (*(round(sent) for row in rows for sent in row), tally)
 
 

@@ -108,6 +108,10 @@ class Pipeline(Staged):
         self.line.all_reduce(local.tensor).wait()
         return local, self.gradients()
 
+    def total_of(self, tree: TreeSum) -> list[Tensor]:
+        """The sum over all shards, of which this rank has added its own."""
+        return tree.total()
+
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """The output for data that all ranks have; it goes through all stages, and to all ranks."""
         return forward(self._evaluate, data)
@@ -290,12 +294,13 @@ class _Passes:
             return tally
         for stage, parameters in self.strategy.of_stage.items():
             self._add_leaves(stage, len(leaves))
-            for parameter, gradient in zip(parameters, self.trees[stage].total(), strict=True):
+            gradients = self.strategy.total_of(self.trees[stage])
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
         total = TreeSum(self.strategy.task.shards)
         for leaf, tally in zip(leaves, self.tallies, strict=True):
             total.add((leaf.shards.start, leaf.shards.stop), [tally.tensor])
-        return step.layout.tally(total.total()[0])
+        return step.layout.tally(self.strategy.total_of(total)[0])
 
 
 def _backward_from(pairs: list[tuple[Tensor, Tensor]]) -> None:
