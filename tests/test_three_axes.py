@@ -24,6 +24,7 @@ MESHES = [
     ("mesh:tensor=2,pipeline=2", 4),
     ("mesh:data=2,tensor=2", 4),
     ("mesh:tensor=3,pipeline=2,schedule=gpipe", 6),
+    ("mesh:data=2,pipeline=3", 6),  # a weight in the first and the last of three stages
 ]
 
 

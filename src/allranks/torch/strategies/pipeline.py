@@ -54,8 +54,8 @@ class Pipeline(Staged):
         self.chunks = 1 if alone else chunks
         self.last = self.line.size * self.chunks - 1
         self.own_stages = range(self.line.rank, self.last + 1, self.line.size)
+        self._axes["backwards"] = self.line.beside()  # before groups that not all of the line make
         model = super().parallelize(model)
-        self._axes["backwards"] = self.line.beside()
         self.links = Links(self.line, self._axes["backwards"])
         self.schedule = lru_cache(maxsize=64)(
             lambda micros: SCHEDULES[schedule](self.line.size, micros, self.chunks)
