@@ -20,7 +20,7 @@ RANKS = (1, 2, 3, 4, 8)
 GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together, 1760 with 800 gradients of 16 bit
 ABLE = (
     "use single or ddp or zero1 or zero2 or fsdp or hsdp or model-parallel or gpipe or 1f1b or "
-    "interleaved or zero-bubble"
+    "interleaved or zero-bubble or mesh"
 )
 CUT = 800, 2400, GRADIENTS, TALLY  # weights of the root and of the units beside them
 # 8 shards: roots of the busiest rank are 1, 1, 2, 1, 1
@@ -56,12 +56,14 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("parameter-server", ""): (6720, 6720, 6720, 6720, 6720),
     ("tensor", ""): (0, 2160, 2880, 3240, 3780),
     ("context", ""): (0, 5200, 6720, 7480, 8620),
+    ("mesh", ""): (0, 160, 213, 240, 280),  # one of each axis: nothing but the tally
 }
 MESSAGES = {
     **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
     **dict.fromkeys(("fsdp", "hsdp"), CUT),
     "tensor": (1600, 800, GRADIENTS, TALLY),  # activations summed, gathered
     "context": (1600, 400, 200, 640, GRADIENTS + TALLY),  # by all-to-all, gathered, summed, passed
+    "mesh": (0, 1600, 800, GRADIENTS, 0, TALLY),  # and before them what crosses between stages
 }
 """Of strategies whose tally is a message of its own."""
 

@@ -22,8 +22,8 @@ import contract_tasks
 from allranks.errors import RequestError
 from allranks.strategies.card import Exact
 from allranks.strategies.choice import parse_choice
-from allranks.strategies.mesh import CONTEXT
-from allranks.strategies.resolve import card_for, strategy_spec
+from allranks.strategies.mesh import CONTEXT, PIPELINE
+from allranks.strategies.resolve import card_for, has_mesh, strategy_spec
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.strategies.torch_cards import CARDS
 from allranks.training.order import Order
@@ -53,6 +53,11 @@ SETTINGS = {
     "independent": ["independent"],
     "tensor": ["tensor", "tensor:data=2", "tensor:exact=yes"],
     "context": ["context", "context:attention=ring", "context:data=2,bucket_mb=0.0005"],
+    "mesh": [
+        *("mesh:data=2,tensor=2,pipeline=2", "mesh:data=2,tensor=2", "mesh:data=3"),
+        *("mesh:data=2,pipeline=2,schedule=gpipe", "mesh:tensor=2,pipeline=2"),
+        *("mesh:pipeline=2,schedule=interleaved(chunks=2)", "mesh:data=2,pipeline=2,reduce=tree"),
+    ],
 }
 STAGES = {
     "Images": 5,
@@ -125,8 +130,13 @@ SEQUENCES = {"ulysses": (2, 4), "ring": (2, 3, 4)}
 def takes(strategy: str, ranks: int, task: str) -> bool:
     """Whether a strategy trains such a task on so many ranks."""
     if is_staged(strategy):
-        chunks = 2 if ranks > 1 and "chunks=2" in strategy else 1
-        return ranks * chunks <= STAGES.get(task, 0)
+        if not has_mesh(strategy, ranks):
+            return False
+        stages = strategy_spec(strategy, ranks).mesh.size(PIPELINE)
+        if task == "Words" and stages > 1 and "tree" in strategy:
+            return False  # its tied weight is in two stages
+        chunks = 2 if stages > 1 and "chunks=2" in strategy else 1
+        return stages * chunks <= STAGES.get(task, 0)
     if (strategy, ranks, task) in NOTHING_TO_CUT:
         return False
     with suppress(RequestError):

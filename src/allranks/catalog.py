@@ -136,6 +136,7 @@ STRATEGIES = {
         "independent": "allranks.torch.strategies.independent:Independent",
         "tensor": "allranks.torch.strategies.tensor:Tensors",
         "context": "allranks.torch.strategies.context_parallel:ContextParallel",
+        "mesh": "allranks.torch.strategies.mesh:ThreeAxes",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

@@ -13,7 +13,7 @@ from allranks.strategies.card import Card, Exact, Option, Reference, replicas_of
 from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes
 from allranks.strategies.fsdp_cards import FSDP_CARDS
 from allranks.strategies.mesh import Agreement
-from allranks.strategies.pipeline_cards import PIPELINE_CARDS
+from allranks.strategies.pipeline_cards import MESH_CARD, PIPELINE_CARDS
 from allranks.strategies.placed_cards import PLACED_CARDS
 from allranks.strategies.reductions.option import (
     FORMULAS,
@@ -101,6 +101,7 @@ CARDS = {
         TENSOR_CARD,
         CONTEXT_CARD,
         *PIPELINE_CARDS,
+        MESH_CARD,
         *TENSORFLOW_CARDS,
     )
 }

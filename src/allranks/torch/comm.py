@@ -236,17 +236,18 @@ class Comm:
         return [bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def among(self, ranks: tuple[int, ...]) -> Comm:
-        """Some of the ranks, this one too, on a group of their own; each of `ranks` calls this.
+        """Some of these ranks, this one too, on a group of their own; each of `ranks` calls this.
 
-        Whoever calls it calls `leave` at the end, unless it is this one. What is sent there is
-        counted here.
+        Whoever calls it calls `leave` at the end, unless it is this one, which counts what is sent.
         """
         if len(ranks) == self.size:
             return self
-        if len(ranks) == 1:
+        own, size = ranks.index(self.rank), len(ranks)
+        ranks = tuple(self.members[rank] for rank in ranks) if self.members else ranks
+        if size == 1:
             return Comm(device=self.device, sent=self.sent, heartbeat=self.heartbeat, members=ranks)
-        group, own = borrow(ranks, TIMEOUT), ranks.index(self.rank)
-        return replace(self, rank=own, size=len(ranks), owns_group=True, group=group, members=ranks)
+        group = borrow(ranks, TIMEOUT)
+        return replace(self, rank=own, size=size, owns_group=True, group=group, members=ranks)
 
     def counting_group(self, kind: str) -> Any:
         """A process group of these ranks for parts of torch that call collectives themselves.
