@@ -46,6 +46,13 @@ def groups_of_whole(optimizer: Optimizer, asked: str) -> frozenset[int]:
     return frozenset(found)
 
 
+def check_elementwise(optimizer: Optimizer, asked: str) -> None:
+    """Raise `RequestError` unless an update of some rows, or columns, is those of the whole's."""
+    if groups := groups_of_whole(optimizer, asked):
+        found = f"another update by its group {min(groups)} for a part of a weight"
+        raise _refused(optimizer, asked, found, "each rank holds a part of a weight that is cut")
+
+
 def _with_parameters(optimizer: Optimizer) -> list[int]:
     return [number for number, group in enumerate(optimizer.param_groups) if group["params"]]
 

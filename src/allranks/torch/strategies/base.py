@@ -73,6 +73,8 @@ class Strategy(ABC):
 
     A strategy that sums gradients within a pass brings in zeros while `step.for_others.is_on`.
     """
+    passes_meet_readers: ClassVar[bool] = True
+    """Whether such a pass communicates with ranks that read other samples."""
     counts_passes: ClassVar[bool] = False
     """Whether batches say how many passes the rank with the most makes, though not all make so
     many."""

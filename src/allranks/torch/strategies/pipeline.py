@@ -47,6 +47,7 @@ class Pipeline(Staged):
 
     name = "gpipe"
     equal_passes = True
+    passes_meet_readers = False
     can_be_compiled = False
     cuts_by_shard = True
     last_pass: ClassVar[str] = "B"
@@ -55,16 +56,21 @@ class Pipeline(Staged):
     def parallelize(self, model: nn.Module) -> nn.Module:
         self.line = self.axis(PIPELINE)
         alone = self.line.size == 1
-        self.chunks = 1 if alone else int(self.context.options.get("chunks", 1))
+        schedule, chunks = self.asked_schedule()
+        self.chunks = 1 if alone else chunks
         self.last = self.line.size * self.chunks - 1
         self.own_stages = range(self.line.rank, self.last + 1, self.line.size)
+        self._axes["backwards"] = self.line.beside()  # before groups that not all of the line make
         model = super().parallelize(model)
-        self._axes["backwards"] = self.line.beside()
         self.links = Links(self.line, self._axes["backwards"])
         self.schedule = lru_cache(maxsize=64)(
-            lambda micros: SCHEDULES[self.name](self.line.size, micros, self.chunks)
+            lambda micros: SCHEDULES[schedule](self.line.size, micros, self.chunks)
         )
         return model
+
+    def asked_schedule(self) -> tuple[str, int]:
+        """Its name, and how many stages each rank has."""
+        return self.name, int(self.context.options.get("chunks", 1))
 
     def prepare(self) -> None:
         self.step.forward = self._forward
@@ -107,6 +113,10 @@ class Pipeline(Staged):
         self.sum_tied()
         self.line.all_reduce(local.tensor).wait()
         return local, self.gradients()
+
+    def total_of(self, tree: TreeSum) -> list[Tensor]:
+        """The sum over all shards, of which this rank has added its own."""
+        return tree.total()
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """The output for data that all ranks have; it goes through all stages, and to all ranks."""
@@ -321,12 +331,13 @@ class _Passes:
             return tally
         for stage, parameters in self.strategy.of_stage.items():
             self._add_leaves(stage, len(leaves))
-            for parameter, gradient in zip(parameters, self.trees[stage].total(), strict=True):
+            gradients = self.strategy.total_of(self.trees[stage])
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
         total = TreeSum(self.strategy.task.shards)
         for leaf, tally in zip(leaves, self.tallies, strict=True):
             total.add((leaf.shards.start, leaf.shards.stop), [tally.tensor])
-        return step.layout.tally(total.total()[0])
+        return step.layout.tally(self.strategy.total_of(total)[0])
 
 
 def _looks_of(data: Any) -> Hashable:

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from allranks.job.placement import Placed
 from allranks.strategies.activation_cards import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
+from allranks.torch.comm import Comm
 from allranks.torch.data.batch import Batch
 from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
@@ -92,16 +94,7 @@ class Tensors(Strategy):
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self.comm.all_reduce(local.tensor).wait()
-        replicas = self.axis(REPLICATE)
-        if replicas.size > 1:
-            for parameter in self.step.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            under_way = [
-                replicas.all_reduce(p.grad) for p in self.step.parameters if p.grad is not None
-            ]
-            for pending in under_way:
-                pending.wait()
+        sum_over_copies(self.step.parameters, self.axis(REPLICATE))
         return local, CutGradients(self)
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
@@ -129,6 +122,9 @@ class Tensors(Strategy):
     def promised_bytes(self) -> int:
         """The mean over the steps that were made."""
         return round(super().promised_bytes() / max(1, self.steps))
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        return self.cut.placed(super().placement(updated=updated))
 
     # --- what a state holds ---------------------------------------------------------------
 
@@ -186,3 +182,21 @@ class CutGradients(Gradients):
             return row[None]
         self.comm.all_gather(rows, row, "control").wait()
         return rows.view(self.comm.size, -1)
+
+
+def sum_over_copies(parameters: list[nn.Parameter], copies: Comm) -> None:
+    """Sum gradients over the copies of a model, or of a stage; every rank of `copies` calls this.
+
+    A copy that has not used a parameter brings in zeros.
+    """
+    if copies.size == 1:
+        return
+    under_way = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter, requires_grad=False)
+        parameter.grad = gradient.to_dense() if gradient.is_sparse else gradient
+        under_way.append(copies.all_reduce(parameter.grad))
+    for pending in under_way:
+        pending.wait()

@@ -40,7 +40,7 @@ from allranks.torch.model.layers import OfShard, Scope, every_layer, own_kind
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
-from allranks.torch.strategies.in_flight import InFlight, Turns, apart, in_threads
+from allranks.torch.strategies.one_process.in_flight import InFlight, Turns, apart, in_threads
 from allranks.torch.strategies.single import Single
 
 CUT = Cut("--strategy model-parallel:split", "the pieces in flight")
