@@ -5,7 +5,7 @@ Loaded only where a job has some: importing their types takes a second.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from allranks.torch.comm import Comm
 
-__all__ = ["Replicate", "Shard", "device_mesh", "distribute_tensor", "dtensor"]
+__all__ = ["Replicate", "Shard", "device_mesh", "distribute_tensor", "dtensor", "mesh_of"]
 
 
 def device_mesh(comm: Comm, axis: str) -> DeviceMesh:
@@ -24,6 +24,20 @@ def device_mesh(comm: Comm, axis: str) -> DeviceMesh:
     """
     group = comm.counting_group("control")
     return DeviceMesh.from_group(group, comm.device.type, mesh_dim_names=(axis,))
+
+
+def mesh_of(
+    axes: Sequence[tuple[str, Comm]], ranks: int, kinds: Mapping[str, str] | None = None
+) -> DeviceMesh:
+    """All `ranks` of the job as a mesh of these axes; every one of them calls this.
+
+    What torch sends there is counted by the axis, as `control` or what `kinds` say of it.
+    """
+    kinds = kinds or {}
+    groups = [comm.counting_group(kinds.get(name, "control")) for name, comm in axes]
+    grid = torch.arange(ranks).view([comm.size for _, comm in axes])
+    names = tuple(name for name, _ in axes)
+    return DeviceMesh.from_group(groups, axes[0][1].device.type, grid, mesh_dim_names=names)
 
 
 def dtensor(

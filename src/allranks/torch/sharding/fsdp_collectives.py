@@ -107,6 +107,21 @@ def padded(parameter: Tensor, parts: int) -> int:
     return rows * math.prod(parameter.shape[1:]) * parameter.element_size()
 
 
+def sizes_of(held: Sequence[Sequence[Tensor]], parts: int) -> tuple[int, int, int]:
+    """The padded bytes of the root (the last of `held`), of all other units, of what is trained."""
+    *units, root = ([(padded(p, parts), p.requires_grad) for p in unit] for unit in held)
+    rest = [row for rows in units for row in rows]
+    trained = sum(size for size, is_trained in (*rest, *root) if is_trained)
+    return sum(size for size, _ in root), sum(size for size, _ in rest), trained
+
+
+def seen_dense(mark: Callable[[], None], parameter: Tensor) -> None:
+    """A pass of this rank has finished the gradient of a gathered weight."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+    mark()
+
+
 def _backward_in_forward() -> RequestError:
     return RequestError(
         asked="weights that are cut over the ranks",

@@ -110,3 +110,13 @@ def check_can_be_cut(model: nn.Module, name: str) -> None:
             why="every weight is cut along its first axis and put together again in each pass",
             do="--strategy ddp",
         )
+
+
+def rows_apart(name: str) -> RequestError:
+    """What to say of a table whose rows are updated or shortened one by one."""
+    return RequestError(
+        asked=f"--strategy {name}",
+        found="a table whose rows are updated or shortened one by one",
+        why="a rank holds some of the rows only",
+        do="--strategy ddp, or a dense optimizer and no max_norm",
+    )

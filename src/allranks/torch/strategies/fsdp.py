@@ -22,7 +22,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
-from allranks.errors import RequestError
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR
 from allranks.strategies.reduction_tree import Span
@@ -35,9 +34,10 @@ from allranks.torch.reducers.tree import Tree
 from allranks.torch.sharding.beside import Beside
 from allranks.torch.sharding.call_order import CallOrder
 from allranks.torch.sharding.call_trail import THE_SUM, CallTrail
-from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, padded
+from allranks.torch.sharding.dtensors import device_mesh, mesh_of
+from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, seen_dense, sizes_of
 from allranks.torch.sharding.fsdp_outputs import Outputs
-from allranks.torch.sharding.fsdp_units import check_can_be_cut, units_of
+from allranks.torch.sharding.fsdp_units import check_can_be_cut, rows_apart, units_of
 from allranks.torch.sharding.gradient_parts import CutGradients
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.sharding.slots import Slots
@@ -151,14 +151,12 @@ class FSDP(Single):
         self.held.append(own)
 
     def _device_mesh(self) -> DeviceMesh:
-        """What DTensors lie on. They gather when a state is saved or shown, so that is control."""
-        device, kinds = self.comm.device.type, {SHARD: "control", REPLICATE: "gradients"}
+        """What DTensors lie on: without the tensor axis, of which `fully_shard` knows nothing."""
         names = (REPLICATE, SHARD) if self.mesh.size(REPLICATE) > 1 else (SHARD,)
-        groups = [self.axis(name).counting_group(kinds[name]) for name in names]
-        if len(names) == 1:
-            return DeviceMesh.from_group(groups[0], device, mesh_dim_names=names)
-        ranks = torch.arange(self.comm.size).view([self.mesh.size(name) for name in names])
-        return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
+        axes = [(name, self.axis(name)) for name in names]
+        if len(axes) == 1:
+            return device_mesh(axes[0][1], SHARD)
+        return mesh_of(axes, self.comm.size, {REPLICATE: "gradients"})
 
     def prepare(self) -> None:
         if not self.is_cut:
@@ -170,12 +168,7 @@ class FSDP(Single):
             self.step.forward, cut = self._forward, {}
         self.wholes = WholeUpdates(self.axis(SHARD), optimizer, cut, asked)
         if self.step.sparse.positions or self.context.scope.looked_up:
-            raise RequestError(
-                asked=f"--strategy {self.name}",
-                found="a table whose rows are updated or shortened one by one",
-                why="a rank holds some of the rows only",
-                do="--strategy ddp, or a dense optimizer and no max_norm",
-            )
+            raise rows_apart(self.name)
 
     def _forward(self, data: Any) -> Any:
         self.cut.begin_pass()
@@ -217,7 +210,7 @@ class FSDP(Single):
             unit.reshard()
         return [
             places[id(parameter)].register_post_accumulate_grad_hook(
-                partial(_see, partial(mark, position))
+                partial(seen_dense, partial(mark, position))
             )
             for position, parameter in enumerate(parameters)
         ]
@@ -272,17 +265,13 @@ class FSDP(Single):
 
         With a tensor axis also what is all-reduced and all-gathered there: the mean of all steps.
         """
-        parts = self.axis(SHARD).size
-        *units, root = ([(padded(p, parts), p.requires_grad) for p in held] for held in self.held)
-        rest = [row for rows in units for row in rows]
-        trained = sum(size for size, is_trained in (*rest, *root) if is_trained)
+        sizes = sizes_of(self.held, self.axis(SHARD).size)
         beside = self.beside.flat.nbytes if self.is_cut else 0
         moved = self.wholes.most_sent() if self.is_cut else 0
-        found = sum(size for size, _ in root), sum(size for size, _ in rest), trained, beside, moved
         if self.two_axes is None:
-            return found
+            return *sizes, beside, moved
         along = self.exchange.reduced, self.exchange.gathered
-        return *found, *(round(size / max(1, self.steps)) for size in along)
+        return *sizes, beside, moved, *(round(size / max(1, self.steps)) for size in along)
 
     def promised_bytes(self) -> int:
         """For a step in which the rank with the most makes as many passes as in any until now."""
@@ -352,10 +341,3 @@ class HSDP(FSDP):
     """The same on K ranks; torch sums what they have over all groups of K."""
 
     name = "hsdp"
-
-
-def _see(mark: Callable[[], None], parameter: Tensor) -> None:
-    """A pass of this rank has finished the gradient of a gathered weight."""
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()
-    mark()
