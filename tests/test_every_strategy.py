@@ -47,10 +47,11 @@ SETTINGS = {
     "zero-bubble": ["zero-bubble"],
     "independent": ["independent"],
     "tensor": ["tensor", "tensor:data=2", "tensor:exact=yes"],
+    "expert": ["expert", "expert:replicas=2,bucket_mb=0.0005"],
 }
 STAGES = {"Images": 5, "Words": 4, "Pairs": 0, "Uneven": 3, "Experts": 4, "Pictures": 2}
 """Into how many stages each task can be cut."""
-TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures"]
+TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures", "Mixture"]
 RANKS = [1, 2, 3, 4, 8]
 STEPS = 20
 
@@ -107,7 +108,9 @@ def takes(strategy: str, ranks: int, task: str) -> bool:
     """Whether a strategy trains such a task on so many ranks."""
     if is_staged(strategy):
         chunks = 2 if ranks > 1 and "chunks=2" in strategy else 1
-        return ranks * chunks <= STAGES[task]
+        return ranks * chunks <= STAGES.get(task, 0)
+    if strategy.startswith("expert") and ranks > 1 and task != "Mixture":
+        return False
     if (strategy, ranks, task) in NOTHING_TO_CUT:
         return False
     with suppress(RequestError):

@@ -132,6 +132,7 @@ STRATEGIES = {
         "zero-bubble": "allranks.torch.strategies.pipeline:ZeroBubble",
         "independent": "allranks.torch.strategies.independent:Independent",
         "tensor": "allranks.torch.strategies.tensor:Tensors",
+        "expert": "allranks.torch.strategies.expert:Experts",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

@@ -17,7 +17,6 @@ from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
     **dict.fromkeys(("context", "ulysses", "ring"), "splitting sequences"),
-    **dict.fromkeys(("expert", "moe"), "splitting experts"),
     **dict.fromkeys(("local-sgd", "diloco", "slowmo", "bmuf"), "training with rare exchanges"),
     **dict.fromkeys(("ps", "async"), "a parameter server for torch"),
     "deepspeed": "DeepSpeed as a strategy",
@@ -28,6 +27,7 @@ CALLED_OTHERWISE = {
     **dict.fromkeys(("zero3", "fsdp2"), "fsdp"),
     **dict.fromkeys(("tensor-parallel", "tp"), "tensor"),
     **dict.fromkeys(("pipeline", "pp"), "1f1b"),
+    **dict.fromkeys(("expert-parallel", "ep", "moe"), "expert"),
 }
 """Names that people know -> those of the same here."""
 

@@ -138,14 +138,19 @@ class Comm:
         return pending
 
     def all_to_all(
-        self, received: Tensor, given: Tensor, receive_sizes: list[int], give_sizes: list[int]
+        self,
+        received: Tensor,
+        given: Tensor,
+        receive_sizes: list[int],
+        give_sizes: list[int],
+        kind: str = "gradients",
     ) -> Pending:
         """Send `given`, cut into `give_sizes`, to the ranks; `received` is what they sent.
 
         Sends all parts but the rank's own.
         """
         own = give_sizes[self.rank] / max(sum(give_sizes), 1)
-        self._count("gradients", given.nbytes * (1 - own))
+        self._count(kind, given.nbytes * (1 - own))
         return self._begin(dist.all_to_all_single, received, given, receive_sizes, give_sizes)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:

@@ -64,7 +64,7 @@ def cut_model(model: nn.Module, plan: Plan, exchange: Exchange) -> CutModel:
         for name, dim in dims.items():
             whole = module._parameters[name]
             if id(whole) not in done:
-                done[id(whole)] = _part(whole, dim, exchange)
+                done[id(whole)] = held_part(whole, dim, exchange)
                 found.dims[names[id(whole)]] = dim
             module.sizes[name] = found.shapes[names[id(whole)]][dim]
             module._parameters[name] = done[id(whole)]
@@ -76,7 +76,8 @@ def cut_model(model: nn.Module, plan: Plan, exchange: Exchange) -> CutModel:
     return found
 
 
-def _part(whole: Tensor, dim: int, exchange: Exchange) -> nn.Parameter:
+def held_part(whole: Tensor, dim: int, exchange: Exchange) -> nn.Parameter:
+    """This rank's part of a weight, as a parameter of its own."""
     part = exchange.own(whole.detach(), dim).clone(memory_format=torch.contiguous_format)
     held = nn.Parameter(part, requires_grad=whole.requires_grad)
     vars(held).update(vars(whole))  # what the optimizer of the task may ask for
