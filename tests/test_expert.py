@@ -15,7 +15,7 @@ from allranks.errors import RequestError
 from allranks.torch import MixtureOfExperts
 from allranks.torch.expert_parallel.routing import balance_losses, choose, route
 from conftest import Train
-from expert_tasks import EXPERTS, HIDDEN, WIDTH
+from expert_tasks import WIDTH
 from test_check import Check, check
 from test_every_strategy import STEPS, difference
 
@@ -175,14 +175,21 @@ def test_equal_to_one_process(
         assert found["card_bytes_per_step"] == pytest.approx(sent, abs=1)
 
 
-def test_what_is_sent_is_rows_there_and_back_and_both_gradients(train: Train) -> None:
-    """By hand: all tokens go to rank 0, which sends outputs back, and gradients of rows."""
-    result = train("expert_tasks:Alike", strategy="expert", ranks=2, precision="fp64", steps=4)
-    rows = 12 * 2 * WIDTH * 8  # of the 12 samples of rank 1, each for two experts
-    before = 48 + 16  # numbers of its weight and bias, in room of 128 bytes
-    assert HIDDEN * EXPERTS and before * 8 % 128 == 0
+@pytest.mark.parametrize(("batch", "samples"), [(24, 12), (2, 0)])
+def test_what_is_sent_is_rows_there_and_back_and_both_gradients(
+    batch: int, samples: int, train: Train
+) -> None:
+    """By hand: all tokens go to rank 0, which sends outputs back, and gradients of rows.
+
+    A rank that has no sample of its own goes through the model, and sends no row.
+    """
+    settings = f"batch_size={batch}"
+    job: dict[str, Any] = {"strategy": "expert", "ranks": 2, "precision": "fp64", "steps": 4}
+    result = train("expert_tasks:Alike", settings, **job)
+    rows = samples * 2 * WIDTH * 8  # of rank 1, each for two experts
+    rest = 48 + 16  # numbers of a weight and a bias, in room of 128 bytes each
     tally = 1 + 8 + 6  # loss, counts, a flag for each of six parameters
-    assert result.summary["sent_bytes"]["gradients"] == 4 * (2 * rows + (before + tally) * 8)
+    assert result.summary["sent_bytes"]["gradients"] == 4 * (2 * rows + (rest + tally) * 8)
 
 
 @pytest.mark.slow(but=1)

@@ -263,6 +263,52 @@ FAULTS = {
         options=("--strategy", "tensor"),
         program="tensor_tasks:Stack",
     ),
+    "an expert's gradient times the expert ranks": Fault(
+        "torch/strategies/expert.py",
+        "            buckets.finish(shards)\n",
+        "            buckets.finish(shards)\n"
+        "            if buckets is self.own:\n"
+        "                buckets.flats[0].mul_(self.axis(EXPERT).size)\n",
+        step=0,
+        stage="gradient",
+        tensor="mixture.down",
+        hint="",
+        options=("--strategy", "expert"),
+        program="expert_tasks:Alike",
+    ),
+    "tokens of a rank in place of a shard": Fault(
+        "torch/expert_parallel/mixture.py",
+        'rows = self.scope.rows("MixtureOfExperts", input)',
+        "rows = [input.shape[0]]",
+        step=0,
+        stage="loss",
+        tensor=None,
+        hint="",
+        options=("--strategy", "expert"),
+        program="expert_tasks:Averaged",
+    ),
+    "a norm of one rank's experts": Fault(
+        "torch/strategies/expert.py",
+        "SomeCut(self.step.parameters, self.axis(EXPERT), cut, exact=False)",
+        "Gradients(self.step.parameters)",
+        step=0,
+        stage="clipped gradient",  # the first rank has every expert that is used
+        tensor="before.bias",
+        hint="",
+        options=("--strategy", "expert"),
+        program="expert_tasks:Alike",
+    ),
+    "a weight that is whole counted on each rank": Fault(
+        "torch/sharding/gradient_parts.py",
+        "if id(p) in self.cut or self.comm.rank == 0]",
+        "]",
+        step=0,
+        stage="gradient norm",
+        tensor=None,
+        hint="",
+        options=("--strategy", "expert"),
+        program="expert_tasks:Alike",
+    ),
 }
 IN_32_BITS_ONLY = {
     # float64 does not see them; sums over ranks are made in float32 in every other precision

@@ -239,6 +239,9 @@ class Card:
     """How many devices one rank works on with these options."""
     on_a_device: Literal["replica", "part"] = "replica"
     """What of the model each of these devices has; its plural is the option that says how many."""
+    rounds_together: bool = False
+    """Whether a product of one rank has rows of several: below 32 bits they are rounded once, and
+    one process that cuts its batches as ranks do rounds each part."""
 
     @property
     def state(self) -> str:

@@ -98,6 +98,7 @@ SHARDED_CARDS = (
         ),
         agreement=Agreement("sharded"),
         mesh=_expert_mesh,
+        rounds_together=True,
         paper="Lepikhin et al. 2020, GShard, arXiv 2006.16668",
     ),
 )

@@ -84,13 +84,14 @@ class MixtureOfExperts(nn.Module):
         self.down_bias = _weights(experts, width, inputs=hidden) if bias else None
 
     def forward(self, input: Tensor, counted: Tensor | None = None) -> MixtureOutput:
+        """`output`, `balance` and `z` for (samples, …, width); under `expert` all ranks call it."""
         rows = input.shape[0]
         tokens = input.reshape(-1, self.width)
         mask = None if counted is None else counted.reshape(-1).bool()
         with torch.autocast(input.device.type, enabled=False):  # 16 bits choose other experts
             kind = self.up.dtype
             logits = self.router(tokens.to(kind)).to(full_type(kind))
-        rows_of_groups = self.groups(input)
+        rows_of_groups = self._groups(input)
         groups = [count * (len(tokens) // rows) for count in rows_of_groups]
         chosen = given = choose(logits, self.top_k, mask)
         if self.exchange is not None and self.exchange.is_idle():
@@ -99,10 +100,10 @@ class MixtureOfExperts(nn.Module):
         routed = route(given, groups, self.capacity_factor if self.training else None)
         picked = tokens[routed.tokens]
         if self.exchange is None:
-            computed = self.compute(picked, routed.counts)
+            computed = self._compute(picked, routed.counts)
         else:
             layer = getattr(self, "index", 0)
-            computed = self.exchange.computed(picked, routed.counts, self.compute, layer)
+            computed = self.exchange.computed(picked, routed.counts, self._compute, layer)
         computed = torch.cat([computed, computed.new_zeros(1, self.width)])
         output = (computed[routed.places] * chosen.gates[..., None]).sum(1)
         balance = balance_losses(chosen, groups)
@@ -113,11 +114,11 @@ class MixtureOfExperts(nn.Module):
             z_losses(logits, mask, rows),
         )
 
-    def groups(self, input: Tensor) -> list[int]:
+    def _groups(self, input: Tensor) -> list[int]:
         """How many rows of dimension 0 each group has, outside of a training: one, or each row."""
         return [1] * input.shape[0] if self.over == "sample" else [input.shape[0]]
 
-    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """What the experts that this layer holds make of rows that are sorted by expert.
 
         An expert without a row is computed, too: its gradient is zero, on any number of ranks.
@@ -136,19 +137,13 @@ class MixtureOfExperts(nn.Module):
             outputs.append(_product(hidden, down, down_bias[number]))
         return torch.cat(outputs)
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.width}, {self.hidden}, experts={self.experts}, top_k={self.top_k}, "
-            f"capacity_factor={self.capacity_factor}, over={self.over!r}"
-        )
-
 
 class ShardMixture(OfShard, MixtureOfExperts):
     """Counts over shards, or samples, while a step is in progress. Made by `swap_layers`."""
 
-    def groups(self, input: Tensor) -> list[int]:
+    def _groups(self, input: Tensor) -> list[int]:
         if not (self.training and self.scope.pieces):
-            return super().groups(input)
+            return super()._groups(input)
         rows = self.scope.rows("MixtureOfExperts", input)
         if self.over == "shard":
             return rows

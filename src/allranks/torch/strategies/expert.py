@@ -24,7 +24,7 @@ from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch
 from allranks.torch.expert_parallel.exchange import ExpertExchange
 from allranks.torch.expert_parallel.mixture import OF_EXPERTS, MixtureOfExperts
-from allranks.torch.optimizers.elementwise import check_elementwise
+from allranks.torch.optimizers.elementwise import groups_of_whole
 from allranks.torch.reducers.buckets import Buckets
 from allranks.torch.reducers.mean import Mean
 from allranks.torch.sharding.dtensors import Replicate, Shard, dtensor, mesh_of
@@ -103,8 +103,8 @@ class Experts(Strategy):
         self.cut = {id(part) for part in done.values()}
 
     def prepare(self) -> None:
-        if self.whole:
-            check_elementwise(self.step.optimizer, NAME)
+        if self.whole and groups_of_whole(self.step.optimizer, NAME):
+            raise _whole_updates(type(self.step.optimizer).__name__)
 
     def lay_out(self) -> None:
         """Gradients of experts are summed over their copies, those of the rest over all ranks."""
@@ -222,6 +222,15 @@ def _used_elsewhere(name: str) -> RequestError:
         found=f"{name!r}, which is a weight of the experts of a mixture, too",
         why="a rank holds the weights of its own experts only",
         do="let no other layer share them, or --strategy ddp",
+    )
+
+
+def _whole_updates(optimizer: str) -> RequestError:
+    return RequestError(
+        asked=f"{NAME} with {optimizer}",
+        found="an update of some rows of a weight that is not those of the update of all",
+        why="the weights of all experts are one, of which a rank updates its own experts",
+        do="--strategy fsdp, or an optimizer such as AdamW, SGD or Adagrad",
     )
 
 
