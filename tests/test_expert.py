@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from allranks.errors import RequestError
+from allranks.errors import ProgramError, RequestError
 from allranks.torch import MixtureOfExperts
 from allranks.torch.expert_parallel.routing import balance_losses, choose, route
 from conftest import Train
@@ -227,6 +227,15 @@ def test_a_checkpoint_keeps_the_bits_of_weights_and_optimizer(train: Train) -> N
         for run in (one, two)
     ]
     assert both[0].summary["weights_sha256"] == both[1].summary["weights_sha256"]
+
+
+def test_what_is_whole_is_compared_and_what_is_cut_where_it_has_copies(train: Train) -> None:
+    """A bit of the first weight, which is no expert, flips on one rank; else nothing differs."""
+    job: dict[str, Any] = {"steps": 4, "verify_every": 1, "max_restarts": 0}
+    train("expert_tasks:Averaged", strategy="expert:replicas=2", ranks=4, **job)
+    job["inject"] = "corrupt@rank=1,step=2"
+    with pytest.raises(ProgramError, match=r"ReplicasDiffer: .* first in embed\.weight"):
+        train("expert_tasks:Averaged", strategy="expert", ranks=3, **job)
 
 
 @pytest.mark.slow(but=1)
