@@ -140,6 +140,9 @@ class Refused(Alike):
             model.mixture.up.register_hook(lambda gradient: gradient)
         elif self.fault == "no mixture":
             return nn.Linear(WIDTH, WIDTH)
+        elif self.fault == "unfrozen":
+            model.before.requires_grad_(False)
+            model.register_forward_pre_hook(lambda model, _: _unfreeze(model.before))
         elif self.fault == "max_norm":
             model.table = nn.Embedding(3, WIDTH, max_norm=1.0)
         return model
@@ -147,7 +150,13 @@ class Refused(Alike):
     def optimizer(self, model: nn.Module) -> Optimizer:
         if self.fault == "whole tensors":
             return LAMB([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        if self.fault == "unfrozen":
+            return AdamW(model.parameters(), lr=1e-2)
         return super().optimizer(model)
+
+
+def _unfreeze(layer: nn.Module) -> None:
+    layer.requires_grad_()
 
 
 class Initialised(Alike):
