@@ -254,8 +254,8 @@ FAULTS = {
     ),
     "a norm of one tensor rank": Fault(
         "torch/strategies/tensor.py",
-        '        self.comm.all_reduce(total, "control").wait()\n',
-        "",
+        "super().norm(clips=clips or self.exact, left_out=left_out)",
+        "Gradients.norm(self, clips=clips, left_out=left_out)",
         step=0,
         stage="gradient norm",
         tensor=None,
@@ -292,11 +292,11 @@ FAULTS = {
         "SomeCut(self.step.parameters, self.axis(EXPERT), cut, exact=False)",
         "Gradients(self.step.parameters)",
         step=0,
-        stage="clipped gradient",  # the first rank has every expert that is used
-        tensor="before.bias",
+        stage="gradient norm",
+        tensor=None,
         hint="",
         options=("--strategy", "expert"),
-        program="expert_tasks:Alike",
+        program="expert_tasks:Averaged",
     ),
     "a weight that is whole counted on each rank": Fault(
         "torch/sharding/gradient_parts.py",
