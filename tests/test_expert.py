@@ -257,7 +257,7 @@ def test_check_calls_it_equal(strategy: str, precision: str, check: Check) -> No
         ("Refused:shared", 2, {}, "'borrowed.weight', which is a weight of the experts"),
         ("Refused:hook", 2, {}, "a hook on the parameter 'mixture.up'"),
         ("Refused:max_norm", 2, {}, "a table with max_norm"),
-        ("Refused:whole tensors", 2, {}, "updates every number by itself"),
+        ("Refused:whole tensors", 2, {}, "a rank updates its own experts"),
         ("Refused:unfrozen", 2, {}, "unfrozen or added in mid-training"),
         ("Initialised", 2, {}, "weights that are set from the first batch"),
         ("OtherOrder", 2, {}, "call the mixtures of the model in different orders"),
