@@ -86,6 +86,8 @@ def test_blocks_numbers_tied_weights_and_optimizers_of_whole_tensors(
     sent = found.summary["sent_bytes"]["gradients"] / found.summary["steps"]
     if "micro_batch" in flags:  # the last batch of an epoch goes through in fewer passes
         assert 0.85 * promised < sent <= promised
+    elif case == "Adafactor":  # the card is of the busiest rank, the record of the leader
+        assert 0.98 * promised < sent < promised
     else:
         assert promised == pytest.approx(sent, abs=1)
 

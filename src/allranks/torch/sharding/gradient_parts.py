@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class PartsOfRanks(Gradients):
         """The memory of this rank's parts."""
 
     def counted(self) -> list[Tensor]:
-        """Those that this rank counts in the norm."""
+        """Of these, what this rank counts in the norm."""
         return [part for part in self.held() if part.ndim or self.comm.rank == 0]
 
     def scale_(self, factor: float) -> None:
@@ -67,29 +67,25 @@ class PartsOfRanks(Gradients):
         return rows.view(self.comm.size, -1)
 
 
-class CutGradients(PartsOfRanks):
-    """Those in the `.grad` of parameters that are DTensors.
+class SomeCut(PartsOfRanks):
+    """Those in `.grad`, which may be DTensors: parts of some parameters, and all of the others.
 
-    `copies` are the ids of parameters of which another rank holds the same part, and counts it.
+    The parts that this rank counts are those of the parameters in `cut` (their ids). What is whole
+    is the same on every rank of `comm`: the first one counts it.
     """
 
     def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        comm: Comm,
-        copies: Collection[int] = (),
-        *,
-        exact: bool,
+        self, parameters: list[nn.Parameter], comm: Comm, cut: Container[int], *, exact: bool
     ) -> None:
         super().__init__(parameters, comm, exact=exact)
-        self.copies = copies
-
-    def counted(self) -> list[Tensor]:
-        own = [p for p in self.parameters if id(p) not in self.copies]
-        return [g for g in map(local, gradients_of(own)) if g.ndim or self.comm.rank == 0]
+        self.cut = cut
 
     def held(self) -> list[Tensor]:
         return [local(gradient) for gradient in gradients_of(self.parameters)]
+
+    def counted(self) -> list[Tensor]:
+        own = [p for p in self.parameters if id(p) in self.cut or self.comm.rank == 0]
+        return [local(gradient) for gradient in gradients_of(own)]
 
 
 class GradientParts(PartsOfRanks):

@@ -38,7 +38,7 @@ from allranks.torch.sharding.dtensors import device_mesh, mesh_of
 from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, seen_dense, sizes_of
 from allranks.torch.sharding.fsdp_outputs import Outputs
 from allranks.torch.sharding.fsdp_units import check_can_be_cut, rows_apart, units_of
-from allranks.torch.sharding.gradient_parts import CutGradients
+from allranks.torch.sharding.gradient_parts import SomeCut
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.sharding.slots import Slots
 from allranks.torch.sharding.two_axes import TwoAxes, check_updates
@@ -253,8 +253,8 @@ class FSDP(Single):
         with self.trail.at(THE_SUM):
             self.beside.sum_up((last.start, last.stop), self.order, self.comm.size)
         holders = self.axis(SHARD) if self.two_axes is None else self.comm
-        exact = self.shard_alone
-        return local, CutGradients(self.step.parameters, holders, self.copies, exact=exact)
+        own = {id(p) for p in self.step.parameters if p.ndim} - self.copies
+        return local, SomeCut(self.step.parameters, holders, own, exact=self.shard_alone)
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
         return self.wholes.gathered() if self.is_cut else super().updating(gradients)
