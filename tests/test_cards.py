@@ -49,11 +49,13 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("multi-worker-mirrored", ""): (0, 3360, 4480, 5040, 5880),
     ("parameter-server", ""): (6720, 6720, 6720, 6720, 6720),
     ("tensor", ""): (0, 2160, 2880, 3240, 3780),
+    ("branches", ""): (0, 1760, 2347, 2640, 3080),
 }
 MESSAGES = {
     **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
     **dict.fromkeys(("fsdp", "hsdp"), CUT),
     "tensor": (1600, 800, GRADIENTS, TALLY),  # activations summed, gathered
+    "branches": (1600, 800, TALLY),  # what branches return, what comes back
 }
 """Of strategies whose tally is a message of its own."""
 
@@ -108,7 +110,7 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(RequestError) as refused:
         card_for(Choice("ddp-plane"))
     assert refused.value.do.startswith(
-        "did you mean 'ddp-plain'? known: 1f1b, central-storage, ddp, ddp-plain"
+        "did you mean 'ddp-plain'? known: 1f1b, branches, central-storage, ddp, ddp-plain"
     )
 
 

@@ -45,10 +45,13 @@ SETTINGS = {
     "1f1b": ["1f1b"],
     "interleaved": ["interleaved:chunks=2"],
     "independent": ["independent"],
+    "branches": ["branches"],
     "tensor": ["tensor", "tensor:data=2", "tensor:exact=yes"],
 }
 STAGES = {"Images": 5, "Words": 4, "Pairs": 0, "Uneven": 3, "Experts": 4, "Pictures": 2}
 """Into how many stages each task can be cut."""
+BRANCHES = {"Images": 5, "Words": 3, "Pairs": 2, "Uneven": 3, "Experts": 3, "Pictures": 2}
+"""How many branches each task names."""
 TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures"]
 RANKS = [1, 2, 3, 4, 8]
 STEPS = 20
@@ -104,6 +107,8 @@ NOTHING_TO_CUT = {  # of 4 features
 
 def takes(strategy: str, ranks: int, task: str) -> bool:
     """Whether a strategy trains such a task on so many ranks."""
+    if strategy == "branches":
+        return ranks <= BRANCHES[task]
     if is_staged(strategy):
         chunks = 2 if ranks > 1 and "chunks=2" in strategy else 1
         return ranks * chunks <= STAGES[task]
@@ -116,7 +121,8 @@ def takes(strategy: str, ranks: int, task: str) -> bool:
 
 
 def is_staged(strategy: str) -> bool:
-    return CARDS[strategy.partition(":")[0]].agreement.weights == "staged"
+    weights = CARDS[strategy.partition(":")[0]].agreement.weights
+    return weights == "staged" and strategy != "branches"
 
 
 @pytest.mark.slow(but=14)

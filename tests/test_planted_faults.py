@@ -189,6 +189,17 @@ FAULTS = {
         hint="scaled by 1.01",
         looks=2,
     ),
+    "the input gradient of a branch is not reduced": Fault(
+        "torch/branching/run.py",
+        "self.around.exchange.sum_(whole)",
+        "self.around.exchange.sum_(whole[-len(at) :])",  # all ranks know that there is one
+        step=0,
+        stage="gradient",
+        tensor="stem.0.weight",
+        hint="",
+        options=("--strategy", "branches"),
+        program="branch_tasks:Towers",
+    ),
     "a lost tensor reduction": Fault(
         "torch/tensor_parallel/exchange.py",
         "ctx.exchange.sum_(gradient.clone(memory_format=torch.contiguous_format))",

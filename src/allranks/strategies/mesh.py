@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 REPLICATE, SHARD, DATA, TENSOR = "replicate", "shard", "data", "tensor"
-PIPELINE = "pipeline"
+PIPELINE, BRANCH = "pipeline", "branch"
 FLATTENED = {DATA: (REPLICATE, SHARD)}
 """Axes that are several in one: the ranks of a sharded model each read data of their own."""
 
