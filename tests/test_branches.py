@@ -12,23 +12,15 @@ from safetensors.numpy import load_file
 from allranks.errors import AllranksError, RequestError
 from conftest import Train
 from test_check import Check, check
-from test_every_strategy import STEPS, difference
+from test_every_strategy import (
+    STEPS,
+    check_that_it_goes_on_after_a_kill,
+    difference,
+    reference_for,
+    references,
+)
 
-__all__ = ["check"]
-
-
-@pytest.fixture(scope="session")
-def alone() -> dict[str, Any]:
-    """What `single` made of each task, once for all tests."""
-    return {}
-
-
-def reference(task: str, train: Train, alone: dict[str, Any]) -> tuple[Any, Any]:
-    if task not in alone:
-        result = train(f"branch_tasks:{task}", strategy="single", precision="fp64", steps=STEPS)
-        alone[task] = result.summary, load_file(result.run_dir / "weights.safetensors")
-    summary, weights = alone[task]
-    return summary, weights
+__all__ = ["check", "references"]
 
 
 @pytest.mark.slow(but=3)
@@ -43,9 +35,9 @@ def reference(task: str, train: Train, alone: dict[str, Any]) -> tuple[Any, Any]
     ],
 )
 def test_equal_to_one_process(
-    task: str, ranks: int, flags: dict[str, Any], train: Train, alone: dict[str, Any]
+    task: str, ranks: int, flags: dict[str, Any], train: Train, references: dict[str, Any]
 ) -> None:
-    wanted, weights = reference(task, train, alone)
+    wanted, weights = reference_for(task, train, references, "branch_tasks")
     result = train(
         f"branch_tasks:{task}",
         strategy="branches",
@@ -80,7 +72,7 @@ def test_branches_of_two_ranks_are_on_their_way_at_once(train: Train, tmp_path: 
 
 
 @pytest.mark.slow(but=1)
-def test_a_training_goes_through_strategies(train: Train, alone: dict[str, Any]) -> None:
+def test_a_training_goes_through_strategies(train: Train) -> None:
     """`branches` on 3 ranks, `ddp` on 2, `branches` on 2, `single`: 20 steps of one process."""
     common: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 5}
     wanted = train("branch_tasks:Towers", "ema=0.9", strategy="single", steps=20, **common)
@@ -141,17 +133,8 @@ def test_a_rank_holds_its_branches_and_the_trunk(on_ranks: Callable[..., Any]) -
     on_ranks(2, "branch_tasks:bytes_and_memory", {"task": "Pairs", "job": job})
 
 
-def test_a_killed_rank_is_named_and_the_job_goes_on(train: Train, alone: dict[str, Any]) -> None:
-    _, weights = reference("Towers", train, alone)
-    result = train(
-        "branch_tasks:Towers",
-        strategy="branches",
-        ranks=2,
-        precision="fp64",
-        steps=STEPS,
-        checkpoint_every=4,
-        max_restarts=1,
-        inject="kill@rank=1,step=9",
-    )
-    assert result.summary["restarts"] == 1
-    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+def test_a_killed_rank_is_named_and_the_job_goes_on(
+    train: Train, references: dict[str, Any]
+) -> None:
+    _, weights = reference_for("Towers", train, references, "branch_tasks")
+    check_that_it_goes_on_after_a_kill(train, "branch_tasks:Towers", "branches", weights)

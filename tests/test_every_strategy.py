@@ -83,12 +83,33 @@ def references() -> dict[str, Any]:
     return {}
 
 
-def reference_for(task: str, train: Train, references: dict[str, Any]) -> tuple[Any, Weights]:
-    if task not in references:
-        result = train(f"contract_tasks:{task}", strategy="single", precision="fp64", steps=STEPS)
-        references[task] = (result.summary, load_file(result.run_dir / "weights.safetensors"))
-    found: tuple[Any, Weights] = references[task]
+def reference_for(
+    task: str, train: Train, references: dict[str, Any], module: str = "contract_tasks"
+) -> tuple[Any, Weights]:
+    program = f"{module}:{task}"
+    if program not in references:
+        result = train(program, strategy="single", precision="fp64", steps=STEPS)
+        references[program] = (result.summary, load_file(result.run_dir / "weights.safetensors"))
+    found: tuple[Any, Weights] = references[program]
     return found
+
+
+def check_that_it_goes_on_after_a_kill(
+    train: Train, program: str, strategy: str, weights: Weights
+) -> None:
+    """Rank 1 of 2 is killed in step 9: the job goes on from its checkpoint, to the same end."""
+    result = train(
+        program,
+        strategy=strategy,
+        ranks=2,
+        precision="fp64",
+        steps=STEPS,
+        checkpoint_every=4,
+        max_restarts=1,
+        inject="kill@rank=1,step=9",
+    )
+    assert result.summary["restarts"] == 1
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
 
 
 def test_every_card_has_a_setting() -> None:
