@@ -291,6 +291,23 @@ class Mean(nn.Module):
         return inputs.mean()
 
 
+class WithTable(contract_tasks.Pictures):
+    """What goes into the model has a table beside the samples, of as many rows as a batch."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        inputs, targets = (torch.stack(column) for column in zip(*samples, strict=True))
+        return inputs, targets, torch.ones(self.batch_size, dtype=inputs.dtype)
+
+
+@pytest.mark.parametrize("strategy", [DP, "model-parallel:by=size,split=4"])
+def test_a_table_of_as_many_rows_as_samples_by_chance_is_not_cut(strategy: str) -> None:
+    with pytest.raises(RequestError, match=r"a tensor of shape \(24,\) in a batch of 24 samples"):
+        trained(WithTable(), 2, strategy=strategy)
+    task = contract_tasks.Pictures()
+    trained(task, 1, strategy=strategy)
+    assert "collate" not in vars(task)
+
+
 def test_more_replicas_than_devices_are_refused() -> None:
     with pytest.raises(RequestError) as refused:
         check_devices(Job(device="cuda", strategy="dp:replicas=999"), 1)
