@@ -40,8 +40,10 @@ def seconds_of_a_step(strategy: str) -> float:
     """The median step of one run."""
     with tempfile.TemporaryDirectory(prefix="benchmark-branches-") as folder:
         preload = ("allranks.torch.worker", "allranks.torch.preload")
-        wait_for(strategy, start_ranks(RANKS[strategy], rank_of, (folder, strategy), preload))
-        return statistics.median(json.loads(Path(folder, "steps.json").read_text()))
+        ranks = RANKS[strategy]
+        wait_for(strategy, start_ranks(ranks, rank_of, (folder, strategy), preload))
+        steps = json.loads(Path(folder, f"steps-{ranks - 1}.json").read_text())
+    return statistics.median(seconds for seconds, _ in steps)
 
 
 def main() -> None:

@@ -221,7 +221,8 @@ def run_plans(
         samples = samples_of(plan)
         rows, compared = compare(plan, samples)
         record["rows"] += rows
-        record["samples"][f"{plan.workload}, {plan.ranks} ranks"] = {METRIC: samples}
+        table = "" if plan.contenders_in == "contenders" else f", {plan.contenders_in}"
+        record["samples"][f"{plan.workload}, {plan.ranks} ranks{table}"] = {METRIC: samples}
         comparisons += compared
     finish_record(record, comparisons, records)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
+from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.torch import Task
 
 # No bias before a BatchNorm: its true gradient is zero, and AdamW makes steps of what rounding
@@ -148,6 +149,38 @@ class Pairs(Task):
     def loss(self, output: Any, batch: Any) -> Tensor:
         left, right = output
         return F.cross_entropy(left @ right.T, torch.arange(len(left)), reduction="none")
+
+
+@dataclass(kw_only=True)
+class Sentences(Task):
+    """A causal transformer: tied embeddings, dropout in blocks, clipping, weight decay."""
+
+    batch_size: int = 24
+    epochs: int = 100
+    clip_norm: float | None = 0.3
+    vocabulary: int = 11
+    tokens: int = 12
+    heads: int = 4
+
+    def model(self) -> nn.Module:
+        shape = {"vocabulary": self.vocabulary, "context": self.tokens, "heads": self.heads}
+        return gpt(GPTShape(**shape, width=16, layers=2, dropout=0.1))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def train_data(self) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return torch.randint(self.vocabulary, (SAMPLES, self.tokens + 1), generator=generator)
+
+    def eval_data(self) -> Tensor:
+        return self.train_data()[:10]
+
+    def inputs(self, batch: Any) -> Any:
+        return (batch[:, :-1],)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output.transpose(1, 2), batch[:, 1:], reduction="none")
 
 
 class _Towers(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def _trainer(argument: dict[str, Any], attempt: str = "") -> Trainer:
     world = World.from_environment()
     if world.store:
         world = replace(world, store=world.store + attempt)
-    task = getattr(contract_tasks, argument["task"])(**argument.get("fields", {}))
+    tasks = import_module(argument.get("module", "contract_tasks"))
+    task = getattr(tasks, argument["task"])(**argument.get("fields", {}))
     return Trainer(task, Job(**argument["job"]), world=world)
 
 

@@ -7,7 +7,7 @@ step depends on what the rank has not sent yet, which a checkpoint must hold. Wr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from allranks.catalog import REDUCERS
@@ -24,7 +24,8 @@ def card() -> Card:
     """That of `ddp`, with this reducer among its choices."""
     ddp = CARDS["ddp"]
     reduce, *rest = ddp.options
-    choices = tuple(dict.fromkeys((*reduce.choices, NAME)))
+    assert isinstance(reduce.choices, Mapping)
+    choices = {**reduce.choices, NAME: ()}
     options = (dataclasses.replace(reduce, choices=choices), *rest)
     return dataclasses.replace(ddp, options=options, bytes_sent=lambda work, options: 0)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import contract_tasks
 import contract_workers
-from contract_tasks import Images, Pairs, Pictures, Uneven
+from allranks.job.job import Job
+from allranks.launcher.world import World
+from allranks.torch import Trainer
+from contract_tasks import SAMPLES, Images, Pairs, Pictures, Uneven
 
 __all__ = ["Experts", "Images", "Pairs", "Pictures", "Uneven", "Words"]
 
@@ -120,6 +125,13 @@ class Checkpointing(Images):
         return nn.Sequential(*model[:-1], Again(nn.Sequential(nn.Dropout(0.3), model[-1])))
 
 
+class Blocks(Images):
+    """A layer whose activations may be computed again."""
+
+    def blocks(self, model: Any) -> list[nn.Module]:
+        return [model[5]]
+
+
 class Again(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -165,6 +177,48 @@ class Branches(nn.Module):
 
     def forward(self, inputs: Tensor) -> Any:
         return self.out(self.common(inputs))
+
+
+class Sleeping(nn.Linear):
+    """A layer that takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(4, 4)
+        self.seconds = seconds
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return super().forward(inputs)
+
+
+class Slow(contract_tasks.Plain):
+    """Layers of equal bytes, of which each rank finds another one slow."""
+
+    rank = 0
+
+    def model(self) -> nn.Module:
+        seconds = (0.2, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.02)
+        return nn.Sequential(*(Sleeping(s) for s in seconds[self.rank]))
+
+    def train_data(self) -> tuple[Tensor, Tensor]:
+        return torch.ones(SAMPLES, 4), torch.zeros(SAMPLES, 4)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1]).square().sum(1)
+
+
+def cut_by_cost(argument: dict[str, Any]) -> None:
+    """The first layer is as slow as all others: it is a stage of its own, on both ranks."""
+    torch.set_num_threads(1)
+    world = World.from_environment()
+    Slow.rank = world.rank
+    for by, sizes in (("size", [2, 2]), ("cost", [1, 3])):
+        own = replace(world, store=world.store + by)
+        with Trainer(Slow(), Job(strategy=f"1f1b:by={by}"), world=own) as trainer:
+            strategy: Any = trainer.strategy
+            found = [len(list(stage)) for stage in strategy.stages.modules]
+            assert trainer.comm.gather_texts(str(found)) == 2 * [str(sizes)]
+            assert trainer.step(next(iter(trainer.batches()))).updated
 
 
 def bytes_and_memory(argument: dict[str, Any]) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from allranks.programs.models.gpt import GPTShape, gpt
-from allranks.torch import Task
-from allranks.torch.optimizers.lamb import LAMB
+from allranks.torch import Task, cross_entropy
 from contract_tasks import SAMPLES, Words, made
 
 IN, HIDDEN, OUT = 6, 24, 6
@@ -165,6 +164,42 @@ class _Encoder(nn.Module):
 
 
 @dataclass(kw_only=True)
+class CutLogits(Letters):
+    """The loss is computed in forward, where logits may stay cut; some targets are left out."""
+
+    tied: bool = True
+    gathers: bool = False
+    beyond: int = 0
+
+    def model(self) -> nn.Module:
+        return _WithLoss(self.vocabulary, tied=self.tied, gathers=self.gathers)
+
+    def inputs(self, batch: Any) -> Any:
+        targets = batch[:, 1:] + self.beyond
+        return batch[:, :-1], targets.masked_fill(targets == 4, -100)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return output
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, vocabulary: int, *, tied: bool, gathers: bool) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocabulary, 8)
+        self.mix = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.out = nn.Linear(8, vocabulary, bias=not tied)
+        self.gathers = gathers
+        if tied:
+            self.out.weight = self.token_embedding.weight
+
+    def forward(self, text: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.mix(self.token_embedding(text))
+        if self.gathers:
+            return F.cross_entropy(self.out(hidden).transpose(1, 2), targets, reduction="none")
+        return cross_entropy(self.out, hidden, targets)
+
+
+@dataclass(kw_only=True)
 class Refused(Letters):
     """A plan that cannot be, in the way that `fault` names."""
 
@@ -185,10 +220,22 @@ class Refused(Letters):
 
 @dataclass(kw_only=True)
 class WholeTensors(Stack):
-    """An optimizer that looks at whole matrices."""
+    """An optimizer that looks at several parameters at once."""
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return LAMB(model.parameters(), lr=1e-2)
+        return OfAll(model.parameters(), lr=1e-2)
+
+
+class OfAll(SGD):
+    """Its steps have the length of the gradient of all parameters of a group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm([p.grad for p in given])
+            for p in given:
+                p -= group["lr"] * p.grad / norm
 
 
 @dataclass(kw_only=True)

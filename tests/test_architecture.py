@@ -129,11 +129,12 @@ def test_the_checker_needs_no_framework_but_numpy() -> None:
 
 
 def test_what_is_asked_for_is_taken_apart_in_one_file_each() -> None:
-    """A strategy, the options of a card, a place, a loss scale: all others are given values."""
+    """A strategy, the options of a card, a place, a loss scale, an optimizer by name."""
     readers = {
         p.relative_to(SOURCE).as_posix() for p in MODULES if "parse_choice(" in p.read_text()
     }
     assert readers == {
+        "job/deepspeed/recipe.py",
         "job/loss_scale.py",
         "job/place.py",
         "strategies/card.py",

@@ -10,7 +10,7 @@ import pytest
 from allranks.catalog import ENGINES, REDUCERS, STRATEGIES
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.strategies.card import Exact, Option, Reference, Workload
+from allranks.strategies.card import Exact, Option, Picked, Reference, Workload
 from allranks.strategies.choice import Choice, parse_choice
 from allranks.strategies.reduction_tree import PAIRS_LIMIT_BYTES
 from allranks.strategies.resolve import TO_COME, card_for, resolved_strategy
@@ -20,7 +20,7 @@ RANKS = (1, 2, 3, 4, 8)
 GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together, 1760 with 800 gradients of 16 bit
 ABLE = (
     "use single or ddp or zero1 or zero2 or fsdp or hsdp or model-parallel or gpipe or 1f1b or "
-    "interleaved"
+    "interleaved or zero-bubble or mesh"
 )
 CUT = 800, 2400, GRADIENTS, TALLY  # weights of the root and of the units beside them
 # 8 shards: roots of the busiest rank are 1, 1, 2, 1, 1
@@ -34,6 +34,11 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("ddp", "tree"): (0, 3360, 6720, 6720, 10080),
     ("ddp", "fp16"): (0, 1760, 2347, 2640, 3080),
     ("ddp", "bf16"): (0, 1760, 2347, 2640, 3080),
+    ("ddp", "ring"): (0, 3360, 4480, 5040, 5880),
+    ("ddp", "halving-doubling"): (0, 3360, 6720, 5040, 5880),
+    ("ddp", "binary-tree"): (0, 3360, 6720, 6720, 10080),
+    ("ddp", "star"): (0, 3360, 6720, 10080, 23520),
+    ("ddp", "hierarchical"): (0, 3360, 4480, 5040, 5880),  # all of them one group
     ("zero1", "mean"): (0, 3360, 4480, 5040, 5880),
     ("zero1", "tree"): (0, 3360, 6720, 5120, 6080),
     ("zero2", "mean"): (0, 4960, 6613, 7440, 8680),  # two backward passes
@@ -43,19 +48,24 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("hsdp", ""): (0, 4560, 5680, 6240, 7080),
     ("hsdp", "tree"): (0, 4560, 7387, 9520, 16880),
     **dict.fromkeys(
-        [(n, "") for n in ("gpipe", "1f1b", "interleaved")], (0, 3360, 4480, 5040, 5880)
+        [(n, "") for n in ("gpipe", "1f1b", "interleaved", "zero-bubble")],
+        (0, 3360, 4480, 5040, 5880),
     ),
     **dict.fromkeys([(n, "") for n in ("mirrored", "central-storage", "tpu")], (0, 0, 0, 0, 0)),
     ("multi-worker-mirrored", ""): (0, 3360, 4480, 5040, 5880),
     ("parameter-server", ""): (6720, 6720, 6720, 6720, 6720),
     ("tensor", ""): (0, 2160, 2880, 3240, 3780),
     ("branches", ""): (0, 1760, 2347, 2640, 3080),
+    ("context", ""): (0, 5200, 6720, 7480, 8620),
+    ("mesh", ""): (0, 160, 213, 240, 280),  # one of each axis: nothing but the tally
 }
 MESSAGES = {
     **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
     **dict.fromkeys(("fsdp", "hsdp"), CUT),
     "tensor": (1600, 800, GRADIENTS, TALLY),  # activations summed, gathered
     "branches": (1600, 800, TALLY),  # what branches return, what comes back
+    "context": (1600, 400, 200, 640, GRADIENTS + TALLY),  # by all-to-all, gathered, summed, passed
+    "mesh": (0, 1600, 800, GRADIENTS, 0, TALLY),  # and before them what crosses between stages
 }
 """Of strategies whose tally is a message of its own."""
 
@@ -98,8 +108,9 @@ def test_the_bytes_of_the_tree_follow_its_roots() -> None:
 
 def test_a_large_message_goes_through_the_tree_in_chunks_where_that_is_less() -> None:
     def sent(ranks: int, message: int) -> int:
-        return CARDS["ddp"].bytes_sent(Workload((message,), ranks, 8), {"reduce": "tree"})
+        return CARDS["ddp"].bytes_sent(Workload((message,), ranks, 8), options)
 
+    options = CARDS["ddp"].read_options({"reduce": "tree"})
     limit = PAIRS_LIMIT_BYTES
     assert (sent(4, limit), sent(8, limit)) == (2 * limit, 3 * limit)
     assert (sent(4, 2 * limit), sent(8, 2 * limit)) == (3 * limit, 3.5 * limit)
@@ -110,7 +121,7 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(RequestError) as refused:
         card_for(Choice("ddp-plane"))
     assert refused.value.do.startswith(
-        "did you mean 'ddp-plain'? known: 1f1b, branches, central-storage, ddp, ddp-plain"
+        "did you mean 'ddp-plain'? known: 1f1b, branches, central-storage, context, ddp, ddp-plain"
     )
 
 
@@ -139,7 +150,7 @@ def test_bitwise_asks_for_the_tree(text: str, ranks: int, bitwise: bool, wanted:
         ("ddp:reduce=mean", 2, True, "leave reduce out, or drop --bitwise"),
         ("ddp:reduce=bf16", 2, True, "leave reduce out, or drop --bitwise"),
         ("ddp:bucket_mb=0", 2, False, "for example bucket_mb=25.0"),
-        ("ddp:bucket=1", 2, False, "did you mean 'bucket_mb'? known: bucket_mb, reduce"),
+        ("ddp:bucket=1", 2, False, "did you mean 'bucket_mb'? known: bucket_mb, late, reduce"),
     ],
 )
 def test_what_a_strategy_cannot_do_is_refused(
@@ -153,7 +164,7 @@ def test_what_a_strategy_cannot_do_is_refused(
 def test_a_job_has_its_strategy_as_a_value() -> None:
     spec = Job(strategy="ddp:bucket_mb=1,reduce=tree", ranks=3).strategy_spec
     assert (spec.name, spec.process_set.size, spec.devices_of_a_rank) == ("ddp", 3, 1)
-    assert spec.options == {"reduce": "tree", "bucket_mb": 1.0}
+    assert spec.options == {"reduce": Picked("tree"), "bucket_mb": 1.0, "late": "0"}
     assert spec.adds_shards and not Job(strategy="ddp").strategy_spec.adds_shards
     assert not Job(strategy="single").strategy_spec.adds_shards
     with pytest.raises(TypeError):
@@ -188,7 +199,7 @@ def test_the_card_says_what_bitwise_sets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refused.value.do == "leave strict out, or drop --bitwise"
 
 
-@pytest.mark.parametrize("name", ["ulysses", "diloco", "moe", "moe:x=1"])
+@pytest.mark.parametrize("name", ["ps", "diloco", "moe", "moe:x=1"])
 def test_a_strategy_that_is_to_come_is_not_taken_for_another(name: str) -> None:
     with pytest.raises(RequestError) as refused:
         card_for(parse_choice(name))

@@ -14,13 +14,14 @@ from conftest import Train
 
 CHAIN = [
     *(("ddp", 4), ("fsdp", 2), ("tensor", 2), ("1f1b", 2), ("single", 1)),
+    ("mesh:tensor=2,pipeline=2", 4),
     *(("zero2", 3), ("hsdp:shard=2", 4), ("model-parallel", 1), ("interleaved:chunks=2", 2)),
 ]
 
 
 @pytest.mark.slow
 def test_each_hands_on_what_it_took_up(train: Train) -> None:
-    """Weights, optimizer, and where the data stands, through nine strategies without a step."""
+    """Weights, optimizer, and where the data stands, through ten strategies without a step."""
     job: dict[str, Any] = {"steps": 3, "checkpoint_every": 3, "precision": "fp64"}
     handed_on = []
     for strategy, ranks in CHAIN:

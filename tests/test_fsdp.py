@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     "groups of two": ("hsdp:shard=2", 4, (), {"micro_batch": 3}),
     "LARS": ("fsdp", 2, ("optimizer_name=lars",), {}),
     "LAMB": ("fsdp", 3, ("optimizer_name=lamb",), {}),
+    "Adafactor": ("hsdp:shard=2", 4, ("optimizer_name=adafactor",), {}),
 }
 
 
@@ -150,15 +151,6 @@ def test_as_one_unit_they_may(train: Train) -> None:
 
 def test_each_rank_holds_its_part_and_no_more(on_ranks: Callable[..., Any]) -> None:
     on_ranks(3, "fsdp_tasks:holds_its_part", None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp:reduce=tree"])
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused(strategy: str, train: Train) -> None:
-    """Of LARS and LAMB only the bits: their lengths are sums over the ranks."""
-    name = "adafactor" if strategy == "fsdp" else "lamb"
-    with pytest.raises(RequestError, match="the update of some rows is another one"):
-        train(DEEP, f"optimizer_name={name}", strategy=strategy, ranks=2, steps=2)
 
 
 def test_groups_that_do_not_divide_the_ranks_are_refused(train: Train) -> None:

@@ -13,7 +13,8 @@ STEPS = 10
 ON_RANKS = [
     *(("ddp", 2), ("ddp", 3), ("zero1", 3), ("zero2", 4), ("fsdp", 2), ("fsdp", 3)),
     *(("hsdp:shard=2", 4), ("gpipe", 2), ("1f1b", 3), ("interleaved:chunks=2", 2)),
-    *(("model-parallel", 1), ("zero1", 8), ("fsdp", 8), ("1f1b", 4)),
+    *(("model-parallel", 1), ("zero1", 8), ("fsdp", 8), ("zero-bubble", 4)),
+    *(("mesh:data=2,pipeline=2", 4), ("mesh:data=3,pipeline=2,schedule=gpipe", 6)),
 ]
 
 
@@ -45,7 +46,8 @@ def test_a_training_that_goes_through_strategies_has_them_too(
 ) -> None:
     """Each goes on from a checkpoint of the one before, on other ranks."""
     job: dict[str, Any] = {"bitwise": True, "checkpoint_every": 2}
-    parts = ("ddp", 4), ("fsdp", 2), ("zero1", 3), ("1f1b", 2), ("single", 1)
+    mesh = "mesh:data=2,pipeline=2", 4
+    parts = ("ddp", 4), ("fsdp", 2), mesh, ("1f1b", 2), ("single", 1)
     for number, (strategy, ranks) in enumerate(parts):
         steps = 2 * (number + 1)
         run = train(TASK, strategy=strategy, ranks=ranks, steps=steps, **job)

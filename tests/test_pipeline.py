@@ -32,8 +32,8 @@ __all__ = ["check", "references"]
 @pytest.mark.slow(but=2)
 @pytest.mark.cases(
     ("strategy", "ranks"),
-    [("1f1b", 3), ("interleaved:chunks=2", 2), ("gpipe", 2)],
-    exhaustive=[("gpipe", 4), ("1f1b", 1), ("1f1b", 4), ("1f1b", 5)],
+    [("1f1b", 3), ("zero-bubble", 3), ("interleaved:chunks=2", 2), ("gpipe", 2)],
+    exhaustive=[("zero-bubble", 5), ("gpipe", 4), ("1f1b", 1), ("1f1b", 4), ("1f1b", 5)],
 )
 def test_bitwise_gives_the_bits_of_one_process(strategy: str, ranks: int, train: Train) -> None:
     common: dict[str, Any] = {"bitwise": True, "steps": 12}
@@ -44,12 +44,12 @@ def test_bitwise_gives_the_bits_of_one_process(strategy: str, ranks: int, train:
 
 @pytest.mark.slow(but=1)
 def test_a_training_goes_through_strategies_with_the_bits_of_one(train: Train) -> None:
-    """`1f1b` on 2 ranks, `ddp` on 2, `gpipe` on 3, `single`: the bits of `single` all along."""
+    """`1f1b`, `ddp`, `zero-bubble` on 3 ranks, `single`: the bits of `single` all along."""
     common: dict[str, Any] = {"bitwise": True, "checkpoint_every": 4}
     wanted = train("pipeline_tasks:Images", "ema=0.9", strategy="single", steps=16, **common)
     folder = ""
     for step, (strategy, ranks) in enumerate(
-        [("1f1b", 2), ("ddp", 2), ("gpipe", 3), ("single", 1)]
+        [("1f1b", 2), ("ddp", 2), ("zero-bubble", 3), ("single", 1)]
     ):
         found = train(
             "pipeline_tasks:Images",
@@ -164,13 +164,38 @@ def test_a_bad_step_stops_all_ranks_alike(rank: int, train: Train) -> None:
 
 @pytest.mark.slow(but=1)
 @pytest.mark.cases(
-    ("strategy", "ranks"), [("1f1b", 3), ("interleaved:chunks=2", 2)], exhaustive=[("gpipe", 4)]
+    ("strategy", "ranks"),
+    [("1f1b", 3), ("interleaved:chunks=2", 2)],
+    exhaustive=[("zero-bubble", 4)],
 )
 def test_the_busiest_rank_sends_what_the_card_says(
     strategy: str, ranks: int, on_ranks: Callable[..., Any]
 ) -> None:
     job = {"strategy": strategy, "steps": 6}
     on_ranks(ranks, "pipeline_tasks:bytes_and_memory", {"task": "Images", "job": job})
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("flag", "value"), [("precision", "bf16"), ("precision", "fp16"), ("micro_batch", 5)]
+)
+def test_zero_bubble_has_the_bits_of_1f1b(flag: str, value: Any, train: Train) -> None:
+    found = [
+        train("pipeline_tasks:Images", strategy=s, ranks=2, steps=6, **{flag: value}).summary
+        for s in ("1f1b", "zero-bubble")
+    ]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    assert found[0]["train_loss"] == found[1]["train_loss"]
+
+
+def test_zero_bubble_keeps_its_activations(train: Train) -> None:
+    flags: dict[str, Any] = {"ranks": 2, "steps": 2, "activation_checkpointing": True}
+    with pytest.raises(RequestError, match="compute their activations again"):
+        train("pipeline_tasks:Blocks", strategy="zero-bubble", **flags)
+
+
+def test_layers_are_cut_by_what_all_ranks_measure(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(2, "pipeline_tasks:cut_by_cost", {})
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import contract_tasks
 import placement_tasks
-from allranks.cli.display.placement import table
+from allranks.cli.display.placement import as_data, table
 from allranks.cli.main import main
 from allranks.job.config import resolve
 from allranks.job.job import Job
@@ -25,12 +25,15 @@ from allranks.job.placement import Placed, RankPlacement, read_placements, write
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.resources import LocalMachine
 from allranks.launcher.start import plan_job
+from allranks.strategies.mesh import replicated_mesh
+from allranks.strategies.resolve import strategy_spec
 from allranks.tools.placement_preview import place_ranks
 from allranks.torch import Trainer
 from allranks.torch.model.placement import update_by_nothing
 from conftest import Train
 
 DP = "dp:replicas=3"
+MESH = "mesh:data=2,tensor=2,pipeline=2"
 
 # Linear(4, 3) without bias, BatchNorm(3), float32. AdamW keeps two moments and a count of steps of
 # 4 bytes for each weight.
@@ -101,7 +104,7 @@ def check_parts(found: list[RankPlacement]) -> None:
         (0, WEIGHT, WEIGHT, 2 * WEIGHT + 4),
         (1, 2 * NORM + BUFFERS, 2 * NORM, 4 * NORM + 8),
     ]
-    lines = table(found).splitlines()
+    lines = table(found, replicated_mesh(1)).splitlines()
     assert {line.split("  ")[0] for line in lines if line} == {
         "held by",
         "rank 0, part 0",
@@ -109,14 +112,32 @@ def check_parts(found: list[RankPlacement]) -> None:
     }
 
 
+def check_mesh(found: list[RankPlacement]) -> None:
+    """Linear(6, 24) and Linear(24, 6) in the first stage; a half of what is cut."""
+    first = {row.name: (row.bytes, row.shape, row.whole) for row in found[1].rows}
+    assert first == {
+        "0.weight": (24 * 6 * 4 // 2, (12, 6), (24, 6)),
+        "0.bias": (24 * 4 // 2, (12,), (24,)),
+        "3.weight": (6 * 24 * 4 // 2, (6, 12), (6, 24)),
+        "3.bias": (6 * 4, (6,), None),
+    }
+    mesh = strategy_spec(MESH, 8).mesh
+    assert [held.totals for held in found[:4]] == [found[0].totals] * 4
+    *_, last = table(found, mesh).splitlines()
+    assert last.split()[:4] == ["7", "1", "1", "1"]
+    assert "12 × 6 of 24 × 6" in table(found, mesh)
+    assert as_data(found, mesh)[6]["place"] == {"pipeline": 1, "data": 1, "tensor": 0}
+
+
 def test_a_dry_run_sets_the_ranks_up_and_trains_nothing(server: ForkServer, tmp_path: Path) -> None:
-    def placed(**flags: Any) -> list[RankPlacement]:
-        resolved = resolve(PROGRAM, {"run_dir": str(tmp_path / "run"), "threads": 1, **flags})
+    def placed(program: str = PROGRAM, **flags: Any) -> list[RankPlacement]:
+        resolved = resolve(program, {"run_dir": str(tmp_path / "run"), "threads": 1, **flags})
         return place_ranks(plan_job(resolved, LocalMachine(server)), server)
 
     check_ddp(placed(ranks=2))
     check_dp(placed(strategy=DP), gathered=None)
     check_parts(placed(strategy="model-parallel"))
+    check_mesh(placed(program="mesh_tasks:Stack", strategy=MESH, ranks=8))
     assert not (tmp_path / "run").exists()
 
 
@@ -196,7 +217,7 @@ def test_what_ranks_hold_alike_is_one_line() -> None:
     held = [placed(0, "all", "most"), placed(1, "all", "most"), placed(2, "all")]
     held.append(placed(3, "all", "most", kept=None))
     assert (
-        table(held)
+        table(held, replicated_mesh(4))
         == """\
 held by       device       dtype    shape  bytes  name
 ranks 0-3     cuda:0-3     float32  2 × 3     24  all
@@ -214,12 +235,12 @@ def test_replicas_and_what_they_gather_are_shown() -> None:
     gathered = Placed("gathered", "output", "cuda:0", "float32", (), 4)
     unknown = Placed("gathered", "input", "cuda:0", "unknown", None, None)
     one = RankPlacement(0, (*first.rows, *second.rows, gathered))
-    lines = table([one]).splitlines()
+    lines = table([one], replicated_mesh(1)).splitlines()
     assert lines[1].split("  ")[0] == "rank 0, replicas 0-1"
     assert lines[2].endswith("one number      4  output (gathered)")
     assert [line.split()[-2:] for line in lines[-2:]] == [["4", "B"], ["0", "B"]]
     one = RankPlacement(0, (*first.rows, unknown))
-    assert table([one]).splitlines()[-1].endswith("unknown")
+    assert table([one], replicated_mesh(1)).splitlines()[-1].endswith("unknown")
 
 
 def test_a_rank_that_is_no_more_is_left_out(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 from torch import nn
 
-from allranks.errors import RequestError
+from allranks.errors import ProgramError, RequestError
 from allranks.torch.tensor_parallel.plan import default_plan
 from conftest import Train
 from tensor_tasks import OUT, Hooked, OwnForward
@@ -86,6 +86,32 @@ def test_micro_batches_that_cut_a_shard_draw_what_one_process_draws(
     assert result.summary["card_bytes_per_step"] == pytest.approx(sent, abs=1)
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(("ranks", "tied"), [(2, True), (3, False)])
+def test_logits_that_stay_cut_give_the_loss_of_whole_ones(
+    ranks: int, tied: bool, train: Train
+) -> None:
+    """11 classes; torch's own loss in one process, and fewer bytes than if they were gathered."""
+    program, common = "tensor_tasks:CutLogits", {"precision": "fp64", "steps": STEPS}
+    settings = (f"tied={tied}",)
+    gathers = train(program, *settings, "gathers=True", strategy="single", **common)
+    cut = train(program, *settings, strategy="tensor", ranks=ranks, **common)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (cut, gathers))
+    assert difference(ours, theirs) < 1e-10
+    assert cut.summary["eval"] == pytest.approx(gathers.summary["eval"], rel=1e-10)
+    sent = cut.summary["sent_bytes"]["gradients"]
+    assert cut.summary["card_bytes_per_step"] == pytest.approx(sent / STEPS, abs=1)
+    whole = train(program, *settings, "gathers=True", strategy="tensor", ranks=ranks, **common)
+    tokens = STEPS * 24 * 7
+    saved = whole.summary["sent_bytes"]["gradients"] - sent
+    assert saved > 0.5 * tokens * 8 * (11 - 3 * 2) * (ranks - 1) / ranks
+
+
+def test_a_target_that_is_no_class_is_told(train: Train) -> None:
+    with pytest.raises(ProgramError, match="out of bounds"):
+        train("tensor_tasks:CutLogits", "beyond=11", strategy="tensor", ranks=2, steps=1)
+
+
 def test_a_block_sends_its_output_and_the_gradient_of_its_input(train: Train) -> None:
     """By hand: a batch of 24 samples on 2 ranks, one all-reduce each way for a block."""
     result = train("tensor_tasks:Stack", strategy="tensor", ranks=2, precision="fp64", steps=4)
@@ -149,7 +175,7 @@ def test_check_calls_it_equal(strategy: str, check: Check) -> None:
         ("Refused:heads torn", 2, "are cut into the same parts"),
         ("Refused:too few heads", 4, "all the same number of heads"),
         ("Refused:nothing", 2, "compute the same as all others"),
-        ("WholeTensors", 2, "updates every number by itself"),
+        ("WholeTensors", 2, "updates every parameter by itself"),
         ("HookedWeight", 2, "a hook on the parameter '0.weight'"),
         ("TiedApart", 2, "embedding and out, which share a weight"),
     ],

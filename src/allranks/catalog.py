@@ -101,6 +101,9 @@ ENGINES = {
         needs=Extra("tensorflow", ("tensorflow", "keras")),
         programs=("digits-keras", "mnist-keras"),
         lacks={
+            **dict.fromkeys(
+                ("optimizer", "schedule"), "a Keras task compiles its model with an optimizer"
+            ),
             "bitwise": "tf.distribute has no fixed order of sums, so they follow the replicas",
             "compile": "its steps are graphs of TensorFlow already",
             "channels_last": "a Keras model says by itself in which order it takes images",
@@ -118,10 +121,10 @@ ENGINES = {
 STRATEGIES = {
     TORCH: {
         "single": "allranks.torch.strategies.single:Single",
-        "dp": "allranks.torch.strategies.dp:DP",
-        "model-parallel": "allranks.torch.strategies.model_parallel:ModelParallel",
+        "dp": "allranks.torch.strategies.one_process.dp:DP",
+        "model-parallel": "allranks.torch.strategies.one_process.model_parallel:ModelParallel",
         "ddp-plain": "allranks.torch.strategies.ddp_plain:DDPPlain",
-        "ddp": "allranks.torch.strategies.ddp:DDP",
+        "ddp": "allranks.torch.strategies.ddp:ddp",
         "zero1": "allranks.torch.strategies.zero:ZeRO1",
         "zero2": "allranks.torch.strategies.zero:ZeRO2",
         "fsdp": "allranks.torch.strategies.fsdp:FSDP",
@@ -130,8 +133,11 @@ STRATEGIES = {
         "gpipe": "allranks.torch.strategies.pipeline:GPipe",
         "1f1b": "allranks.torch.strategies.pipeline:OneForwardOneBackward",
         "interleaved": "allranks.torch.strategies.pipeline:Interleaved",
+        "zero-bubble": "allranks.torch.strategies.pipeline:ZeroBubble",
         "independent": "allranks.torch.strategies.independent:Independent",
         "tensor": "allranks.torch.strategies.tensor:Tensors",
+        "context": "allranks.torch.strategies.context_parallel:ContextParallel",
+        "mesh": "allranks.torch.strategies.mesh:ThreeAxes",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",
@@ -148,6 +154,11 @@ REDUCERS = {
     "tree": "allranks.torch.reducers.tree:Tree",
     "fp16": "allranks.torch.reducers.half:FP16",
     "bf16": "allranks.torch.reducers.half:BF16",
+    "ring": "allranks.torch.reducers.point_to_point:Ring",
+    "halving-doubling": "allranks.torch.reducers.point_to_point:HalvingDoubling",
+    "binary-tree": "allranks.torch.reducers.point_to_point:BinaryTree",
+    "star": "allranks.torch.reducers.point_to_point:Star",
+    "hierarchical": "allranks.torch.reducers.point_to_point:Hierarchical",
 }
 
 PLACES = {

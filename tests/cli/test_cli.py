@@ -192,11 +192,17 @@ def test_strategies_lists_all_and_shows_one(door: Door) -> None:
     code, out, _ = door("strategies")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[::2]] == list(CARDS)
-    assert "up to the order of sums (reduce=fp16 or reduce=bf16: REFERENCE)" in out
+    assert (
+        "up to the order of sums (reduce=fp16 or reduce=bf16: REFERENCE; late=1: REFERENCE)" in out
+    )
     code, out, _ = door("strategies", "ddp")
     assert code == 0
     assert out.startswith(f"ddp: {CARDS['ddp'].summary}\n")
-    assert "reduce=mean: how gradients are summed (mean or tree or fp16 or bf16)" in out
+    assert (
+        "reduce=mean: how gradients are summed (mean or tree or fp16 or bf16 or ring(pieces=1)"
+        in out
+    )
+    assert "hierarchical(group=0,pieces=1))" in out
     assert "with reduce=fp16 or reduce=bf16, REFERENCE: equal to a loop that rounds" in out
     assert "bucket_mb=25.0" in out and "arXiv 2006.15704" in out
 
@@ -208,7 +214,7 @@ def test_strategies_as_json(door: Door) -> None:
     _, out, _ = door("strategies", "ddp", "--json")
     assert json.loads(out) == next(card for card in cards if card["name"] == "ddp")
     reduce = json.loads(out)["options"]["reduce"]
-    assert reduce["choices"] == ["mean", "tree", "fp16", "bf16"]
+    assert reduce["choices"][:5] == ["mean", "tree", "fp16", "bf16", "ring"]
     assert list(reduce["guarantees"]) == ["fp16", "bf16"]
 
 

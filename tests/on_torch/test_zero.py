@@ -11,10 +11,12 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from allranks.errors import RequestError
-from allranks.torch.optimizers.elementwise import check_elementwise
+from allranks.torch.optimizers.elementwise import groups_of_whole
 from allranks.torch.optimizers.lamb import LAMB
+from allranks.torch.optimizers.lars import LARS
 from allranks.torch.sharding.state import with_parameters
 from conftest import Train
+from tensor_tasks import OfAll
 from test_every_strategy import STEPS, difference, reference_for, references
 
 __all__ = ["references"]
@@ -76,19 +78,61 @@ def test_bits_are_those_of_one_process_through_a_chain_of_strategies(train: Trai
     assert (run.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
 
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+WHOLE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adafactor": lambda p: torch.optim.Adafactor(p),
     "muon": lambda p: torch.optim.Muon(p),
+    "lars": lambda p: LARS(p, lr=0.01),
     "lamb": lambda p: LAMB(p, lr=0.01),
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused(name: str) -> None:
-    optimizer = OPTIMIZERS[name]([nn.Parameter(torch.randn(4, 4))])
-    with pytest.raises(RequestError, match="--strategy zero1 with") as refused:
-        check_elementwise(optimizer, "--strategy zero1")
-    assert "by itself" in refused.value.why
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_optimizer_that_looks_at_whole_tensors_is_found(name: str) -> None:
+    optimizer = WHOLE[name]([nn.Parameter(torch.randn(4, 4))])
+    assert groups_of_whole(optimizer, "--strategy zero1") == {0}
+
+
+class ByRow(torch.optim.SGD):
+    """By the length of each row: right where rows are whole, and wrong where columns are cut."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                p -= group["lr"] * p.grad / p.grad.norm(dim=1, keepdim=True)
+
+
+class Counting(torch.optim.SGD):
+    """By the length of the gradient, at a rate that falls with the parameters that have had one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad / p.grad.norm()
+                    group["seen"] = group.get("seen", 0) + 1
+
+
+class Remembering(LARS):
+    """Knows its parameters by themselves."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, lr=lr)
+        self.layers = {p: 1.0 for group in self.param_groups for p in group["params"]}
+
+
+def test_what_looks_at_columns_or_at_several_parameters_is_found() -> None:
+    weights = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))]
+    assert groups_of_whole(ByRow(weights[:1], lr=0.1), "--strategy tensor") == {0}
+    for kind, found in (
+        (OfAll, "another update where others have no gradient"),
+        (Counting, "hyper-parameters that a step changes"),
+        (Remembering, "its attribute 'layers', which refers to parameters"),
+    ):
+        with pytest.raises(RequestError, match="--strategy zero1 with") as refused:
+            groups_of_whole(kind(weights, lr=0.1), "--strategy zero1")
+        assert found in refused.value.found
 
 
 class Mixed(torch.optim.SGD):
@@ -101,7 +145,7 @@ class Mixed(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in [p for p in group["params"] if p.grad is not None]:
                 length = 1.0 if group.get("plain") else float(p.grad.norm()) * self.tag
                 p -= group["lr"] * p.grad / length
 
@@ -109,10 +153,9 @@ class Mixed(torch.optim.SGD):
 @pytest.mark.parametrize("lr", [0.01, 0.0])
 def test_every_group_is_asked_whatever_its_rate(lr: float) -> None:
     first, second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
-    check_elementwise(Mixed([{"params": [first], "plain": True}], lr), "--strategy zero1")
     groups = [{"params": [first], "plain": True}, {"params": [second]}]
-    with pytest.raises(RequestError, match="another one by themselves"):
-        check_elementwise(Mixed(groups, lr), "--strategy zero1")
+    assert groups_of_whole(Mixed(groups[:1], lr), "--strategy zero1") == set()
+    assert groups_of_whole(Mixed(groups, lr), "--strategy zero1") == {1}
 
 
 def test_a_counter_of_a_weight_is_no_part_of_it() -> None:
@@ -124,7 +167,7 @@ def test_a_counter_of_a_weight_is_no_part_of_it() -> None:
         "weight": {"moment": weight, "count": torch.ones(1)},
     }
     state = {"model": {"weight": weight, "bias": bias}, "optimizer": {"state": kept}}
-    found = with_parameters(state, model, lambda name, tensor: tensor + 1)["optimizer"]["state"]
+    found = with_parameters(state, model, lambda name, tensor: tensor + 1, {})["optimizer"]["state"]
     assert all(float(found[name]["count"]) == 1 for name in kept)
     assert all(bool((found[name]["moment"] == 2).all()) for name in kept)
 
@@ -135,7 +178,7 @@ def test_an_optimizer_of_numbers_is_asked_and_left_as_it_was(kind: str) -> None:
     optimizer = getattr(torch.optim, kind)([weight], lr=0.01)
     before = weight.detach().clone()
     groups = str(optimizer.param_groups)
-    check_elementwise(optimizer, "--strategy zero1")
+    assert groups_of_whole(optimizer, "--strategy zero1") == set()
     assert torch.equal(weight, before) and weight.grad is None
     assert str(optimizer.param_groups) == groups
     assert weight not in optimizer.state or not any(

@@ -55,7 +55,12 @@ SHARED_OPTIONS: Options = (
     (("--seed",), {"type": int, "help": "Seed of everything random (default 0)."}),
     (("--steps",), {"type": int, "help": "Optimizer steps of the job, instead of epochs."}),
     (("--set", "settings"), {"multiple": True, "help": "Set a field of the task: field=value."}),
-    (("--job", "job_file"), {"help": "Take the job from a TOML file; flags go first."}),
+    (("--optimizer",), {"help": "In place of the task's: adamw:lr=1e-3,weight_decay=0.01."}),
+    (("--schedule",), {"help": "In place of the task's: warmup-lr:highest=1e-3,steps=1000."}),
+    (
+        ("--job", "job_file"),
+        {"help": "Take the job from a TOML file, or from DeepSpeed's JSON; flags go first."},
+    ),
 )
 
 NODE_OPTIONS: Options = (

@@ -11,12 +11,13 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.event_text import anomalies_in
-from allranks.cli.display.placement import table
+from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences
 from allranks.errors import RequestError, printable
 from allranks.job.placement import read_placements
 from allranks.job.run_folder import is_in_use, read_events
 from allranks.launcher.scripts.plan import CommandRequest
+from allranks.strategies.resolve import strategy_spec
 
 MOST_NOTES = 10
 HEADING_FIELDS = ("schema", "kind", "program", "processes", "run_dir")
@@ -60,7 +61,7 @@ def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
         )
     job = _job(path)
     if placement:
-        _print_placement(path, int(job["ranks"]), as_object)
+        _print_placement(path, job, as_object)
         return
     row = _row(path)
     if as_object:
@@ -108,8 +109,8 @@ def _asked(job: dict[str, Any], run: str, with_hint: bool) -> list[str]:
     return ["asked of it", *lines]
 
 
-def _print_placement(path: Path, ranks: int, as_object: bool) -> None:
-    held = read_placements(path, ranks)
+def _print_placement(path: Path, job: dict[str, Any], as_object: bool) -> None:
+    held = read_placements(path, int(job["ranks"]))
     if not held:
         raise RequestError(
             asked=f"show {path} --placement",
@@ -117,10 +118,11 @@ def _print_placement(path: Path, ranks: int, as_object: bool) -> None:
             why="ranks record it after their first update",
             do="wait for that, or ask beforehand: allranks train PROGRAM … --dry-run --placement",
         )
+    mesh = strategy_spec(job["strategy"], int(job["ranks"])).mesh
     if as_object:
-        click.echo(as_json({"run_dir": str(path), "placement": [p.to_data() for p in held]}))
+        click.echo(as_json({"run_dir": str(path), "placement": as_data(held, mesh)}))
     else:
-        click.echo(table(held))
+        click.echo(table(held, mesh))
 
 
 def _job(path: Path) -> dict[str, Any]:

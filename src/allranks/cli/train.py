@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
-from allranks.cli.display.placement import table
+from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences, lost_in, progress_here
 from allranks.cli.grouped_help import GroupedCommand
 from allranks.cli.options import (
@@ -105,9 +105,11 @@ def _print_plan(
         )
     with plan_only(resolved, rendezvous) as (plan, server):
         held = place_ranks(plan, server) if placement else []
+    mesh = plan.job.strategy_spec.mesh
     if as_object:
         data = {**plan.to_data(), "sources": resolved.sources}
-        more = {"placement": [rank.to_data() for rank in held]} if placement else {}
+        more = {"placement": as_data(held, mesh)} if placement else {}
         click.echo(as_json({**data, **more}))
     else:
-        click.echo(f"{plan}\n\n{table(held)}" if placement else str(plan))
+        shown = f"\n\n{table(held, mesh)}" if placement else ""
+        click.echo(f"{plan}{shown}")

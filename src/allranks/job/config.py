@@ -13,6 +13,7 @@ from typing import Any
 
 from allranks.catalog import PLACES, load
 from allranks.errors import RequestError
+from allranks.job.deepspeed.sections import read_deepspeed
 from allranks.job.engines import check_program, choose_engine, default_strategy
 from allranks.job.job import Job
 from allranks.job.job_file import HIDDEN, NOT_SETTABLE, read_job_file
@@ -42,7 +43,8 @@ def resolve(
     """
     _check_names(flags)
     flags, base = _find_base(flags)
-    values, task, sources = _inherited(base, job_file)
+    ranks = flags.get("ranks") or flags.get("nodes")
+    values, task, sources = _inherited(base, job_file, ranks)
     if program:
         flags = {"program": program, **flags}
     for name, value in flags.items():
@@ -77,18 +79,25 @@ def resolve(
 
 
 def _inherited(
-    base: Base | None, job_file: str | None
+    base: Base | None, job_file: str | None, ranks: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """The values of the run gone on with and of the job file over them, of the task too."""
+    """The values of the run gone on with and of the job file over them, of the task too.
+
+    `ranks` are those of the command line, if it says any.
+    """
     values: dict[str, Any] = {}
     task: dict[str, Any] = {}
     sources: dict[str, str] = {}
     layers = [] if base is None else [(base.values, base.task, f"run {base.path}")]
-    if job_file is not None:
+    if job_file is not None and not job_file.endswith(".json"):
         layers.append((*read_job_file(job_file), f"file {job_file}"))
     for more, more_task, where in layers:
         values, task = {**values, **more}, {**task, **more_task}
         sources |= dict.fromkeys([*more, *(f"task.{name}" for name in more_task)], where)
+    if job_file is not None and job_file.endswith(".json"):
+        found = read_deepspeed(job_file, ranks or values.get("ranks", 1))
+        values, task = {**values, **found.values}, {**task, **found.task}
+        sources |= found.sources
     return values, task, sources
 
 

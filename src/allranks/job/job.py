@@ -33,7 +33,8 @@ class Training:
     one rank (None: all that the rank owns). `loader_workers` processes read data for each rank, and
     `prefetch` batches are made ready ahead of the step. The job evaluates every `eval_every` steps
     ("100", or "epoch"), and ends when `patience` evaluations in a row have not bettered the metric
-    `early_stop` ("max:accuracy").
+    `early_stop` ("max:accuracy"). `optimizer` ("adamw:lr=1e-3") and `schedule`
+    ("warmup-lr:steps=1000") are taken in place of the task's.
     """
 
     program: str = ""
@@ -48,6 +49,8 @@ class Training:
     eval_every: str = ""
     early_stop: str = ""
     patience: int = 3
+    optimizer: str = ""
+    schedule: str = ""
 
 
 @dataclass(frozen=True)

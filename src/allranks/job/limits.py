@@ -11,6 +11,7 @@ import re
 from allranks.catalog import ENGINES, PLACE_CHECK, load
 from allranks.errors import RequestError, nearest
 from allranks.job import faults
+from allranks.job.deepspeed.recipe import check_recipe
 from allranks.job.engines import trained_also_by
 from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PRECISIONS, WITNESS, Job
 from allranks.job.loss_scale import parse_loss_scale
@@ -47,9 +48,11 @@ def checked(job: Job) -> Job:
     _check_names(job)
     load(PLACE_CHECK)(job)
     _check_arithmetic(job)
+    check_recipe(job.optimizer, job.schedule)
     check_engine(job)
     _check_course(job)
-    spec = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise)
+    per_node = 0 if job.ranks % job.nodes else job.ranks // job.nodes
+    spec = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise, per_node=per_node)
     _check_devices(job, spec)
     _check_roles(job, spec.process_set)
     return dataclasses.replace(job, strategy=str(spec))

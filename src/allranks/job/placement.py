@@ -18,6 +18,7 @@ from allranks.checkpoint.files import as_json, write_whole
 FOLDER = "placement"
 PARAMETER, BUFFER, AVERAGE = "parameter", "buffer", "average"
 OPTIMIZER, GATHERED = "optimizer", "gathered"
+SHAPES = ("shape", "whole")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Placed:
     `replica` counts the copies of the model in one process, `part` the parts of one that is on
     several devices; `kind` is `parameter`, `buffer`,
     `average` (of the weights), `optimizer` (kept for no weight), or `gathered` (of a micro-batch).
+    Where ranks hold a part each, `whole` is the shape of all of it.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class Placed:
     optimizer_bytes: int | None = 0
     replica: int = 0
     part: int = 0
+    whole: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,11 @@ class RankPlacement:
             )
         return tuple(found)
 
+    @property
+    def all_bytes(self) -> int | None:
+        """Of all its replicas and parts, between the steps."""
+        return _sum(total.all_bytes for total in self.totals)
+
     def to_data(self) -> dict[str, Any]:
         """As plain data, with the totals."""
         totals = [{**dataclasses.asdict(t), "all_bytes": t.all_bytes} for t in self.totals]
@@ -122,5 +130,5 @@ def read_placements(run_dir: Path, ranks: int) -> list[RankPlacement]:
 
 
 def _read(row: dict[str, Any]) -> Placed:
-    shape = row["shape"]
-    return Placed(**{**row, "shape": None if shape is None else tuple(shape)})
+    shapes = {key: None if row[key] is None else tuple(row[key]) for key in SHAPES if key in row}
+    return Placed(**{**row, **shapes})

@@ -23,7 +23,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job, Looking, Safety, Where, names_in
 from allranks.job.job_file import FOR_CHECK, job_values, read_job_file, redacted
 from allranks.strategies.card import APART
-from allranks.strategies.resolve import card_of
+from allranks.strategies.resolve import card_of, strategy_spec
 
 CHECKPOINTS = FOLDER
 CHANGEABLE = (
@@ -134,6 +134,15 @@ def _check_strategies(base: Base, job: Job) -> None:
             found=f"a checkpoint of {was.name!r}: {was.state}",
             why=f"{now.name!r} keeps another state: {now.state}",
             do=f"go on with --strategy {was.name}",
+        )
+    text = base.values.get("strategy", job.strategy)
+    before = strategy_spec(text, base.values.get("ranks", 1))
+    if before.options.get("late", "0") != job.strategy_spec.options.get("late", "0"):
+        raise RequestError(
+            asked=f"--strategy {job.strategy}, from {base.path}",
+            found=f"a checkpoint of {before}",
+            why="with late=1 it holds a gradient that is not applied yet, else it has none",
+            do=f"go on with --strategy {before}",
         )
     if now.state == APART and job.ranks != base.values.get("ranks", 1):
         raise _refused(

@@ -252,8 +252,12 @@ class Card:
 
     def guarantee_of(self, options: Mapping[str, Any]) -> Guarantee:
         """What the strategy promises with these options, as `read_options` gives them."""
-        found = (o.guarantees.get(str(options[o.name])) for o in self.options)
-        return next((guarantee for guarantee in found if guarantee is not None), self.guarantee)
+        chosen = [(option.guarantees, str(options[option.name])) for option in self.options]
+        found = [guarantees[value] for guarantees, value in chosen if value in guarantees]
+        loops = [one.simulation for one in found if isinstance(one, Reference)]
+        if len(loops) > 1:
+            return Reference("; and ".join(loops))
+        return found[0] if found else self.guarantee
 
     def read_options(self, given: Mapping[str, str]) -> dict[str, Any]:
         """Every option with its value: what was given, checked, and the defaults for the rest."""

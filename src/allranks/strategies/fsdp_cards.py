@@ -32,7 +32,7 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     """Of each pass the weights twice (those of the root once) and the gradients once; the tally."""
     if work.ranks == 1:
         return 0
-    root, units, gradients, tally = work.messages
+    root, units, gradients, tally, *moved = work.messages
     is_tree = options["reduce"] == "tree"
     holders = options.get("shard", work.ranks)
     times = 2 if options["reshard"] else 1
@@ -42,7 +42,7 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
         sent += (work.ranks / holders - 1) * gradients
     last = Workload((tally,), work.ranks, work.shards)
     beside = tree_bytes(work, [tally]) if is_tree else ring_bytes(last, options)
-    return round(work.passes * sent) + beside
+    return round(work.passes * sent) + beside + sum(moved)
 
 
 GATHERED = (

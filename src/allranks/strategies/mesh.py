@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 REPLICATE, SHARD, DATA, TENSOR = "replicate", "shard", "data", "tensor"
-PIPELINE, BRANCH = "pipeline", "branch"
+PIPELINE, CONTEXT, BRANCH = "pipeline", "context", "branch"
 FLATTENED = {DATA: (REPLICATE, SHARD)}
 """Axes that are several in one: the ranks of a sharded model each read data of their own."""
 
@@ -37,14 +37,14 @@ class Mesh:
     def coordinate(self, rank: int, axis: str) -> int:
         """Where along an axis a rank lies."""
         found = 0
-        for (name, size), at in zip(self.axes, self._coordinates(rank), strict=True):
+        for (name, size), at in zip(self.axes, self.place(rank), strict=True):
             if name in _parts(axis):
                 found = found * size + at
         return found
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` along this axis alone, and itself, in order."""
-        own = self._coordinates(rank)
+        own = self.place(rank)
         ways = [
             range(size) if name in _parts(axis) else (at,)
             for (name, size), at in zip(self.axes, own, strict=True)
@@ -56,10 +56,11 @@ class Mesh:
 
         What is counted in samples is counted by these ranks alone.
         """
-        there = zip(self.axes, self._coordinates(rank), strict=True)
+        there = zip(self.axes, self.place(rank), strict=True)
         return all(at == 0 for (name, _), at in there if name not in FLATTENED[DATA])
 
-    def _coordinates(self, rank: int) -> tuple[int, ...]:
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Where a rank lies along each axis, in their order."""
         found = []
         for _, size in reversed(self.axes):
             rank, at = divmod(rank, size)

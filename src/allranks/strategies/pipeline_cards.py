@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from allranks.errors import RequestError
 from allranks.strategies.card import Card, Exact, Option, Workload
-from allranks.strategies.mesh import PIPELINE, Agreement, Mesh
+from allranks.strategies.card_bytes import tree_bytes
+from allranks.strategies.mesh import PIPELINE, REPLICATE, TENSOR, Agreement, Mesh
 
 
 def _crossing(work: Workload, options: Mapping[str, Any]) -> int:
@@ -26,6 +28,12 @@ def _crossing(work: Workload, options: Mapping[str, Any]) -> int:
     return round(max(sent) * (ranks > 1) + ring)
 
 
+BY = Option(
+    "by",
+    "size",
+    "what is balanced, where the task has no stages: bytes of weights, or measured seconds",
+    ("size", "cost"),
+)
 BYTES = (
     "busiest rank: outputs of its stages + gradients of their inputs, of all micro-batches, "
     "+ 2(N-1)/N · tally (and weights that stages share)"
@@ -35,10 +43,12 @@ EVERYWHERE: dict[str, Any] = {
     "bytes_sent": _crossing,
     "bytes_formula": BYTES,
     "many_ranks": True,
+    "options": (BY,),
     "bitwise_options": {},
     "agreement": Agreement("staged"),
     "mesh": lambda ranks, _: Mesh(((PIPELINE, ranks),)),
 }
+CHUNKS = Option("chunks", 2, "runs of layers on each rank", at_least=1)
 MEMORY = "1/N of weights + gradients + optimizer; activations of"
 
 PIPELINE_CARDS = (
@@ -61,7 +71,92 @@ PIPELINE_CARDS = (
         summary="`1f1b` with several runs of layers on each rank: waits less, sends more.",
         memory=f"{MEMORY} up to m micro-batches; waits (N-1)/(vm+N-1) of the time, v = chunks",
         paper="Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473",
-        options=(Option("chunks", 2, "runs of layers on each rank", at_least=1),),
+        **{**EVERYWHERE, "options": (CHUNKS, BY)},
+    ),
+    Card(
+        name="zero-bubble",
+        summary="`1f1b` with gradients of weights apart from those of inputs, made in waits.",
+        memory=f"{MEMORY} min(m, N) micro-batches, and gradients of up to `rank` of them; "
+        "waits (N-1)/(3m+N-1) of the time",
+        paper="Qi et al. 2023, Zero Bubble Pipeline Parallelism (ZB-H1), arXiv 2401.10241",
         **EVERYWHERE,
     ),
+)
+
+ROW = 5
+"""Of a rank of a mesh: what crosses, is all-reduced and gathered along `tensor`, is summed over
+copies of its stage, and over stages that share a weight."""
+
+
+def _three_axes(ranks: int, options: Mapping[str, Any]) -> Mesh:
+    """Every rank has a place on three axes, the last of which varies fastest."""
+    data, tensor, pipeline = (int(options[name]) for name in ("data", "tensor", "pipeline"))
+    places = data * tensor * pipeline
+    if places != ranks:
+        asked = f"mesh:data={data},tensor={tensor},pipeline={pipeline}"
+        copies, rest = divmod(ranks, tensor * pipeline)
+        raise RequestError(
+            asked=f"--strategy {asked} --ranks {ranks}",
+            found=f"data {data} x tensor {tensor} x pipeline {pipeline} = {places} places",
+            why=f"each of the {ranks} ranks has one of them, and none is left empty",
+            do=f"--ranks {places}" + (f", or data={copies}" if not rest else ""),
+        )
+    if options["reduce"] == "tree" and tensor > 1:
+        raise RequestError(
+            asked=f"--strategy mesh:tensor={tensor},reduce=tree, as --bitwise sets it",
+            found=f"layers cut over {tensor} ranks",
+            why="a product is summed over these ranks first, in another order than in one process",
+            do="tensor=1, or leave --bitwise (reduce=tree) out",
+        )
+    return Mesh(((PIPELINE, pipeline), (REPLICATE, data), (TENSOR, tensor)))
+
+
+def _of_three_axes(work: Workload, options: Mapping[str, Any]) -> int:
+    """Of the busiest rank; messages are a `ROW` for each rank, and the tally."""
+    *rest, tally = work.messages
+    copies, line = (int(options[name]) for name in ("data", "pipeline"))
+    along = 1 - 1 / int(options["tensor"])
+    is_tree = options["reduce"] == "tree"
+
+    def between(message: int) -> float:
+        if is_tree:
+            return tree_bytes(Workload((), copies, work.shards), [message])
+        return 2 * (1 - 1 / copies) * message
+
+    sent: list[float] = [
+        crossing + along * (2 * reduced + gathered) + between(gradients) + tied
+        for crossing, reduced, gathered, gradients, tied in zip(*[iter(rest)] * ROW, strict=True)
+    ]
+    of_tally = 2 * (1 - 1 / (line if is_tree else work.ranks)) * tally
+    return round(max(sent) + of_tally + (between(tally) if is_tree else 0))
+
+
+MESH_CARD = Card(
+    name="mesh",
+    summary="Layers cut over `tensor`, stages along `pipeline`, copies of both along `data`.",
+    guarantee=Exact(),
+    bytes_sent=_of_three_axes,
+    bytes_formula="busiest rank: what `1f1b` sends of its samples + what `tensor` sends of its "
+    "stage + 2(D-1)/D · gradients of its part + 2(N-1)/N · tally; N = D·T·P. reduce=tree: of D "
+    "copies what `ddp:reduce=tree` sends on D ranks, and 2(P-1)/P · tally",
+    memory="1/P of the layers, of those 1/T of what is cut: weights + gradients + optimizer; "
+    "activations of min(m, P - stage) micro-batches",
+    many_ranks=True,
+    options=(
+        Option("data", 1, "D, how many copies of the model, each on its samples", at_least=1),
+        Option("tensor", 1, "T, over how many ranks layers are cut", at_least=1),
+        Option("pipeline", 1, "P, how many ranks hold stages one after the other", at_least=1),
+        Option(
+            "schedule",
+            "1f1b",
+            "in which order micro-batches pass the stages",
+            {"gpipe": (), "1f1b": (), "interleaved": (CHUNKS,)},
+        ),
+        Option("reduce", "mean", "how gradients of copies are summed", ("mean", "tree")),
+        BY,
+    ),
+    bitwise_options={"reduce": "tree"},
+    agreement=Agreement("staged"),
+    mesh=_three_axes,
+    paper="Narayanan et al. 2021, Megatron-LM on GPU clusters, arXiv 2104.04473",
 )

@@ -1,16 +1,19 @@
 """Pipeline schedules as data: for each rank, which micro-batch it takes through which stage, when.
 
 A model is cut into stages; stage s lies on rank s mod ranks. `F` is a forward pass of one
-micro-batch through one stage, `B` its backward pass. Schedules are pure functions of integers, so
-that they can be printed, counted and tried without a device; one loop runs any of them
-(`torch.strategies.pipeline`).
+micro-batch through one stage, `B` its backward pass. Where there is a `W` too, `B` computes the
+gradients of the inputs of the stage alone, and `W` those of its weights. Schedules are pure
+functions of integers, so that they can be printed, counted and tried without a device; one loop
+runs any of them (`torch.strategies.pipeline`).
 
     gpipe        all F, then all B. Huang et al. 2019, GPipe, arXiv 1811.06965
     1f1b         F and B in turn: at most `ranks - rank` micro-batches are stashed on a rank.
                  Narayanan et al. 2019, PipeDream; 2021, Megatron-LM, arXiv 2104.04473
     interleaved  1f1b with several stages on each rank: a smaller bubble, more messages. ibid.
+    zero-bubble  1f1b with W apart from B, and later: ZB-H1, a third of the bubble of 1f1b with
+                 its memory. Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241
 
-On each stage B takes the micro-batches in their order: sums of gradients are left to right.
+On each stage B, and W, take the micro-batches in their order: sums of gradients are left to right.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Literal
 class Action:
     """One pass of one micro-batch through one stage."""
 
-    kind: Literal["F", "B"]
+    kind: Literal["F", "B", "W"]
     stage: int
     micro: int
 
@@ -90,25 +93,55 @@ def _alternating(
     return tuple(found)
 
 
+def zero_bubble(ranks: int, micros: int) -> Schedule:
+    """1F1B, in which rank r makes the W of a micro-batch after the B of the r-th one behind it.
+
+    Gradients of inputs, for which the rank before waits, are computed first; W fills the time in
+    which the last ranks would wait. No rank keeps more than `ranks` micro-batches, as 1F1B does.
+    """
+    return tuple(
+        _with_weights(rank, actions, micros)
+        for rank, actions in enumerate(one_forward_one_backward(ranks, micros))
+    )
+
+
+def _with_weights(rank: int, actions: tuple[Action, ...], micros: int) -> tuple[Action, ...]:
+    found = []
+    for action in actions:
+        found.append(action)
+        if action.kind == "B" and action.micro >= rank:
+            found.append(Action("W", rank, action.micro - rank))
+    found += [Action("W", rank, micro) for micro in range(max(0, micros - rank), micros)]
+    return tuple(found)
+
+
 SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": lambda ranks, micros, chunks: gpipe(ranks, micros),
     "1f1b": lambda ranks, micros, chunks: one_forward_one_backward(ranks, micros),
     "interleaved": interleaved,
+    "zero-bubble": lambda ranks, micros, chunks: zero_bubble(ranks, micros),
 }
 """By the name of the strategy, for so many ranks, micro-batches, and stages on each rank."""
 
 
-def bubble_fraction(ranks: int, micros: int, chunks: int = 1) -> float:
-    """The part of the time in which a rank waits, where all stages take equally long.
+SECONDS = {"F": 1.0, "B": 2.0}
+SPLIT_SECONDS = {"F": 1.0, "B": 1.0, "W": 1.0}
+"""What the passes through a stage take if every product of matrices takes equally long."""
+
+
+def bubble_fraction(name: str, ranks: int, micros: int, chunks: int = 1) -> float:
+    """The part of the time in which a rank waits, where all products of matrices take as long.
 
     (p - 1) / (m + p - 1) for gpipe and 1f1b; with v stages on a rank (p - 1) / (v m + p - 1), for
-    micro-batches in whole groups of p.
+    micro-batches in whole groups of p; (p - 1) / (3 m + p - 1) for zero-bubble, where m >= p: a
+    rank waits (p - 1) (F + B - W) as long as W takes no longer than B.
     """
-    return (ranks - 1) / (chunks * micros + ranks - 1)
+    parts = 3 if name == "zero-bubble" else chunks
+    return (ranks - 1) / (parts * micros + ranks - 1)
 
 
-def duration(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> float:
-    """When the last pass ends, if each pass through a stage takes so long and messages nothing.
+def duration(schedule: Schedule, seconds: Mapping[str, float] = SECONDS) -> float:
+    """When the last pass ends, if each pass of a kind takes so long and messages nothing.
 
     Raises `ValueError` for a schedule in which ranks wait for each other for ever.
     """
@@ -125,7 +158,7 @@ def duration(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) ->
                 if any(one not in ended for one in before):
                     break
                 start = max([clocks[rank], *(ended[one] for one in before)])
-                clocks[rank] = start + (forward if action.kind == "F" else backward)
+                clocks[rank] = start + seconds[action.kind]
                 ended[action] = clocks[rank]
                 at[rank] += 1
                 moved = True
@@ -139,6 +172,8 @@ def needs(action: Action, last_stage: int) -> tuple[Action, ...]:
     """The passes that must have been made before this one."""
     if action.kind == "F":
         return (Action("F", action.stage - 1, action.micro),) if action.stage else ()
+    if action.kind == "W":
+        return (Action("B", action.stage, action.micro),)
     own = Action("F", action.stage, action.micro)
     if action.stage == last_stage:
         return (own,)
@@ -146,9 +181,10 @@ def needs(action: Action, last_stage: int) -> tuple[Action, ...]:
 
 
 def most_stashed(actions: tuple[Action, ...]) -> int:
-    """How many passes of one rank wait for their backward pass, at most."""
+    """How many passes of one rank wait for the end of their backward pass, at most."""
+    ends = "W" if any(action.kind == "W" for action in actions) else "B"
     now = most = 0
     for action in actions:
-        now += 1 if action.kind == "F" else -1
+        now += (action.kind == "F") - (action.kind == ends)
         most = max(most, now)
     return most

@@ -9,14 +9,14 @@ from typing import Any
 
 from allranks.catalog import ENGINES
 from allranks.errors import RequestError, nearest
-from allranks.strategies.card import Card, Guarantee
+from allranks.strategies.card import Card, Guarantee, Picked
 from allranks.strategies.choice import Choice, parse_choice
 from allranks.strategies.mesh import Mesh
+from allranks.strategies.reductions.option import groups_of_nodes
 from allranks.strategies.roles import ProcessSet
 from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
-    **dict.fromkeys(("context", "ulysses", "ring"), "splitting sequences"),
     **dict.fromkeys(("expert", "moe"), "splitting experts"),
     **dict.fromkeys(("local-sgd", "diloco", "slowmo", "bmuf"), "training with rare exchanges"),
     **dict.fromkeys(("ps", "async"), "a parameter server for torch"),
@@ -28,6 +28,8 @@ CALLED_OTHERWISE = {
     **dict.fromkeys(("zero3", "fsdp2"), "fsdp"),
     **dict.fromkeys(("tensor-parallel", "tp"), "tensor"),
     **dict.fromkeys(("pipeline", "pp"), "1f1b"),
+    **dict.fromkeys(("context-parallel", "cp", "ulysses", "sequence"), "context"),
+    "ring": "context:attention=ring",
 }
 """Names that people know -> those of the same here."""
 
@@ -130,8 +132,13 @@ def _spec(text: str, choice: Choice, ranks: int) -> StrategySpec:
     return StrategySpec(text, ranks, card, options, ProcessSet(card.roles(ranks, options)))
 
 
-def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> StrategySpec:
-    """The strategy, if it takes so many ranks; under `bitwise` with the options for that."""
+def resolved_strategy(
+    text: str, *, ranks: int, bitwise: bool, per_node: int | None = None
+) -> StrategySpec:
+    """The strategy, if it takes so many ranks; under `bitwise` with the options for that.
+
+    `per_node` is how many ranks each node has (0: unlike numbers), where that is known.
+    """
     choice = parse_choice(text)
     spec = _spec(str(choice), choice, ranks)
     if ranks > 1 and not spec.card.many_ranks:
@@ -142,6 +149,11 @@ def resolved_strategy(text: str, *, ranks: int, bitwise: bool) -> StrategySpec:
             why="there would be nothing for the other ranks to do",
             do=f"--ranks 1, or --strategy {many} for {ranks} ranks",
         )
+    reduce = spec.options.get("reduce")
+    if per_node is not None and isinstance(reduce, Picked):
+        more = groups_of_nodes(reduce, per_node, ranks)
+        choice = Choice(choice.name, {**choice.options, **more})
+        spec = _spec(str(choice), choice, ranks)
     if not bitwise:
         return spec
     choice = _with_equal_bits(spec.card, choice, f"--strategy {text} --bitwise")

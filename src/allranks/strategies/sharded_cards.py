@@ -15,13 +15,15 @@ from allranks.strategies.mesh import Agreement
 
 
 def _zero(work: Workload, options: Mapping[str, Any]) -> int:
-    """Gradients scattered after each pass, weights gathered, and the tally summed whole."""
-    cut, whole = work.messages
+    """Gradients scattered after each pass, weights gathered, the tally summed whole; and what the
+    busiest rank sends for updates of whole parameters.
+    """
+    cut, whole, *moved = work.messages
     part = (work.ranks - 1) / work.ranks
     if options["reduce"] == "mean":
-        return round((work.passes + 1) * part * cut + 2 * part * whole)
+        return round((work.passes + 1) * part * cut + 2 * part * whole) + sum(moved)
     roots = tree_roots(work)
-    return round((roots + 1) * part * cut) + tree_bytes(work, [whole])
+    return round((roots + 1) * part * cut) + tree_bytes(work, [whole]) + sum(moved)
 
 
 BOTH: dict[str, Any] = {

@@ -142,7 +142,8 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 def job_for(job: Job, world: World) -> Job:
     """The job as the ranks of `world` run it, its strategy resolved."""
     name = job.strategy or default_strategy(TORCH, world.size)
-    spec = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise)
+    per_node = 0 if world.size % world.local_size else world.local_size
+    spec = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise, per_node=per_node)
     return dataclasses.replace(job, ranks=world.size, strategy=str(spec))
 
 

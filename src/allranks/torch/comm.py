@@ -89,15 +89,10 @@ class Comm:
         if self.leave_out_next:
             self.leave_out_next = False
             return Pending()
-        if self.heartbeat is not None:
-            self.heartbeat.collective()
-        try:
-            kwargs.setdefault("group", self.group)
-            work = collective(*args, async_op=True, **kwargs)
-            looks = self.device.type == "cpu"  # elsewhere a wait is the device's
-            return Pending(work, self.heartbeat, self.meetings if looks else None)
-        except RuntimeError as error:
-            raise translated(error) from error
+        kwargs.setdefault("group", self.group)
+        work = self._begun(collective, *args, async_op=True, **kwargs)
+        looks = self.device.type == "cpu"  # elsewhere a wait is the device's
+        return Pending(work, self.heartbeat, self.meetings if looks else None)
 
     def all_reduce(self, tensor: Tensor, kind: str = "gradients") -> Pending:
         """Sum `tensor` over all ranks, in place. Sends 2(N-1)/N of its bytes."""
@@ -138,14 +133,19 @@ class Comm:
         return pending
 
     def all_to_all(
-        self, received: Tensor, given: Tensor, receive_sizes: list[int], give_sizes: list[int]
+        self,
+        received: Tensor,
+        given: Tensor,
+        receive_sizes: list[int],
+        give_sizes: list[int],
+        kind: str = "gradients",
     ) -> Pending:
         """Send `given`, cut into `give_sizes`, to the ranks; `received` is what they sent.
 
         Sends all parts but the rank's own.
         """
         own = give_sizes[self.rank] / max(sum(give_sizes), 1)
-        self._count("gradients", given.nbytes * (1 - own))
+        self._count(kind, given.nbytes * (1 - own))
         return self._begin(dist.all_to_all_single, received, given, receive_sizes, give_sizes)
 
     def broadcast(self, tensor: Tensor, source: int = 0, kind: str = "control") -> None:
@@ -163,15 +163,34 @@ class Comm:
         """Fill `tensor` with what rank `source` sends by the same `tag`."""
         return self._post(dist.irecv, tensor, tag, group_src=source)
 
+    def exchange(
+        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int
+    ) -> list[Pending]:
+        """Send tensors to some ranks, and fill others by what they send, all at once.
+
+        Sends all bytes of `sends`, (rank, tensor) each, which must not change meanwhile.
+        """
+        self._count("gradients", sum(tensor.nbytes for _, tensor in sends))
+        together = [
+            dist.P2POp(way, tensor, group=self.group, tag=tag, group_peer=peer)
+            for way, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, tensor in messages
+        ]
+        work = self._begun(dist.batch_isend_irecv, together) if together else []
+        return [Pending(one, self.heartbeat) for one in work]
+
     def _post(self, message: Callable[..., Any], tensor: Tensor, tag: int, **peer: int) -> Pending:
         """A message, waited for in one piece: Gloo ends all connections where such a wait ends."""
+        work = self._begun(message, tensor, group=self.group, tag=tag, **peer)
+        return Pending(work, self.heartbeat)
+
+    def _begun(self, message: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.heartbeat is not None:
             self.heartbeat.collective()
         try:
-            work = message(tensor, group=self.group, tag=tag, **peer)
+            return message(*args, **kwargs)
         except RuntimeError as error:
             raise translated(error) from error
-        return Pending(work, self.heartbeat)
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -217,17 +236,18 @@ class Comm:
         return [bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def among(self, ranks: tuple[int, ...]) -> Comm:
-        """Some of the ranks, this one too, on a group of their own; each of `ranks` calls this.
+        """Some of these ranks, this one too, on a group of their own; each of `ranks` calls this.
 
-        Whoever calls it calls `leave` at the end, unless it is this one. What is sent there is
-        counted here.
+        Whoever calls it calls `leave` at the end, unless it is this one, which counts what is sent.
         """
         if len(ranks) == self.size:
             return self
-        if len(ranks) == 1:
+        own, size = ranks.index(self.rank), len(ranks)
+        ranks = tuple(self.members[rank] for rank in ranks) if self.members else ranks
+        if size == 1:
             return Comm(device=self.device, sent=self.sent, heartbeat=self.heartbeat, members=ranks)
-        group, own = borrow(ranks, TIMEOUT), ranks.index(self.rank)
-        return replace(self, rank=own, size=len(ranks), owns_group=True, group=group, members=ranks)
+        group = borrow(ranks, TIMEOUT)
+        return replace(self, rank=own, size=size, owns_group=True, group=group, members=ranks)
 
     def counting_group(self, kind: str) -> Any:
         """A process group of these ranks for parts of torch that call collectives themselves.

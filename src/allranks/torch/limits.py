@@ -142,6 +142,28 @@ def _are_apart(strategy: Strategy) -> bool:
     return not strategy.agreement.is_one_training and strategy.comm.size > 1
 
 
+def _late_gradients(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    """What decides by the gradient of a step whether that step counts, or which rows it has."""
+    if job.strategy_spec.options.get("late", "0") == "0":
+        return None
+    found = {
+        "--precision fp16": job.precision == "fp16",
+        f"--on-bad-step {job.on_bad_step}": job.on_bad_step != "stop",
+        f"--spike {job.spike}": job.spike is not None,
+        "an optimizer that takes gradients row by row": bool(strategy.step.layout.rows),
+        "a table with max_norm": bool(strategy.context.scope.looked_up),
+    }
+    first = next((what for what, is_there in found.items() if is_there), None)
+    if first is None:
+        return None
+    return RequestError(
+        asked=f"--strategy {job.strategy} with {first}",
+        found=first,
+        why="a step would be judged by its own loss and rows, and apply the gradient of another",
+        do="leave late out, or leave that out",
+    )
+
+
 RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _whole_norm,
     _norm_of_one_sample,
@@ -150,5 +172,6 @@ RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _compiled_copies,
     _metrics_of_ranks_apart,
     _norm_of_a_cut_shard,
+    _late_gradients,
 )
 """Each finds one thing that cannot be; what the first one finds is raised."""

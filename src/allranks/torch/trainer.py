@@ -40,6 +40,7 @@ from allranks.torch.model.model_notes import notes_on
 from allranks.torch.model.precision import set_kernels
 from allranks.torch.model.swapping import restore_layers
 from allranks.torch.model.whole_norm import whole_norm
+from allranks.torch.optimizers.named import with_recipe
 from allranks.torch.saving import Saving
 from allranks.torch.state import copied, random_streams, set_random_streams
 from allranks.torch.step.bad_step import guard_of
@@ -81,7 +82,7 @@ class Trainer:
             check_own_loop(job, self.world.size)
         self.job = job_for(job or Job(), self.world)
         check_task(task, type(task).__name__)
-        self.task = task = torch_task(task, self.job.precision)
+        self.task = task = with_recipe(torch_task(task, self.job.precision), self.job)
         self.device = device_of(self.job, self.world)
         self.progress, self.evaluation_plan = Progress(), EvaluationPlan(self.job, task.plateau())
         self.callbacks = [*callbacks, *task.callbacks()]

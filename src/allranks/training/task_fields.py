@@ -72,7 +72,8 @@ class TaskFields:
 
     def overrides(self, method: str) -> bool:
         """Whether this task has a `method` of its own."""
-        return getattr(type(self), method) is not getattr(self.engines_own(), method)
+        is_set = method in vars(self)  # on this object, as a job does that names another one
+        return is_set or getattr(type(self), method) is not getattr(self.engines_own(), method)
 
 
 Kind = TypeVar("Kind", bound=TaskFields)

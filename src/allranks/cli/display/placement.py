@@ -9,6 +9,7 @@ from typing import Any
 from allranks.errors import printable
 from allranks.job.placement import PARAMETER, Placed, RankPlacement, Totals
 from allranks.job.units import format_bytes, format_count
+from allranks.strategies.mesh import DATA, REPLICATE, SHARD, Mesh
 
 UNKNOWN = "unknown"
 MANY = ("replica", "part")
@@ -25,8 +26,16 @@ class Holder:
     device: str
 
 
-def table(placements: Sequence[RankPlacement]) -> str:
-    """Every tensor, then the totals of each rank."""
+def as_data(placements: Sequence[RankPlacement], mesh: Mesh) -> list[dict[str, Any]]:
+    """What each rank holds, and where it lies on the axes of the mesh."""
+    return [
+        {**held.to_data(), "place": dict(zip(_axes(mesh), mesh.place(held.rank), strict=True))}
+        for held in placements
+    ]
+
+
+def table(placements: Sequence[RankPlacement], mesh: Mesh) -> str:
+    """Every tensor, then the totals of each rank; where it lies, if ranks hold other parts."""
     held = [row for placement in placements for row in placement.rows]
     many = [word for word in MANY if len({getattr(row, word) for row in held}) > 1]
     rows = [["held by", "device", "dtype", "shape", "bytes", "name"]]
@@ -38,11 +47,35 @@ def table(placements: Sequence[RankPlacement]) -> str:
     for row, holders in _folded(shown):
         shape = UNKNOWN
         if row.shape is not None:
-            shape = " × ".join(map(str, row.shape)) or "one number"
+            shape = _shape(row.shape)
+            if row.whole is not None:
+                shape += f" of {_shape(row.whole)}"
         name = row.name if row.kind == PARAMETER else f"{row.name} ({row.kind})"
         size = UNKNOWN if row.bytes is None else format_count(row.bytes)
         rows.append([_who(holders, many), _devices(holders), row.dtype, shape, size, name])
-    return "\n".join([*_aligned(rows, {4}), "", *_totals(placements, many)])
+    return "\n".join(
+        [*_aligned(rows, {4}), "", *_totals(placements, many), *_where(placements, mesh)]
+    )
+
+
+def _where(placements: Sequence[RankPlacement], mesh: Mesh) -> list[str]:
+    """Where each rank lies on the axes of the mesh; nothing where all hold the same."""
+    if [name for name, _ in mesh.axes] == [REPLICATE]:
+        return []
+    rows = [["rank", *_axes(mesh), "together"]]
+    for held in placements:
+        rows.append([str(held.rank), *map(str, mesh.place(held.rank)), _size(held.all_bytes)])
+    return ["", *_aligned(rows, set(range(len(rows[0]))))]
+
+
+def _axes(mesh: Mesh) -> list[str]:
+    """Their names as an option says them: copies that nothing is cut among are along `data`."""
+    names = [name for name, _ in mesh.axes]
+    return [DATA if name == REPLICATE and SHARD not in names else name for name in names]
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "one number"
 
 
 def _totals(placements: Sequence[RankPlacement], many: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ class Part:
     """What one rank writes of one tensor: `shape` is the tensor's, the box its part of it.
 
     A `kind` of WHOLE may be held by several ranks alike, and is written by one. What is ELSEWHERE
-    is known here and held whole by other ranks.
+    is known here and held by other ranks, whole or in parts.
     """
 
     path: str

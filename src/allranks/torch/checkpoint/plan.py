@@ -21,7 +21,7 @@ from allranks.checkpoint.manifest import Chunk, SavedTensor
 from allranks.checkpoint.tensor_file import Piece
 from allranks.checkpoint.tree import refused
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.parts import ELSEWHERE, WHOLE, Part, Read, holds
+from allranks.torch.checkpoint.parts import ELSEWHERE, SHARD, WHOLE, Part, Read, holds
 from allranks.torch.checkpoint.tree import NAMES, is_dtensor
 
 
@@ -130,24 +130,22 @@ def _shared_out(ranks: list[list[Part]]) -> list[list[Part]]:
 def _check(ranks: list[list[Part]]) -> None:
     """What all hold must be there on all, and look the same; a planner would take any one."""
     seen: dict[str, Any] = {}
+    cut = {part.path for parts in ranks for part in parts if part.kind == SHARD}
     for parts in ranks:
         for part in parts:
-            looks = (_is_whole(part), part.dtype, part.shape)
+            is_whole = part.path not in cut if part.kind == ELSEWHERE else part.kind == WHOLE
+            looks = (is_whole, part.dtype, part.shape)
             if seen.setdefault(part.path, looks) != looks:
                 found = f"{part.path} as {seen[part.path]} and as {looks}"
                 raise _unlike(found, "the same on every rank")
     held = {p.path for parts in ranks for p in parts if p.kind != ELSEWHERE}
     for path in sorted(seen.keys() - held)[:1]:
         raise refused(path, "a tensor without storage on any rank")
-    shared = [{p.path for p in parts if _is_whole(p)} for parts in ranks]
+    shared = [{p.path for p in parts} - cut for parts in ranks]
     shared = [{path for path in paths if not path.startswith("own/")} for paths in shared]
     for rank, paths in enumerate(shared):
         for path in sorted(paths ^ shared[0])[:1]:
             raise _unlike(f"{path} on one of the ranks 0 and {rank}, and not on the other", "both")
-
-
-def _is_whole(part: Part) -> bool:
-    return part.kind in (WHOLE, ELSEWHERE)
 
 
 def _unlike(found: str, wanted: str) -> RequestError:

@@ -120,7 +120,9 @@ class TaskData:
     @property
     def _meets_in_passes(self) -> bool:
         """Whether ranks that read other samples make passes together; one reader alone has all."""
-        return self.strategy.equal_passes and self.strategy.data.size > 1
+        strategy = self.strategy
+        meets = strategy.equal_passes and strategy.passes_meet_readers
+        return meets and strategy.data.size > 1
 
     @property
     def _cuts_by_shard(self) -> bool:

@@ -35,14 +35,19 @@ Calls = dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
 def seconds_of(
-    blocks: Sequence[nn.Module], model: nn.Module, task: Task, scope: Scope, precision: Precision
+    blocks: Sequence[nn.Module],
+    model: nn.Module,
+    task: Task,
+    scope: Scope,
+    precision: Precision,
+    asked: str,
 ) -> list[float]:
     """The seconds of forward and backward of each block, for the first shard of the first batch.
 
     Opens the training data of the task. A block that is not called costs nothing.
     """
     with kept_random_streams(scope.device):
-        micro = _first_shard(task, scope.seed, precision)
+        micro = _first_shard(task, scope.seed, precision, asked)
         moment = Moment(0, micro.pieces, micro.samples, {})
         buffers = UserBuffers(model).copies()
         with scope.again(moment), _not_shortening(scope), precision.autocast():
@@ -56,7 +61,7 @@ def seconds_of(
                 put_back(buffers)
 
 
-def _first_shard(task: Task, seed: int, precision: Precision) -> MicroBatch:
+def _first_shard(task: Task, seed: int, precision: Precision, asked: str) -> MicroBatch:
     """The first samples of the training, as a step would have them."""
     seed_generators(seed)
     opened = open_data(task.train_data(), task, seed, 0, "train_data")
@@ -80,7 +85,7 @@ def _first_shard(task: Task, seed: int, precision: Precision) -> MicroBatch:
         batches.close()
     if first is None or not first.micros:
         raise RequestError(
-            asked="--strategy model-parallel:by=cost",
+            asked=asked,
             found="no sample in the first batch",
             why="what a part of the model costs is measured on samples",
             do="by=size",

@@ -63,7 +63,7 @@ def row(
     replica: int = 0,
 ) -> Placed:
     """One tensor as it is, of which the rank may hold a part."""
-    tensor = local(tensor)
+    whole, tensor = tuple(tensor.shape), local(tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
     return Placed(
@@ -76,6 +76,7 @@ def row(
         gradient_bytes,
         optimizer_bytes,
         replica,
+        whole=None if whole == shape else whole,
     )
 
 

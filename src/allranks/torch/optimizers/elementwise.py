@@ -2,12 +2,15 @@
 
 Where a rank updates its own rows of a weight, an optimizer that looks at the whole of it (the
 length of a layer in LARS and LAMB, the matrix in Muon, rows and columns in Adafactor) computes
-something else, and no error shows it.
+something else, and no error shows it. So those groups of parameters are found, and each parameter
+of them is updated whole by one rank (`sharding.whole_updates`), which takes an optimizer that looks
+at one parameter at a time.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,68 +19,144 @@ from torch.optim import Optimizer
 
 from allranks.errors import RequestError
 
-SHAPE, CUT, STEPS = (6, 4), 4, 3
+SHAPE, CUTS, STEPS = (6, 4), (4, 3), 3  # a weight, where its rows and its columns are cut
 CLOSE = 1e-12  # relative, in float64
 RATE = 1e-2  # where a group has 0: a schedule sets it later
-ROWS = (
-    "each rank updates its own rows of a weight, which is right only for an optimizer that "
-    "updates every number by itself"
+APART = (
+    "each rank updates some of the parameters, which is right only for an optimizer that updates "
+    "every parameter by itself"
 )
 
 
-def check_elementwise(optimizer: Optimizer, asked: str) -> None:
-    """Raise `RequestError` unless an update of some rows is those rows of the update of all.
+def groups_of_whole(optimizer: Optimizer, asked: str) -> frozenset[int]:
+    """The groups whose update of some rows, or columns, is not those of the update of all.
 
     For each group a copy of the optimizer with its hyper-parameters makes three steps on weights of
-    random numbers; the optimizer itself is as it was. A rate of 0 is another one there.
+    random numbers; the optimizer itself is as it was. A rate of 0 is another one there. Raises
+    `RequestError` for one that cannot be asked, and for such a group of an optimizer that does not
+    update each parameter by itself.
     """
-    for number, group in enumerate(optimizer.param_groups):
-        if group["params"]:
-            _check_group(optimizer, number, asked)
+    found = [n for n in _with_parameters(optimizer) if not _is_elementwise(optimizer, n, asked)]
+    if found:
+        if names := sorted(_referring(optimizer)):
+            text = f"its attribute {names[0]!r}, which refers to parameters"
+            why = "it is given others in their place, which are whole, and must know them as these"
+            raise _refused(optimizer, asked, text, why)
+        check_by_parameter(optimizer, asked)
+    return frozenset(found)
 
 
-def _check_group(optimizer: Optimizer, number: int, asked: str) -> None:
-    device = optimizer.param_groups[number]["params"][0].device
-    generator = torch.Generator().manual_seed(0)
-    drawn = [
-        torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(device)
-        for _ in range(STEPS + 1)
-    ]
-    try:
-        whole = _stepped(optimizer, number, drawn)
-        parts = [
-            _stepped(optimizer, number, [tensor[rows] for tensor in drawn])
-            for rows in (slice(CUT), slice(CUT, None))
-        ]
-    except Exception as error:
-        why = "it is asked whether it updates every number by itself, by three steps of a copy"
-        raise _refused(optimizer, asked, f"it raised {error!r}", why) from error
+def check_elementwise(optimizer: Optimizer, asked: str) -> None:
+    """Raise `RequestError` unless an update of some rows, or columns, is those of the whole's."""
+    if groups := groups_of_whole(optimizer, asked):
+        found = f"another update by its group {min(groups)} for a part of a weight"
+        raise _refused(optimizer, asked, found, "each rank holds a part of a weight that is cut")
+
+
+def _with_parameters(optimizer: Optimizer) -> list[int]:
+    return [number for number, group in enumerate(optimizer.param_groups) if group["params"]]
+
+
+def _is_elementwise(optimizer: Optimizer, number: int, asked: str) -> bool:
+    drawn = _drawn(optimizer, number, seed=0)
+    (whole,), _ = _asked_steps(optimizer, [number], [drawn], {0}, asked)
     if torch.equal(whole, drawn[0]):
         why = "three steps of a copy of it left random weights as they were, so it cannot be asked"
         raise _refused(optimizer, asked, f"no update by its group {number}", why)
-    if not torch.allclose(torch.cat(parts), whole, rtol=CLOSE, atol=CLOSE):
-        raise _refused(optimizer, asked, "the update of some rows is another one by themselves")
+    for dim, cut in enumerate(CUTS):
+        parts = [[tensor.tensor_split([cut], dim)[n] for tensor in drawn] for n in (0, 1)]
+        steps = [_asked_steps(optimizer, [number], [part], {0}, asked) for part in parts]
+        found = torch.cat([weight for (weight,), _ in steps], dim)
+        if not torch.allclose(found, whole, rtol=CLOSE, atol=CLOSE):
+            return False
+    return True
 
 
-def _stepped(optimizer: Optimizer, number: int, drawn: list[Tensor]) -> Tensor:
-    """A weight that starts as the first of `drawn`, after steps with the others as gradients."""
-    weight = nn.Parameter(drawn[0].clone())
+def check_by_parameter(optimizer: Optimizer, asked: str) -> None:
+    """Raise `RequestError` unless weights without a gradient change nothing for the others.
+
+    That is what a rank sees whose optimizer updates some of the parameters, or none. A copy is
+    asked, as above.
+    """
+    groups = [number for number in _with_parameters(optimizer) for _ in range(2)]
+    drawn = [_drawn(optimizer, number, seed) for seed, number in enumerate(groups)]
+    wanted, values = _asked_steps(optimizer, groups, drawn, range(len(groups)), asked)
+    for used in (range(0, len(groups), 2), range(1, len(groups), 2), range(0)):
+        found, others = _asked_steps(optimizer, groups, drawn, used, asked)
+        for at, weight in enumerate(found):
+            right = wanted[at] if at in used else drawn[at][0]
+            if not torch.allclose(weight, right, rtol=CLOSE, atol=CLOSE):
+                text = f"in its group {groups[at]} another update where others have no gradient"
+                raise _refused(optimizer, asked, text, APART)
+        if others != values:
+            text = "hyper-parameters that a step changes by which parameters have a gradient"
+            raise _refused(optimizer, asked, text, APART)
+
+
+def _drawn(optimizer: Optimizer, number: int, seed: int) -> list[Tensor]:
+    """A weight, and gradients for its steps."""
+    held = [p.device for p in optimizer.param_groups[number]["params"] if not p.is_meta]
+    device = held[0] if held else torch.device("cpu")
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(device)
+        for _ in range(STEPS + 1)
+    ]
+
+
+def _asked_steps(
+    optimizer: Optimizer,
+    groups: Sequence[int],
+    drawn: Sequence[list[Tensor]],
+    used: Collection[int],
+    asked: str,
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """`_stepped`, and a `RequestError` where that raises."""
+    try:
+        return _stepped(optimizer, groups, drawn, used)
+    except Exception as error:
+        why = "it is asked how it updates, by three steps of a copy on other weights"
+        raise _refused(optimizer, asked, f"it raised {error!r}", why) from error
+
+
+def _stepped(
+    optimizer: Optimizer,
+    groups: Sequence[int],
+    drawn: Sequence[list[Tensor]],
+    used: Collection[int],
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """Weights in these `groups` after steps, and then the hyper-parameters of the groups.
+
+    Each starts as the first of its `drawn`; those that are `used` have the others as gradients.
+    """
+    weights = [nn.Parameter(one[0].clone()) for one in drawn]
+    first = {number: weights[groups.index(number)] for number in groups}
     memo: dict[int, Any] = {
-        id(p): weight for group in optimizer.param_groups for p in group["params"]
+        id(p): first.get(number, weights[0])
+        for number, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
     }
     own = object.__new__(type(optimizer))
     kept = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups")}
     own.__dict__ = {name: _copied(value, memo) for name, value in kept.items()}
     own.state = copy.deepcopy(type(optimizer.state)(optimizer.state.default_factory))
-    given = optimizer.param_groups[number]
-    group = {n: _copied(value, memo) for n, value in given.items() if n != "params"}
-    if not isinstance(group.get("lr", RATE), Tensor) and not group.get("lr", RATE):
-        group["lr"] = RATE
-    own.param_groups = [{**group, "params": [weight]}]
-    for gradient in drawn[1:]:
-        weight.grad = gradient.clone()
+    own.param_groups = []
+    for number in first:
+        given = optimizer.param_groups[number]
+        group = {n: _copied(value, memo) for n, value in given.items() if n != "params"}
+        if not isinstance(group.get("lr", RATE), Tensor) and not group.get("lr", RATE):
+            group["lr"] = RATE
+        held = [weight for weight, n in zip(weights, groups, strict=True) if n == number]
+        own.param_groups.append({**group, "params": held})
+    for step in range(1, STEPS + 1):
+        for at in used:
+            weights[at].grad = drawn[at][step].clone()
         type(optimizer).step(own)
-    return weight.detach()
+    values = [
+        {n: v.tolist() if isinstance(v, Tensor) else v for n, v in group.items() if n != "params"}
+        for group in own.param_groups
+    ]
+    return [weight.detach() for weight in weights], values
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -88,7 +167,37 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def _refused(optimizer: Optimizer, asked: str, found: str, why: str = ROWS) -> RequestError:
+class _Asked(dict[int, Any]):
+    """Copies by what they are of, for `deepcopy`; knows whether one of the first was asked for."""
+
+    was = False
+
+    def get(self, key: int, default: Any = None) -> Any:
+        self.was = self.was or key in self.first
+        return super().get(key, default)
+
+    def __init__(self, copies: dict[int, Any]) -> None:
+        super().__init__(copies)
+        self.first = frozenset(copies)
+
+
+def _referring(optimizer: Optimizer) -> list[str]:
+    """The attributes of an optimizer, beside its groups and state, that refer to parameters."""
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    found = []
+    for name, value in vars(optimizer).items():
+        asked = _Asked(parameters)
+        if name not in ("state", "param_groups"):
+            try:
+                copy.deepcopy(value, asked)
+            except TypeError:
+                continue
+        if asked.was:
+            found.append(name)
+    return found
+
+
+def _refused(optimizer: Optimizer, asked: str, found: str, why: str) -> RequestError:
     return RequestError(
         asked=f"{asked} with {type(optimizer).__name__}",
         found=found,

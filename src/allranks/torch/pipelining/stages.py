@@ -1,4 +1,4 @@
-"""Cuts a model into the stages of a pipeline: as its task says, or an `nn.Sequential` by bytes.
+"""Cuts a model into the stages of a pipeline: as its task says, or an `nn.Sequential` by costs.
 
 A stage is made of modules of the model and holds no weight of its own. What is cut is checked:
 together the stages hold every weight, and no layer that the engine would have swapped is new.
@@ -15,6 +15,7 @@ from allranks.errors import RequestError
 from allranks.strategies.shards import balanced_ends
 from allranks.torch.model.layers import OfShard, Swapped, is_chain, own_kind
 from allranks.torch.model.shard_dropout import DROPOUTS
+from allranks.torch.pipelining.balance import Costs, bytes_of
 from allranks.torch.task import Task
 
 FOLLOWS_SHARDS = (*DROPOUTS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -47,11 +48,16 @@ class Stages:
         ]
 
 
-def stages_of(task: Task, model: nn.Module, count: int, asked: str) -> Stages:
-    """The model in `count` stages; raises `RequestError` where it cannot be cut."""
+def stages_of(
+    task: Task, model: nn.Module, count: int, asked: str, costs: Costs = bytes_of
+) -> Stages:
+    """The model in `count` stages; raises `RequestError` where it cannot be cut.
+
+    `costs` are called where the task does not say its stages, and there is more than one.
+    """
     said = task.stages(model, count)
     if said is None:
-        cut = _cut(model, count, asked)
+        cut = _cut(model, count, asked, costs)
         _check_shared(cut, model, asked)
         return Stages(cut, model, takes_one=True)
     modules = list(said)
@@ -114,8 +120,8 @@ def _of_its_own(asked: str, found: str) -> RequestError:
     )
 
 
-def _cut(model: nn.Module, count: int, asked: str) -> list[nn.Module]:
-    """An `nn.Sequential` in stages of about as many bytes of weights."""
+def _cut(model: nn.Module, count: int, asked: str, costs: Costs) -> list[nn.Module]:
+    """An `nn.Sequential` in stages, of which the most costly costs as little as can be."""
     if count == 1:
         return [model]
     if not is_chain(model):
@@ -129,7 +135,7 @@ def _cut(model: nn.Module, count: int, asked: str) -> list[nn.Module]:
     groups: list[list[nn.Module]] = []
     for layer in _layers(model):
         has_weights = any(True for _ in layer.parameters())
-        if not groups or (has_weights and _bytes(groups[-1])):
+        if not groups or (has_weights and any(bytes_of(groups[-1:]))):
             groups.append([])
         groups[-1].append(layer)
     if len(groups) < count:
@@ -139,7 +145,7 @@ def _cut(model: nn.Module, count: int, asked: str) -> list[nn.Module]:
             f"each of {count} stages needs one",
             f"a pipeline of at most {len(groups)} stages",
         )
-    ends = balanced_ends([_bytes(group) for group in groups], count)
+    ends = balanced_ends(costs(groups), count)
     return [
         nn.Sequential(*(layer for group in groups[start:end] for layer in group))
         for start, end in zip([0, *ends], ends, strict=False)
@@ -153,10 +159,6 @@ def _layers(model: nn.Module) -> list[nn.Module]:
         assert layer is not None
         found += _layers(layer) if is_chain(layer) else [layer]
     return found
-
-
-def _bytes(layers: Sequence[nn.Module]) -> int:
-    return sum(parameter.nbytes for layer in layers for parameter in layer.parameters())
 
 
 def _refused(asked: str, found: str, why: str, do: str) -> RequestError:

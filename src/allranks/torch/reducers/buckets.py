@@ -89,12 +89,16 @@ class Buckets:
 
     def finish(self, shards: range) -> None:
         """Let the rest leave and wait: gradients and tally are the sums over all ranks."""
+        self.leave(shards)
+        self.reducer.finish()
+
+    def leave(self, shards: range) -> None:
+        """Let the rest leave."""
         self._shards = shards
         self._order.finish()
         for parameter, view in self._views:
             if parameter.grad is not view:
                 raise gradient_taken(parameter)
-        self.reducer.finish()
 
     def _launch(self, bucket: int) -> None:
         shards = self._shards

@@ -49,10 +49,11 @@ class MovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights as they are after an update. No communication."""
-        pairs = zip(self._tensors, self._parameters, strict=True)
-        held = [(local(t), local(p)) for t, p in pairs if not p.is_meta]  # others are elsewhere
-        if held:
-            torch._foreach_lerp_([t for t, _ in held], [p for _, p in held], 1 - self.decay)
+        with self._owned():
+            pairs = zip(self._tensors, self._parameters, strict=True)
+            held = [(local(t), local(p)) for t, p in pairs if not p.is_meta]  # others are elsewhere
+            if held:
+                torch._foreach_lerp_([t for t, _ in held], [p for _, p in held], 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,20 @@ def run_backward(total: Tensor, gradient: Tensor) -> None:
         return
     how = {"allow_unreachable": True, "accumulate_grad": True}
     _engine_run_backward((total,), (gradient,), False, False, (), **how)
+
+
+@dataclass(slots=True)
+class Backward:
+    """A backward pass that is yet to be made: from `ends`, whose gradients these are."""
+
+    ends: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+
+    def __call__(self) -> None:
+        if len(self.ends) == 1:
+            run_backward(self.ends[0], self.gradients[0])
+        elif self.ends:
+            torch.autograd.backward(self.ends, self.gradients)
 
 
 def gradients_of(parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -31,7 +31,7 @@ from allranks.torch.step.apart import Apart
 from allranks.torch.step.batch_loss import BatchLoss, Take, Taken, uses_a_parameter
 from allranks.torch.step.changes import Changes
 from allranks.torch.step.for_others import PassesForOthers
-from allranks.torch.step.gradients import Gradients, run_backward
+from allranks.torch.step.gradients import Backward, Gradients
 from allranks.torch.step.losses import Unweighted, forward, weighted_losses
 from allranks.torch.step.sparse import SparseRows
 from allranks.torch.step.tally import Tally, TallyLayout
@@ -101,6 +101,7 @@ class Passes:
         self.task, self.model, self.optimizer = task, model, optimizer
         self.call: Callable[..., Any] = model
         self.forward: Callable[[Any], Any] | None = None
+        self.share = 1.0
         self.scope, self.precision = scope, precision
         self.loss_scale: LossScale | None = None
         self.probe: Probe | None = None
@@ -289,20 +290,25 @@ class Passes:
                 self._unweighted.see(losses, micro.data)
             weight = losses.numel() if weights is None else float(weights.sum())
             scale = self.scale(batch.nominal, total)
-            return total.detach(), weight, lambda: run_backward(total, scale)
+            return total.detach(), weight, Backward((total,), (scale,))
 
         return take
 
     def scale(self, nominal: int, like: Tensor) -> Tensor:
         """By this the sum of losses is scaled before anything is exchanged: 1 / nominal.
 
-        Under fp16 times the loss scale, which the gradients lose again after the exchange.
+        Times the share of this rank, and under fp16 times the loss scale, which the gradients lose
+        again after the exchange.
         """
-        factor = 1 / nominal if self.loss_scale is None else self.loss_scale.value / nominal
+        factor = self.share * self._loss_scale / nominal
         key = factor, like.dtype
         if key not in self._scales:
             self._scales[key] = like.new_tensor(factor)
         return self._scales[key]
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _take_batch_losses(self, batch: Batch, batch_loss: BatchLoss) -> Take:
         moments = {}
@@ -316,7 +322,6 @@ class Passes:
             return output
 
         self.used[:] = [False] * len(self.used)
-        loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         self.scope.key(batch.index, LOSS)
 
         def after() -> Any:
@@ -324,7 +329,7 @@ class Passes:
             self.scope.key(batch.index, LOSS)
             return output
 
-        take_rows = batch_loss.prepare(batch, forward_one, after, loss_scale)
+        take_rows = batch_loss.prepare(batch, forward_one, after, self.share * self._loss_scale)
         if any(self.used):
             raise uses_a_parameter(self.names[self.used.index(True)])
 

@@ -44,9 +44,8 @@ class SharedStep(Passes):
         totals = tally.totals(batch.index)
         self.reached("finish")
         weight, samples = totals.weight, totals.samples
-        drops = batch.sizes is None and self.task.last_batch == "drop"
         where, rate = (batch.index, batch.epoch), float(self.optimizer.param_groups[0]["lr"])
-        if samples == 0 or (drops and samples < batch.nominal):
+        if not self.is_taken(batch, samples):
             return StepResult(*where, math.nan, samples, weight, rate, False, asked=totals.asked)
         if self._unweighted is not None:
             self._unweighted.sum_up(samples, weight)
@@ -77,6 +76,11 @@ class SharedStep(Passes):
         seen, judged = (*where, loss, samples, weight, rate), (verdict.text, loss_scale, overflow)
         done = verdict.update, norm, totals.asked
         return StepResult(*seen, *done, *judged, verdict.culprits)
+
+    def is_taken(self, batch: Batch, samples: int) -> bool:
+        """Whether so many samples of all ranks are a step, or the end of a stream."""
+        drops = batch.sizes is None and self.task.last_batch == "drop"
+        return samples > 0 and not (drops and samples < batch.nominal)
 
     def _settle(self, batch: Batch, totals: Totals, gradients: Gradients) -> None:
         """Let every parameter that some rank used have a gradient, and no other one."""
@@ -130,8 +134,8 @@ class SharedStep(Passes):
         with self.parts.updating(gradients):
             update(self.optimizer)
             self.rates.see()
-            if self.average is not None:
-                self.average.update()
+        if self.average is not None:
+            self.average.update()
 
     def regularizer(self, batch: Batch) -> Tensor | None:
         """The regularizer of a step, the same on every rank; `None` if the task has none."""

@@ -120,6 +120,13 @@ class Tally:
             if found is not None:
                 self.tensor[where].add_(found.to(self.tensor.device))
 
+    def leave_samples(self) -> None:
+        """Another rank counts the same samples: of this tally the flags remain."""
+        self._loss.zero_()
+        self._counts[:2].zero_()
+        for where in self.layout.moments:
+            self.tensor[where].zero_()
+
     def close(
         self,
         step: int,

@@ -20,8 +20,9 @@ from allranks.torch.model.layers import every_layer, shard_norms
 Holder = dict[str, Tensor | None]
 """Where buffers are by name: those of one module, or of a Keras model."""
 
-Copies = list[tuple[Holder, str, Tensor, Tensor]]
+Copy = tuple[Holder, str, Tensor, Tensor]
 """Holder, name in it, the buffer itself, and a copy of what it held."""
+Copies = list[Copy]
 
 
 class UserBuffers:

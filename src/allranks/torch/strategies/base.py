@@ -7,9 +7,10 @@ card, its ranks from `comm`, and the parts of a step that all share from `Shared
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 import torch
@@ -72,6 +73,8 @@ class Strategy(ABC):
 
     A strategy that sums gradients within a pass brings in zeros while `step.for_others.is_on`.
     """
+    passes_meet_readers: ClassVar[bool] = True
+    """Whether such a pass communicates with ranks that read other samples."""
     counts_passes: ClassVar[bool] = False
     """Whether batches say how many passes the rank with the most makes, though not all make so
     many."""
@@ -79,6 +82,8 @@ class Strategy(ABC):
     """Whether each shard is a micro-batch of its own, where nobody says `--micro-batch`."""
     tally_type: torch.dtype | None = None
     """The type of the tally, where it is a message of its own; else it rides on gradients."""
+    kept_whole: Mapping[str, bool] = MappingProxyType({})
+    """The parameters that one rank each updates whole: whether this one does."""
     builds_deferred: bool = False
     """Whether `parallelize` may be given a model on meta, whose weights come one by one."""
 
@@ -291,7 +296,9 @@ class Strategy(ABC):
     def _with_parameters(
         self, state: dict[str, Any], change: Callable[[str, Tensor], Tensor]
     ) -> dict[str, Any]:
-        return with_parameters(state, self.model, change) if self.agreement.cuts_state else state
+        if not self.agreement.cuts_state:
+            return state
+        return with_parameters(state, self.model, change, self.kept_whole)
 
     def own_state(self) -> dict[str, Any]:
         """What belongs to this rank alone, and is lost where another number of ranks goes on."""

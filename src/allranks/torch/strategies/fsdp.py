@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ from allranks.strategies.card import Workload
 from allranks.strategies.mesh import REPLICATE, SHARD
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch, Leaf
-from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.optimizers.layerwise import Layerwise
 from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.chunk_tree import PassPlan
@@ -38,6 +37,7 @@ from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, p
 from allranks.torch.sharding.fsdp_units import check_can_be_cut, units_of
 from allranks.torch.sharding.gradient_parts import CutGradients
 from allranks.torch.sharding.parameters import check_no_hooks
+from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -135,9 +135,10 @@ class FSDP(Single):
     def prepare(self) -> None:
         if not self.is_cut:
             return
-        optimizer = self.step.optimizer
-        if self.shard_alone or not isinstance(optimizer, Layerwise):  # those see whole lengths
-            check_elementwise(optimizer, f"--strategy {self.name}")
+        named = self.model.named_parameters()
+        cut = {name: Divided(p, p.shape) for name, p in named if isinstance(p, DTensor)}
+        asked = f"--strategy {self.name}"
+        self.wholes = WholeUpdates(self.axis(SHARD), self.step.optimizer, cut, asked)
         if self.step.sparse.positions or self.context.scope.looked_up:
             raise RequestError(
                 asked=f"--strategy {self.name}",
@@ -149,6 +150,8 @@ class FSDP(Single):
     def lay_out(self) -> None:
         if not self.is_cut:
             return
+        if self.shard_alone or not isinstance(self.step.optimizer, Layerwise):
+            self.kept_whole = self.wholes.find()  # those see whole lengths, but not bit for bit
         layout, multiple = self.step.layout, self.reducer.multiple
         self.uncut = [p for p in self.step.parameters if not p.ndim]
         size = layout.size + len(self.uncut) + 2 * DIGITS
@@ -232,14 +235,20 @@ class FSDP(Single):
             parameter.grad = number.to(parameter.dtype, copy=True)
         return local, CutGradients(self.step.parameters, self.axis(SHARD), exact=self.shard_alone)
 
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        return self.wholes.gathered() if self.is_cut else super().updating(gradients)
+
     def messages(self) -> tuple[int, ...]:
-        """Of the root, of all other units, of what is trained of them, and what goes beside it."""
+        """Of the root, of all other units, of what is trained of them, and what goes beside it;
+        and what goes to owners and back.
+        """
         parts = self.axis(SHARD).size
         *units, root = ([(padded(p, parts), p.requires_grad) for p in held] for held in self.held)
         rest = [row for rows in units for row in rows]
         trained = sum(size for size, is_trained in (*rest, *root) if is_trained)
         beside = self.flat.nbytes if self.is_cut else 0
-        return sum(size for size, _ in root), sum(size for size, _ in rest), trained, beside
+        moved = self.wholes.most_sent() if self.is_cut else 0
+        return sum(size for size, _ in root), sum(size for size, _ in rest), trained, beside, moved
 
     def promised_bytes(self) -> int:
         """For a step in which the rank with the most makes as many passes as in any until now."""
@@ -287,6 +296,9 @@ class FSDP(Single):
         if not isinstance(held, DTensor) or isinstance(saved, DTensor):
             return saved
         return distribute_tensor(saved, held.device_mesh, held.placements, src_data_rank=None)
+
+    def state(self) -> dict[str, Any]:
+        return self.wholes.told(super().state()) if self.is_cut else super().state()
 
     def close(self) -> None:
         for hook in self._hooks:

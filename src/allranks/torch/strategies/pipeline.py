@@ -3,20 +3,23 @@
     for each action of the schedule of this rank:
         F    receive what the stage before returned; forward; send what this stage returns
         B    receive the gradient of that; backward; send the gradient of what was received
+        W    the rest of backward, where B has left the gradients of weights for later
     then sum the tally, and the gradients of weights that several stages hold
 
 Which rank does what when is data (`allranks.strategies.pipeline_schedules`), and this loop runs any
 such list. Every rank knows the whole model by name, with the weights of other stages on the meta
 device: tally, norm, state and checkpoints have the names of one process. All ranks read the whole
 global batch; a micro-batch is a shard, unless `--micro-batch` says its samples. Huang et al. 2019,
-GPipe, arXiv 1811.06965; Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473.
+GPipe, arXiv 1811.06965; Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473; Qi et al. 2023, Zero
+Bubble Pipeline Parallelism, arXiv 2401.10241.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +32,11 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.data.sources import drawn_from
 from allranks.torch.model.layers import Moment, computed_again
+from allranks.torch.pipelining.split_backward import backward_to_inputs, check_kept
 from allranks.torch.pipelining.stage_links import Links, Received
 from allranks.torch.reducers.tree import TreeSum
 from allranks.torch.step.changes import unfrozen_on_the_way
-from allranks.torch.step.gradients import Gradients, all_gradients
+from allranks.torch.step.gradients import Backward, Gradients, all_gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.staged import Staged
@@ -43,22 +47,30 @@ class Pipeline(Staged):
 
     name = "gpipe"
     equal_passes = True
+    passes_meet_readers = False
     can_be_compiled = False
     cuts_by_shard = True
+    last_pass: ClassVar[str] = "B"
+    """The kind of the pass that ends with the gradients of the weights of a stage."""
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         self.line = self.axis(PIPELINE)
         alone = self.line.size == 1
-        self.chunks = 1 if alone else int(self.context.options.get("chunks", 1))
+        schedule, chunks = self.asked_schedule()
+        self.chunks = 1 if alone else chunks
         self.last = self.line.size * self.chunks - 1
         self.own_stages = range(self.line.rank, self.last + 1, self.line.size)
+        self._axes["backwards"] = self.line.beside()  # before groups that not all of the line make
         model = super().parallelize(model)
-        self._axes["backwards"] = self.line.beside()
         self.links = Links(self.line, self._axes["backwards"])
         self.schedule = lru_cache(maxsize=64)(
-            lambda micros: SCHEDULES[self.name](self.line.size, micros, self.chunks)
+            lambda micros: SCHEDULES[schedule](self.line.size, micros, self.chunks)
         )
         return model
+
+    def asked_schedule(self) -> tuple[str, int]:
+        """Its name, and how many stages each rank has."""
+        return self.name, int(self.context.options.get("chunks", 1))
 
     def prepare(self) -> None:
         self.step.forward = self._forward
@@ -102,6 +114,10 @@ class Pipeline(Staged):
         self.line.all_reduce(local.tensor).wait()
         return local, self.gradients()
 
+    def total_of(self, tree: TreeSum) -> list[Tensor]:
+        """The sum over all shards, of which this rank has added its own."""
+        return tree.total()
+
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """The output for data that all ranks have; it goes through all stages, and to all ranks."""
         return forward(self._evaluate, data)
@@ -139,6 +155,17 @@ class Interleaved(Pipeline):
     name = "interleaved"
 
 
+class ZeroBubble(Pipeline):
+    """`1f1b` in which gradients of weights are made later: a smaller bubble, the same messages."""
+
+    name = "zero-bubble"
+    last_pass = "W"
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        check_kept(model)
+        return super().parallelize(model)
+
+
 class _Passes:
     """The passes of one rank in one step."""
 
@@ -154,6 +181,7 @@ class _Passes:
         self._at, self._drawn = Action("F", 0, 0), b""
         self._received: dict[tuple[int, int], tuple[Any, list[Received]]] = {}
         self._ends: dict[tuple[int, int], Callable[[], None] | list[Tensor]] = {}
+        self._later: dict[tuple[int, int], Callable[[], None]] = {}
         self._moments: dict[tuple[int, int], Moment] = {}
 
     def expect(self, action: Action) -> None:
@@ -167,10 +195,15 @@ class _Passes:
 
     def act(self, action: Action) -> None:
         """One pass of one micro-batch through one stage."""
+        at = action.stage, action.micro
         if action.kind == "F":
             self._forward(action)
+        elif action.kind == "B":
+            self._backward(*at)
         else:
-            self._backward(action)
+            self._to_weights(*at, self._later.pop(at))
+        if action.kind == self.strategy.last_pass and self.strategy.shard_alone:
+            self._end_leaf(*at)
 
     def through(self, data: Any) -> Any:
         """The output of the stage that is passed now."""
@@ -226,31 +259,45 @@ class _Passes:
                 do="use nn.Dropout, or leave --bitwise out",
             )
 
-    def _backward(self, action: Action) -> None:
-        links, stage, number = self.strategy.links, action.stage, action.micro
-        leaf = self.leaf_of[number]
-        self._begin_leaf(stage, number)
-        self.step.used = self.used[leaf]
-        ends = self._ends.pop((stage, number))
+    def _backward(self, stage: int, number: int) -> None:
+        links, ends = self.strategy.links, self._ends.pop((stage, number))
         if isinstance(ends, list):
             gradients = links.receive_gradients(stage, number, ends)
             pairs = [(e, g) for e, g in zip(ends, gradients, strict=True) if g is not None]
-            ends = partial(_backward_from, pairs)
-        scope, moment = self.step.scope, self._moments.pop((stage, number))
-        with scope.again(moment):
-            ends()
-            if scope.moments or scope.calls != moment.calls:
-                raise computed_again()
+            ends = Backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
+        if self.strategy.last_pass == "W":
+            assert isinstance(ends, Backward)  # losses of samples
+            with self._again(stage, number):
+                self._later[stage, number] = backward_to_inputs(ends)
+        else:
+            self._to_weights(stage, number, ends)
         if stage > 0:
             _, received = self._received.pop((stage, number))
             links.send_gradients(stage, number, received)
-        if self.strategy.shard_alone and self._is_last_of_leaf(number):
-            self._add_leaves(stage, leaf + 1)
+
+    def _to_weights(self, stage: int, number: int, backward: Callable[[], None]) -> None:
+        """The part of a backward pass that ends in weights, which may be all of it."""
+        self._begin_leaf(stage, number)
+        self.step.used = self.used[self.leaf_of[number]]
+        with self._again(stage, number):
+            backward()
+
+    @contextmanager
+    def _again(self, stage: int, number: int) -> Iterator[None]:
+        """Within, it is the moment of this forward pass; no layer that counts may run again."""
+        scope, moment = self.step.scope, self._moments[stage, number]
+        with scope.again(moment):
+            yield
+            if scope.moments or scope.calls != moment.calls:
+                raise computed_again()
 
     # --- sums in the order of the tree ----------------------------------------------------
 
-    def _is_last_of_leaf(self, number: int) -> bool:
-        return self.leaf_of[number + 1 : number + 2] != [self.leaf_of[number]]
+    def _end_leaf(self, stage: int, number: int) -> None:
+        """Add the gradients of a leaf of which this was the last micro-batch."""
+        leaf = self.leaf_of[number]
+        if self.leaf_of[number + 1 : number + 2] != [leaf]:
+            self._add_leaves(stage, leaf + 1)
 
     def _begin_leaf(self, stage: int, number: int) -> None:
         """Under `--bitwise` the gradients of a leaf begin with zeros, as in one process."""
@@ -284,18 +331,13 @@ class _Passes:
             return tally
         for stage, parameters in self.strategy.of_stage.items():
             self._add_leaves(stage, len(leaves))
-            for parameter, gradient in zip(parameters, self.trees[stage].total(), strict=True):
+            gradients = self.strategy.total_of(self.trees[stage])
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
         total = TreeSum(self.strategy.task.shards)
         for leaf, tally in zip(leaves, self.tallies, strict=True):
             total.add((leaf.shards.start, leaf.shards.stop), [tally.tensor])
-        return step.layout.tally(total.total()[0])
-
-
-def _backward_from(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Backward from the outputs of a stage that the next one has used."""
-    if pairs:
-        torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
+        return step.layout.tally(self.strategy.total_of(total)[0])
 
 
 def _looks_of(data: Any) -> Hashable:

@@ -8,7 +8,6 @@ Buffers are kept on all ranks, where the engine writes them alike.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -17,16 +16,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
 from allranks.job.placement import Placed
-from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
 from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
-from allranks.torch.model.reals import real_type
+from allranks.torch.optimizers.elementwise import check_by_parameter
+from allranks.torch.pipelining.balance import bytes_of, measured
+from allranks.torch.pipelining.stage_gradients import StagedGradients
 from allranks.torch.pipelining.stages import stages_of
-from allranks.torch.reducers.exact_norm import exact_norm
-from allranks.torch.step.gradients import Gradients, make_dense
+from allranks.torch.sharding.state import known_to_all
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.strategies.base import Strategy
 
@@ -44,7 +42,11 @@ class Staged(Strategy):
     def parallelize(self, model: nn.Module) -> nn.Module:
         asked = f"--strategy {self.name} --ranks {self.comm.size}"
         self.check_task(asked)
-        self.stages = stages_of(self.task, model, self.last + 1, asked)
+        scope, precision = self.context.scope, self.context.precision
+        seconds = measured(model, self.task, scope, precision, self.comm, self.name)
+        costs = seconds if self.context.options["by"] == "cost" else bytes_of
+        self.stages = stages_of(self.task, model, self.last + 1, asked, costs)
+        self.cut_stages(model)
         ranks_of = {
             name: sorted({stage % self.line.size for stage in self.stages.holders(parameter)})
             for name, parameter in model.named_parameters()
@@ -54,7 +56,7 @@ class Staged(Strategy):
             raise _tied_bits(asked, next(iter(shared)))
         for ranks in sorted(set(shared.values())):
             if self.line.rank in ranks:
-                self._axes[f"tied {ranks}"] = self.line.among(ranks)
+                self._axes[f"tied {ranks}"] = not_alike(self.line.among(ranks), self.line)
         self._tied = {n: f"tied {r}" for n, r in shared.items() if self.line.rank in r}
         self.hold(model, ranks_of)
         return model
@@ -66,6 +68,9 @@ class Staged(Strategy):
         _leave_to_others(model, self.held)
         self._crossed: dict[int, int] = {}
         self.steps = 0
+
+    def cut_stages(self, model: nn.Module) -> None:
+        """Cut the weights of all stages, where several ranks hold a stage together."""
 
     def check_task(self, asked: str) -> None:
         """Raise `RequestError` for what stages have no way to do."""
@@ -87,6 +92,8 @@ class Staged(Strategy):
 
     def lay_out(self) -> None:
         step = self.step
+        if self.line.size > 1:
+            check_by_parameter(step.optimizer, f"--strategy {self.name}")
         if step.sparse.positions:
             raise RequestError(
                 asked=f"--strategy {self.name}",
@@ -133,19 +140,21 @@ class Staged(Strategy):
         """Within, every weight is whole on every rank. Sends all weights (`control`)."""
         slots = _slots(self.model)
         held = dict(self.model.named_parameters())
-        whole = {}
-        for name, parameter in held.items():
-            tensor = self.full(name, parameter.detach())
-            whole[name] = parameter if name in self.held else _like(parameter, tensor)
+        whole = {name: self.whole_weight(name, parameter) for name, parameter in held.items()}
         for name, places in slots.items():
             for module, attribute in places:
-                module._parameters[attribute] = whole[name]
+                module._parameters[attribute] = whole[name]  # type: ignore[assignment]
         try:
             yield
         finally:
             for name, places in slots.items():
                 for module, attribute in places:
                     module._parameters[attribute] = held[name]
+
+    def whole_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """All of a weight, for a loss that every rank computes; every rank calls this."""
+        tensor = self.full(name, parameter.detach())
+        return parameter if name in self.held else _like(parameter, tensor)
 
     # --- whole tensors and state ----------------------------------------------------------
 
@@ -167,18 +176,9 @@ class Staged(Strategy):
         """As of one process, with meta tensors for what other ranks hold; every rank calls this."""
         state = super().state()
         kept = state["optimizer"]["state"]
-        own = {n: values for n, values in kept.items() if self.home[n] == self.line.rank}
-        skeleton, tensors = flatten(own, "kept")
-        looks = {path: [NAMES[t.dtype], list(t.shape)] for path, t in tensors.items()}
-        found: dict[str, Any] = {}
-        for text in self.line.gather_texts(json.dumps([skeleton, looks])):
-            theirs, looks = json.loads(text)
-            metas = {
-                path: torch.empty(shape, dtype=DTYPES[kind], device="meta")
-                for path, (kind, shape) in looks.items()
-            }
-            found.update(unflatten(theirs, metas))
-        found.update({name: kept[name] for name in self.held if name in kept})
+        own = [name for name in kept if self.home[name] == self.line.rank]
+        here = {name: values for name, values in kept.items() if name in self.held}
+        found = known_to_all(here, own, self.line)
         order = [name for name, _ in self.model.named_parameters() if name in found]
         state["optimizer"] = {
             **state["optimizer"],
@@ -203,108 +203,35 @@ class Staged(Strategy):
         self._crossed[2 * stage] = self._crossed.get(2 * stage, 0) + sent
         self._crossed[2 * stage + 1] = self._crossed.get(2 * stage + 1, 0) + back
 
-    def messages(self) -> tuple[int, ...]:
-        """Of each pair of stages what goes forward and what comes back, then what is summed.
+    def crossed(self) -> list[float]:
+        """Of each pair of stages what goes forward and what comes back in a step, in bytes.
 
         The mean over the steps that were made, as it follows the samples of a step; every rank
-        calls this. A tied weight counts as if all ranks summed it.
+        calls this.
         """
-        crossed = [0] * (2 * self.last)
+        crossed = [0.0] * (2 * self.last)
         for text in self.line.gather_texts(json.dumps(self._crossed)):
             for at, sent in json.loads(text).items():
-                crossed[int(at)] += sent
+                crossed[int(at)] += sent / max(1, self.steps)
+        return crossed
+
+    def messages(self) -> tuple[int, ...]:
+        """What crosses, then what is summed; a tied weight counts as if all ranks summed it."""
         layout, ranks = self.step.layout, self.line.size
         summed = float(layout.size * layout.like.element_size())
         for parameter, comm in self._summed:
             summed += parameter.nbytes * (1 - 1 / comm.size) / (1 - 1 / ranks)
-        return (*(round(sent / max(1, self.steps)) for sent in crossed), round(summed))
+        return (*map(round, self.crossed()), round(summed))
 
 
-class StagedGradients(Gradients):
-    """The gradients of this rank's parameters, of all those of a model, with one norm for all.
+def not_alike(some: Comm, ranks: Comm) -> Comm:
+    """`some` of the `ranks`, which make other collectives than the rest.
 
-    Every rank tells the norm of each gradient that it holds; all then have the norms of one
-    process, in the order of the model, and put them together as one process does. `counted` are the
-    positions of those that this rank tells, as a parameter may be held by several of the `line`.
+    How many of them a rank has begun says nothing of whether it will come (`meetings`).
     """
-
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        counted: Sequence[tuple[int, nn.Parameter]],
-        everywhere: list[nn.Parameter],
-        line: Comm,
-        *,
-        exact: bool,
-    ) -> None:
-        super().__init__(parameters, exact=exact)
-        self.counted, self.everywhere, self.line = list(counted), everywhere, line
-
-    def settle(self, unused: Sequence[int]) -> None:
-        gone = {id(self.everywhere[position]) for position in unused}
-        without = [p for p in self.parameters if id(p) in gone]
-        for parameter in without:
-            parameter.grad = None
-        make_dense(self.parameters, len(without))
-
-    def tensors(self) -> list[Tensor | None]:
-        """Those of this rank, with meta tensors for those of others.
-
-        Sends two numbers for each parameter of the model (`control`).
-        """
-        _, there = self._told(None)
-        pairs = zip(self.everywhere, there, strict=True)
-        return [
-            p.grad if p.grad is not None else p.detach() if is_there else None
-            for p, is_there in pairs
-        ]
-
-    def norm(self, *, clips: bool, left_out: bool) -> float:
-        """Sends two numbers for each parameter of the model (`control`)."""
-        if clips and self.exact:
-            return exact_norm([p.grad for _, p in self.counted if p.grad is not None], self._rows)
-        norms = self._norms(None)
-        if clips:
-            kind = real_type(self.everywhere[0].dtype)
-            norm = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=kind)))
-        else:
-            norm = math.hypot(*norms)
-        return norm if math.isfinite(norm) else math.hypot(*self._norms(torch.float64))
-
-    def _norms(self, kind: torch.dtype | None) -> list[float]:
-        """The norm of every gradient of the model, each computed as `kind` if given."""
-        norms, there = self._told(kind)
-        return [norm for norm, is_there in zip(norms, there, strict=True) if is_there]
-
-    def _told(self, kind: torch.dtype | None) -> tuple[list[float], list[float]]:
-        """For each parameter of the model the norm of its gradient, and whether there is one."""
-        held = [(at, p.grad) for at, p in self.counted if p.grad is not None]
-        found = torch.zeros(2, len(self.everywhere), dtype=torch.float64, device=self.line.device)
-        if held:
-            gradients = [g if kind is None else g.to(_wider(g, kind)) for _, g in held]
-            where = torch.tensor([at for at, _ in held], device=found.device)
-            found[0, where] = torch.stack(torch._foreach_norm(gradients)).double()
-            found[1, where] = 1
-        self.line.all_reduce(found, "control").wait()
-        norms, there = found.tolist()
-        return norms, there
-
-    def _rows(self, row: Tensor) -> Tensor:
-        """What each rank gives, (ranks, row)."""
-        row = row.to(self.line.device)
-        if self.line.size == 1:
-            return row[None]
-        whole = row.new_empty(self.line.size * row.numel())
-        self.line.all_gather(whole, row, "control").wait()
-        return whole.view(self.line.size, -1)
-
-    def clip_(self, limit: float, norm: float) -> None:
-        if self.parameters:
-            super().clip_(limit, norm)
-
-
-def _wider(gradient: Tensor, kind: torch.dtype) -> torch.dtype:
-    return torch.promote_types(gradient.dtype, kind)
+    if some is not ranks:
+        some.meetings = None
+    return some
 
 
 def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

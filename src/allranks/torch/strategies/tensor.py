@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,12 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from allranks.errors import RequestError
+from allranks.job.placement import Placed
+from allranks.strategies.activation_cards import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
-from allranks.strategies.tensor_card import LEAVES
+from allranks.torch.comm import Comm
 from allranks.torch.data.batch import Batch
-from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.sharding.parameters import check_no_hooks
+from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
@@ -64,7 +66,7 @@ class Tensors(Strategy):
         else:
             plan = given_plan(model, parts, given, even=exact)
         if not plan.cuts:
-            raise _nothing_to_cut(parts)
+            raise nothing_to_cut(parts)
         if axis.size > 1:
             self.device_mesh = self._device_mesh()
         self.cut = cut_model(model, plan, self.exchange)
@@ -80,8 +82,17 @@ class Tensors(Strategy):
 
     def prepare(self) -> None:
         self.step.forward = self._forward
-        if self.cut.dims:
-            check_elementwise(self.step.optimizer, "--strategy tensor")
+        named = dict(self.model.named_parameters())
+        cut = {n: Divided(named[n], self.cut.shapes[n], dim) for n, dim in self.cut.dims.items()}
+        asked = "--strategy tensor"
+        self.wholes = WholeUpdates(self.axis(TENSOR), self.step.optimizer, cut, asked)
+
+    def lay_out(self) -> None:
+        if self.axis(TENSOR).size > 1:
+            self.kept_whole = self.wholes.find()
+
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        return self.wholes.gathered()
 
     def _forward(self, data: Any) -> Any:
         for region in self.cut.regions:
@@ -96,16 +107,7 @@ class Tensors(Strategy):
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self.comm.all_reduce(local.tensor).wait()
-        replicas = self.axis(REPLICATE)
-        if replicas.size > 1:
-            for parameter in self.step.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            under_way = [
-                replicas.all_reduce(p.grad) for p in self.step.parameters if p.grad is not None
-            ]
-            for pending in under_way:
-                pending.wait()
+        sum_over_copies(self.step.parameters, self.axis(REPLICATE))
         return local, CutGradients(self)
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
@@ -120,20 +122,28 @@ class Tensors(Strategy):
             yield
 
     def messages(self) -> tuple[int, ...]:
-        """All-reduced and all-gathered along the tensor axis, gradients, tally: of all steps.
+        """All-reduced and all-gathered along the tensor axis, gradients, tally, what goes to owners
+        and back: of all steps.
 
         The first two follow the samples of each step.
         """
         exchange, steps = self.exchange, max(1, self.steps)
         gradients = sum(parameter.nbytes for parameter in self.step.parameters)
         tally = self.step.layout.size * torch.float64.itemsize
-        return exchange.reduced, exchange.gathered, steps * gradients, steps * tally
+        moved = steps * self.wholes.most_sent()
+        return exchange.reduced, exchange.gathered, steps * gradients, steps * tally, moved
 
     def promised_bytes(self) -> int:
         """The mean over the steps that were made."""
         return round(super().promised_bytes() / max(1, self.steps))
 
+    def placement(self, *, updated: bool) -> list[Placed]:
+        return self.cut.placed(super().placement(updated=updated))
+
     # --- what a state holds ---------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return self.wholes.told(super().state())
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
         dim = self.cut.dims.get(name)
@@ -189,7 +199,25 @@ class CutGradients(Gradients):
         return rows.view(self.comm.size, -1)
 
 
-def _nothing_to_cut(ranks: int) -> RequestError:
+def sum_over_copies(parameters: list[nn.Parameter], copies: Comm) -> None:
+    """Sum gradients over the copies of a model, or of a stage; every rank of `copies` calls this.
+
+    A copy that has not used a parameter brings in zeros.
+    """
+    if copies.size == 1:
+        return
+    under_way = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter, requires_grad=False)
+        parameter.grad = gradient.to_dense() if gradient.is_sparse else gradient
+        under_way.append(copies.all_reduce(parameter.grad))
+    for pending in under_way:
+        pending.wait()
+
+
+def nothing_to_cut(ranks: int) -> RequestError:
     return RequestError(
         asked=f"--strategy tensor on {ranks} ranks of the tensor axis",
         found="no layer of the model that can be cut into so many parts",

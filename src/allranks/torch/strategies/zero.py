@@ -29,12 +29,12 @@ from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.groups.pending import Pending
 from allranks.torch.model.reals import reals
-from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.in_order import InOrder
 from allranks.torch.reducers.packed import PackedBucket, own_rows, packed_buckets
 from allranks.torch.reducers.sections import IN_FLIGHT, MeanSections, Sections, TreeSections
 from allranks.torch.sharding.gradient_parts import GradientParts
+from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
@@ -68,11 +68,14 @@ class ZeRO1(Strategy):
         self.summed: Reducer = summed(self.comm, self.task.shards)
         sections = TreeSections if self.shard_alone else MeanSections
         self.sections: Sections = sections(self.comm, self.task.shards)
+        cut = {n: Divided(p, self._like[n].shape) for n, p in self._with_rows.items()}
+        asked = f"--strategy {self.name}"
+        self.wholes = WholeUpdates(self.comm, self.step.optimizer, cut, asked)
 
     def lay_out(self) -> None:
         """What has rows is cut; a parameter of no dimension is summed whole, beside the tally."""
         if self.comm.size > 1:  # groups may have been added
-            check_elementwise(self.step.optimizer, f"--strategy {self.name}")
+            self.kept_whole = self.wholes.find()
             self._check_bits()
         parameters, layout = self.step.parameters, self.step.layout
         self._laid_out = parameters
@@ -225,7 +228,8 @@ class ZeRO1(Strategy):
         with self.owned():
             for parameter, part in zip(gradients.parameters, gradients.tensors(), strict=True):
                 parameter.grad = part
-            yield
+            with self.wholes.gathered():
+                yield
             for parameter in gradients.parameters:
                 parameter.grad = None
         self._gather(self.buckets, "gradients")
@@ -254,8 +258,12 @@ class ZeRO1(Strategy):
     # --- bytes and state ------------------------------------------------------------------
 
     def messages(self) -> tuple[int, ...]:
-        """What is cut, with its padding, and what is summed whole."""
-        return sum(bucket.nbytes for bucket in self.buckets), sum(f.nbytes for f in self._whole)
+        """What is cut, with its padding, what is summed whole, and what goes to owners and back."""
+        cut, whole = (
+            sum(bucket.nbytes for bucket in self.buckets),
+            sum(f.nbytes for f in self._whole),
+        )
+        return cut, whole, self.wholes.most_sent()
 
     def promised_bytes(self) -> int:
         passes = self.passes if self.each_pass else 1
@@ -286,6 +294,9 @@ class ZeRO1(Strategy):
             local: Tensor = saved.to_local()  # type: ignore[attr-defined]
             return local
         return self._own(saved) if name in self._like else saved
+
+    def state(self) -> dict[str, Any]:
+        return self.wholes.told(super().state())
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}

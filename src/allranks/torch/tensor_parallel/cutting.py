@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from allranks.job.placement import Placed
 from allranks.torch.model.layers import own_kind
 from allranks.torch.model.shard_dropout import ShardDropout
 from allranks.torch.tensor_parallel.exchange import Exchange
@@ -39,13 +41,27 @@ class CutModel:
     regions: list[Region] = field(default_factory=list)
     layers: list[CutLayer] = field(default_factory=list)
 
+    def placed(self, rows: Iterable[Placed]) -> list[Placed]:
+        """What this rank holds, where it is a part with the shape of the whole."""
+        return [
+            replace(row, whole=tuple(self.shapes[row.name])) if row.name in self.dims else row
+            for row in rows
+        ]
 
-def cut_model(model: nn.Module, plan: Plan, exchange: Exchange) -> CutModel:
-    """Cut `model` in place. What the plan does not name is the same on every rank of the axis."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    done: dict[int, nn.Parameter] = {}
+
+def cut_model(
+    model: nn.Module, plan: Plan, exchange: Exchange, of: nn.Module | None = None
+) -> CutModel:
+    """Cut `model` in place. What the plan does not name is the same on every rank of the axis.
+
+    Where it is made of modules `of` another one, parameters go by their names there, and all that
+    hold one have its part.
+    """
+    of = of or model
+    slots = _slots(of, model)
+    names = {place: name for name, places in slots.items() for place in places}
     regions: dict[str, Region] = {}
-    found = CutModel(shapes={name: p.shape for name, p in model.named_parameters()})
+    found = CutModel(shapes={name: p.shape for name, p in of.named_parameters()})
     for cut in plan.cuts.values():
         module: Any = cut.module
         region = None
@@ -62,17 +78,29 @@ def cut_model(model: nn.Module, plan: Plan, exchange: Exchange) -> CutModel:
         }
         module.dims, module.sizes = dims, {}
         for name, dim in dims.items():
-            whole = module._parameters[name]
-            if id(whole) not in done:
-                done[id(whole)] = _part(whole, dim, exchange)
-                found.dims[names[id(whole)]] = dim
-            module.sizes[name] = found.shapes[names[id(whole)]][dim]
-            module._parameters[name] = done[id(whole)]
+            own = names[module, name]
+            if own not in found.dims:
+                found.dims[own] = dim
+                part = _part(module._parameters[name], dim, exchange)
+                for holder, attribute in slots[own]:
+                    holder._parameters[attribute] = part
+            module.sizes[name] = found.shapes[own][dim]
         module.exchange, module.region = exchange, region
         module.__class__ = KINDS[cut.way]
         found.layers.append(module)
     _tell_what_is_between(model, plan, regions, exchange)
     found.regions = list(regions.values())
+    return found
+
+
+def _slots(*models: nn.Module) -> dict[str, set[tuple[nn.Module, str]]]:
+    """Where each parameter is held, by its name in the first of the models."""
+    names = {id(parameter): name for name, parameter in models[0].named_parameters()}
+    found: dict[str, set[tuple[nn.Module, str]]] = {}
+    for module in (module for model in models for module in model.modules()):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(names[id(parameter)], set()).add((module, attribute))
     return found
 
 

@@ -61,7 +61,7 @@ def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
     Without the buffers that the model writes in forward: those follow the samples of a rank.
     """
     step = strategy.step
-    yield from strategy.model.named_parameters()
+    yield from ((n, p) for n, p in strategy.model.named_parameters() if not p.is_meta)
     yield from _same_buffers(strategy)
     if strategy.agreement.cuts_optimizer:
         return

@@ -47,7 +47,7 @@ from allranks.torch.model.layers import OfShard, Scope, every_layer, own_kind
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
-from allranks.torch.strategies.in_flight import InFlight, Turns, apart, in_threads
+from allranks.torch.strategies.one_process.in_flight import InFlight, Turns, apart, in_threads
 from allranks.torch.strategies.single import Single
 
 CUT = Cut("--strategy model-parallel:split", "the pieces in flight")
@@ -124,7 +124,8 @@ class ModelParallel(Single):
         if self.context.options["by"] == "cost":
             called = {n: unit.module for n, unit in enumerate(units) if unit.module is not None}
             precision, scope = self.context.precision, self.context.scope
-            seconds = seconds_of(list(called.values()), model, self.task, scope, precision)
+            asked, blocks = f"--strategy {self.name}:by=cost", list(called.values())
+            seconds = seconds_of(blocks, model, self.task, scope, precision, asked)
             costs = dict(zip(called, seconds, strict=True))
             found = balanced(units, [costs.get(n, 0.0) for n in range(len(units))], parts)
             self._place(model, found)

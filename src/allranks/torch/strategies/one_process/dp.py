@@ -47,7 +47,7 @@ from allranks.torch.step.step import SharedStep
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.strategies.context import StrategyContext
-from allranks.torch.strategies.model_copy import copy_of, follow
+from allranks.torch.strategies.one_process.model_copy import copy_of, follow
 
 NAME = "inputs and outputs of a micro-batch"
 CUT = Cut("--strategy dp", "the replicas")

@@ -1,0 +1,1 @@
+"""DeepSpeed's configuration (a JSON file) as a job."""

@@ -1,0 +1,247 @@
+"""A configuration of DeepSpeed as values of a job: what has a counterpart is taken, or refused.
+
+Nothing is passed over in silence: every value of the job that comes from here says from which key,
+keys that change nothing of the result are recorded as passed over, and every other key without a
+counterpart is refused by its name. "auto" is what the task and the flags say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.job.deepspeed import batch
+from allranks.job.deepspeed.optimizers import optimizer_text, schedule_text
+from allranks.strategies.torch_cards import CARDS
+
+STAGES = ("ddp", "zero1", "zero2", "fsdp")
+"""By `zero_optimization.stage`."""
+SPEED = "says how fast it is, not what comes out"
+LOGGING = "says what is shown: allranks has records of its own"
+PASSED_OVER = {
+    **dict.fromkeys(("steps_per_print", "wall_clock_breakdown", "dump_state"), LOGGING),
+    **dict.fromkeys(("memory_breakdown", "tensorboard", "wandb", "comet"), LOGGING),
+    **dict.fromkeys(("csv_monitor", "comms_logger", "flops_profiler"), LOGGING),
+    **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), SPEED),
+    "aio": SPEED,
+}
+PASSED_OVER_IN_ZERO = {
+    **dict.fromkeys(("allgather_partitions", "allgather_bucket_size", "overlap_comm"), SPEED),
+    **dict.fromkeys(("reduce_scatter", "reduce_bucket_size", "contiguous_gradients"), SPEED),
+    **dict.fromkeys(("round_robin_gradients", "sub_group_size"), SPEED),
+    **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), SPEED),
+    **dict.fromkeys(("stage3_prefetch_bucket_size", "prefetch_bucket_size"), SPEED),
+    **dict.fromkeys(("stage3_param_persistence_threshold", "max_live_parameters"), SPEED),
+    **dict.fromkeys(("stage3_module_granularity_threshold", "ignore_unused_parameters"), SPEED),
+    "stage3_gather_16bit_weights_on_model_save": "weights are always written whole",
+    "load_from_fp32_weights": "weights are always kept in fp32",
+    "elastic_checkpoint": "checkpoints go on with any number of ranks",
+}
+OF_FP16 = ("enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window")
+OF_SCALE = {"hysteresis": 1, "min_loss_scale": 1, "consecutive_hysteresis": False}
+"""What the rule of the loss scale here is, in DeepSpeed's words."""
+
+
+@dataclass
+class FromDeepSpeed:
+    """Values of a job and of its task; `sources` say of each where it is from."""
+
+    path: str
+    values: dict[str, Any] = field(default_factory=dict)
+    task: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def take(self, name: str, value: Any, key: str, asked: Any) -> None:
+        """A value of the job, or of the task (`task.NAME`), because `key` asks for it."""
+        where, _, own = name.rpartition(".")
+        (self.task if where else self.values)[own] = value
+        self.sources[name] = f"file {self.path}: {key} = {json.dumps(asked)}"
+
+    def note(self, key: str, asked: Any, why: str) -> None:
+        """A key from which nothing is taken."""
+        self.sources[f"{Path(self.path).name}: {key}"] = f"{json.dumps(asked)}, passed over: {why}"
+
+    def refuse(self, key: str, asked: Any, why: str, do: str) -> RequestError:
+        return RequestError(
+            asked=f"--job {self.path}", found=f"{key} = {json.dumps(asked)}", why=why, do=do
+        )
+
+
+def read_deepspeed(path: str, ranks: int) -> FromDeepSpeed:
+    """What the configuration in `path` asks for on so many ranks; raises `RequestError`."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _no_configuration(path, str(error) or type(error).__name__) from None
+    if not isinstance(data, dict):
+        raise _no_configuration(path, f"a {type(data).__name__}")
+    found = FromDeepSpeed(path)
+    _batch(found, data, ranks)
+    for key, asked in data.items():
+        if key in SECTIONS and asked != "auto":
+            SECTIONS[key](found, key, asked)
+        elif key not in SECTIONS and key not in batch.KEYS:
+            _without_counterpart(found, key, asked, PASSED_OVER)
+    if "scheduler" in data and "schedule" in found.values and "optimizer" not in found.values:
+        raise found.refuse(
+            "scheduler",
+            data["scheduler"],
+            "its rates are those of an optimizer, and the task's own has its own",
+            "give optimizer too, or leave scheduler out and write schedule(step) in the task",
+        )
+    if {"fp16", "bf16"} <= {key for key, value in data.items() if _is_on(value)}:
+        raise found.refuse("fp16, bf16", True, "a job has one precision", "enable one of them")
+    return found
+
+
+def _batch(found: FromDeepSpeed, data: Mapping[str, Any], ranks: int) -> None:
+    wanted = batch.batch_of(data, found.path, ranks)
+    if wanted is None:
+        return
+    asked = {key: data[key] for key in batch.KEYS if key in data}
+    found.take("task.batch_size", wanted.train, "batch", asked)
+    found.take("micro_batch", wanted.micro, "batch", asked)
+
+
+def _zero(found: FromDeepSpeed, key: str, asked: Any) -> None:
+    section = _section(found, key, asked)
+    stage = section.pop("stage", 0)
+    if stage == "auto":
+        stage = 0
+    if isinstance(stage, bool) or stage not in range(len(STAGES)):
+        raise found.refuse(f"{key}.stage", stage, "there are the stages 0, 1, 2, 3", "one of them")
+    strategy = STAGES[stage]
+    for name in ("offload_optimizer", "offload_param"):
+        device = _section(found, f"{key}.{name}", section.pop(name, None) or {}).get("device")
+        if device not in (None, "none"):
+            strategy = _offloaded(found, f"{key}.{name}.device", device, strategy)
+    found.take("strategy", strategy, f"{key}.stage", stage)
+    for name, value in section.items():
+        _without_counterpart(found, f"{key}.{name}", value, PASSED_OVER_IN_ZERO)
+
+
+def _offloaded(found: FromDeepSpeed, key: str, device: Any, strategy: str) -> str:
+    name = strategy.partition(":")[0]
+    if device == "cpu" and any(option.name == "offload" for option in CARDS[name].options):
+        return f"{name}:offload=cpu"
+    raise found.refuse(
+        key,
+        device,
+        f"{name!r} keeps what it trains on the devices that train",
+        'device: "none"; stage 3 (fsdp) on more ranks needs less on each',
+    )
+
+
+def _fp16(found: FromDeepSpeed, key: str, asked: Any) -> None:
+    section = _section(found, key, asked)
+    if section.get("enabled", False) is not True:
+        return
+    found.take("precision", "fp16", f"{key}.enabled", True)
+    scale, power = section.get("loss_scale", 0), section.get("initial_scale_power", 16)
+    window = section.get("loss_scale_window", 1000)
+    text = f"dynamic:initial={2.0**power},every={window}" if scale in (0, "auto") else str(scale)
+    found.take("loss_scale", text, key, asked)
+    if section.get("auto_cast"):
+        found.note(f"{key}.auto_cast", True, "inputs are always cast as the layers want them")
+    for name, value in section.items():
+        if name in OF_SCALE:
+            if value != OF_SCALE[name] and text.startswith("dynamic"):
+                why = f"the scale here is halved at every overflow, down to 1: {name} is "
+                why += json.dumps(OF_SCALE[name])
+                raise found.refuse(f"{key}.{name}", value, why, f"leave {name} out")
+        elif name not in OF_FP16:
+            _without_counterpart(found, f"{key}.{name}", value, {})
+    if "hysteresis" not in section and text.startswith("dynamic"):
+        found.note(f"{key}.hysteresis", 2, "its default; here the first overflow halves the scale")
+
+
+def _bf16(found: FromDeepSpeed, key: str, asked: Any) -> None:
+    section = _section(found, key, asked)
+    if section.pop("enabled", False) is True:
+        found.take("precision", "bf16", f"{key}.enabled", True)
+    for name, value in section.items():
+        _without_counterpart(found, f"{key}.{name}", value, {"immediate_grad_update": SPEED})
+
+
+def _clipping(found: FromDeepSpeed, key: str, asked: Any) -> None:
+    if isinstance(asked, bool) or not isinstance(asked, (int, float)) or asked < 0:
+        raise found.refuse(key, asked, "it is the longest gradient; 0 is none", f"{key}: 1.0")
+    found.take("task.clip_norm", float(asked) or "none", key, asked)
+
+
+def _optimizer(found: FromDeepSpeed, key: str, asked: Any) -> None:
+    section = _section(found, key, asked)
+    if (text := optimizer_text(found.refuse, section)) is None:
+        found.note(key, asked, "all of it is auto: the optimizer is the task's")
+    else:
+        found.take("optimizer", text, key, asked)
+
+
+def _scheduler(found: FromDeepSpeed, key: str, asked: Any) -> None:
+    section = _section(found, key, asked)
+    if (text := schedule_text(found.refuse, section)) is None:
+        found.note(key, asked, "all of it is auto: the schedule is the task's")
+    else:
+        found.take("schedule", text, key, asked)
+
+
+SECTIONS: dict[str, Callable[[FromDeepSpeed, str, Any], None]] = {
+    "optimizer": _optimizer,
+    "scheduler": _scheduler,
+    "fp16": _fp16,
+    "bf16": _bf16,
+    "bfloat16": _bf16,
+    "gradient_clipping": _clipping,
+    "zero_optimization": _zero,
+}
+
+
+def _without_counterpart(
+    found: FromDeepSpeed, key: str, asked: Any, harmless: Mapping[str, str]
+) -> None:
+    """Pass over what changes nothing, and what is not asked for; refuse the rest."""
+    name = key.rpartition(".")[2]
+    if name in harmless:
+        found.note(key, asked, harmless[name])
+    elif not _is_on(asked):
+        found.note(key, asked, "it is off")
+    else:
+        raise found.refuse(
+            key,
+            asked,
+            "nothing here does that, and what is asked for must not be passed over",
+            f"leave {key} out",
+        )
+
+
+def _is_on(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and value.get("enabled", True) not in (False, "auto")
+    return value not in (None, False, 0, "auto", "none", [])
+
+
+def _section(found: FromDeepSpeed, key: str, asked: Any) -> dict[str, Any]:
+    if not isinstance(asked, dict):
+        raise found.refuse(key, asked, f"{key} is a section", f'"{key}": {{…}}')
+    return dict(asked)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"the key {twice!r} is there twice")
+    return dict(pairs)
+
+
+def _no_configuration(path: str, found: str) -> RequestError:
+    return RequestError(
+        asked=f"--job {path}",
+        found=found,
+        why="a job file that ends in .json is a configuration of DeepSpeed, one JSON object",
+        do="check the path and the line",
+    )

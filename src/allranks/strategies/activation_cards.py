@@ -1,0 +1,113 @@
+"""The cards of strategies whose ranks share samples and exchange activations: tensor, context.
+
+Each has `data=D` copies, which read samples of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.strategies.card import Card, Exact, Option, Workload
+from allranks.strategies.mesh import CONTEXT, REPLICATE, TENSOR, Agreement, Mesh
+
+LEAVES = 8
+"""So many parts a sum over the ranks has with `exact=yes`, on any number of them."""
+
+
+def _copies(name: str, axis: str, ranks: int, options: Mapping[str, Any]) -> Mesh:
+    """As many ranks along the axis in each copy."""
+    copies = int(options["data"])
+    if ranks % copies:
+        raise RequestError(
+            asked=f"--strategy {name}:data={copies} --ranks {ranks}",
+            found=f"{ranks} ranks for {copies} copies of the model",
+            why="each copy has as many ranks as any other",
+            do=f"--ranks {-(-ranks // copies) * copies}",
+        )
+    return Mesh(((REPLICATE, copies), (axis, ranks // copies)))
+
+
+def _tensor_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
+    mesh, copies = _copies("tensor", TENSOR, ranks, options), int(options["data"])
+    if options["exact"] and (copies > 1 or LEAVES % ranks):
+        raise RequestError(
+            asked=f"--strategy tensor:exact=yes --ranks {ranks}",
+            found=f"{ranks} ranks in {copies} {'copies' if copies > 1 else 'copy'} of the model",
+            why=f"each rank has as many of {LEAVES} leaves as any other, and all the samples",
+            do="1, 2, 4 or 8 ranks, and no data=…; or leave exact out",
+        )
+    return mesh
+
+
+def _tensor_bytes(work: Workload, options: Mapping[str, Any]) -> int:
+    """Activations along the tensor axis, gradients between the copies; the tally over all."""
+    reduced, gathered, gradients, tally, *moved = work.messages
+    copies = int(options["data"])
+    ranks = work.ranks // copies
+    along = (ranks - 1) / ranks * (2 * reduced + gathered)
+    between = 2 * (copies - 1) / copies * gradients
+    return round(along + between + 2 * (work.ranks - 1) / work.ranks * tally) + sum(moved)
+
+
+TENSOR_CARD = Card(
+    name="tensor",
+    summary="Each rank holds and computes a part of every Linear and Embedding that can be cut.",
+    guarantee=Exact(),
+    bytes_sent=_tensor_bytes,
+    bytes_formula="2(T-1)/T · activations all-reduced + (T-1)/T · activations and weights gathered "
+    "+ 2(D-1)/D · gradients/T + 2(N-1)/N · tally; D = data, T = N/D; by samples: block of a column "
+    "and a row: output in forward, input in backward; a column alone: output gathered, input in "
+    "backward; a row alone: output, input gathered in backward; embedding: output; exact=yes: "
+    "what is all-reduced here is T of its size gathered",
+    memory="1/T of weights, gradients and optimizer of what is cut, all of the rest; activations "
+    "between the layers of a block 1/T",
+    many_ranks=True,
+    options=(
+        Option("data", 1, "copies of the cut model, each on samples of its own", at_least=1),
+        Option("exact", False, "equal bits on 1, 2, 4 and 8 ranks: sums of 8 leaves, in one order"),
+    ),
+    agreement=Agreement("sharded"),
+    mesh=_tensor_mesh,
+    paper="Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053",
+)
+
+
+def _context_bytes(work: Workload, options: Mapping[str, Any]) -> int:
+    """Activations along the context axis; gradients and tally over all ranks."""
+    swapped, gathered, reduced, passed_on, gradients = work.messages
+    ranks = work.ranks // int(options["data"])
+    along = (ranks - 1) / ranks * (swapped + gathered + 2 * reduced)
+    passed_on = 0 if ranks == 1 else passed_on
+    return round(along + passed_on + 2 * (work.ranks - 1) / work.ranks * gradients)
+
+
+CONTEXT_CARD = Card(
+    name="context",
+    summary="Each rank has some positions of every sequence in the repeated blocks.",
+    guarantee=Exact(),
+    bytes_sent=_context_bytes,
+    bytes_formula="per attention and sample, A = T/P · width · bytes of a number: ulysses "
+    "8(P-1)/P · A (queries, keys, values and output, forward and backward); ring 6(P-1) · A (keys "
+    "and values, again in backward, and their gradients); (P-1) · A where sequences are gathered, "
+    "2(P-1) · A more where blocks follow; + 2(N-1)/N · (gradients + tally); D = data, P = N/D, "
+    "T positions, of which each rank has as many",
+    memory="weights + gradients + optimizer on every rank; activations of the blocks 1/P; ring: "
+    "scores of 1024 · T/P per head and sample",
+    many_ranks=True,
+    options=(
+        Option(
+            "attention",
+            "ulysses",
+            "how attention sees all positions: by heads, or keys and values round a ring",
+            ("ulysses", "ring"),
+        ),
+        Option("data", 1, "copies of the model, each on samples of its own", at_least=1),
+        Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),
+    ),
+    mesh=partial(_copies, "context", CONTEXT),
+    paper="Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509; "
+    "Liu et al. 2023, Ring Attention, arXiv 2310.01889",
+)

@@ -1,0 +1,152 @@
+"""`reduce=` of `ddp`: the ways to sum gradients, with their options, promises and bytes.
+
+What the busiest rank sends is here a formula; the schedules of `schedules` and the bytes
+counted at the process group are held against it in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.strategies.card import Option, Picked, Reference, Workload
+from allranks.strategies.card_bytes import RING, ring_bytes, tree_bytes
+from allranks.strategies.mesh import Mesh, replicated_mesh
+from allranks.strategies.reductions.schedules import power_below
+
+PIECES = Option("pieces", 1, "parts of a message that go their ways one behind another", at_least=1)
+GROUP = Option("group", 0, "ranks that sum among themselves first; 0: those of a node", at_least=0)
+HALF = "2(N-1)/N · (2 bytes per gradient + tally)"
+ROUNDED = Reference(
+    "a loop that rounds the gradient of each rank to 16 bit, adds them in float32 in the order of "
+    "the ranks, and rounds the sum; `single` when N = 1"
+)
+TREE = (
+    "log2(N) · message up to 2 MiB where ranks pair up along the tree (2, 4, 8 ranks on 8 shards), "
+    "else (roots + 1)(N-1)/N · message; roots = 1 where N divides the shards, else <= 3"
+)
+FORMULAS = (
+    f"mean, ring: {RING}; tree: {TREE}; fp16, bf16: {HALF}; "
+    "halving-doubling: 2(Q-1)/Q · message, Q the power of two up to N, and once the message where "
+    "Q < N; binary-tree: at most 3 · message; star: (N-1) · message (rank 0); "
+    "hierarchical: 2(g-1)/g · message in the group, 2(G-1)/G · message/g across G groups of g"
+)
+REDUCE = Option(
+    "reduce",
+    "mean",
+    "how gradients are summed",
+    {
+        **dict.fromkeys(("mean", "tree", "fp16", "bf16"), ()),
+        **dict.fromkeys(("ring", "halving-doubling", "binary-tree", "star"), (PIECES,)),
+        "hierarchical": (GROUP, PIECES),
+    },
+    {"fp16": ROUNDED, "bf16": ROUNDED},
+)
+
+
+LATE = Option(
+    "late",
+    "0",
+    "steps until a gradient is applied; 1: it is summed while the next step computes",
+    ("0", "1"),
+    {
+        "1": Reference(
+            "a loop in one process in which step n applies the gradient of step n - 1, and step 0 "
+            "none"
+        )
+    },
+)
+
+
+def reduced_bytes(work: Workload, options: Mapping[str, Any]) -> int:
+    """What the busiest rank sends for all messages of a step.
+
+    Where gradients are late the last message is the tally alone, summed by `mean` or `tree`.
+    """
+    picked: Picked = options["reduce"]
+    way = WAYS[picked.name]
+    if options[LATE.name] == "0":
+        return way(work, picked.options)
+    *gradients, tally = work.messages
+    own = replace(work, messages=(tally,))
+    rest = replace(work, messages=tuple(gradients), tally=0)
+    return way(rest, picked.options) + WAYS["tree" if picked.name == "tree" else "mean"](own, {})
+
+
+def mesh_of_groups(ranks: int, options: Mapping[str, Any]) -> Mesh:
+    """The mesh of a replicated model; raises `RequestError` where groups do not come out even."""
+    group = options["reduce"].options.get("group", 0)
+    if group and ranks > 1 and ranks % group:
+        raise RequestError(
+            asked=f"reduce=hierarchical(group={group}) on {ranks} ranks",
+            found=f"{ranks} ranks, which are no whole groups of {group}",
+            why="rank k of each group sums the same part of the gradient with those of the others",
+            do="a group that divides the ranks, or reduce=ring",
+        )
+    return replicated_mesh(ranks)
+
+
+def groups_of_nodes(reduce: Picked, per_node: int, ranks: int) -> dict[str, str]:
+    """What `hierarchical` becomes where nobody says its groups: those of the nodes; else nothing.
+
+    `per_node` is how many ranks each node has, 0 where some have more than others.
+    """
+    if reduce.name != "hierarchical" or reduce.options["group"] or ranks == 1:
+        return {}
+    if per_node in (0, ranks):
+        raise RequestError(
+            asked="--strategy ddp:reduce=hierarchical",
+            found="one node" if per_node else "nodes with different numbers of ranks",
+            why="gradients are summed in each node first, then across nodes, rank k with rank k",
+            do="reduce=hierarchical(group=2) for groups of 2 ranks, or reduce=ring",
+        )
+    return {"reduce": f"hierarchical(group={per_node},pieces={reduce.options['pieces']})"}
+
+
+def _tree(work: Workload, options: Mapping[str, Any]) -> int:
+    """Each message in rounds of pairs, or by all-to-all of roots and all-gather of sums."""
+    return tree_bytes(work, work.messages)
+
+
+def _half(work: Workload, options: Mapping[str, Any]) -> int:
+    """An all-to-all and an all-gather, without the few bytes that make all chunks of one size."""
+    return round(2 * (work.ranks - 1) / work.ranks * (2 * work.gradients + work.tally))
+
+
+def _halving_doubling(work: Workload, options: Mapping[str, Any]) -> int:
+    """The busiest rank is one that takes part for another one too, where there is one."""
+    core = power_below(work.ranks)
+    return round((2 * (core - 1) / core + (core < work.ranks)) * sum(work.messages))
+
+
+def _binary_tree(work: Workload, options: Mapping[str, Any]) -> int:
+    """The busiest rank is the root, or its first child, which sends to its parent too."""
+    of_root = min(2, work.ranks - 1)
+    of_child = 1 + min(2, work.ranks - 3) if work.ranks > 3 else of_root
+    return max(of_root, of_child) * sum(work.messages)
+
+
+def _star(work: Workload, options: Mapping[str, Any]) -> int:
+    """The busiest rank is the one in the middle."""
+    return (work.ranks - 1) * sum(work.messages)
+
+
+def _hierarchical(work: Workload, options: Mapping[str, Any]) -> int:
+    """Two rings, the second one with what the first one leaves to each rank."""
+    group = min(options["group"] or work.ranks, work.ranks)
+    groups = work.ranks // group
+    part = 2 * (group - 1) / group + 2 * (groups - 1) / groups / group
+    return round(part * sum(work.messages))
+
+
+WAYS: dict[str, Callable[[Workload, Mapping[str, Any]], int]] = {
+    **dict.fromkeys(("mean", "ring"), ring_bytes),
+    "tree": _tree,
+    **dict.fromkeys(("fp16", "bf16"), _half),
+    "halving-doubling": _halving_doubling,
+    "binary-tree": _binary_tree,
+    "star": _star,
+    "hierarchical": _hierarchical,
+}

@@ -1,0 +1,1 @@
+"""Context parallelism: every rank of the axis has some positions of each sequence."""

@@ -1,0 +1,202 @@
+"""What the ranks of the context axis exchange, and what backward exchanges for it.
+
+    forward                                  backward
+    this rank's rows (`own_rows`)            zeros where the rows of others are
+    all-gather of the rows (`whole_rows`)    this rank's rows of the sum of the gradients
+    all-to-all: rows to heads (`to_heads`)   all-to-all: heads to rows
+    all-to-all: heads to rows (`to_rows`)    all-to-all: rows to heads
+
+Every rank computes the same loss of the whole sequence and brings in its share of the gradient,
+1/P. Each backward is the transpose of its forward. Behind the last block gradients are the same on
+all ranks, so their sum takes no message; it does where blocks follow. So the gradient of every
+weight, wherever it is used, is the sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from allranks.torch.comm import Comm
+from allranks.torch.groups.pending import Pending
+from allranks.torch.tensor_parallel.exchange import Exchange, part_sizes
+
+HEADS, ROWS = 1, 2  # dimensions of what attention is given: (sample, head, position, feature)
+POSITIONS = 1  # the dimension of what a block is given: (sample, position, feature)
+
+
+@dataclass(frozen=True)
+class Span:
+    """How a sequence lies on the ranks: so many positions on each; those of `rank` are here."""
+
+    sizes: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def of(cls, length: int, comm: Comm) -> Span:
+        """That of a sequence: longer parts first, as `torch.chunk` cuts."""
+        return cls(tuple(part_sizes(length, comm.size)), comm.rank)
+
+    @property
+    def whole(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def own(self) -> int:
+        return self.sizes[self.rank]
+
+    def start_of(self, rank: int) -> int:
+        """The first position of a rank."""
+        return sum(self.sizes[:rank])
+
+    def own_part(self, tensor: Tensor, dim: int) -> Tensor:
+        """The positions of this rank, as a view."""
+        return tensor.narrow(dim, self.start_of(self.rank), self.own)
+
+
+@dataclass(frozen=True)
+class OnItsWay:
+    """A message to the next rank, and one from the rank before."""
+
+    sent: Tensor
+    received: Tensor
+    pending: tuple[Pending, ...]
+
+    def wait(self) -> Tensor:
+        """What was received; what was sent may change again."""
+        for one in self.pending:
+            one.wait()
+        return self.received
+
+
+class SequenceExchange(Exchange):
+    """The ranks of the axis. `swapped` and `passed_on` are the bytes that this rank has given to
+    all-to-alls, and sent round the ring, in steps."""
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm)
+        self.swapped = self.passed_on = 0
+
+    def own_rows(self, whole: Tensor, span: Span, dim: int = POSITIONS) -> Tensor:
+        """This rank's positions of what all ranks hold. Sends nothing."""
+        found: Tensor = _OwnRows.apply(whole, span, dim)  # type: ignore[no-untyped-call]
+        return found
+
+    def whole_rows(self, own: Tensor, span: Span, *, is_last: bool) -> Tensor:
+        """The positions of all ranks, (sample, position, feature); `is_last`: no block follows."""
+        found: Tensor = _WholeRows.apply(self, own, span, is_last)  # type: ignore[no-untyped-call]
+        return found
+
+    def to_heads(self, own: Tensor, span: Span) -> Tensor:
+        """Some heads of all positions, from all heads of this rank's positions."""
+        found: Tensor = _ToHeads.apply(self, own, span)  # type: ignore[no-untyped-call]
+        return found
+
+    def to_rows(self, whole: Tensor, span: Span) -> Tensor:
+        """All heads of this rank's positions, from some heads of all positions."""
+        found: Tensor = _ToRows.apply(self, whole, span)  # type: ignore[no-untyped-call]
+        return found
+
+    def heads_of_all_rows(self, own: Tensor, span: Span) -> Tensor:
+        """(n, heads, t/P, d) -> (n, heads/P, t, d); one all-to-all."""
+        parts = own.chunk(self.comm.size, HEADS)
+        n, heads, _, features = parts[0].shape
+        shapes = [(n, heads, rows, features) for rows in span.sizes]
+        return torch.cat(self._swap(parts, shapes), ROWS)
+
+    def rows_of_all_heads(self, whole: Tensor, span: Span) -> Tensor:
+        """(n, heads/P, t, d) -> (n, heads, t/P, d); one all-to-all."""
+        n, heads, _, features = whole.shape
+        shapes = [(n, heads, span.own, features)] * self.comm.size
+        return torch.cat(self._swap(whole.split(span.sizes, ROWS), shapes), HEADS)
+
+    def _swap(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Give each rank a part; `shapes` are those of the parts that they give to this one."""
+        given = torch.cat([part.reshape(-1) for part in parts])
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        received = given.new_empty(sum(sizes))
+        if self.kind == "gradients":
+            self.swapped += given.nbytes
+        give_sizes = [part.numel() for part in parts]
+        self.comm.all_to_all(received, given, sizes, give_sizes, self.kind).wait()
+        pairs = zip(received.split(sizes), shapes, strict=True)
+        return [piece.view(shape) for piece, shape in pairs]
+
+    def pass_on(self, sent: Tensor, size: int, tag: int) -> OnItsWay:
+        """Send a flat tensor to the next rank of the ring; from the one before come `size` numbers.
+
+        Ranks of odd number receive first: on NCCL none may wait for one that waits.
+        """
+        comm, received = self.comm, sent.new_empty(size)
+        if self.kind == "gradients":
+            self.passed_on += sent.nbytes
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        if comm.rank % 2:
+            coming = comm.receive(received, before, tag)
+            return OnItsWay(sent, received, (comm.send(sent, after, tag, self.kind), coming))
+        going = comm.send(sent, after, tag, self.kind)
+        return OnItsWay(sent, received, (going, comm.receive(received, before, tag)))
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, span: Span, dim: int) -> Tensor:
+        ctx.span, ctx.dim = span, dim
+        return span.own_part(whole, dim).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        shape = list(gradient.shape)
+        shape[ctx.dim] = ctx.span.whole
+        whole = gradient.new_zeros(shape)
+        ctx.span.own_part(whole, ctx.dim).copy_(gradient)
+        return whole, None, None
+
+
+class _WholeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: SequenceExchange, own: Tensor, span: Span, is_last: bool
+    ) -> Tensor:
+        ctx.exchange, ctx.span, ctx.is_last = exchange, span, is_last
+        return exchange.all(own, POSITIONS, span.whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        exchange, span = ctx.exchange, ctx.span
+        if ctx.is_last:
+            total = gradient * exchange.comm.size
+        else:
+            total = exchange.sum_(gradient.clone(memory_format=torch.contiguous_format))
+        return None, span.own_part(total, POSITIONS).contiguous(), None, None
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: SequenceExchange, own: Tensor, span: Span) -> Tensor:
+        ctx.exchange, ctx.span = exchange, span
+        return exchange.heads_of_all_rows(own, span)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, ctx.exchange.rows_of_all_heads(gradient, ctx.span), None
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: SequenceExchange, whole: Tensor, span: Span) -> Tensor:
+        ctx.exchange, ctx.span = exchange, span
+        return exchange.rows_of_all_heads(whole, span)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, ctx.exchange.heads_of_all_rows(gradient, ctx.span), None

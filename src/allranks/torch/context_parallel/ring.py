@@ -1,0 +1,214 @@
+"""Ring attention: keys and values travel round the ranks, a tile of scores is there at a time.
+
+Each rank has its own queries, and keeps for each a maximum and a sum of exponentials, by which what
+it has found so far is scaled when a larger score comes. In backward keys and values travel once
+more, and their gradients go with them, gathering what each rank adds, until they are at home. A
+message is under way while the block before it is computed. With a causal mask blocks above the
+diagonal are passed on and not computed: the last rank has the most to do.
+
+Sums are made in float32 for half types. Liu et al. 2023, Ring Attention, arXiv 2310.01889; the
+softmax: Milakov and Gimelshein 2018, arXiv 1805.02867.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from allranks.torch.context_parallel.exchange import HEADS, OnItsWay, SequenceExchange, Span
+
+KEYS, GRADIENTS = 1, 2  # tags of messages
+TILE = 1024  # queries whose scores by the keys of a rank are there at once
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores come from queries and keys; `mask` is that of the whole sequence."""
+
+    exchange: SequenceExchange
+    span: Span
+    scale: float
+    is_causal: bool
+    mask: Tensor | None
+
+    def sees(self, source: int) -> bool:
+        """Whether this rank's queries may see keys of rank `source`."""
+        return source <= self.span.rank or not self.is_causal
+
+    def of(self, query: Tensor, key: Tensor, source: int, rows: slice) -> Tensor:
+        """Those `rows` of this rank's queries by the keys of rank `source`."""
+        span = self.span
+        scores = (query @ key.transpose(-2, -1)) * self.scale  # (n, heads, rows, t/P)
+        if self.is_causal and source == span.rank:
+            ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            scores = scores.masked_fill_(ahead.triu_(rows.start + 1), -math.inf)
+        if self.mask is None:
+            return scores
+        mask = _part(_part(self.mask, -2, span, span.rank), -1, span, source)
+        mask = mask if mask.shape[-2] == 1 else mask[..., rows, :]
+        if mask.dtype == torch.bool:
+            return scores.masked_fill_(mask.logical_not(), -math.inf)
+        return scores + mask
+
+    def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(rank, its keys, its values) of each rank in turn, this one first, then those before it.
+
+        Every rank of the axis goes through this to the end.
+        """
+        ranks, rank = len(self.span.sizes), self.span.rank
+        held = torch.cat([key.reshape(-1), value.reshape(-1)])
+        for step in range(ranks):
+            source = (rank - step) % ranks
+            coming = None
+            if step + 1 < ranks:
+                size = self.size(key, source - 1) + self.size(value, source - 1)
+                coming = self.exchange.pass_on(held, size, KEYS)
+            yield source, *self.split(held, key, value, source)
+            held = held if coming is None else coming.wait()
+
+    def size(self, like: Tensor, rank: int) -> int:
+        """How many numbers a rank has of what is here `like` this."""
+        return math.prod(self.shape(like, rank))
+
+    def shape(self, like: Tensor, rank: int) -> tuple[int, ...]:
+        n, heads, _, features = like.shape
+        return n, heads, self.span.sizes[rank % len(self.span.sizes)], features
+
+    def split(self, flat: Tensor, key: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """What belongs to the keys and to the values of a rank."""
+        first = self.size(key, rank)
+        keys, values = flat[:first], flat[first:]
+        return keys.view(self.shape(key, rank)), values.view(self.shape(value, rank))
+
+
+def _part(mask: Tensor, dim: int, span: Span, rank: int) -> Tensor:
+    """The part of a mask that belongs to a rank; one that is the same everywhere stays."""
+    if mask.shape[dim] == 1:
+        return mask
+    return mask.narrow(dim, span.start_of(rank), span.sizes[rank])
+
+
+def ring_attention(scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of this rank's queries over the keys and values of all ranks.
+
+    All of (n, heads, t/P, d); queries may have more heads, in groups. Every rank calls this.
+    """
+    found: Tensor = _Ring.apply(scoring, query, key, value)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with torch.autocast(query.device.type, enabled=False):
+            output, logs = _forward(scoring, query, key, value)
+        ctx.scoring = scoring
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, logs)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        with torch.autocast(gradient.device.type, enabled=False):
+            return None, *_backward(ctx.scoring, gradient, *ctx.saved_tensors)
+
+
+def _forward(scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The output, and for each query the logarithm of its sum of exponentials."""
+    groups, wide = query.shape[HEADS] // key.shape[HEADS], _wide(query)
+    output = wide.new_zeros(*query.shape[:-1], value.shape[-1])
+    most = wide.new_full((*query.shape[:-1], 1), -math.inf)
+    total = torch.zeros_like(most)
+    for source, keys, values in scoring.blocks(key, value):
+        if not scoring.sees(source):
+            continue
+        keys, values = _repeated(keys, groups), _repeated(values, groups)
+        for rows in _tiles(wide):
+            scores = scoring.of(wide[..., rows, :], keys, source, rows)
+            before = most[..., rows, :]
+            larger = torch.maximum(before, scores.amax(-1, keepdim=True))
+            reference = larger.masked_fill(larger == -math.inf, 0.0)  # nothing to be seen so far
+            weights, factor = (scores - reference).exp_(), (before - reference).exp_()
+            total[..., rows, :] = total[..., rows, :] * factor + weights.sum(-1, keepdim=True)
+            output[..., rows, :] = output[..., rows, :] * factor + weights @ values
+            most[..., rows, :] = larger
+    seen = total.masked_fill(total == 0, 1.0)
+    return output / seen, most + seen.log()
+
+
+def _backward(
+    scoring: Scoring,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logs: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values."""
+    groups = query.shape[HEADS] // key.shape[HEADS]
+    wide, gradient = _wide(query), _wide(gradient)
+    share = (_wide(output) * gradient).sum(-1, keepdim=True)
+    logs = logs.masked_fill(logs == -math.inf, math.inf)  # who sees nothing has weights of 0
+    of_query, own, coming = torch.zeros_like(wide), wide.new_empty(0), None
+    for source, keys, values in scoring.blocks(key, value):
+        added = wide.new_zeros(keys.numel() + values.numel())
+        if scoring.sees(source):
+            wide_keys, wide_values = _repeated(keys, groups), _repeated(values, groups)
+            of_keys, of_values = torch.zeros_like(wide_keys), torch.zeros_like(wide_values)
+            for rows in _tiles(wide):
+                ours, theirs = wide[..., rows, :], gradient[..., rows, :]
+                weights = scoring.of(ours, wide_keys, source, rows).sub_(logs[..., rows, :]).exp_()
+                of_scores = theirs @ wide_values.transpose(-2, -1) - share[..., rows, :]
+                of_scores = of_scores.mul_(weights).mul_(scoring.scale)
+                of_query[..., rows, :] += of_scores @ wide_keys
+                of_keys += of_scores.transpose(-2, -1) @ ours
+                of_values += weights.transpose(-2, -1) @ theirs
+            parts = [_summed(part, groups).reshape(-1) for part in (of_keys, of_values)]
+            added = torch.cat(parts)
+        if source == scoring.span.rank:
+            own = added
+            continue
+        if coming is not None:
+            added += coming.wait()
+        coming = _to_the_next(scoring, added, key, value, source)
+    if coming is not None:
+        own = own + coming.wait()
+    of_key, of_value = scoring.split(own, key, value, scoring.span.rank)
+    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+def _to_the_next(
+    scoring: Scoring, added: Tensor, key: Tensor, value: Tensor, source: int
+) -> OnItsWay:
+    """Send on the gradients of the keys and values of `source`; those of the rank before come."""
+    size = scoring.size(key, source - 1) + scoring.size(value, source - 1)
+    return scoring.exchange.pass_on(added, size, GRADIENTS)
+
+
+def _tiles(query: Tensor) -> Iterator[slice]:
+    """Runs of queries."""
+    for start in range(0, query.shape[-2], TILE):
+        yield slice(start, min(start + TILE, query.shape[-2]))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In the type in which sums are made."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _repeated(tensor: Tensor, groups: int) -> Tensor:
+    """Once for each head of the queries."""
+    return _wide(tensor if groups == 1 else tensor.repeat_interleave(groups, HEADS))
+
+
+def _summed(tensor: Tensor, groups: int) -> Tensor:
+    """The sum over the heads of the queries that share a head of the keys."""
+    return tensor if groups == 1 else tensor.unflatten(HEADS, (-1, groups)).sum(HEADS + 1)

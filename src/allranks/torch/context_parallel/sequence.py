@@ -1,0 +1,304 @@
+"""A pass in which the blocks of a model work on a rank's positions of each sequence.
+
+    embeddings, positions      whole, alike on all ranks
+    first block                cut: (n, t, d) -> this rank's (n, t/P, d)
+    blocks                     own positions; attention over all of them              `attention`
+    last block                 gathered: (n, t/P, d) -> (n, t, d)
+    head, loss                 whole, alike on all ranks
+
+The first pass in training, and the first in evaluation, first goes through the model whole, to see
+which blocks are called in which order; then each block, and then the output, is compared with what
+it is where nothing is cut (`proof`). What later passes call must be the same blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.torch.context_parallel.attention import Intercepted, attention_of
+from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
+from allranks.torch.data.nested import map_arguments, tensors_in
+from allranks.torch.model.activation_checkpointing import recomputed
+from allranks.torch.model.shard_dropout import Part
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+DIMS = 3  # (sample, position, feature)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a block in a pass: of how many positions, 0 where it is not cut."""
+
+    block: CutBlock
+    length: int
+
+
+class CutBlock:
+    """The forward of a block, in its place while the strategy holds the model."""
+
+    def __init__(self, name: str, module: nn.Module, passes: BlockPasses) -> None:
+        self.name, self.module, self.passes = name, module, passes
+        self.before = vars(module).get("forward")  # of activation checkpointing
+        again, forward = recomputed(module), module.forward
+        if again is None:
+            self.run: Callable[..., Any] = partial(_opened, passes, forward)
+        else:  # the span goes along to where backward computes the block again
+            how: Any = forward
+            self.run = partial(how.func, partial(_opened, passes, how.args[0]), again)
+        vars(module)["forward"] = self.called
+
+    def called(self, *args: Any, **keywords: Any) -> Any:
+        return self.passes.called(self, args, keywords)
+
+    def restore(self) -> None:
+        """The module's own forward again."""
+        del vars(self.module)["forward"]
+        if self.before is not None:
+            vars(self.module)["forward"] = self.before
+
+
+def _opened(
+    passes: BlockPasses,
+    forward: Callable[..., Any],
+    span: Span | None,
+    /,
+    *args: Any,
+    **keywords: Any,
+) -> Any:
+    """A block's own forward, of positions that lie on the ranks as `span` says."""
+    if span is None:
+        return forward(*args, **keywords)
+    with passes.within(span):
+        return forward(*args, **keywords)
+
+
+class Pass:
+    """What happens where a block is called; this one runs it as it is."""
+
+    def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return block.run(None, *args, **keywords)
+
+
+class WholePass(Pass):
+    """Runs every block whole, and notes which could be cut."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        output = super().called(block, args, keywords)
+        given, found = hidden_of((args, keywords)), hidden_of(((output,), {}))
+        fits = given is not None and found is not None and given.shape[:2] == found.shape[:2]
+        self.calls.append(Call(block, given.shape[POSITIONS] if fits and given is not None else 0))
+        return output
+
+
+class CutPass(Pass):
+    """Runs blocks on this rank's positions, as `calls` says; `prove` is called with each."""
+
+    def __init__(
+        self,
+        exchange: SequenceExchange,
+        calls: list[Call],
+        prove: Callable[[CutBlock, Span, Arguments, Arguments], None] | None = None,
+    ) -> None:
+        self.exchange, self.calls, self.prove = exchange, calls, prove
+        self.at = 0
+        self.span: Span | None = None
+
+    def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        call = self.calls[self.at] if self.at < len(self.calls) else None
+        if call is None or call.block is not block:
+            raise _other_blocks(block.name)
+        self.at += 1
+        if not call.length:
+            return super().called(block, args, keywords)
+        given = args, keywords
+        is_first, hidden = self.span is None, hidden_of(given)
+        if hidden is None:
+            raise _other_blocks(block.name)
+        span = self.span = self.span or span_of(hidden, self.exchange)
+        own = self._own(block, given, span, hidden, is_first=is_first)
+        if self.prove is not None:
+            self.prove(block, span, given, own)
+        output = block.run(span, *own[0], **own[1])
+        found = hidden_of(((output,), {}))
+        if found is None or found.shape[POSITIONS] != span.own:
+            raise _other_length(block.name, found, span)
+        rest = self.calls[self.at :]
+        if not _ends(call, rest):
+            return output
+        self.span = None
+        is_last = not any(one.length for one in rest)
+        return with_hidden(output, self.exchange.whole_rows(found, span, is_last=is_last))
+
+    def _own(
+        self, block: CutBlock, given: Arguments, span: Span, hidden: Tensor, *, is_first: bool
+    ) -> Arguments:
+        """This rank's positions of what a block is given."""
+        if not is_first and hidden.shape[POSITIONS] != span.own:
+            raise _other_length(block.name, hidden, span)
+
+        def own(tensor: Tensor) -> Tensor:
+            if tensor is hidden:
+                return self.exchange.own_rows(tensor, span) if is_first else tensor
+            dim = position_dim(tensor, span.whole, block.name)
+            return tensor if dim is None else self.exchange.own_rows(tensor, span, dim)
+
+        args, keywords = map_arguments(own, given)
+        return args, keywords
+
+    def close(self) -> None:
+        """The pass is over; raises `RequestError` if it has not called all blocks."""
+        if self.at != len(self.calls):
+            raise _other_blocks(self.calls[self.at].block.name)
+
+
+class BlockPasses:
+    """The blocks of a model, and the pass that goes through them. `span` is set within a block."""
+
+    def __init__(
+        self, exchange: SequenceExchange, by: str, blocks: Mapping[str, nn.Module]
+    ) -> None:
+        self.exchange, self.by = exchange, by
+        self.current = Pass()
+        self.span: Span | None = None
+        self.blocks = [CutBlock(name, module, self) for name, module in blocks.items()]
+
+    def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return self.current.called(block, args, keywords)
+
+    @contextmanager
+    def passing(self, one: Pass) -> Iterator[None]:
+        """Within, blocks are called by this pass."""
+        before, self.current = self.current, one
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def within(self, span: Span) -> Iterator[None]:
+        """Within, a block works on a rank's positions."""
+        before, self.span = self.span, span
+        try:
+            with Intercepted(attention_of(self.by, self.exchange, span)):
+                yield
+        finally:
+            self.span = before
+
+    def part_of(self, tensor: Tensor) -> Part | None:
+        """Which part of the whole an activation is, for dropout within a block."""
+        span = self.span
+        if span is None:
+            return None
+        if tensor.ndim <= POSITIONS or tensor.shape[POSITIONS] != span.own:
+            raise RequestError(
+                asked="--strategy context",
+                found=f"dropout in a block, on a tensor of shape {tuple(tensor.shape)}",
+                why=f"it draws for the whole sequence, of which this rank has {span.own} positions "
+                "along dimension 1",
+                do="dropout on (sample, position, feature), or --strategy ddp",
+            )
+        return Part(POSITIONS, span.start_of(span.rank), span.whole)
+
+    def restore(self) -> None:
+        """The model's own blocks again."""
+        for block in self.blocks:
+            block.restore()
+
+
+def _ends(call: Call, rest: list[Call]) -> bool:
+    """Whether something else comes than a block beside this one, of as many positions."""
+    if not rest or rest[0].length != call.length:
+        return True
+    return parent_of(rest[0].block.name) != parent_of(call.block.name)
+
+
+def hidden_of(given: Arguments) -> Tensor | None:
+    """What a block changes: the first of its arguments, if it is of (sample, position, feature)."""
+    args, keywords = given
+    first = args[0] if args else next(iter(keywords.values()), None)
+    if isinstance(first, (tuple, list)) and first:
+        first = first[0]
+    if isinstance(first, Tensor) and first.ndim == DIMS and first.is_floating_point():
+        return first
+    return None
+
+
+def with_hidden(output: Any, hidden: Tensor) -> Any:
+    """What a block returns, with its first tensor replaced; it has no other one."""
+    if isinstance(output, Tensor):
+        return hidden
+    if any(True for _ in tensors_in(output[1:])):
+        raise RequestError(
+            asked="--strategy context",
+            found="a block that returns more tensors than its activations",
+            why="whether they belong to this rank's positions or to all nobody knows",
+            do="return the activations alone, or --strategy ddp",
+        )
+    return type(output)([hidden, *output[1:]])
+
+
+def span_of(hidden: Tensor, exchange: SequenceExchange) -> Span:
+    """How the sequence lies on the ranks; raises `RequestError` where one would have none of it."""
+    span = Span.of(hidden.shape[POSITIONS], exchange.comm)
+    if not span.sizes[-1]:
+        raise RequestError(
+            asked=f"--strategy context on {len(span.sizes)} ranks of the context axis",
+            found=f"{span.whole} positions in a sequence: {'-'.join(map(str, span.sizes))} of them",
+            why="every rank has some positions of each sequence",
+            do="fewer ranks, data=…, or longer sequences",
+        )
+    return span
+
+
+def position_dim(tensor: Tensor, length: int, name: str) -> int | None:
+    """Along which dimension another argument of a block has positions; `None` if it stays whole.
+
+    Masks stay whole: (…, position, position), and (sample, 1, 1, position).
+    """
+    dims = [dim for dim, size in enumerate(tensor.shape) if size == length]
+    last = tuple(tensor.shape[-2:])
+    if not dims or last == (length, length) or (tensor.ndim > DIMS and last == (1, length)):
+        return None
+    if len(dims) > 1:
+        raise RequestError(
+            asked="--strategy context",
+            found=f"the block {name!r} is given a tensor of shape {tuple(tensor.shape)}, with "
+            f"{length} positions",
+            why="along which dimension it is to be cut nobody knows",
+            do="another length of the sequence, or --strategy ddp",
+        )
+    return dims[0]
+
+
+def parent_of(name: str) -> str:
+    """The module in which a block stands."""
+    return name.rpartition(".")[0]
+
+
+def _other_blocks(name: str) -> RequestError:
+    return RequestError(
+        asked="--strategy context",
+        found=f"other calls of blocks than in the first pass, at {name!r}",
+        why="the sequence is cut before the first of them and put together after the last",
+        do="blocks that are always called, in one order, or --strategy ddp",
+    )
+
+
+def _other_length(name: str, found: Tensor | None, span: Span) -> RequestError:
+    shape = "no activations" if found is None else f"activations of shape {tuple(found.shape)}"
+    return RequestError(
+        asked="--strategy context",
+        found=f"{shape} at the block {name!r}",
+        why=f"between blocks a rank has its {span.own} of {span.whole} positions along dimension 1",
+        do="what changes the sequence before the first block or after the last, or --strategy ddp",
+    )

@@ -1,0 +1,109 @@
+"""The gradients of a model of which ranks hold stages, with one norm for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from allranks.torch.comm import Comm
+from allranks.torch.model.reals import real_type
+from allranks.torch.reducers.exact_norm import exact_norm
+from allranks.torch.step.gradients import Gradients, make_dense
+
+
+class StagedGradients(Gradients):
+    """The gradients of this rank's parameters, of all those of a model, with one norm for all.
+
+    Every rank tells the norm of each gradient that it holds; all then have the norms of one
+    process, in the order of the model, and put them together as one process does. `counted` are the
+    positions of those that this rank tells, as a parameter may be held by several of the `line`. Of
+    those at the positions `cut` the ranks of `parts` hold a part each.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        counted: Sequence[tuple[int, nn.Parameter]],
+        everywhere: list[nn.Parameter],
+        line: Comm,
+        *,
+        exact: bool = False,
+        parts: Comm | None = None,
+        cut: Sequence[int] = (),
+    ) -> None:
+        super().__init__(parameters, exact=exact)
+        self.parts, self.cut = parts, list(cut)
+        self.counted, self.everywhere, self.line = list(counted), everywhere, line
+
+    def settle(self, unused: Sequence[int]) -> None:
+        gone = {id(self.everywhere[position]) for position in unused}
+        without = [p for p in self.parameters if id(p) in gone]
+        for parameter in without:
+            parameter.grad = None
+        make_dense(self.parameters, len(without))
+
+    def tensors(self) -> list[Tensor | None]:
+        """Those of this rank, with meta tensors for those of others.
+
+        Sends two numbers for each parameter of the model (`control`).
+        """
+        _, there = self._told(None)
+        pairs = zip(self.everywhere, there, strict=True)
+        return [
+            p.grad if p.grad is not None else p.detach() if is_there else None
+            for p, is_there in pairs
+        ]
+
+    def norm(self, *, clips: bool, left_out: bool) -> float:
+        """Sends two numbers for each parameter of the model (`control`)."""
+        if clips and self.exact:
+            return exact_norm([p.grad for _, p in self.counted if p.grad is not None], self._rows)
+        norms = self._norms(None)
+        if clips:
+            kind = real_type(self.everywhere[0].dtype)
+            norm = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=kind)))
+        else:
+            norm = math.hypot(*norms)
+        return norm if math.isfinite(norm) else math.hypot(*self._norms(torch.float64))
+
+    def _norms(self, kind: torch.dtype | None) -> list[float]:
+        """The norm of every gradient of the model, each computed as `kind` if given."""
+        norms, there = self._told(kind)
+        return [norm for norm, is_there in zip(norms, there, strict=True) if is_there]
+
+    def _told(self, kind: torch.dtype | None) -> tuple[list[float], list[float]]:
+        """For each parameter of the model the norm of its gradient, and whether there is one."""
+        held = [(at, p.grad) for at, p in self.counted if p.grad is not None]
+        found = torch.zeros(2, len(self.everywhere), dtype=torch.float64, device=self.line.device)
+        if held:
+            gradients = [g if kind is None else g.to(_wider(g, kind)) for _, g in held]
+            where = torch.tensor([at for at, _ in held], device=found.device)
+            found[0, where] = torch.stack(torch._foreach_norm(gradients)).double()
+            found[1, where] = 1
+        if self.parts is not None and self.cut:
+            squares = found[0, self.cut].square()
+            self.parts.all_reduce(squares, "control").wait()
+            found[0, self.cut] = squares.sqrt()
+        self.line.all_reduce(found, "control").wait()
+        norms, there = found.tolist()
+        return norms, there
+
+    def _rows(self, row: Tensor) -> Tensor:
+        """What each rank gives, (ranks, row)."""
+        row = row.to(self.line.device)
+        if self.line.size == 1:
+            return row[None]
+        whole = row.new_empty(self.line.size * row.numel())
+        self.line.all_gather(whole, row, "control").wait()
+        return whole.view(self.line.size, -1)
+
+    def clip_(self, limit: float, norm: float) -> None:
+        if self.parameters:
+            super().clip_(limit, norm)
+
+
+def _wider(gradient: Tensor, kind: torch.dtype) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, kind)

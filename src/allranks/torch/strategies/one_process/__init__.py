@@ -1,0 +1,1 @@
+"""Strategies of one process with several devices."""

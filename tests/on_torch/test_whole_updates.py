@@ -1,0 +1,92 @@
+"""Optimizers that look at whole tensors, where ranks hold parts of them: as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from allranks.errors import RequestError
+from conftest import Train
+from test_check import Check, check
+from test_every_strategy import difference
+
+__all__ = ["check"]
+
+STEPS = 12
+NAMES = ["lars", "lamb", "muon", "adafactor", "by group"]
+SETTINGS = [
+    *(("zero1", 3), ("zero1:reduce=tree", 3), ("zero2", 2), ("fsdp", 3), ("fsdp:reduce=tree", 2)),
+    *(("hsdp:shard=2", 4), ("tensor", 2), ("tensor", 3), ("tensor:data=2", 4), ("1f1b", 2)),
+]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Any]:
+    """What `single` made with each optimizer, once for all tests."""
+    return {}
+
+
+def weights_of(train: Train, name: str, strategy: str, ranks: int, **job: Any) -> Any:
+    result = train(
+        "whole_tasks:Whole", f"name={name}", strategy=strategy, ranks=ranks, precision="fp64", **job
+    )
+    average = load_file(result.run_dir / "average.safetensors")
+    found = {f"average of {n}": tensor for n, tensor in average.items()}
+    return {**load_file(result.run_dir / "weights.safetensors"), **found}, result
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.thinned(1, ("strategy,ranks", SETTINGS), ("name", NAMES))
+def test_updates_are_those_of_one_process(
+    name: str, strategy: str, ranks: int, train: Train, wanted: dict[str, Any]
+) -> None:
+    if name not in wanted:
+        wanted[name], _ = weights_of(train, name, "single", 1, steps=STEPS)
+    found, result = weights_of(train, name, strategy, ranks, steps=STEPS)
+    assert difference(found, wanted[name]) < 1e-10
+    sent = result.summary["sent_bytes"]["gradients"] / STEPS
+    assert result.summary["card_bytes_per_step"] == pytest.approx(sent, rel=0.05)
+
+
+def test_checkpoints_cross_over(train: Train, wanted: dict[str, Any]) -> None:
+    """What is cut, what is whole, and what one rank has whole: 12 steps of one process."""
+    if "by group" not in wanted:
+        wanted["by group"], _ = weights_of(train, "by group", "single", 1, steps=STEPS)
+    job: dict[str, Any] = {"checkpoint_every": 2}
+    chain = [("zero2", 3), ("zero2", 2), ("single", 1), ("tensor", 2), ("fsdp", 3), ("1f1b", 2)]
+    for number, (strategy, ranks) in enumerate(chain, 1):
+        found, run = weights_of(train, "by group", strategy, ranks, steps=2 * number, **job)
+        job["resume"] = str(run.run_dir)
+    assert difference(found, wanted["by group"]) < 1e-10
+
+
+def test_bits_are_those_of_one_process(train: Train) -> None:
+    program, job = "whole_tasks:Whole", {"bitwise": True, "checkpoint_every": 3}
+    whole = train(program, strategy="single", steps=9, **job)
+    run = train(program, strategy="zero2", ranks=3, steps=3, **job)
+    run = train(program, strategy="zero1", ranks=2, steps=6, resume=str(run.run_dir), **job)
+    run = train(program, strategy="fsdp", ranks=2, steps=9, resume=str(run.run_dir), **job)
+    assert run.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
+def test_what_is_kept_lies_whole_on_one_rank(strategy: str, on_ranks: Callable[..., Any]) -> None:
+    on_ranks(2, "whole_tasks:state_lies_whole_on_one_rank", {"strategy": strategy})
+
+
+def test_check_calls_it_equal(check: Check) -> None:
+    verdict = check("whole_tasks:Whole", strategy="zero2", ranks=3)
+    assert verdict.equal, str(verdict)
+
+
+def test_what_is_kept_from_the_start_is_refused(train: Train) -> None:
+    with pytest.raises(RequestError, match="before its first step"):
+        train("whole_tasks:Whole", "name=kept from the start", strategy="zero1", ranks=2, steps=1)
+
+
+def test_stages_refuse_what_looks_at_several_parameters(train: Train) -> None:
+    with pytest.raises(RequestError, match="updates every parameter by itself"):
+        train("tensor_tasks:WholeTensors", strategy="1f1b", ranks=2, steps=1)
