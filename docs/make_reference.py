@@ -13,7 +13,7 @@ from typing import Any
 
 from allranks.cli.notebook.launch import Trained, launch
 from allranks.job.job import GROUPS, Job
-from allranks.torch import Task, Trainer, cross_entropy
+from allranks.torch import MixtureOfExperts, Task, Trainer, cross_entropy
 from allranks.torch.data.batches import Batch
 from allranks.training import schedules
 from allranks.training.callback import Callback
@@ -33,7 +33,7 @@ SCHEDULES = [
     *(schedules.product, schedules.then, schedules.Plateau),
 ]
 PARTS: dict[str, list[Any]] = {
-    "allranks.torch": [Task, Trainer, cross_entropy],
+    "allranks.torch": [Task, Trainer, MixtureOfExperts, cross_entropy],
     "allranks.training.keras_task": [KerasTask],
     "allranks.training.task_fields": [TaskFields],
     "allranks.training.callback": [Callback],

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 from allranks.programs.models.gpt import GPTShape, gpt
-from allranks.torch import Task
+from allranks.torch import MixtureOfExperts, Task
 
 # No bias before a BatchNorm: its true gradient is zero, and AdamW makes steps of what rounding
 # leaves of it. Two right programs then differ by 1e-9, free-running.
@@ -286,6 +286,61 @@ class _Experts(nn.Module):
         if chosen.any():
             output = output + torch.where(chosen[:, None], self.rare(inputs), 0.0)
         return output
+
+
+@dataclass(kw_only=True)
+class Mixture(Task):
+    """Mixtures of experts whose capacity drops tokens, with padding, balance losses, clipping."""
+
+    batch_size: int = 24
+    epochs: int = 100
+    clip_norm: float | None = 0.1
+    experts: int = 24  # so that every number of ranks divides them
+    over: str = "shard"
+
+    def model(self) -> nn.Module:
+        return _Mixture(self.experts, self.over)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def train_data(self) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = made(SAMPLES, 5, 4)
+        length = torch.randint(1, 6, (SAMPLES,), generator=torch.Generator().manual_seed(3))
+        return tokens, torch.arange(5) < length[:, None], tokens.sum(2).sin()
+
+    def eval_data(self) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(tensor[:10] for tensor in self.train_data())  # type: ignore[return-value]
+
+    def inputs(self, batch: Any) -> Any:
+        return tuple(batch[:2])
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        found, balance, z = output
+        losses = (found - batch[2]).square()
+        return losses + (0.05 * balance + 0.01 * z)[:, None]
+
+    def weight(self, batch: Any) -> Tensor:
+        return batch[1]
+
+
+class _Mixture(nn.Module):
+    def __init__(self, experts: int, over: Any) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.first = MixtureOfExperts(8, 6, experts, capacity_factor=1.0, over=over)
+        self.dropout = nn.Dropout(0.1)
+        self.norm = nn.LayerNorm(8)
+        self.second = MixtureOfExperts(8, 6, experts, top_k=1, over=over, gated=True, bias=False)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, tokens: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = torch.tanh(self.embed(tokens))
+        first = self.first(hidden, counted)
+        hidden = self.norm(hidden + self.dropout(first.output))
+        second = self.second(hidden, counted)
+        found = self.out(hidden + second.output).squeeze(-1)
+        return found, first.balance + second.balance, first.z + second.z
 
 
 @dataclass(kw_only=True)

@@ -58,6 +58,7 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("branches", ""): (0, 1760, 2347, 2640, 3080),
     ("context", ""): (0, 5200, 6720, 7480, 8620),
     ("mesh", ""): (0, 160, 213, 240, 280),  # one of each axis: nothing but the tally
+    ("expert", ""): (0, 3360, 4480, 5040, 5880),  # of which no row goes to another rank
 }
 MESSAGES = {
     **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
@@ -66,6 +67,7 @@ MESSAGES = {
     "branches": (1600, 800, TALLY),  # what branches return, what comes back
     "context": (1600, 400, 200, 640, GRADIENTS + TALLY),  # by all-to-all, gathered, summed, passed
     "mesh": (0, 1600, 800, GRADIENTS, 0, TALLY),  # and before them what crosses between stages
+    "expert": (0, GRADIENTS + TALLY, 1600),  # rows, what is whole, experts
 }
 """Of strategies whose tally is a message of its own."""
 
@@ -199,12 +201,18 @@ def test_the_card_says_what_bitwise_sets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refused.value.do == "leave strict out, or drop --bitwise"
 
 
-@pytest.mark.parametrize("name", ["ps", "diloco", "moe", "moe:x=1"])
+@pytest.mark.parametrize("name", ["ps", "diloco", "slowmo", "ps:x=1"])
 def test_a_strategy_that_is_to_come_is_not_taken_for_another(name: str) -> None:
     with pytest.raises(RequestError) as refused:
         card_for(parse_choice(name))
     assert "which this version does not have yet" in refused.value.found
     assert "did you mean" not in str(refused.value) and "ddp" in refused.value.do
+
+
+def test_copies_of_experts_exchange_their_gradients_too() -> None:
+    options = CARDS["expert"].read_options({"replicas": "2"})
+    work = Workload((800, GRADIENTS + TALLY, 1600), 4, 8)
+    assert CARDS["expert"].bytes_sent(work, options) == 800 + 5040 + 1600
 
 
 def test_another_name_of_a_strategy_is_told() -> None:

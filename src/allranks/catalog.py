@@ -138,6 +138,7 @@ STRATEGIES = {
         "tensor": "allranks.torch.strategies.tensor:Tensors",
         "context": "allranks.torch.strategies.context_parallel:ContextParallel",
         "mesh": "allranks.torch.strategies.mesh:ThreeAxes",
+        "expert": "allranks.torch.strategies.expert:Experts",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

@@ -71,6 +71,7 @@ TENSOR_CARD = Card(
     ),
     agreement=Agreement("sharded"),
     mesh=_tensor_mesh,
+    rounds_together=True,
     paper="Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053",
 )
 
@@ -108,6 +109,7 @@ CONTEXT_CARD = Card(
         Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),
     ),
     mesh=partial(_copies, "context", CONTEXT),
+    rounds_together=True,
     paper="Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509; "
     "Liu et al. 2023, Ring Attention, arXiv 2310.01889",
 )

@@ -239,6 +239,9 @@ class Card:
     """How many devices one rank works on with these options."""
     on_a_device: Literal["replica", "part"] = "replica"
     """What of the model each of these devices has; its plural is the option that says how many."""
+    rounds_together: bool = False
+    """Whether a sum that a rank rounds has other terms than one of a process that cuts its batches
+    as ranks do, such as the rows of several ranks: below 32 bits that one is no measure."""
 
     @property
     def state(self) -> str:

@@ -158,5 +158,6 @@ MESH_CARD = Card(
     bitwise_options={"reduce": "tree"},
     agreement=Agreement("staged"),
     mesh=_three_axes,
+    rounds_together=True,
     paper="Narayanan et al. 2021, Megatron-LM on GPU clusters, arXiv 2104.04473",
 )

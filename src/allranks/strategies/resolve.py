@@ -17,7 +17,6 @@ from allranks.strategies.roles import ProcessSet
 from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
-    **dict.fromkeys(("expert", "moe"), "splitting experts"),
     **dict.fromkeys(("local-sgd", "diloco", "slowmo", "bmuf"), "training with rare exchanges"),
     **dict.fromkeys(("ps", "async"), "a parameter server for torch"),
     "deepspeed": "DeepSpeed as a strategy",
@@ -30,6 +29,7 @@ CALLED_OTHERWISE = {
     **dict.fromkeys(("pipeline", "pp"), "1f1b"),
     **dict.fromkeys(("context-parallel", "cp", "ulysses", "sequence"), "context"),
     "ring": "context:attention=ring",
+    **dict.fromkeys(("expert-parallel", "ep", "moe"), "expert"),
 }
 """Names that people know -> those of the same here."""
 

@@ -1,7 +1,7 @@
-"""The cards of strategies whose ranks hold parts of the training: optimizer, gradients, weights.
+"""The cards of strategies whose ranks hold parts of the training: optimizer, gradients, experts.
 
-Bytes of what is cut are those of buckets in which each rank has as much room as the rank with the
-most rows (`messages`: what is cut, what is summed whole).
+Bytes of what `zero1` and `zero2` cut are those of buckets in which each rank has as much room as
+the rank with the most rows (`messages`: what is cut, what is summed whole).
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from allranks.strategies.card import Card, Exact, Option, Workload
+from allranks.errors import RequestError
+from allranks.strategies.card import Card, Exact, Option, Workload, replicas_of
 from allranks.strategies.card_bytes import tree_bytes, tree_roots
-from allranks.strategies.mesh import Agreement
+from allranks.strategies.mesh import EXPERT, REPLICATE, Agreement, Mesh
 
 
 def _zero(work: Workload, options: Mapping[str, Any]) -> int:
@@ -39,6 +40,27 @@ BOTH: dict[str, Any] = {
     "agreement": Agreement(cuts_optimizer=True),
 }
 
+
+def _expert_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
+    copies = replicas_of(options)
+    if ranks % copies:
+        raise RequestError(
+            asked=f"--strategy expert:replicas={copies} --ranks {ranks}",
+            found=f"{ranks} ranks for {copies} copies of the experts",
+            why="each copy is on as many ranks as any other",
+            do=f"--ranks {-(-ranks // copies) * copies}",
+        )
+    return Mesh(((REPLICATE, copies), (EXPERT, ranks // copies)))
+
+
+def _expert(work: Workload, options: Mapping[str, Any]) -> int:
+    """Rows to the ranks of their experts; gradients of experts between copies, of the rest."""
+    rows, shared, experts = work.messages
+    copies = replicas_of(options)
+    between = 2 * (copies - 1) / copies * experts
+    return round(rows + 2 * (work.ranks - 1) / work.ranks * shared + between)
+
+
 SHARDED_CARDS = (
     Card(
         name="zero1",
@@ -53,5 +75,26 @@ SHARDED_CARDS = (
         bytes_formula="(passes + 1)(N-1)/N · weights + 2(N-1)/N · tally; tree: as zero1",
         memory="weights + gradients/N + two buckets + optimizer/N; tree: as zero1",
         **BOTH,
+    ),
+    Card(
+        name="expert",
+        summary="Each rank holds some experts of every MixtureOfExperts, and the rest whole.",
+        guarantee=Exact(),
+        bytes_sent=_expert,
+        bytes_formula="rows routed to other ranks and back, in forward and backward "
+        "(4k · tokens of the rank · width · (E-1)/E if experts share them evenly) "
+        "+ 2(N-1)/N · (gradients of the rest + tally) + 2(R-1)/R · gradients of experts/E; "
+        "R = replicas, E = N/R",
+        memory="1/E of experts, their gradients and optimizer, all of the rest; rows that other "
+        "ranks send",
+        many_ranks=True,
+        options=(
+            Option("replicas", 1, "copies of the experts, each cut over N/R ranks", at_least=1),
+            Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),
+        ),
+        agreement=Agreement("sharded"),
+        mesh=_expert_mesh,
+        rounds_together=True,
+        paper="Lepikhin et al. 2020, GShard, arXiv 2006.16668",
     ),
 )

@@ -9,6 +9,7 @@ from allranks.job.job import Job
 from allranks.strategies.mesh import DATA
 from allranks.strategies.shards import even_sizes, largest_shard
 from allranks.torch.data.rows import rows_of_ranks
+from allranks.torch.expert_parallel.mixture import MixtureOfExperts
 from allranks.torch.model.layers import normalising_layers, shard_norms
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
@@ -122,13 +123,28 @@ def _metrics_of_ranks_apart(task: Task, job: Job, strategy: Strategy) -> Request
 
 
 def _norm_of_a_cut_shard(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    if not _norms_of_shards(task, strategy):
+        return None
+    why = "BatchNorm takes the statistics of a whole shard, so it cannot be cut"
+    return _cut_shard(task, job, "BatchNorm", why)
+
+
+def _mixture_of_a_cut_shard(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    mixtures = (m for m in strategy.model.modules() if isinstance(m, MixtureOfExperts))
+    if all(mixture.over == "sample" for mixture in mixtures):
+        return None
+    why = "it counts the tokens of a whole shard; with over='sample' those of a sample"
+    return _cut_shard(task, job, "a MixtureOfExperts", why)
+
+
+def _cut_shard(task: Task, job: Job, what: str, why: str) -> RequestError | None:
     limit, largest = job.micro_batch, largest_shard(task.batch_size, task.shards)
-    if limit is None or limit >= largest or not _norms_of_shards(task, strategy):
+    if limit is None or limit >= largest:
         return None
     return RequestError(
         asked=f"--micro-batch {limit}",
-        found=f"shards of {largest} samples, in a model with BatchNorm",
-        why="BatchNorm takes the statistics of a whole shard, so it cannot be cut",
+        found=f"shards of {largest} samples, in a model with {what}",
+        why=why,
         do=f"--micro-batch {largest}, or --set shards={-(-task.batch_size // limit)}",
     )
 
@@ -173,5 +189,6 @@ RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _metrics_of_ranks_apart,
     _norm_of_a_cut_shard,
     _late_gradients,
+    _mixture_of_a_cut_shard,
 )
 """Each finds one thing that cannot be; what the first one finds is raised."""

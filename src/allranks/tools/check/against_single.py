@@ -176,14 +176,18 @@ class _Check:
         candidate = self._run(f"{job.precision}-{ranks}-ranks", asked)
         look = self._look(asked, reference, candidate, coarse(job.precision))
         parts = self.plan.shards if job.strategy_spec.adds_shards else ranks
-        if parts > 1 and not candidate.summary["user_buffers"]:
+        closer = f"{job.precision} closer than {look.tolerance.tensors:g}"
+        if job.strategy_spec.card.rounds_together and job.precision not in ("fp32", "fp64"):
+            self.notes.append(
+                f"{closer}: what a rank rounds are other sums than those of one process"
+            )
+        elif parts > 1 and not candidate.summary["user_buffers"]:
             alike = dataclasses.replace(_in_one(asked), replay=asked.replay, cut_for=parts)
             alike = dataclasses.replace(alike, micro_batch=job.micro_batch)
             look = self._closer(alike, look, reference, candidate)
         elif look.first is None and ranks > 1:
             self.notes.append(
-                f"{job.precision} closer than {look.tolerance.tensors:g}: what the model writes in "
-                "its forward passes follows their number"
+                f"{closer}: what the model writes in its forward passes follows their number"
             )
         self._clear(reference, candidate)
         return look

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
 
 from allranks.errors import RequestError
+from allranks.torch.expert_parallel.mixture import MixtureOfExperts, ShardMixture
 from allranks.torch.model.layers import (
     OF_SWAPPED,
     Scope,
@@ -41,6 +42,8 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
             module.__class__ = type(f"Shard{kind.__name__}", (ShardDropout, kind), {})
             module.shared_dims = DROPOUTS[kind]
             names["dropout"].append(name)
+        elif isinstance(module, MixtureOfExperts):
+            module.__class__ = type(f"Shard{kind.__name__}", (ShardMixture, kind), {})
         elif isinstance(module, _BatchNorm) or (
             isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
         ):

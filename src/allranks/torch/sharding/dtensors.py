@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from allranks.torch.comm import Comm
 
-__all__ = ["Replicate", "Shard", "device_mesh", "distribute_tensor", "dtensor"]
+__all__ = ["Replicate", "Shard", "device_mesh", "distribute_tensor", "dtensor", "mesh_of"]
 
 
 def device_mesh(comm: Comm, axis: str) -> DeviceMesh:
@@ -24,6 +24,17 @@ def device_mesh(comm: Comm, axis: str) -> DeviceMesh:
     """
     group = comm.counting_group("control")
     return DeviceMesh.from_group(group, comm.device.type, mesh_dim_names=(axis,))
+
+
+def mesh_of(axes: Sequence[tuple[str, Comm]], ranks: int) -> DeviceMesh:
+    """All `ranks` of the job as a mesh of these axes; every one of them calls this.
+
+    What torch sends there is counted by the axis, as `control`.
+    """
+    groups = [comm.counting_group("control") for _, comm in axes]
+    grid = torch.arange(ranks).view([comm.size for _, comm in axes])
+    names = tuple(name for name, _ in axes)
+    return DeviceMesh.from_group(groups, axes[0][1].device.type, grid, mesh_dim_names=names)
 
 
 def dtensor(

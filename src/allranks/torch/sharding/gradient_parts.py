@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,10 @@ class PartsOfRanks(Gradients):
     def held(self) -> list[Tensor]:
         """The memory of this rank's parts."""
 
+    def counted(self) -> list[Tensor]:
+        """Of these, what this rank counts in the norm."""
+        return [part for part in self.held() if part.ndim or self.comm.rank == 0]
+
     def scale_(self, factor: float) -> None:
         torch._foreach_mul_(self.held(), factor)
 
@@ -38,7 +42,7 @@ class PartsOfRanks(Gradients):
 
         Sends 8 bytes to each other rank, as `control`; five numbers for one that is exact.
         """
-        counted = [part for part in self.held() if part.ndim or self.comm.rank == 0]
+        counted = self.counted()
         if clips and self.exact:
             return exact_norm(counted, self._everywhere)
         own = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
@@ -65,6 +69,26 @@ class CutGradients(PartsOfRanks):
 
     def held(self) -> list[Tensor]:
         return [local(gradient) for gradient in gradients_of(self.parameters)]
+
+
+class SomeCut(PartsOfRanks):
+    """Those in `.grad`: this rank's part of the parameters in `cut` (their ids), all of the others.
+
+    What is whole is the same on every rank of `comm`: the first one counts it.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], comm: Comm, cut: Container[int], *, exact: bool
+    ) -> None:
+        super().__init__(parameters, comm, exact=exact)
+        self.cut = cut
+
+    def held(self) -> list[Tensor]:
+        return gradients_of(self.parameters)
+
+    def counted(self) -> list[Tensor]:
+        own = [p for p in self.parameters if id(p) in self.cut or self.comm.rank == 0]
+        return gradients_of(own)
 
 
 class GradientParts(PartsOfRanks):

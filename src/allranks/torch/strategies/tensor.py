@@ -12,23 +12,22 @@ its gradient too. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from allranks.errors import RequestError
 from allranks.job.placement import Placed
 from allranks.strategies.activation_cards import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
+from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.comm import Comm
 from allranks.torch.data.batch import Batch
-from allranks.torch.reducers.exact_norm import exact_norm
+from allranks.torch.sharding.dtensors import Replicate, Shard, dtensor, mesh_of
+from allranks.torch.sharding.gradient_parts import SomeCut
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
 from allranks.torch.step.gradients import Gradients
@@ -68,17 +67,10 @@ class Tensors(Strategy):
         if not plan.cuts:
             raise nothing_to_cut(parts)
         if axis.size > 1:
-            self.device_mesh = self._device_mesh()
+            axes = [(name, self.axis(name)) for name, _ in self.mesh.axes]
+            self.device_mesh = mesh_of(axes, self.comm.size)
         self.cut = cut_model(model, plan, self.exchange)
         return model
-
-    def _device_mesh(self) -> DeviceMesh:
-        """For states alone: what a step exchanges goes through `exchange`."""
-        names = [name for name, _ in self.mesh.axes]
-        groups = [self.axis(name).counting_group("control") for name in names]
-        grid = torch.arange(self.comm.size).view([size for _, size in self.mesh.axes])
-        kind = self.comm.device.type
-        return DeviceMesh.from_group(groups, kind, grid, mesh_dim_names=tuple(names))
 
     def prepare(self) -> None:
         self.step.forward = self._forward
@@ -108,7 +100,10 @@ class Tensors(Strategy):
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self.comm.all_reduce(local.tensor).wait()
         sum_over_copies(self.step.parameters, self.axis(REPLICATE))
-        return local, CutGradients(self)
+        names = dict(self.model.named_parameters())
+        cut = {id(names[name]) for name in self.cut.dims}
+        exact = bool(self.context.options["exact"])
+        return local, CutGradients(self.step.parameters, self.axis(TENSOR), cut, exact=exact)
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         for region in self.cut.regions:
@@ -149,54 +144,24 @@ class Tensors(Strategy):
         dim = self.cut.dims.get(name)
         if dim is None or self.device_mesh is None:
             return tensor
-        shape = self.cut.shapes[name]
         places = [Replicate()] * (len(self.mesh.axes) - 1) + [Shard(dim)]
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            tensor, self.device_mesh, places, run_check=False, shape=shape, stride=stride
-        )
+        whole = torch.empty(self.cut.shapes[name], device="meta")
+        return dtensor(tensor, self.device_mesh, places, whole)
 
     def as_held(self, name: str, saved: Tensor) -> Tensor:
-        if isinstance(saved, DTensor):
-            return saved.to_local()
+        if is_dtensor(saved):
+            local: Tensor = saved.to_local()  # type: ignore[attr-defined]
+            return local
         dim = self.cut.dims.get(name)
         return saved if dim is None else self.exchange.own(saved, dim).contiguous()
 
 
-class CutGradients(Gradients):
+class CutGradients(SomeCut):
     """The gradients of one rank: parts of those that are cut, all of the others."""
 
-    def __init__(self, strategy: Tensors) -> None:
-        exact = bool(strategy.context.options["exact"])
-        super().__init__(strategy.step.parameters, exact=exact)
-        self.comm, self.cut = strategy.exchange.comm, strategy.cut
-        self.names = {id(p): name for name, p in strategy.model.named_parameters()}
-
     def norm(self, *, clips: bool, left_out: bool) -> float:
-        """Parts from all ranks of the axis; what all hold from the first. Sends 8 bytes.
-
-        With `exact=yes` it is a sum that no order changes, and sends 40 bytes to each rank.
-        """
-        counted = [
-            parameter.grad.detach()
-            for parameter in self.parameters
-            if parameter.grad is not None
-            and (self.names[id(parameter)] in self.cut.dims or self.comm.rank == 0)
-        ]
-        if self.exact:
-            return exact_norm(counted, self._of_all_ranks)
-        squares = [gradient.abs().double().square().sum() for gradient in counted]
-        zero = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        total = torch.stack([zero, *squares]).sum()
-        self.comm.all_reduce(total, "control").wait()
-        return math.sqrt(total)
-
-    def _of_all_ranks(self, row: Tensor) -> Tensor:
-        rows = row.new_empty(self.comm.size * row.numel())
-        if self.comm.size == 1:
-            return row[None]
-        self.comm.all_gather(rows, row, "control").wait()
-        return rows.view(self.comm.size, -1)
+        """With `exact=yes` it is a sum that no order changes, whoever asks for it."""
+        return super().norm(clips=clips or self.exact, left_out=left_out)
 
 
 def sum_over_copies(parameters: list[nn.Parameter], copies: Comm) -> None:

@@ -81,7 +81,7 @@ def cut_model(
             own = names[module, name]
             if own not in found.dims:
                 found.dims[own] = dim
-                part = _part(module._parameters[name], dim, exchange)
+                part = held_part(module._parameters[name], dim, exchange)
                 for holder, attribute in slots[own]:
                     holder._parameters[attribute] = part
             module.sizes[name] = found.shapes[own][dim]
@@ -104,7 +104,8 @@ def _slots(*models: nn.Module) -> dict[str, set[tuple[nn.Module, str]]]:
     return found
 
 
-def _part(whole: Tensor, dim: int, exchange: Exchange) -> nn.Parameter:
+def held_part(whole: Tensor, dim: int, exchange: Exchange) -> nn.Parameter:
+    """This rank's part of a weight, as a parameter of its own."""
     part = exchange.own(whole.detach(), dim).clone(memory_format=torch.contiguous_format)
     held = nn.Parameter(part, requires_grad=whole.requires_grad)
     vars(held).update(vars(whole))  # what the optimizer of the task may ask for

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from allranks.errors import ReplicasDiffer
 from allranks.strategies.mesh import REPLICATE
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.tree import is_dtensor, local
 from allranks.torch.comm import Comm
 from allranks.torch.strategies.base import Strategy
 
@@ -46,13 +46,13 @@ def compare_replicas(named_tensors: Iterable[tuple[str, Tensor]], comm: Comm) ->
 def verify(strategy: Strategy) -> None:
     """Compare the ranks that hold the same of one training; every rank calls this.
 
-    Where weights are cut, ranks with the same part compare it, and all ranks their buffers.
+    Where weights are cut, ranks with the same part compare it, and all ranks what is not cut.
     """
     agreement = strategy.agreement
     if agreement.is_one_training:
         compare_replicas(replicated(strategy), strategy.axis(REPLICATE))
     if agreement.weights == "sharded":
-        compare_replicas(_same_buffers(strategy), strategy.comm)
+        compare_replicas(_not_cut(strategy), strategy.comm)
 
 
 def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
@@ -69,6 +69,14 @@ def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
         for key, value in step.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 yield f"{key} of {name}, in the optimizer", value
+
+
+def _not_cut(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
+    """Of weights that are cut, those and the buffers of which every rank has all."""
+    for name, parameter in strategy.model.named_parameters():
+        if not is_dtensor(strategy.as_saved(name, parameter.detach())):
+            yield name, parameter
+    yield from _same_buffers(strategy)
 
 
 def _same_buffers(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,177 @@
+"""A mixture of experts: a layer of many MLPs, of which each token goes through a few.
+
+In one process, and under every strategy but `expert`, a rank computes all experts: that is what the
+result means. `expert` gives the layer an `exchange`, and leaves it this rank's experts. Nothing
+here follows the ranks: what is dropped and balanced is counted over shards of the global batch, or
+over samples, so the loss, the gradient and its norm are those of one process. Shazeer et al. 2017,
+arXiv 1701.06538.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from allranks.errors import RequestError
+from allranks.torch.expert_parallel.exchange import ExpertExchange
+from allranks.torch.expert_parallel.routing import (
+    balance_losses,
+    bound,
+    choose,
+    route,
+    z_losses,
+)
+from allranks.torch.model.layers import OfShard, full_type
+
+OF_EXPERTS = ("up", "up_bias", "gate", "down", "down_bias")
+"""The parameters whose first dimension is the experts, where a layer has them."""
+
+
+class MixtureOutput(NamedTuple):
+    """What a mixture returns: `output` in the shape of the input, and losses of its router.
+
+    `balance` and `z` have a value for each row of dimension 0, which is each sample. `balance` is
+    that of the whole shard, the same for all of its samples, so that their mean over the batch is
+    what one process computes. The model returns them, and the task adds them to its losses.
+    """
+
+    output: Tensor
+    balance: Tensor
+    z: Tensor
+
+
+class MixtureOfExperts(nn.Module):
+    """A router (`nn.Linear`, softmax, top k) and `experts` MLPs: width -> hidden -> width.
+
+    Takes (samples, …, width), samples first. With a `capacity_factor` an expert takes no more than
+    `capacity_factor · top_k · tokens / experts` tokens of a shard in training (`over="sample"`: of
+    a sample); what is dropped has an output of 0, so put the layer beside a residual connection.
+    Without, and in evaluation, nothing is dropped. `counted`, (samples, …), says which tokens are
+    no padding: others go to no expert and are in no loss. `gated` multiplies the hidden features by
+    a second product, as in SwiGLU. Dropout and norms belong before the layer or after it.
+    """
+
+    exchange: ExpertExchange | None = None
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        *,
+        top_k: int = 2,
+        capacity_factor: float | None = None,
+        over: Literal["shard", "sample"] = "shard",
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        gated: bool = False,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        _check(experts, top_k, capacity_factor, over)
+        self.width, self.hidden, self.experts = width, hidden, experts
+        self.top_k, self.capacity_factor, self.over = top_k, capacity_factor, over
+        self.activation = activation
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = _weights(experts, width, hidden, inputs=width)
+        self.up_bias = _weights(experts, hidden, inputs=width) if bias else None
+        self.gate = _weights(experts, width, hidden, inputs=width) if gated else None
+        self.down = _weights(experts, hidden, width, inputs=hidden)
+        self.down_bias = _weights(experts, width, inputs=hidden) if bias else None
+
+    def forward(self, input: Tensor, counted: Tensor | None = None) -> MixtureOutput:
+        """`output`, `balance` and `z` for (samples, …, width); under `expert` all ranks call it."""
+        rows = input.shape[0]
+        tokens = input.reshape(-1, self.width)
+        mask = None if counted is None else counted.reshape(-1).bool()
+        with torch.autocast(input.device.type, enabled=False):  # 16 bits choose other experts
+            kind = self.up.dtype
+            logits = self.router(tokens.to(kind)).to(full_type(kind))
+        rows_of_groups = self._groups(input)
+        groups = [count * (len(tokens) // rows) for count in rows_of_groups]
+        chosen = given = choose(logits, self.top_k, mask)
+        if self.exchange is not None and self.exchange.is_idle():
+            nothing = torch.zeros(len(tokens), dtype=torch.bool, device=input.device)
+            given = dataclasses.replace(chosen, counted=nothing)
+        routed = route(given, groups, self.capacity_factor if self.training else None)
+        picked = tokens[routed.tokens]
+        if self.exchange is None:
+            computed = self._compute(picked, routed.counts)
+        else:
+            layer = getattr(self, "index", 0)
+            computed = self.exchange.computed(picked, routed.counts, self._compute, layer)
+        computed = torch.cat([computed, computed.new_zeros(1, self.width)])
+        output = (computed[routed.places] * chosen.gates[..., None]).sum(1)
+        balance = balance_losses(chosen, groups)
+        sizes = torch.tensor(rows_of_groups, device=input.device)
+        return MixtureOutput(
+            output.to(input.dtype).view(input.shape),
+            balance.repeat_interleave(sizes, output_size=rows),
+            z_losses(logits, mask, rows),
+        )
+
+    def _groups(self, input: Tensor) -> list[int]:
+        """How many rows of dimension 0 each group has, outside of a training: one, or each row."""
+        return [1] * input.shape[0] if self.over == "sample" else [input.shape[0]]
+
+    def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """What the experts that this layer holds make of rows that are sorted by expert.
+
+        An expert without a row is computed, too: its gradient is zero, on any number of ranks.
+        """
+        per_expert = [p.unbind() for p in (self.up, self.down)]
+        gate, up_bias, down_bias = (
+            [None] * len(counts) if p is None else p.unbind()
+            for p in (self.gate, self.up_bias, self.down_bias)
+        )
+        outputs = []
+        for number, some in enumerate(rows.split(list(counts))):
+            up, down = per_expert[0][number], per_expert[1][number]
+            hidden = self.activation(_product(some, up, up_bias[number]))
+            if (weight := gate[number]) is not None:
+                hidden = hidden * _product(some, weight, None)
+            outputs.append(_product(hidden, down, down_bias[number]))
+        return torch.cat(outputs)
+
+
+class ShardMixture(OfShard, MixtureOfExperts):
+    """Counts over shards, or samples, while a step is in progress. Made by `swap_layers`."""
+
+    def _groups(self, input: Tensor) -> list[int]:
+        if not (self.training and self.scope.pieces):
+            return super()._groups(input)
+        rows = self.scope.rows("MixtureOfExperts", input)
+        if self.over == "shard":
+            return rows
+        return [input.shape[0] // self.scope.samples] * self.scope.samples
+
+
+def _weights(*shape: int, inputs: int) -> nn.Parameter:
+    limit = bound(inputs)
+    return nn.Parameter(torch.empty(shape).uniform_(-limit, limit))
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+
+
+def _check(experts: int, top_k: int, capacity_factor: float | None, over: str) -> None:
+    found = ""
+    if not 1 <= top_k <= experts:
+        found = f"top_k = {top_k} of {experts} experts"
+    elif capacity_factor is not None and not 0 < capacity_factor < float("inf"):
+        found = f"capacity_factor = {capacity_factor}"
+    elif over not in ("shard", "sample"):
+        found = f"over = {over!r}"
+    if found:
+        raise RequestError(
+            asked="MixtureOfExperts",
+            found=found,
+            why="a token goes to 1 expert or more, all of them at most; the factor is a number "
+            "above 0 or None; what is counted are tokens of a shard or of a sample",
+            do="for example MixtureOfExperts(64, 256, 8, top_k=2, capacity_factor=1.25)",
+        )
