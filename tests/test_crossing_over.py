@@ -26,7 +26,7 @@ def test_each_hands_on_what_it_took_up(train: Train) -> None:
     handed_on = []
     for strategy, ranks in CHAIN:
         run = train("tensor_tasks:Stack", strategy=strategy, ranks=ranks, **job)
-        handed_on.append(in_checkpoint(run.run_dir))
+        handed_on.append(in_checkpoint(run.run_dir) | {"held": run.summary["weights_sha256"]})
         job["resume"] = str(run.run_dir)
     first = handed_on[0]
     assert len(first["tensors"]) == 9 + 9 + 9 + 9  # weights, two moments, and their counters
