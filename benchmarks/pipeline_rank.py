@@ -1,4 +1,4 @@
-"""What one rank of `pipeline_bubble.py` does: it trains layers that sleep, and times its steps."""
+"""What one rank of `pipeline_bubble.py` and `branches.py` does: it trains layers that sleep."""
 
 from __future__ import annotations
 
@@ -95,6 +95,32 @@ class Sleeping(Task):
         return (output - batch[1]).square().sum(1)
 
 
+class Heads(nn.Module):
+    """A trunk, and branches behind it that take their time."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 8)
+        self.heads = nn.ModuleList(Layer(each) for each in seconds)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.trunk(values)
+        return torch.stack([head(values) for head in self.heads]).sum(0)
+
+
+@dataclass(kw_only=True)
+class SleepingBranches(Sleeping):
+    """Branches that take as many seconds each."""
+
+    heads: list[float]
+
+    def model(self) -> nn.Module:
+        return Heads(self.heads)
+
+    def branches(self, model: nn.Module) -> list[str]:
+        return [f"heads.{number}" for number in range(len(self.heads))]
+
+
 def train(
     rank: int,
     folder: str,
@@ -106,10 +132,17 @@ def train(
     steps: int,
     forward_s: float,
 ) -> None:
-    """Train some steps; every rank writes how long each took, and its layers in it."""
-    torch.set_num_threads(1)
+    """Train some steps of layers in a row."""
     sizes: dict[str, Any] = {"batch_size": 4 * micros, "shards": micros, "epochs": 100}
     task = Sleeping(layers=layers, seconds=forward_s, **sizes)
+    timed_steps(rank, folder, strategy, task, ranks=ranks, steps=steps)
+
+
+def timed_steps(
+    rank: int, folder: str, strategy: str, task: Task, *, ranks: int, steps: int
+) -> None:
+    """Train some steps; every rank writes how long each took, and its layers in it."""
+    torch.set_num_threads(1)
     world = World(rank, ranks, rank, ranks, store=f"{folder}/store")
     found = []
     with Trainer(task, Job(strategy=strategy, witness="off"), world=world) as trainer:

@@ -16,13 +16,11 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch.distributed as dist
 from contenders import STEPS_LIMIT, Contender, DDPGlobal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from workloads import Workload, task_of
@@ -42,7 +40,7 @@ class ZeroByHand(DDPGlobal):
         )
 
 
-class FSDP2ByHand(Contender):
+class FSDP2ByHand(DDPGlobal):
     """As in the tutorial of torch: each repeated block is a unit, and the rest."""
 
     def prepare(self) -> None:
@@ -53,16 +51,6 @@ class FSDP2ByHand(Contender):
                 fully_shard(child, mesh=mesh)
         self.model = fully_shard(model, mesh=mesh)
         self.optimizer = self.workload.optimizer(self.model)
-
-    def run(self, steps: int) -> None:
-        for inputs, labels in islice(self.batches, steps):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.model(inputs), labels)
-            loss.backward()
-            self.optimizer.step()
-            mean = loss.detach()
-            dist.all_reduce(mean)
-            self.losses.append(mean.item() / self.world.size)
 
 
 class OfStrategy(Contender):

@@ -28,6 +28,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,27 @@ def compare(plan: Plan, samples: Samples) -> tuple[list[dict[str, Any]], list[Co
     return rows, comparisons
 
 
+def run_plans(
+    name: str,
+    plans: Iterable[Plan],
+    settings: dict[str, Any],
+    samples_of: Callable[[Plan], Any],
+    records: Path,
+) -> None:
+    """Measure each plan with one thread for each rank, write the record, print it."""
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    record = start_record(name, {**settings, "threads_per_rank": 1})
+    record["rows"], record["samples"], comparisons = [], {}, []
+    for plan in plans:
+        samples = samples_of(plan)
+        rows, compared = compare(plan, samples)
+        record["rows"] += rows
+        table = "" if plan.contenders_in == "contenders" else f", {plan.contenders_in}"
+        record["samples"][f"{plan.workload}, {plan.ranks} ranks{table}"] = {METRIC: samples}
+        comparisons += compared
+    finish_record(record, comparisons, records)
+
+
 def main() -> None:
     """Measure, write the record, print it."""
     parser = argparse.ArgumentParser(
@@ -225,20 +247,15 @@ def main() -> None:
         for plan in (AGAINST if asked.against else BITWISE if asked.bitwise else STEP)
         if plan.workload.startswith(asked.workload or "")
     ]
-    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     name = "against" if asked.against else "bitwise" if asked.bitwise else "step"
-    settings = {"pairs": pairs, "sets": asked.sets, "threads_per_rank": 1}
+    settings = {"pairs": pairs, "sets": asked.sets}
     if asked.against:
         settings["against"] = commit_of(asked.against)
-    record = start_record(name, settings)
-    record["rows"], record["samples"], comparisons = [], {}, []
-    for plan in plans:
-        samples = measure(plan, pairs, asked.sets, asked.against)
-        rows, compared = compare(plan, samples)
-        record["rows"] += rows
-        record["samples"][f"{plan.workload}, {plan.ranks} ranks"] = {METRIC: samples}
-        comparisons += compared
-    finish_record(record, comparisons, asked.records)
+
+    def samples_of(plan: Plan) -> Any:
+        return measure(plan, pairs, asked.sets, asked.against)
+
+    run_plans(name, plans, settings, samples_of, asked.records)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ keeps as little: `zero1` beside ZeroRedundancyOptimizer, `fsdp` beside `fully_sh
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
+from typing import Any
 
-from harness import RECORDS, finish_record, start_record
-from step import METRIC, Plan, compare, measure
+from harness import RECORDS
+from step import Plan, measure, run_plans
 
 BAR = 1.03
 BY_HAND = ("ddp", "ddp-again", "zero-by-hand", "fsdp2-by-hand")
@@ -56,17 +56,13 @@ def main() -> None:
     parser.add_argument("--workload", default="", help="only this one, by the start of its name")
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")
     asked = parser.parse_args()
-    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    settings = {"pairs": asked.pairs, "sets": asked.sets, "threads_per_rank": 1}
-    record = start_record("strategies", settings)
-    record["rows"], record["samples"], comparisons = [], {}, []
-    for plan in (plan for plan in PLANS if plan.workload.startswith(asked.workload)):
-        samples = measure(plan, asked.pairs, asked.sets)
-        rows, compared = compare(plan, samples)
-        record["rows"] += rows
-        record["samples"][f"{plan.workload}, {plan.ranks} ranks"] = {METRIC: samples}
-        comparisons += compared
-    finish_record(record, comparisons, asked.records)
+    plans = [plan for plan in PLANS if plan.workload.startswith(asked.workload)]
+
+    def samples_of(plan: Plan) -> Any:
+        return measure(plan, asked.pairs, asked.sets)
+
+    settings = {"pairs": asked.pairs, "sets": asked.sets}
+    run_plans("strategies", plans, settings, samples_of, asked.records)
 
 
 if __name__ == "__main__":

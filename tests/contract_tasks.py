@@ -48,6 +48,9 @@ class Images(Task):
             nn.Linear(12, 3),
         )
 
+    def branches(self, model: nn.Module) -> list[str]:
+        return ["0", "1", "3", "5", "6"]
+
     def optimizer(self, model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=1e-2)
 
@@ -77,6 +80,9 @@ class Words(Task):
 
     def model(self) -> nn.Module:
         return _Tied(self.vocabulary)
+
+    def branches(self, model: nn.Module) -> list[str]:
+        return ["mix", "frozen", "out"]
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -126,6 +132,9 @@ class Pairs(Task):
 
     def model(self) -> nn.Module:
         return _Towers()
+
+    def branches(self, model: nn.Module) -> list[str]:
+        return ["left", "right"]
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=1e-2)
@@ -217,6 +226,9 @@ class Uneven(Task):
             nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)
         )
 
+    def branches(self, model: nn.Module) -> list[str]:
+        return ["0", "1", "3"]
+
     def optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -245,6 +257,9 @@ class Experts(Task):
 
     def model(self) -> nn.Module:
         return _Experts()
+
+    def branches(self, model: nn.Module) -> list[str]:
+        return ["common", "rare", "never"]
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -337,6 +352,9 @@ class Pictures(Task):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def branches(self, model: nn.Module) -> list[str]:
+        return ["0", "3"]
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=1e-2)

@@ -13,9 +13,29 @@ import contract_workers
 import fake_reducer
 import fake_sharded
 from allranks.training.callback import Callback
-from contract_tasks import Experts, Images, Pairs, Pictures, Plain, Uneven, UnevenStream, Words
+from contract_tasks import (
+    Experts,
+    Images,
+    Mixture,
+    Pairs,
+    Pictures,
+    Plain,
+    Sentences,
+    Uneven,
+    UnevenStream,
+    Words,
+)
 
-__all__ = ["Experts", "Images", "Pairs", "Pictures", "Uneven", "Words"]
+__all__ = [
+    "Experts",
+    "Images",
+    "Mixture",
+    "Pairs",
+    "Pictures",
+    "Sentences",
+    "Uneven",
+    "Words",
+]
 
 fake_sharded.register()
 fake_reducer.register()

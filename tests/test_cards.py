@@ -55,6 +55,7 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("multi-worker-mirrored", ""): (0, 3360, 4480, 5040, 5880),
     ("parameter-server", ""): (6720, 6720, 6720, 6720, 6720),
     ("tensor", ""): (0, 2160, 2880, 3240, 3780),
+    ("branches", ""): (0, 1760, 2347, 2640, 3080),
     ("context", ""): (0, 5200, 6720, 7480, 8620),
     ("mesh", ""): (0, 160, 213, 240, 280),  # one of each axis: nothing but the tally
     ("expert", ""): (0, 3360, 4480, 5040, 5880),  # of which no row goes to another rank
@@ -63,6 +64,7 @@ MESSAGES = {
     **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
     **dict.fromkeys(("fsdp", "hsdp"), CUT),
     "tensor": (1600, 800, GRADIENTS, TALLY),  # activations summed, gathered
+    "branches": (1600, 800, TALLY),  # what branches return, what comes back
     "context": (1600, 400, 200, 640, GRADIENTS + TALLY),  # by all-to-all, gathered, summed, passed
     "mesh": (0, 1600, 800, GRADIENTS, 0, TALLY),  # and before them what crosses between stages
     "expert": (0, GRADIENTS + TALLY, 1600),  # rows, what is whole, experts
@@ -128,7 +130,7 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(RequestError) as refused:
         card_for(Choice("ddp-plane"))
     assert refused.value.do.startswith(
-        "did you mean 'ddp-plain'? known: 1f1b, central-storage, context, ddp, ddp-plain"
+        "did you mean 'ddp-plain'? known: 1f1b, branches, central-storage, context, ddp, ddp-plain"
     )
 
 

@@ -51,6 +51,7 @@ SETTINGS = {
     "interleaved": ["interleaved:chunks=2"],
     "zero-bubble": ["zero-bubble"],
     "independent": ["independent"],
+    "branches": ["branches"],
     "tensor": ["tensor", "tensor:data=2", "tensor:exact=yes"],
     "context": ["context", "context:attention=ring", "context:data=2,bucket_mb=0.0005"],
     "mesh": [
@@ -70,6 +71,8 @@ STAGES = {
     "Sentences": 0,
 }
 """Into how many stages each task can be cut; others into none."""
+BRANCHES = {"Images": 5, "Words": 3, "Pairs": 2, "Uneven": 3, "Experts": 3, "Pictures": 2}
+"""How many branches each task names; others none."""
 TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures", "Sentences", "Mixture"]
 RANKS = [1, 2, 3, 4, 8]
 STEPS = 20
@@ -101,12 +104,33 @@ def references() -> dict[str, Any]:
     return {}
 
 
-def reference_for(task: str, train: Train, references: dict[str, Any]) -> tuple[Any, Weights]:
-    if task not in references:
-        result = train(f"contract_tasks:{task}", strategy="single", precision="fp64", steps=STEPS)
-        references[task] = (result.summary, load_file(result.run_dir / "weights.safetensors"))
-    found: tuple[Any, Weights] = references[task]
+def reference_for(
+    task: str, train: Train, references: dict[str, Any], module: str = "contract_tasks"
+) -> tuple[Any, Weights]:
+    program = f"{module}:{task}"
+    if program not in references:
+        result = train(program, strategy="single", precision="fp64", steps=STEPS)
+        references[program] = (result.summary, load_file(result.run_dir / "weights.safetensors"))
+    found: tuple[Any, Weights] = references[program]
     return found
+
+
+def check_that_it_goes_on_after_a_kill(
+    train: Train, program: str, strategy: str, weights: Weights
+) -> None:
+    """Rank 1 of 2 is killed in step 9: the job goes on from its checkpoint, to the same end."""
+    result = train(
+        program,
+        strategy=strategy,
+        ranks=2,
+        precision="fp64",
+        steps=STEPS,
+        checkpoint_every=4,
+        max_restarts=1,
+        inject="kill@rank=1,step=9",
+    )
+    assert result.summary["restarts"] == 1
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
 
 
 def test_every_card_has_a_setting() -> None:
@@ -130,6 +154,8 @@ SEQUENCES = {"ulysses": (2, 4), "ring": (2, 3, 4)}
 
 def takes(strategy: str, ranks: int, task: str) -> bool:
     """Whether a strategy trains such a task on so many ranks."""
+    if strategy == "branches":
+        return ranks <= BRANCHES.get(task, 0)
     if is_staged(strategy):
         if not has_mesh(strategy, ranks):
             return False
@@ -151,7 +177,8 @@ def takes(strategy: str, ranks: int, task: str) -> bool:
 
 
 def is_staged(strategy: str) -> bool:
-    return CARDS[strategy.partition(":")[0]].agreement.weights == "staged"
+    weights = CARDS[strategy.partition(":")[0]].agreement.weights
+    return weights == "staged" and strategy != "branches"
 
 
 @pytest.mark.slow(but=14)

@@ -15,7 +15,14 @@ from allranks.strategies.torch_cards import CARDS
 from conftest import Train
 from fake_sharded import CARD, NAME
 from test_check import Check, check
-from test_every_strategy import STEPS, TASKS, difference, reference_for, references
+from test_every_strategy import (
+    STEPS,
+    TASKS,
+    check_that_it_goes_on_after_a_kill,
+    difference,
+    reference_for,
+    references,
+)
 
 __all__ = ["check", "references"]
 
@@ -176,18 +183,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(
     train: Train, references: dict[str, Any]
 ) -> None:
     _, weights = reference_for("Images", train, references)
-    result = train(
-        "sharded_tasks:Images",
-        strategy=NAME,
-        ranks=2,
-        precision="fp64",
-        steps=STEPS,
-        checkpoint_every=4,
-        max_restarts=1,
-        inject="kill@rank=1,step=9",
-    )
-    assert result.summary["restarts"] == 1
-    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+    check_that_it_goes_on_after_a_kill(train, "sharded_tasks:Images", NAME, weights)
 
 
 def test_replicas_of_a_half_are_compared(train: Train) -> None:

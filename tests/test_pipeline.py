@@ -18,7 +18,13 @@ from allranks.tools.check.plan import Plan
 from allranks.torch.strategies import staged
 from conftest import Train
 from test_check import Check, check
-from test_every_strategy import STEPS, difference, reference_for, references
+from test_every_strategy import (
+    STEPS,
+    check_that_it_goes_on_after_a_kill,
+    difference,
+    reference_for,
+    references,
+)
 
 __all__ = ["check", "references"]
 
@@ -146,18 +152,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(
     train: Train, references: dict[str, Any]
 ) -> None:
     _, weights = reference_for("Images", train, references)
-    result = train(
-        "pipeline_tasks:Images",
-        strategy="1f1b",
-        ranks=2,
-        precision="fp64",
-        steps=STEPS,
-        checkpoint_every=4,
-        max_restarts=1,
-        inject="kill@rank=1,step=9",
-    )
-    assert result.summary["restarts"] == 1
-    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+    check_that_it_goes_on_after_a_kill(train, "pipeline_tasks:Images", "1f1b", weights)
 
 
 @pytest.mark.cases("rank", [0], exhaustive=[1, 2])

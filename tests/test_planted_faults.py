@@ -219,6 +219,17 @@ FAULTS = {
         hint="scaled by 1.01",
         looks=2,
     ),
+    "the input gradient of a branch is not reduced": Fault(
+        "torch/branching/run.py",
+        "self.around.exchange.sum_(whole)",
+        "self.around.exchange.sum_(whole[-len(at) :])",  # all ranks know that there is one
+        step=0,
+        stage="gradient",
+        tensor="stem.0.weight",
+        hint="",
+        options=("--strategy", "branches"),
+        program="branch_tasks:Towers",
+    ),
     "an owner that does not send a matrix back": Fault(
         "torch/sharding/whole_updates.py",
         "tensor.copy_(piece.view(tensor.shape))",

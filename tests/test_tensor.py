@@ -13,32 +13,20 @@ from allranks.torch.tensor_parallel.plan import default_plan
 from conftest import Train
 from tensor_tasks import OUT, Hooked, OwnForward
 from test_check import Check, check
-from test_every_strategy import STEPS, difference
+from test_every_strategy import STEPS, difference, reference_for, references
 
-__all__ = ["check"]
+__all__ = ["check", "references"]
 
 TASKS = ["Stack", "Planned", "Gated", "Letters", "Encoder"]
 NO_BLOCKS = ["ByIndex", "OwnForward", "Hooked", "OneDropout", "Marked"]
 
 
-@pytest.fixture(scope="session")
-def alone() -> dict[str, Any]:
-    """What `single` made of each task, once for all tests."""
-    return {}
-
-
-def reference(task: str, train: Train, alone: dict[str, Any]) -> tuple[Any, Any]:
-    if task not in alone:
-        result = train(f"tensor_tasks:{task}", strategy="single", precision="fp64", steps=STEPS)
-        alone[task] = result.summary, load_file(result.run_dir / "weights.safetensors")
-    summary, weights = alone[task]
-    return summary, weights
-
-
 @pytest.mark.slow(but=3)
 @pytest.mark.thinned(2, ("task", TASKS), ("ranks", [2, 3, 4]))
-def test_equal_to_one_process(task: str, ranks: int, train: Train, alone: dict[str, Any]) -> None:
-    wanted, weights = reference(task, train, alone)
+def test_equal_to_one_process(
+    task: str, ranks: int, train: Train, references: dict[str, Any]
+) -> None:
+    wanted, weights = reference_for(task, train, references, "tensor_tasks")
     result = train(
         f"tensor_tasks:{task}", strategy="tensor", ranks=ranks, precision="fp64", steps=STEPS
     )
@@ -52,9 +40,11 @@ def test_equal_to_one_process(task: str, ranks: int, train: Train, alone: dict[s
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("task", NO_BLOCKS)
-def test_what_is_between_gets_what_it_needs(task: str, train: Train, alone: dict[str, Any]) -> None:
+def test_what_is_between_gets_what_it_needs(
+    task: str, train: Train, references: dict[str, Any]
+) -> None:
     """Layers that look like a block, and are none, or not always; weights that are marked."""
-    _, weights = reference(task, train, alone)
+    _, weights = reference_for(task, train, references, "tensor_tasks")
     result = train(
         f"tensor_tasks:{task}", strategy="tensor", ranks=2, precision="fp64", steps=STEPS
     )
@@ -79,9 +69,9 @@ def test_a_block_is_a_plain_chain_that_nobody_looks_into() -> None:
 
 
 def test_micro_batches_that_cut_a_shard_draw_what_one_process_draws(
-    train: Train, alone: dict[str, Any]
+    train: Train, references: dict[str, Any]
 ) -> None:
-    _, weights = reference("Letters", train, alone)
+    _, weights = reference_for("Letters", train, references, "tensor_tasks")
     result = train(
         "tensor_tasks:Letters",
         strategy="tensor:data=2",
@@ -133,9 +123,9 @@ def test_a_block_sends_its_output_and_the_gradient_of_its_input(train: Train) ->
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("task", ["Letters", "Planned"])
-def test_checkpoints_cross_over(task: str, train: Train, alone: dict[str, Any]) -> None:
+def test_checkpoints_cross_over(task: str, train: Train, references: dict[str, Any]) -> None:
     """ddp on 2 ranks, tensor on 2, tensor on 4 in two copies, one process: 20 steps of one."""
-    _, weights = reference(task, train, alone)
+    _, weights = reference_for(task, train, references, "tensor_tasks")
     common: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 5}
     resume: dict[str, Any] = {}
     for strategy, ranks, steps in (

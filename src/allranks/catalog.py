@@ -129,6 +129,7 @@ STRATEGIES = {
         "zero2": "allranks.torch.strategies.zero:ZeRO2",
         "fsdp": "allranks.torch.strategies.fsdp:FSDP",
         "hsdp": "allranks.torch.strategies.fsdp:HSDP",
+        "branches": "allranks.torch.strategies.branches:Branches",
         "gpipe": "allranks.torch.strategies.pipeline:GPipe",
         "1f1b": "allranks.torch.strategies.pipeline:OneForwardOneBackward",
         "interleaved": "allranks.torch.strategies.pipeline:Interleaved",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,40 +29,11 @@ from allranks.torch import Trainer
 from allranks.torch.data.shares import shares_of
 from allranks.torch.machine import check_devices
 from conftest import Train
+from in_this_process import STEPS, assert_equal, one_thread_each, trained, with_model
 
 DP = "dp:replicas=3"
-STEPS = 5  # the fifth batch of `contract_tasks` has 5 samples, on 5 of 8 shards
 
-
-@pytest.fixture(autouse=True)
-def one_thread_each(no_leaks: None) -> Iterator[None]:
-    """Three replicas with several threads each stand in each other's way on a small machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def trained(task: Any, steps: int = STEPS, **job: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """The state of the model after some steps in this process, and the losses."""
-    job = {"precision": "fp64", **job}
-    with Trainer(task, Job(**job)) as trainer:
-        losses = [trainer.step(batch).loss for batch in trainer.batches(steps=steps)]
-        state = {
-            name: tensor.clone() for name, tensor in trainer.strategy.model.state_dict().items()
-        }
-        return state, losses
-
-
-def assert_equal(found: Any, wanted: Any) -> None:
-    assert found[1] == pytest.approx(wanted[1], rel=1e-12)
-    assert found[0].keys() == wanted[0].keys()
-    for name, tensor in wanted[0].items():
-        torch.testing.assert_close(found[0][name], tensor, rtol=1e-11, atol=1e-13)
-
-
-def with_model(make: Callable[[], nn.Module], **methods: Any) -> Any:
-    return type("Changed", (contract_tasks.Plain,), {"model": lambda self: make(), **methods})()
+__all__ = ["one_thread_each"]
 
 
 # --- the same as one process ----------------------------------------------------------------
@@ -319,6 +289,23 @@ def test_what_replicas_cannot_do_is_refused(task: Any, job: dict[str, Any], foun
 class Mean(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.mean()
+
+
+class WithTable(contract_tasks.Pictures):
+    """What goes into the model has a table beside the samples, of as many rows as a batch."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        inputs, targets = (torch.stack(column) for column in zip(*samples, strict=True))
+        return inputs, targets, torch.ones(self.batch_size, dtype=inputs.dtype)
+
+
+@pytest.mark.parametrize("strategy", [DP, "model-parallel:by=size,split=4"])
+def test_a_table_of_as_many_rows_as_samples_by_chance_is_not_cut(strategy: str) -> None:
+    with pytest.raises(RequestError, match=r"a tensor of shape \(24,\) in a batch of 24 samples"):
+        trained(WithTable(), 2, strategy=strategy)
+    task = contract_tasks.Pictures()
+    trained(task, 1, strategy=strategy)
+    assert "collate" not in vars(task)
 
 
 def test_more_replicas_than_devices_are_refused() -> None:

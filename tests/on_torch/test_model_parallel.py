@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,38 +35,12 @@ from allranks.torch.machine import check_devices
 from allranks.torch.model.device_map import balanced, by_hand, runs_of, units_of
 from allranks.torch.model.digest import weights_sha256
 from conftest import Train
+from in_this_process import STEPS, assert_equal, one_thread_each, trained, with_model
 
 PARTS = "model-parallel:parts=3,by=size"
 SPLIT = "model-parallel:by=size,split=4"
-STEPS = 5  # the fifth batch of `contract_tasks` has 5 samples, on 5 of 8 shards
 
-
-@pytest.fixture(autouse=True)
-def one_thread_each(no_leaks: None) -> Iterator[None]:
-    """Pieces with several threads each stand in each other's way on a small machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def trained(task: Any, steps: int = STEPS, **job: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """The state of the model after some steps in this process, and the losses."""
-    with Trainer(task, Job(**{"precision": "fp64", **job})) as trainer:
-        losses = [trainer.step(batch).loss for batch in trainer.batches(steps=steps)]
-        state = trainer.strategy.model.state_dict()
-        return {name: tensor.clone() for name, tensor in state.items()}, losses
-
-
-def assert_equal(found: Any, wanted: Any) -> None:
-    assert found[1] == pytest.approx(wanted[1], rel=1e-12)
-    assert found[0].keys() == wanted[0].keys()
-    for name, tensor in wanted[0].items():
-        torch.testing.assert_close(found[0][name], tensor, rtol=1e-11, atol=1e-13)
-
-
-def with_model(make: Callable[[], nn.Module], **methods: Any) -> Any:
-    return type("Changed", (contract_tasks.Plain,), {"model": lambda self: make(), **methods})()
+__all__ = ["one_thread_each"]
 
 
 # --- the same as one process ----------------------------------------------------------------

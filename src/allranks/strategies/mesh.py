@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 REPLICATE, SHARD, DATA, TENSOR = "replicate", "shard", "data", "tensor"
-PIPELINE, CONTEXT, EXPERT = "pipeline", "context", "expert"
+PIPELINE, CONTEXT, EXPERT, BRANCH = "pipeline", "context", "expert", "branch"
 FLATTENED = {DATA: (REPLICATE, SHARD, EXPERT)}
 """Axes that are several in one: the ranks of a sharded model each read data of their own, and so
 do those that hold different experts."""

@@ -1,9 +1,20 @@
-"""The card of the strategy that places parts of one model on the devices of one process."""
+"""The cards of strategies that place parts of one model: on devices of a process, on ranks."""
 
 from __future__ import annotations
 
-from allranks.strategies.card import Card, Exact, Option, parts_of
+from collections.abc import Mapping
+from typing import Any
+
+from allranks.strategies.card import Card, Exact, Option, Workload, parts_of
 from allranks.strategies.card_bytes import no_bytes
+from allranks.strategies.mesh import BRANCH, Agreement, Mesh
+
+
+def _branches(work: Workload, options: Mapping[str, Any]) -> int:
+    """What branches return is broadcast; the gradients of their inputs and the tally are summed."""
+    returned, given, tally = work.messages
+    return round((work.ranks - 1) / work.ranks * (returned + 2 * given + 2 * tally))
+
 
 PLACED_CARDS = (
     Card(
@@ -30,5 +41,20 @@ PLACED_CARDS = (
             Option("split", 1, "pieces of a micro-batch that are in flight at once", at_least=1),
         ),
         paper="Huang et al. 2019, GPipe, arXiv 1811.06965",
+    ),
+    Card(
+        name="branches",
+        summary="Towers, paths or heads of one model on different ranks at the same time.",
+        guarantee=Exact(),
+        bytes_sent=_branches,
+        bytes_formula="(N-1)/N · outputs of all branches + 2(N-1)/N · (gradients of what they are "
+        "given, each tensor once, + tally)",
+        memory="of each branch weights, gradients, optimizer and activations on one rank; all else "
+        "of the model on every rank",
+        many_ranks=True,
+        agreement=Agreement("staged"),
+        mesh=lambda ranks, _: Mesh(((BRANCH, ranks),)),
+        paper="Krizhevsky 2014, One weird trick for parallelizing convolutional neural networks, "
+        "arXiv 1404.5997",
     ),
 )

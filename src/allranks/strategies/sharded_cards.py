@@ -27,6 +27,20 @@ def _zero(work: Workload, options: Mapping[str, Any]) -> int:
     return round((roots + 1) * part * cut) + tree_bytes(work, [whole]) + sum(moved)
 
 
+BOTH: dict[str, Any] = {
+    "guarantee": Exact(),
+    "bytes_sent": _zero,
+    "many_ranks": True,
+    "bitwise_options": {"reduce": "tree"},
+    "options": (
+        Option("reduce", "mean", "how gradients are summed", ("mean", "tree")),
+        Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),
+    ),
+    "paper": "Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054",
+    "agreement": Agreement(cuts_optimizer=True),
+}
+
+
 def _expert_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
     copies = replicas_of(options)
     if ranks % copies:
@@ -47,38 +61,20 @@ def _expert(work: Workload, options: Mapping[str, Any]) -> int:
     return round(rows + 2 * (work.ranks - 1) / work.ranks * shared + between)
 
 
-PAPER = "Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054"
-OPTIONS = (
-    Option("reduce", "mean", "how gradients are summed", ("mean", "tree")),
-    Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),
-)
-
 SHARDED_CARDS = (
     Card(
         name="zero1",
         summary="The optimizer's state in parts: each rank updates its own rows of every weight.",
-        guarantee=Exact(),
-        bytes_sent=_zero,
         bytes_formula="2(N-1)/N · (weights + tally); tree: (roots + 1)(N-1)/N · weights + tally",
         memory="weights + gradients + optimizer/N; tree: roots + 2 more gradients",
-        many_ranks=True,
-        bitwise_options={"reduce": "tree"},
-        options=OPTIONS,
-        paper=PAPER,
-        agreement=Agreement(cuts_optimizer=True),
+        **BOTH,
     ),
     Card(
         name="zero2",
         summary="As zero1, and the gradients in parts too: scattered after every backward pass.",
-        guarantee=Exact(),
-        bytes_sent=_zero,
         bytes_formula="(passes + 1)(N-1)/N · weights + 2(N-1)/N · tally; tree: as zero1",
         memory="weights + gradients/N + two buckets + optimizer/N; tree: as zero1",
-        many_ranks=True,
-        bitwise_options={"reduce": "tree"},
-        options=OPTIONS,
-        paper=PAPER,
-        agreement=Agreement(cuts_optimizer=True),
+        **BOTH,
     ),
     Card(
         name="expert",

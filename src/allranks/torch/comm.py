@@ -148,10 +148,10 @@ class Comm:
         self._count(kind, given.nbytes * (1 - own))
         return self._begin(dist.all_to_all_single, received, given, receive_sizes, give_sizes)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0, kind: str = "control") -> None:
         """The `tensor` of rank `source` on all. Counted as one copy sent on by each but one."""
         if self.size > 1:
-            self._count("control", tensor.nbytes * (self.size - 1) / self.size)
+            self._count(kind, tensor.nbytes * (self.size - 1) / self.size)
             self._begin(dist.broadcast, reals(tensor.detach()), group_src=source).wait()
 
     def send(self, tensor: Tensor, to: int, tag: int, kind: str = "gradients") -> Pending:

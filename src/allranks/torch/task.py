@@ -93,6 +93,14 @@ class Task(TaskFields):
         """
         return None
 
+    def branches(self, model: nn.Module) -> Sequence[str] | Mapping[str, int] | None:
+        """The modules that `--strategy branches` runs at the same time, on different ranks.
+
+        Names of modules of the model, which none calls within another: dealt out by the bytes of
+        their weights, or with the rank of each. The rest of the model is on every rank.
+        """
+        return None
+
     def tensor_plan(self, model: nn.Module) -> Mapping[str, Any] | None:
         """Which layers `--strategy tensor` cuts: names of modules (`*` for any) -> how.
 

@@ -5,7 +5,7 @@ Used where several passes make up a micro-batch: replicas on devices, pieces in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, owned_shards
 from allranks.torch.data.nested import concatenated, map_tensors, tensors_in
+from allranks.torch.task import Task
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,7 @@ def scattered(
     """The rows of each share, on its device; what has no rows goes to all."""
     for tensor in tensors_in(data):
         if tensor.ndim and tensor.shape[0] != samples:
-            raise RequestError(
-                asked=cut.asked,
-                found=f"a tensor of shape {tuple(tensor.shape)} in a batch of {samples} samples",
-                why=f"the rows of a batch are cut for {cut.whose}, so there is one for each sample",
-                do="let collate give every tensor a row per sample, or use --strategy ddp",
-            )
+            raise _no_row_each(tensor, samples, cut)
     if len(shares) > 1:
         _check_rows(data, samples, cut)
     parts, start = [], 0
@@ -62,6 +58,42 @@ def scattered(
 
         parts.append(map_tensors(own, data))
     return parts
+
+
+def check_first_batch(task: Task, cut: Cut) -> Callable[[], None]:
+    """Look whether rows follow samples in the first batch of each size that `collate` makes.
+
+    It is asked for one sample less, too: what has as many rows then is no row for each sample, and
+    would be cut where there are as many samples by chance. Returns what undoes this.
+    """
+    if not task.overrides("collate") or "collate" in vars(task):
+        return lambda: None
+    collate, seen = task.collate, {1}
+
+    def checked(samples: list[Any]) -> Any:
+        found = collate(samples)
+        if len(samples) not in seen:
+            seen.add(len(samples))
+            pairs = zip(tensors_in(found), tensors_in(collate(samples[:-1])), strict=False)
+            for tensor, fewer in pairs:
+                if tensor.ndim and tensor.shape[0] == fewer.shape[0] == len(samples):
+                    raise _no_row_each(tensor, len(samples), cut)
+        return found
+
+    def undo() -> None:
+        vars(task).pop("collate", None)
+
+    vars(task)["collate"] = checked
+    return undo
+
+
+def _no_row_each(tensor: Tensor, samples: int, cut: Cut) -> RequestError:
+    return RequestError(
+        asked=cut.asked,
+        found=f"a tensor of shape {tuple(tensor.shape)} in a batch of {samples} samples",
+        why=f"the rows of a batch are cut for {cut.whose}, so there is one for each sample",
+        do="let collate give every tensor a row per sample, or use --strategy ddp",
+    )
 
 
 def _check_rows(data: Any, samples: int, cut: Cut) -> None:

@@ -9,72 +9,24 @@ through one group would wait for each other.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.tree import DTYPES, NAMES
 from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.groups.pending import Pending
+from allranks.torch.pipelining.looks import Looks, flat, laid_out
 
 LOOKS_TAG = 0
 Room = list[tuple[Tensor, bool]]
 """Memory for the tensors of a value, and which of them want a gradient."""
 Sent = tuple[Pending, Tensor]
 """A message, and the memory that it leaves from."""
-PLAIN = (bool, int, float, str, type(None))
-
-
-@dataclass(frozen=True)
-class Looks:
-    """What there is to know of a value but its numbers; `text` is how it is told."""
-
-    text: str
-
-    @staticmethod
-    def of(value: Any) -> Looks:
-        rows = [
-            [NAMES[t.dtype], list(t.shape), list(_laid_out(t).stride()), t.requires_grad]
-            for t in tensors_in(value)
-        ]
-        return Looks(json.dumps([_structure(value), rows]))
-
-    def tensors(self, device: torch.device) -> list[tuple[Tensor, bool]]:
-        """Room for each tensor, and whether it wants a gradient."""
-        return [
-            (torch.empty_strided(shape, stride, dtype=DTYPES[kind], device=device), wants)
-            for kind, shape, stride, wants in self.rows
-        ]
-
-    def value(self, tensors: Iterator[Tensor]) -> Any:
-        """The value that is made of these tensors."""
-        return _value(_parsed(self.text)[0], tensors)
-
-    @property
-    def rows(self) -> list[Any]:
-        """Of each tensor the type, shape, strides, and whether it wants a gradient."""
-        found: list[Any] = _parsed(self.text)[1]
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its tensors."""
-        return sum(math.prod(shape) * DTYPES[kind].itemsize for kind, shape, *_ in self.rows)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """The bytes of the gradients that come back."""
-        return sum(
-            math.prod(shape) * DTYPES[kind].itemsize for kind, shape, _, wants in self.rows if wants
-        )
 
 
 class Links:
@@ -99,9 +51,9 @@ class Links:
         elif known != looks:
             raise _changed(stage, known, looks)
         tag = _tag(stage, micro)
-        sent = [(_laid_out(t.detach()), peer) for t in tensors_in(value)]
+        sent = [(laid_out(t.detach()), peer) for t in tensors_in(value)]
         self._on_their_way[stage, micro] = [
-            (self.line.send(_flat(t), to, tag, kind), t) for t, to in sent if t.numel()
+            (self.line.send(flat(t), to, tag, kind), t) for t, to in sent if t.numel()
         ]
 
     def expect(self, stage: int, micro: int, key: Hashable) -> None:
@@ -118,7 +70,7 @@ class Links:
 
     @staticmethod
     def _posted(comm: Comm, room: Room, peer: int, tag: int) -> list[Pending]:
-        return [comm.receive(_flat(t), peer, tag) for t, _ in room if t.numel()]
+        return [comm.receive(flat(t), peer, tag) for t, _ in room if t.numel()]
 
     def receive(self, stage: int, micro: int, key: Hashable) -> tuple[Any, list[Received]]:
         """What the stage before `stage` returned, and its tensors that want a gradient."""
@@ -150,8 +102,8 @@ class Links:
         for one in received:
             if one.tensor.numel():
                 gradient = torch.zeros_like(one.tensor) if one.gradient is None else one.gradient
-                flat = _flat(_as(gradient, one.tensor))
-                sent.append((self.backwards.send(flat, peer, tag), flat))
+                bytes_of_it = flat(_as(gradient, one.tensor))
+                sent.append((self.backwards.send(bytes_of_it, peer, tag), bytes_of_it))
         self._on_their_way[-1 - stage, micro] = sent
 
     def receive_gradients(
@@ -216,11 +168,11 @@ class Links:
             raise _changed(source, known, looks)
         if looks is not None:
             for tensor in tensors_in(value):
-                line.broadcast(_flat(_laid_out(tensor.detach())), source)
+                line.broadcast(flat(laid_out(tensor.detach())), source)
             return value
         found = [tensor for tensor, _ in known.tensors(line.device)]
         for tensor in found:
-            line.broadcast(_flat(tensor), source)
+            line.broadcast(flat(tensor), source)
         return known.value(iter(found))
 
     def _tell(self, looks: Looks, peer: int) -> None:
@@ -264,79 +216,22 @@ class _Entering(torch.autograd.Function):
         return None, None
 
 
-@lru_cache(maxsize=1024)
-def _parsed(text: str) -> Any:
-    return json.loads(text)
-
-
 def _tag(stage: int, micro: int) -> int:
     return 1 + stage + (micro << 12)
 
 
-def _laid_out(tensor: Tensor) -> Tensor:
-    """The tensor in one piece of memory, in its own order (channels-last) if it is dense."""
-    plain = tensor.resolve_conj().resolve_neg()
-    return plain if _is_dense(plain) else plain.contiguous()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its numbers fill a piece of memory, in whatever order of dimensions."""
-    filled = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != filled:
-                return False
-            filled *= size
-    return True
-
-
 def _room_for(tensor: Tensor) -> Tensor:
-    stride = _laid_out(tensor.detach()).stride()
+    stride = laid_out(tensor.detach()).stride()
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor, as bytes."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8) if tensor.numel() else flat
 
 
 def _as(gradient: Tensor, like: Tensor) -> Tensor:
     """The gradient in the order of memory of what it is of."""
     if gradient.stride() == like.stride() and gradient.dtype == like.dtype:
-        return _laid_out(gradient)
+        return laid_out(gradient)
     return torch.empty_strided(
         like.shape, like.stride(), dtype=like.dtype, device=like.device
     ).copy_(gradient)
-
-
-def _structure(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return "tensor"
-    if type(value) in (tuple, list):
-        return {type(value).__name__: [_structure(item) for item in value]}
-    if type(value) is dict and all(type(key) is str for key in value):
-        return {"dict": {key: _structure(item) for key, item in value.items()}}
-    if type(value) in PLAIN:
-        return {"plain": value}
-    raise RequestError(
-        asked="a pipeline over stages",
-        found=f"a stage that returns a {type(value).__name__}",
-        why="what a stage returns is sent to the rank of the next one",
-        do="return a tensor, or tensors in tuples, lists and dicts",
-    )
-
-
-def _value(structure: Any, tensors: Iterator[Tensor]) -> Any:
-    if structure == "tensor":
-        return next(tensors)
-    ((kind, inner),) = structure.items()
-    if kind == "plain":
-        return inner
-    if kind == "dict":
-        return {key: _value(item, tensors) for key, item in inner.items()}
-    items = [_value(item, tensors) for item in inner]
-    return tuple(items) if kind == "tuple" else items
 
 
 def _changed(stage: int, known: Looks, looks: Looks) -> RequestError:

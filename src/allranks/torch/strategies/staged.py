@@ -1,6 +1,6 @@
 """What strategies share whose ranks each hold some of the tensors: names, state, whole tensors.
 
-Each rank keeps the weights of its own stages; those of the others are meta tensors of the same
+Each rank keeps the weights of its own parts; those of the others are meta tensors of the same
 names and shapes, so that optimizer, tally and state have the layout of one process on every rank.
 Buffers are kept on all ranks, where the engine writes them alike.
 """
@@ -8,9 +8,10 @@ Buffers are kept on all ranks, where the engine writes them alike.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,15 @@ class Staged(Strategy):
     """Stages of a model on the ranks of a `line`; `last` is the number of the last stage."""
 
     line: Comm
+    _tied: Mapping[str, str] = MappingProxyType({})
     last: int
     own_stages: range
+    takes_batch_loss: ClassVar[bool] = False
+    """Whether the outputs of all samples are there before a backward pass begins."""
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         asked = f"--strategy {self.name} --ranks {self.comm.size}"
-        self._check_task(asked)
+        self.check_task(asked)
         scope, precision = self.context.scope, self.context.precision
         seconds = measured(model, self.task, scope, precision, self.comm, self.name)
         costs = seconds if self.context.options["by"] == "cost" else bytes_of
@@ -54,20 +58,24 @@ class Staged(Strategy):
             if self.line.rank in ranks:
                 self._axes[f"tied {ranks}"] = not_alike(self.line.among(ranks), self.line)
         self._tied = {n: f"tied {r}" for n, r in shared.items() if self.line.rank in r}
+        self.hold(model, ranks_of)
+        return model
+
+    def hold(self, model: nn.Module, ranks_of: Mapping[str, Sequence[int]]) -> None:
+        """Keep the weights of this rank; the first that holds one is its home."""
         self.home = {name: ranks[0] for name, ranks in ranks_of.items()}
         self.held = {n for n, ranks in ranks_of.items() if self.line.rank in ranks}
         _leave_to_others(model, self.held)
         self._crossed: dict[int, int] = {}
         self.steps = 0
-        return model
 
     def cut_stages(self, model: nn.Module) -> None:
         """Cut the weights of all stages, where several ranks hold a stage together."""
 
-    def _check_task(self, asked: str) -> None:
+    def check_task(self, asked: str) -> None:
         """Raise `RequestError` for what stages have no way to do."""
         found = why = do = ""
-        if self.task.loss_over == "batch":
+        if self.task.loss_over == "batch" and not self.takes_batch_loss:
             found = 'loss_over = "batch"'
             why = "a schedule begins backward passes before the outputs of all samples are there"
             do = "--strategy ddp"
@@ -114,13 +122,16 @@ class Staged(Strategy):
         everywhere, exact = self.step.parameters, self.shard_alone
         return StagedGradients(self.own, self._counted, everywhere, self.line, exact=exact)
 
-    def refuse_written_buffers(self) -> None:
-        """Raise `RequestError` where the model writes buffers of its own in forward."""
-        if written := sorted(self.step.user_buffers.written):
+    def refuse_written_buffers(self, within: tuple[str, ...] = ("",)) -> None:
+        """Raise `RequestError` where the model writes buffers of its own in forward.
+
+        Those of names that begin so, which not all ranks go through.
+        """
+        if written := sorted(n for n in self.step.user_buffers.written if n.startswith(within)):
             raise RequestError(
                 asked=f"--strategy {self.name}",
                 found=written_in_forward(written).found,
-                why="only the rank of its stage would know what is written",
+                why="only the rank that goes through them would know what is written",
                 do="compute it from parameters, or --strategy ddp",
             )
 

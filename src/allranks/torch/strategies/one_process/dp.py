@@ -31,7 +31,14 @@ from allranks.job.placement import GATHERED, Placed
 from allranks.strategies.shards import Micro
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.nested import tensors_in
-from allranks.torch.data.shares import Cut, gathered, samples_in, scattered, shares_of
+from allranks.torch.data.shares import (
+    Cut,
+    check_first_batch,
+    gathered,
+    samples_in,
+    scattered,
+    shares_of,
+)
 from allranks.torch.model.layers import Scope, computed_again
 from allranks.torch.model.placement import held, row
 from allranks.torch.step.gradients import Gradients
@@ -39,6 +46,7 @@ from allranks.torch.step.losses import forward
 from allranks.torch.step.step import SharedStep
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.one_process.model_copy import copy_of, follow
 
 NAME = "inputs and outputs of a micro-batch"
@@ -86,6 +94,10 @@ class DP(Strategy):
     name = "dp"
     can_be_compiled = False
     has_one_model = False
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._unchecked = check_first_batch(self.task, CUT)  # before data is opened
 
     def prepare(self) -> None:
         count, device = self.context.options["replicas"], self.comm.device
@@ -202,9 +214,10 @@ class DP(Strategy):
         return rows + self._gathered_rows
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads; the task is as it was."""
         for replica in (self.first, *self.copies):
             replica.thread.shutdown()
+        self._unchecked()
         super().close()
 
 

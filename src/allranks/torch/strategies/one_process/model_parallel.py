@@ -32,7 +32,14 @@ from allranks.errors import RequestError
 from allranks.job.placement import Placed
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.nested import map_arguments, tensors_in
-from allranks.torch.data.shares import Cut, gathered, samples_in, scattered, shares_of
+from allranks.torch.data.shares import (
+    Cut,
+    check_first_batch,
+    gathered,
+    samples_in,
+    scattered,
+    shares_of,
+)
 from allranks.torch.model.activation_checkpointing import Recomputed, recomputed
 from allranks.torch.model.block_costs import seconds_of
 from allranks.torch.model.device_map import DeviceMap, balanced, by_hand, units_of
@@ -65,6 +72,9 @@ class ModelParallel(Single):
         self.cuts_micro_batches = self.split > 1
         self._check_split()
         self._hooks: list[RemovableHandle] = []
+        self._unchecked: Callable[[], None] = lambda: None
+        if self.cuts_micro_batches:
+            self._unchecked = check_first_batch(self.task, CUT)  # before data is opened
         self._holders: list[list[OfShard | Recomputed]] = [[] for _ in self.devices]
         self._here = threading.local()
         self._pieces = [
@@ -270,6 +280,7 @@ class ModelParallel(Single):
         for piece in self._pieces:
             piece.thread.shutdown()
         self._remove_hooks()
+        self._unchecked()
         super().close()
 
 

@@ -1,0 +1,164 @@
+"""Branches of one model on different ranks at the same time: towers, paths, heads.
+
+    every rank     the forward of the whole model, for the whole batch: the trunk is computed alike
+    a branch       runs on its home rank; what it returns is broadcast       `branching.calls`
+    backward       each rank goes back through its branches; gradients of their inputs are summed
+    reduce         the tally; gradients of the trunk are the same on all ranks already
+
+Weights of a branch, their gradients and what the optimizer keeps are on its home rank alone, with
+meta tensors elsewhere, as in a pipeline; those of the trunk are on all ranks. A step takes the time
+of the trunk and of the slowest rank's branches, where no branch waits for what another returns.
+Krizhevsky 2014, One weird trick for parallelizing convolutional neural networks, arXiv 1404.5997.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from allranks.errors import RequestError
+from allranks.strategies.mesh import BRANCH
+from allranks.torch.branching.calls import Calls
+from allranks.torch.branching.exchange import Exchange
+from allranks.torch.branching.later import real, wait_before
+from allranks.torch.branching.plan import Branch, Plan, holds, plan_of
+from allranks.torch.branching.run import Around
+from allranks.torch.data.batch import Batch
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.losses import forward
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.staged import Staged
+
+ELSEWHERE = re.compile(r"\bmeta\b", re.IGNORECASE)
+
+
+class Branches(Staged):
+    """Run the branches of this rank. Sends their outputs, gradients of their inputs, the tally."""
+
+    name = "branches"
+    equal_passes = True
+    can_be_compiled = False
+    takes_batch_loss = True
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        self.line = self.axis(BRANCH)
+        self._hooks: list[RemovableHandle] = []
+        self._forwards: list[tuple[nn.Module, Any]] = []
+        ranks, asked = self.line.size, f"--strategy {self.name} --ranks {self.comm.size}"
+        self.check_task(asked)
+        alone = Plan((), (), ())
+        self.plan = alone if ranks == 1 else plan_of(self.task, model, ranks, asked)
+        holders = self.plan.holders(model, ranks)
+        many = {n for n, found in holders.items() if len(found) > 1}
+        shared = {
+            branch.number: [
+                p for n, p in model.named_parameters() if n in many and holds(branch.module, p)
+            ]
+            for branch in self.plan.branches
+        }
+        self.hold(model, holders)
+        self.exchange = Exchange(self.line)
+        scope, exchange = self.context.scope, self.exchange
+        self.calls = Calls(Around(exchange, scope, shared, self._running, self._is_apart))
+        for branch in self.plan.branches:
+            self._intercept(branch)
+        for module in self.plan.trunk:
+            hook = module.register_forward_pre_hook(wait_before, with_kwargs=True)
+            self._hooks.append(hook)
+        return model
+
+    def _intercept(self, branch: Branch) -> None:
+        """Let a call of the branch wait for the others."""
+        module: Any = branch.module
+        self._forwards.append((module, vars(module).get("forward")))
+        forward = module.forward
+        module.forward = lambda *args, **keywords: self.calls.call(branch, forward, args, keywords)
+
+    def _is_apart(self) -> bool:
+        return self.step.apart.is_on
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Around the branches of this rank: the moments of their BatchNorm are counted here.
+
+        Those of the trunk are the same on all ranks, and counted by the first.
+        """
+        scope, counts = self.context.scope, self.step.parts.counts_samples
+        if counts or not scope.pieces:
+            yield
+            return
+        before, scope.moments = scope.moments, {}
+        try:
+            yield
+            if not self.step.for_others.is_on:
+                self._tally.add(self._tally.tensor.new_zeros(()), 0, 0, scope)
+        finally:
+            scope.moments = before
+
+    def prepare(self) -> None:
+        self.step.forward = lambda data: forward(self.task, self._whole, data)
+
+    def _whole(self, *args: Any, **keywords: Any) -> Any:
+        """The output of the model; all branches that were called have run."""
+        self.calls.begin()
+        with _explained():
+            output = self.step.call(*args, **keywords)
+            self.calls.close()
+            return real(output)
+
+    # --- a step ---------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        for parameter in self.own:
+            parameter.grad = None
+        self.steps += 1
+        tally = self._tally = self.step.layout.tally()
+        with self.exchange.opened("gradients"):
+            self.step.accumulate(batch, lambda leaf: tally)
+        self.refuse_written_buffers(tuple(f"{branch.name}." for branch in self.plan.branches))
+        return tally
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        self.comm.all_reduce(local.tensor).wait()
+        return local, self.gradients()
+
+    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
+        """The output for data that all ranks have; every rank calls this."""
+        return forward(self._whole, data)
+
+    def messages(self) -> tuple[int, ...]:
+        """What branches return, the gradients of what they are given, the tally: of a step."""
+        layout, found, steps = self.step.layout, self.exchange, max(1, self.steps)
+        tally = layout.size * layout.like.element_size()
+        return round(found.sent / steps), round(found.reduced / steps), tally
+
+    def close(self) -> None:
+        """The model is the user's own again."""
+        for hook in self._hooks:
+            hook.remove()
+        for module, before in self._forwards:
+            vars(module).pop("forward", None)
+            if before is not None:
+                vars(module)["forward"] = before
+        super().close()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Within, torch's error over a tensor that is on another rank says what to do about it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not ELSEWHERE.search(str(error)):
+            raise
+        raise RequestError(
+            asked="--strategy branches",
+            found=f"weights of a branch of another rank: {str(error).splitlines()[0][:200]}",
+            why="a branch is called as a whole, and what it holds is used there alone",
+            do="call the module that branches(model) names, or name the parts that are called",
+        ) from error
