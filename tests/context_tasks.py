@@ -12,7 +12,9 @@ from torch.optim import AdamW, Optimizer
 
 import tensor_tasks
 from allranks.programs.models.gpt import Block, GPTShape, gpt
-from contract_tasks import Sentences
+from allranks.torch import MixtureOfExperts
+from allranks.training.callback import Callback
+from contract_tasks import SAMPLES, Sentences
 
 __all__ = ["Sentences"]
 
@@ -35,6 +37,17 @@ class Rotary(Sentences):
 
     def model(self) -> nn.Module:
         return _Rotary(self.vocabulary, "cos")
+
+
+@dataclass(kw_only=True)
+class Between(Sentences):
+    """A mean over time between blocks, behind a gate of zero; positions by sample, of which the
+    last batch has as many as a sample has positions."""
+
+    tokens: int = SAMPLES % 24
+
+    def model(self) -> nn.Module:
+        return _Rotary(self.vocabulary, "between")
 
 
 class Halved(Sentences):
@@ -89,7 +102,25 @@ class Refused(Sentences):
                 attention_dropout=0.1,
             )
             return gpt(shape)
-        return _Rotary(self.vocabulary, self.fault)
+        model = _Rotary(self.vocabulary, self.fault)
+        if self.fault == "let in later":
+            for block in model.blocks:
+                block.get_parameter("gate").requires_grad_(False)
+        return model
+
+    def callbacks(self) -> list[Callback]:
+        return [_LetsIn()] if self.fault == "let in later" else []
+
+
+class _LetsIn(Callback):
+    """Gates are trained from the second step on."""
+
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        for block in trainer.strategy.model.blocks:
+            block.gate.requires_grad_(True)
+
+
+BETWEEN = "between", "beside blocks"
 
 
 class _Rotary(nn.Module):
@@ -101,11 +132,13 @@ class _Rotary(nn.Module):
         self.embedding = nn.Embedding(vocabulary, 16)
         scale = nn.Parameter(torch.ones(16))
         self.blocks = nn.ModuleList(_RotaryBlock(scale, fault) for _ in range(2))
-        self.scale = scale
+        self.scale, self.calls = scale, 0
+        self.gate = nn.Parameter(torch.zeros(())) if fault in BETWEEN else None
         self.out = nn.Linear(16, vocabulary)
 
     def forward(self, text: Tensor) -> Tensor:
         x, length = self.embedding(text), text.shape[1]
+        first = x
         angles = torch.arange(length, dtype=x.dtype)[:, None] / torch.tensor([1.0, 10.0]).to(x)
         mask = (
             torch.ones(length, length, dtype=torch.bool)
@@ -114,12 +147,20 @@ class _Rotary(nn.Module):
                 torch.rand(length, length, generator=torch.Generator().manual_seed(1)) < 0.2
             )
         )
+        self.calls += self.fault == "layout"
+        if self.fault == "between":
+            angles = angles.expand(len(text), 1, -1, -1)
+        elif self.fault == "layout" and self.calls > 4:
+            angles = angles[None]
         for number, block in enumerate(self.blocks):
             if self.fault == "skips" and number and torch.rand(()) < 0.5:
                 continue
             x = block(x, (angles.cos(), angles.sin()), mask)
-            if self.fault == "between blocks" and number == 0:
-                x = x - x.mean(1, keepdim=True)
+            if self.fault == "between" and number == 0:
+                x = x + self.gate * x.mean(1, keepdim=True)
+            first = x if number == 0 else first
+        if self.fault == "beside blocks":
+            x = x + self.gate * first.mean(1, keepdim=True)
         found: Tensor = self.out(x * self.scale)
         return found
 
@@ -132,6 +173,8 @@ class _RotaryBlock(nn.Module):
         self.drop, self.scale, self.fault = nn.Dropout(0.1), scale, fault
         self.mixed = nn.Conv1d(16, 16, 3, padding=1)
         self.gate = nn.Parameter(torch.zeros(()))  # hides in forward what is behind it
+        if fault == "capacity":
+            self.experts = MixtureOfExperts(16, 16, 4, top_k=1, capacity_factor=1.0)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
@@ -154,7 +197,9 @@ class _RotaryBlock(nn.Module):
         else:
             found = F.scaled_dot_product_attention(query, key, value, mask, rate, enable_gqa=True)
         x = x + self.drop(found.transpose(1, 2).flatten(2))
-        if fault == "convolution":
+        if fault == "capacity":
+            x = x + self.experts(x).output
+        if fault in ("convolution", "let in later"):
             x = x + self.gate * self.mixed(x.transpose(1, 2)).transpose(1, 2)
         if fault == "dropout by function":
             x = F.dropout(x, 0.1, self.training)

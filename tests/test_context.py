@@ -51,7 +51,7 @@ def test_attention_over_parts_is_attention(
     [
         *(("Odd", "ulysses", 2), ("Odd", "ulysses", 4), ("Odd", "ring", 3)),
         *(("Rotary", "ulysses", 2), ("Rotary", "ring", 3)),
-        *(("Halved", "ulysses", 2), ("Coupled", "ring", 2)),
+        *(("Between", "ring", 2), ("Halved", "ulysses", 2), ("Coupled", "ring", 2)),
         *(("Encoder", "ulysses", 2), ("Encoder", "ring", 3)),
     ],
 )
@@ -172,7 +172,10 @@ def test_check_calls_it_equal(precision: str, check: Check) -> None:
         ("attention written out", "in the block 'blocks.0'"),
         ("dropout of weights", r"dropout in a block, on a tensor of shape \(24, 4, 6, 6\)"),
         ("dropout by function", "in the block 'blocks.0'"),
-        ("between blocks", "what forward does between two blocks"),
+        ("beside blocks", "aten.mean.dim in what _Rotary.forward does with what a block returns"),
+        ("let in later", "the gradient of 'gate' differs"),
+        ("layout", r"a tensor of shape \(1, 12, 2\), with 12 positions, another one"),
+        ("capacity", "a MixtureOfExperts with capacity_factor in the block 'blocks.0'"),
         ("skips", "other calls of blocks than in the first pass, at 'blocks.1'"),
         ("own mask", r"a mask of shape \(6, 6\) for 12 positions"),
         ("drops weights", "dropout_p=0.1"),

@@ -5,8 +5,10 @@ counted from its own length, a convolution or a mean over time, an RNN, attentio
 draws by the shape of what it is given, runs without an error on a part of the sequence, and is
 wrong. So each block goes through forward and backward once whole and once cut, from the same
 activations, with the same draws; output, gradient of the input and gradient of each weight must
-agree, up to rounding. Then the model's output must be that of the whole pass. Costs about two more
-passes, and in each of them one block of whole length at a time.
+agree, up to rounding, which is that of the weights: blocks are compared without autocast and
+TF32. Then the model's output must be that of the whole pass, and nothing may have been done with a
+part of it between two blocks. Costs about two more passes, and in each of them one block of whole
+length at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.errors import AllranksError, RequestError
 from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
@@ -37,6 +40,7 @@ from allranks.torch.step.user_buffers import Copy, UserBuffers, put_back
 
 ROUNDED = {torch.float64: (1e-8, 1e-11), torch.float32: (1e-3, 1e-5)}
 HALF = 5e-2, 5e-2
+FULL = 4  # bytes of a float32
 """By type: how far a change may be off, by its own size and by that of what it is part of."""
 WHY = (
     "a rank has some positions of the sequence there, so a block may look along it in "
@@ -76,7 +80,8 @@ class Proof:
         if not any(call.length for call in whole.calls):
             raise nothing_to_cut(f"blocks of other shapes, in {type(self.model).__name__}")
         cut = CutPass(self.exchange, whole.calls, self._prove)
-        with _refused(f"the model {type(self.model).__name__}"), self.passes.passing(cut):
+        name = type(self.model).__name__
+        with _refused(f"the model {name}"), self.passes.passing(cut), _Between(cut, name):
             output = run()
         cut.close()
         self._compare_outputs(wanted, output)
@@ -105,9 +110,12 @@ class Proof:
         assert hidden is not None
         with self.exchange.opened("control"):
             whole_hidden = self.exchange.all(hidden.detach(), POSITIONS, span.whole)
-        with _refused(f"the block {block.name!r}"):
+        with _refused(f"the block {block.name!r}"), _exactly(self.scope.device) as exact:
+            given, own, whole_hidden, hidden = map_arguments(
+                exact, (given, own, whole_hidden, hidden.detach())
+            )
             whole = self._ran(block, None, given, whole_hidden, span)
-            cut = self._ran(block, span, own, hidden.detach(), span)
+            cut = self._ran(block, span, own, hidden, span)
         self._compare(block, span, whole, cut)
 
     @torch.enable_grad()
@@ -175,7 +183,8 @@ class Proof:
             if whole.is_floating_point()
         ]
         if rows:
-            self._judge(where, rows, next(tensors_in(output)).dtype)
+            kind = torch.bfloat16 if self.is_half else next(tensors_in(output)).dtype
+            self._judge(where, rows, kind)
 
     def _judge(
         self, where: str, rows: list[tuple[str, Tensor, Tensor, Tensor]], kind: torch.dtype
@@ -184,10 +193,51 @@ class Proof:
         numbers = torch.stack([torch.stack([one.double() for one in row[1:]]) for row in rows])
         with self.exchange.opened("control"):
             self.exchange.sum_(numbers)
-        share, floor = HALF if self.is_half else ROUNDED.get(kind, HALF)
+        share, floor = ROUNDED.get(kind, HALF)
         for (what, *_), (off, change, size) in zip(rows, numbers.sqrt().tolist(), strict=True):
             if not off <= share * change + floor * size:
                 raise _refusal(f"{what} differs by {off:.2g} (of {size:.2g}) in {where}")
+
+
+@contextmanager
+def _exactly(device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Within, nothing is rounded below the type of the weights; yields what casts an activation."""
+    is_cast, rounds = torch.is_autocast_enabled(device.type), torch.get_float32_matmul_precision()
+
+    def exact(tensor: Tensor) -> Tensor:
+        is_low = is_cast and tensor.is_floating_point() and tensor.itemsize < FULL
+        return tensor.float() if is_low else tensor
+
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield exact
+    finally:
+        torch.set_float32_matmul_precision(rounds)
+
+
+class _Between(TorchDispatchMode):
+    """Refuses what a model does with a rank's positions on their way from block to block."""
+
+    def __init__(self, cut: CutPass, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cut, self.name = cut, name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.cut.is_inside:
+            used = {_storage(tensor) for tensor in tensors_in((args, kwargs or {}))}
+            if used & {_storage(part) for part in self.cut.handed}:
+                raise _refusal(
+                    f"{func} in what {self.name}.forward does with what a block returns, "
+                    "beside giving it to the next block"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def _changed(copy: Copy, version: int) -> bool:

@@ -3,7 +3,8 @@
     embeddings, positions      whole, alike on all ranks
     first block                cut: (n, t, d) -> this rank's (n, t/P, d)
     blocks                     own positions; attention over all of them              `attention`
-    last block                 gathered: (n, t/P, d) -> (n, t, d)
+    last block                 gathered: (n, t/P, d) -> (n, t, d); so is one behind which the model
+                               does anything before the next block
     head, loss                 whole, alike on all ranks
 
 The first pass in training, and the first in evaluation, first goes through the model whole, to see
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,10 +35,16 @@ DIMS = 3  # (sample, position, feature)
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a block in a pass: of how many positions, 0 where it is not cut."""
+    """A call of a block in a pass: of how many positions, 0 where it is not cut.
+
+    `follows`: it is given the very tensor that the block before returned. `cuts`: of each other
+    tensor that it was given in the first pass, how many dimensions it has, and which was cut.
+    """
 
     block: CutBlock
     length: int
+    follows: bool
+    cuts: list[tuple[int, int | None]] = field(default_factory=list)
 
 
 class CutBlock:
@@ -91,12 +98,15 @@ class WholePass(Pass):
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.last: Tensor | None = None
 
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         output = super().called(block, args, keywords)
         given, found = hidden_of((args, keywords)), hidden_of(((output,), {}))
         fits = given is not None and found is not None and given.shape[:2] == found.shape[:2]
-        self.calls.append(Call(block, given.shape[POSITIONS] if fits and given is not None else 0))
+        length = given.shape[POSITIONS] if fits and given is not None else 0
+        self.calls.append(Call(block, length, follows=given is not None and given is self.last))
+        self.last = found
         return output
 
 
@@ -112,8 +122,18 @@ class CutPass(Pass):
         self.exchange, self.calls, self.prove = exchange, calls, prove
         self.at = 0
         self.span: Span | None = None
+        self.last: Tensor | None = None  # this rank's positions, on their way to the next block
+        self.is_inside = False  # a block
+        self.handed: list[Tensor] = []  # all that were on their way, where it is proved
 
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        self.is_inside = True
+        try:
+            return self._called(block, args, keywords)
+        finally:
+            self.is_inside = False
+
+    def _called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         call = self.calls[self.at] if self.at < len(self.calls) else None
         if call is None or call.block is not block:
             raise _other_blocks(block.name)
@@ -125,7 +145,9 @@ class CutPass(Pass):
         if hidden is None:
             raise _other_blocks(block.name)
         span = self.span = self.span or span_of(hidden, self.exchange)
-        own = self._own(block, given, span, hidden, is_first=is_first)
+        if not is_first and hidden is not self.last:
+            raise _other_blocks(block.name)
+        own = self._own(call, given, span, hidden, is_first=is_first)
         if self.prove is not None:
             self.prove(block, span, given, own)
         output = block.run(span, *own[0], **own[1])
@@ -134,22 +156,28 @@ class CutPass(Pass):
             raise _other_length(block.name, found, span)
         rest = self.calls[self.at :]
         if not _ends(call, rest):
+            self.last = found
+            if self.prove is not None:
+                self.handed.append(found)
             return output
         self.span = None
         is_last = not any(one.length for one in rest)
         return with_hidden(output, self.exchange.whole_rows(found, span, is_last=is_last))
 
     def _own(
-        self, block: CutBlock, given: Arguments, span: Span, hidden: Tensor, *, is_first: bool
+        self, call: Call, given: Arguments, span: Span, hidden: Tensor, *, is_first: bool
     ) -> Arguments:
-        """This rank's positions of what a block is given."""
-        if not is_first and hidden.shape[POSITIONS] != span.own:
-            raise _other_length(block.name, hidden, span)
+        """This rank's positions of what a block is given, cut as in the pass that was proved."""
+        known, name = iter(call.cuts), call.block.name
 
         def own(tensor: Tensor) -> Tensor:
             if tensor is hidden:
                 return self.exchange.own_rows(tensor, span) if is_first else tensor
-            dim = position_dim(tensor, span.whole, block.name)
+            if self.prove is not None:
+                call.cuts.append((tensor.ndim, position_dim(tensor, span.whole, name)))
+            dims, dim = next(known, (-1, None))
+            if tensor.ndim != dims or (dim is not None and tensor.shape[dim] != span.whole):
+                raise _other_argument(name, tensor, span)
             return tensor if dim is None else self.exchange.own_rows(tensor, span, dim)
 
         args, keywords = map_arguments(own, given)
@@ -216,8 +244,8 @@ class BlockPasses:
 
 
 def _ends(call: Call, rest: list[Call]) -> bool:
-    """Whether something else comes than a block beside this one, of as many positions."""
-    if not rest or rest[0].length != call.length:
+    """Whether something else comes than a block beside this one, on what this one returns."""
+    if not rest or rest[0].length != call.length or not rest[0].follows:
         return True
     return parent_of(rest[0].block.name) != parent_of(call.block.name)
 
@@ -291,6 +319,16 @@ def _other_blocks(name: str) -> RequestError:
         found=f"other calls of blocks than in the first pass, at {name!r}",
         why="the sequence is cut before the first of them and put together after the last",
         do="blocks that are always called, in one order, or --strategy ddp",
+    )
+
+
+def _other_argument(name: str, given: Tensor, span: Span) -> RequestError:
+    return RequestError(
+        asked="--strategy context",
+        found=f"the block {name!r} is given a tensor of shape {tuple(given.shape)}, with "
+        f"{span.whole} positions, another one than in the first pass",
+        why="which of its dimensions are positions was seen, and proved, there",
+        do="arguments of one layout in every pass, or --strategy ddp",
     )
 
 

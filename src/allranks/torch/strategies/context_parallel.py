@@ -28,6 +28,7 @@ from allranks.torch.context_parallel.exchange import SequenceExchange
 from allranks.torch.context_parallel.proof import Proof, nothing_to_cut
 from allranks.torch.context_parallel.sequence import BlockPasses, Call, CutPass
 from allranks.torch.data.batch import Batch
+from allranks.torch.expert_parallel.mixture import MixtureOfExperts
 from allranks.torch.model.layers import normalising_layers
 from allranks.torch.model.shard_dropout import ShardDropout
 from allranks.torch.step.losses import forward
@@ -43,7 +44,7 @@ class ContextParallel(DDP):
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         self.steps, self.exchange = 0, SequenceExchange(self._own_axis())
-        self.calls: dict[bool, list[Call]] = {}
+        self.calls: dict[tuple[bool, ...], list[Call]] = {}
         self.passes = BlockPasses(self.exchange, self.context.options["attention"], {})
         if self.exchange.comm.size == 1:
             return model
@@ -79,6 +80,13 @@ class ContextParallel(DDP):
         for name, block in blocks.items():
             if any(module in norms for module in block.modules()):
                 raise _batch_norm(f"BatchNorm in the block {name!r}")
+            if any(_has_capacity(module) for module in block.modules()):
+                raise RequestError(
+                    asked="--strategy context",
+                    found=f"a MixtureOfExperts with capacity_factor in the block {name!r}",
+                    why="which tokens an expert drops depends on all positions of a sequence",
+                    do="capacity_factor=None, or --strategy ddp",
+                )
         if norms and self.task.batchnorm == "whole":
             raise _batch_norm('batchnorm = "whole"')
 
@@ -92,14 +100,19 @@ class ContextParallel(DDP):
         return self._passed(partial(forward, self.task, self.step.call, data))
 
     def _passed(self, run: Callable[[], Any]) -> Any:
-        """The output of the model, by a pass in which sequences are cut."""
-        calls = self.calls.get(self.model.training)
+        """The output of the model, by a pass in which sequences are cut.
+
+        What is proved holds for the weights that are trained: others may be let in later.
+        """
+        trained = (weight.requires_grad for weight in self.model.parameters())
+        mode = (self.model.training, *trained)
+        calls = self.calls.get(mode)
         if calls is None:
             precision = self.context.precision
             rounds = torch.get_float32_matmul_precision() != "highest"
             is_half = precision.compute is not None or rounds
             proof = Proof(self.passes, self.model, self.context.scope, is_half=is_half)
-            output, self.calls[self.model.training] = proof.first_pass(run)
+            output, self.calls[mode] = proof.first_pass(run)
             return output
         cut = CutPass(self.exchange, calls)
         with self.passes.passing(cut):
@@ -130,6 +143,10 @@ class ContextParallel(DDP):
     def close(self) -> None:
         self.passes.restore()
         super().close()
+
+
+def _has_capacity(module: nn.Module) -> bool:
+    return isinstance(module, MixtureOfExperts) and module.capacity_factor is not None
 
 
 def _batch_norm(found: str) -> RequestError:
