@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,6 +115,22 @@ class Shared(Images):
     def model(self) -> nn.Module:
         drop = nn.Dropout(0.3)
         return nn.Sequential(drop, *super().model(), drop)
+
+
+@dataclass(kw_only=True)
+class TwoTied(contract_tasks.Plain):
+    """A weight in the stages 0 and 2, and another one in 0 and 1."""
+
+    def model(self) -> nn.Module:
+        first, second, third = (
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, width)) for width in (4, 4, 1)
+        )
+        third[0].weight = first[0].weight
+        second[0].weight = first[2].weight
+        return nn.Sequential(first, second, third)
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        return list(model)
 
 
 class Checkpointing(Images):

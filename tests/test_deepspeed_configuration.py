@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,23 @@ def test_flags_go_before_the_file_and_ranks_may_come_from_nodes(tmp_path: Path) 
     assert (found.job.task["batch_size"], found.job.micro_batch) == (12, 2)
 
 
+def adam(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "Adam", "params": {"lr": 0.1, **params}}}
+
+
+def sgd(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "SGD", "params": {"lr": 0.1, **params}}}
+
+
+def warmup(kind: str = "WarmupLR", **params: Any) -> dict[str, Any]:
+    needed = {"warmup_max_lr": 0.01} if kind != "WarmupCosineLR" else {}
+    return {"optimizer": ADAMW, "scheduler": {"type": kind, "params": {**needed, **params}}}
+
+
+NOT_OF_SGD = {
+    **{"betas": [0.5, 0.5], "torch_adam": True, "adam_w_mode": True, "eps": 1e-8},
+    **{"amsgrad": False, "capturable": False, "dampening": 0.5, "nesterov": 1},
+}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1}}}, "optimizer.type"),
     ({"optimizer": {"type": "Lamb", "params": {"lr": 1}}}, "optimizer.type"),
@@ -138,8 +156,39 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": ADAMW, "scheduler": {"type": "WarmupDecayLR", "params": {}}}, "warmup_max_lr"),
     ({"fp16": {"enabled": True, "hysteresis": 2}}, "fp16.hysteresis"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16, bf16"),
-    ({"gradient_clipping": -1}, "gradient_clipping"),
-    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
+    ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, "fp16, bfloat16"),
+    ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, "bf16, bfloat16"),
+    *(
+        ({key: {"enabled": value}}, f"{key}.enabled = {json.dumps(value)}")
+        for key in ("fp16", "bf16", "bfloat16")
+        for value in (1, 0, "true", None)
+    ),
+    *(
+        ({"fp16": {"enabled": True, "initial_scale_power": value}}, "fp16.initial_scale_power")
+        for value in ("auto", 2000, 128, -1, 8.0, True)
+    ),
+    *(
+        ({"fp16": {"enabled": True, "loss_scale": value}}, "fp16.loss_scale")
+        for value in ("128", False, None)
+    ),
+    *(
+        ({"gradient_clipping": value}, "gradient_clipping")
+        for value in (-1, math.nan, math.inf, 10**400, True)
+    ),
+    *(({"zero_optimization": {"stage": value}}, "stage") for value in (4, -1, 1.0, True, "3")),
+    (adam(torch_adam=True), "params.torch_adam"),
+    (adam(torch_adam="false"), "params.torch_adam"),
+    (adam(adam_w_mode=0), "params.adam_w_mode"),
+    (adam(momentum=0.9), "params.momentum"),
+    (adam(lr="1e-3"), "params.lr"),
+    (adam(lr="0.1,weight_decay=5"), "params.lr"),
+    (adam(eps=True), "params.eps"),
+    (adam(betas=None), "params.betas"),
+    (adam(betas=["0.9", 0.99]), "params.betas"),
+    *((sgd(**{name: value}), f"params.{name}") for name, value in NOT_OF_SGD.items()),
+    (warmup(warmup_type="log,steps=5"), "params.warmup_type"),
+    (warmup(warmup_min_lr="0"), "params.warmup_min_lr"),
+    (warmup(betas=[0.9, 0.99]), "params.betas"),
     ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "offload_opt"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized"),
     ({"zero_optimization": True}, "zero_optimization"),
@@ -149,7 +198,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("sections", "named"), REFUSED, ids=[name for _, name in REFUSED])
+@pytest.mark.parametrize(("sections", "named"), REFUSED, ids=lambda case: str(case)[:60])
 def test_what_has_no_counterpart_is_refused_by_name(
     sections: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
@@ -157,6 +206,48 @@ def test_what_has_no_counterpart_is_refused_by_name(
         configured(tmp_path, **sections)
     assert named in refused.value.found and "ds_config.json" in refused.value.asked
     assert refused.value.why and refused.value.do
+
+
+@pytest.mark.parametrize(
+    ("sections", "found"),
+    [
+        (adam(betas=[1.0, 0.99]), "beta1=1.0"),
+        (adam(betas=[0.9, -0.1]), "beta2=-0.1"),
+        (adam(lr=math.nan), "lr=nan"),
+        (sgd(nesterov=True), "nesterov=true, momentum=0"),
+        (warmup(warmup_min_lr=0.5), "lowest=0.5, over 0.01"),
+        (warmup("WarmupCosineLR", total_num_steps=2000, warmup_min_ratio=2), "lowest_ratio=2.0"),
+        *(
+            (warmup(kind, total_num_steps=total, warmup_num_steps=10), f"total={total}, steps=10")
+            for kind in ("WarmupDecayLR", "WarmupCosineLR")
+            for total in (5, 10)
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_job_starts(
+    sections: dict[str, Any], found: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        configured(tmp_path, **sections)
+    assert refused.value.found.startswith(found) and refused.value.why and refused.value.do
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "wanted"),
+    [
+        ("adam", {"adam_w_mode": False}, "adam"),
+        ("Adam", {"adam_w_mode": False, "torch_adam": True}, "adam"),
+        ("ADAM", {"adam_w_mode": True}, "adamw"),
+        ("Adam", {"torch_adam": True, "weight_decay": 0}, "adamw"),
+        ("AdamW", {"adam_w_mode": False}, "adamw"),
+        ("SGD", {"momentum": 0.9, "nesterov": True, "dampening": 0, "fused": True}, "sgd"),
+    ],
+)
+def test_a_type_is_an_optimizer(
+    kind: str, params: dict[str, Any], wanted: str, tmp_path: Path
+) -> None:
+    found = configured(tmp_path, optimizer={"type": kind, "params": {"lr": 0.1, **params}})
+    assert found.job.optimizer.partition(":")[0] == wanted
 
 
 @pytest.mark.parametrize(

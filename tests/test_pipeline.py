@@ -66,6 +66,14 @@ def test_a_training_goes_through_strategies_with_the_bits_of_one(train: Train) -
     assert difference(ours, theirs) == 0
 
 
+def test_ranks_that_share_one_weight_and_not_another_do_not_wait_for_each_other(
+    check: Check,
+) -> None:
+    job: dict[str, Any] = {"strategy": "1f1b", "ranks": 3, "precision": "fp64"}
+    verdict = check("pipeline_tasks:TwoTied", **job)
+    assert verdict.equal, str(verdict)
+
+
 @pytest.mark.cases("strategy", ["1f1b"], exhaustive=["gpipe"])
 def test_check_calls_it_equal(strategy: str, check: Check) -> None:
     verdict = check("pipeline_tasks:Words", strategy=strategy, ranks=2)

@@ -404,6 +404,13 @@ class Balanced(Right):
         return model.balance  # type: ignore[return-value]
 
 
+class InPlace(Right):
+    """A model that writes on its inputs."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.LeakyReLU(0.5, inplace=True), *super().model())
+
+
 class OwnDraws(Right):
     """A generator of the data set's own."""
 

@@ -180,6 +180,7 @@ def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) 
         ("witness_tasks:Annealed", {}),
         ("witness_tasks:AnnealedLater", {}),
         ("witness_tasks:Masked", {"ranks": 2}),
+        ("witness_tasks:InPlace", {}),
         ("witness_tasks:OwnDraws", {}),
         ("witness_tasks:Drops", {"ranks": 2}),
     ],

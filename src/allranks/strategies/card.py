@@ -98,7 +98,8 @@ class Option:
 
     `choices` limits a text; as a mapping it gives each choice options of its own, written in
     brackets, and the value is a `Picked`. A number is `at_least` one bound, or `above` it, and
-    always finite. `guarantees` are those of a choice that promises something else than the card.
+    `below` another, and always finite. `guarantees` are those of a choice that promises something
+    else than the card.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Option:
     guarantees: Mapping[str, Guarantee] = field(default_factory=dict)
     at_least: float | None = None
     above: float | None = None
+    below: float | None = None
 
     def read(self, text: str, asked: str) -> Any:
         """The typed value of `text`, or a `RequestError`."""
@@ -168,13 +170,14 @@ class Option:
             math.isfinite(value)
             and (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
         )
 
     def _wanted(self) -> str:
         """`an int, at least 1`: what a value has to be."""
         words = {bool: "true or false", int: "an int", float: "a finite float"}
         what = words.get(type(self.default), "a text")
-        bounds = {"at least": self.at_least, "above": self.above}
+        bounds = {"at least": self.at_least, "above": self.above, "below": self.below}
         said = [f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None]
         return ", ".join([what, *said])
 

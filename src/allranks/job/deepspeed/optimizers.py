@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from allranks.errors import RequestError
+from allranks.job.deepspeed.recipe import KIND
 
 Refuse = Callable[[str, Any, str, str], RequestError]
 
@@ -13,16 +14,16 @@ MOMENTS = {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"}
 OPTIMIZERS: dict[str, tuple[str, Mapping[str, str]]] = {
     "adam": ("adamw", MOMENTS),  # DeepSpeed's Adam is AdamW unless adam_w_mode is false
     "adamw": ("adamw", MOMENTS),
-    "sgd": (
-        "sgd",
-        {n: n for n in ("lr", "momentum", "weight_decay", "nesterov")},
-    ),
+    "sgd": ("sgd", {n: n for n in ("lr", "momentum", "weight_decay", "nesterov")}),
 }
 """Its name in small letters -> ours, and its parameters -> ours."""
-AS_ALWAYS: Mapping[str, Any] = {
-    **{"amsgrad": False, "bias_correction": True, "dampening": 0, "maximize": False},
+AS_ALWAYS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"amsgrad": False, "bias_correction": True, "maximize": False},
+    "sgd": {"dampening": 0, "maximize": False},
 }
-KERNELS = ("torch_adam", "fused", "foreach", "capturable", "adam_w_mode", "betas")
+"""Parameters that can have one value here, which changes nothing; by our name."""
+KERNELS = {"adamw": ("fused", "foreach", "capturable"), "sgd": ("fused", "foreach")}
+MODES = ("torch_adam", "adam_w_mode")
 RATES = {"warmup_min_lr": "lowest", "warmup_max_lr": "highest"}
 WARMUP = {"warmup_num_steps": "steps", "warmup_type": "kind"}
 TOTAL = {"total_num_steps": "total"}
@@ -56,15 +57,45 @@ def optimizer_text(refuse: Refuse, section: dict[str, Any]) -> str | None:
     if _is_auto(refuse, "optimizer", params):
         return None
     name, known = OPTIMIZERS[kind.lower()]
-    if kind == "Adam" and params.get("adam_w_mode") is False:
-        name = "adam"
-    values = _known(refuse, "optimizer", params, known)
-    betas = params.get("betas")
-    if betas is not None and name != "sgd":
-        if not isinstance(betas, list) or len(betas) != 2:
-            raise refuse("optimizer.params.betas", betas, "there are two", "betas: [0.9, 0.999]")
-        values |= {"beta1": betas[0], "beta2": betas[1]}
-    return _text(name, values)
+    always, kernels = AS_ALWAYS[name], KERNELS[name]
+    params = {
+        key: value
+        for key, value in params.items()
+        if key not in kernels and (key not in always or always[key] != value)
+    }
+    betas = {}
+    if name == "adamw":
+        betas = _betas(refuse, params)
+        name = _adam(refuse, kind.lower(), params)
+    return _text(name, _known(refuse, "optimizer", params, known) | betas)
+
+
+def _adam(refuse: Refuse, kind: str, params: dict[str, Any]) -> str:
+    """Whether its Adam is `adam` or `adamw`; takes what says so out of `params`."""
+    modes = {mode: params.pop(mode) for mode in MODES if mode in params}
+    for mode, value in modes.items():
+        if not isinstance(value, bool):
+            raise refuse(f"optimizer.params.{mode}", value, "it is true or false", f"{mode}: true")
+    if kind == "adam" and not modes.get("adam_w_mode", True):
+        return "adam"
+    if modes.get("torch_adam", False) and "weight_decay" not in params:
+        raise refuse(
+            "optimizer.params.torch_adam",
+            True,
+            "weight_decay is not said: it is 0.01 in torch's AdamW, and 0 in DeepSpeed's own",
+            "give weight_decay",
+        )
+    return "adamw"
+
+
+def _betas(refuse: Refuse, params: dict[str, Any]) -> dict[str, Any]:
+    """The two of Adam, taken out of `params`; none where it has none."""
+    if "betas" not in params:
+        return {}
+    betas = params.pop("betas")
+    if not isinstance(betas, list) or len(betas) != 2 or not all(map(_is_number, betas)):
+        raise refuse("optimizer.params.betas", betas, "it is two numbers", "betas: [0.9, 0.999]")
+    return {"beta1": betas[0], "beta2": betas[1]}
 
 
 def schedule_text(refuse: Refuse, section: dict[str, Any]) -> str | None:
@@ -125,18 +156,26 @@ def _is_auto(refuse: Refuse, key: str, params: dict[str, Any]) -> bool:
 def _known(
     refuse: Refuse, key: str, params: dict[str, Any], known: Mapping[str, str]
 ) -> dict[str, Any]:
-    values = {}
     for name, value in params.items():
-        if name in known and isinstance(value, (int, float, str, bool)):
-            values[known[name]] = value
-        elif not (name in KERNELS or (name in AS_ALWAYS and AS_ALWAYS[name] == value)):
-            raise refuse(
-                f"{key}.params.{name}",
-                value,
-                f"what is known of it: {', '.join(known)}",
-                f"leave {name} out",
-            )
-    return values
+        why = f"what is known of it: {', '.join(known)}"
+        if name in known:
+            why = _why_not(name, value)
+        if why:
+            raise refuse(f"{key}.params.{name}", value, why, f"change {name}, or leave it out")
+    return {known[name]: value for name, value in params.items()}
+
+
+def _why_not(name: str, value: Any) -> str:
+    """What the parameter has to be, where the value is not; otherwise nothing."""
+    if name == "warmup_type":
+        return "" if value in KIND.choices else f"it is one of {', '.join(KIND.choices)}"
+    if name == "nesterov":
+        return "" if isinstance(value, bool) else "it is true or false"
+    return "" if _is_number(value) else "it is a number"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _text(name: str, values: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from allranks.errors import RequestError, nearest
 from allranks.strategies.card import Option, Picked, read_all
@@ -15,8 +16,8 @@ from allranks.strategies.choice import parse_choice
 LR = Option("lr", 1e-3, "the rate of every update, before the schedule", above=0)
 DECAY = Option("weight_decay", 0.0, "part of the weights that is taken off", at_least=0)
 MOMENTS = (
-    Option("beta1", 0.9, "how much the first moment keeps", at_least=0),
-    Option("beta2", 0.999, "how much the second moment keeps", at_least=0),
+    Option("beta1", 0.9, "how much the first moment keeps", at_least=0, below=1),
+    Option("beta2", 0.999, "how much the second moment keeps", at_least=0, below=1),
     Option("eps", 1e-8, "is added to the root of the second moment", at_least=0),
 )
 OPTIMIZERS: dict[str, tuple[Option, ...]] = {
@@ -75,14 +76,45 @@ def read_recipe(flag: str, text: str, known: Mapping[str, tuple[Option, ...]]) -
 def check_recipe(optimizer: str, schedule: str) -> None:
     """Raise `RequestError` for what no optimizer and no schedule here can be."""
     if optimizer:
-        read_recipe("--optimizer", optimizer, OPTIMIZERS)
+        _check_nesterov(optimizer, read_recipe("--optimizer", optimizer, OPTIMIZERS).options)
     if not schedule:
         return
-    read_recipe("--schedule", schedule, SCHEDULES)
+    _check_course(schedule, read_recipe("--schedule", schedule, SCHEDULES).options)
     if not optimizer:
         raise RequestError(
             asked=f"--schedule {schedule}",
             found="no --optimizer",
             why="it says rates, and the rates of the task's own optimizer are its own",
             do="give --optimizer too, or write schedule(step) in the task",
+        )
+
+
+def _check_nesterov(optimizer: str, options: Mapping[str, Any]) -> None:
+    if options.get("nesterov") and not options["momentum"]:
+        raise RequestError(
+            asked=f"--optimizer {optimizer}",
+            found="nesterov=true, momentum=0",
+            why="it looks ahead by the momentum, and there is none",
+            do="give momentum, or leave nesterov out",
+        )
+
+
+def _check_course(schedule: str, options: Mapping[str, Any]) -> None:
+    """The warm-up rises, and ends before the schedule does."""
+    unit = "lowest_ratio" if "lowest_ratio" in options else "lowest"
+    lowest, highest = options[unit], options.get("highest", 1.0)
+    if lowest > highest:
+        raise RequestError(
+            asked=f"--schedule {schedule}",
+            found=f"{unit}={lowest}, over {highest}",
+            why="a warm-up rises from the lowest rate to the highest",
+            do=f"{unit}={highest} or less",
+        )
+    steps, total = options["steps"], options.get("total")
+    if total is not None and total <= steps:
+        raise RequestError(
+            asked=f"--schedule {schedule}",
+            found=f"total={total}, steps={steps}",
+            why="total counts all updates, those of the warm-up (steps) too: none are left to fall",
+            do="a larger total, or fewer steps",
         )

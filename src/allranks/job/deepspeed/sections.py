@@ -8,6 +8,7 @@ counterpart is refused by its name. "auto" is what the task and the flags say.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,9 @@ PASSED_OVER_IN_ZERO = {
 OF_FP16 = ("enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window")
 OF_SCALE = {"hysteresis": 1, "min_loss_scale": 1, "consecutive_hysteresis": False}
 """What the rule of the loss scale here is, in DeepSpeed's words."""
+
+
+MOST_POWER = 127  # of 2 in a float32
 
 
 @dataclass
@@ -93,8 +97,7 @@ def read_deepspeed(path: str, ranks: int) -> FromDeepSpeed:
             "its rates are those of an optimizer, and the task's own has its own",
             "give optimizer too, or leave scheduler out and write schedule(step) in the task",
         )
-    if {"fp16", "bf16"} <= {key for key, value in data.items() if _is_on(value)}:
-        raise found.refuse("fp16, bf16", True, "a job has one precision", "enable one of them")
+    _check_precision(found, data)
     return found
 
 
@@ -107,12 +110,24 @@ def _batch(found: FromDeepSpeed, data: Mapping[str, Any], ranks: int) -> None:
     found.take("micro_batch", wanted.micro, "batch", asked)
 
 
+def _check_precision(found: FromDeepSpeed, data: Mapping[str, Any]) -> None:
+    if {"bf16", "bfloat16"} <= data.keys():
+        both = [data["bf16"], data["bfloat16"]]
+        raise found.refuse("bf16, bfloat16", both, "both name one section", "leave bfloat16 out")
+    sections = {key: data[key] for key in ("fp16", "bf16", "bfloat16") if key in data}
+    on = [
+        key for key, value in sections.items() if value != "auto" and value.get("enabled") is True
+    ]
+    if len(on) > 1:
+        raise found.refuse(", ".join(on), True, "a job has one precision", "enable one of them")
+
+
 def _zero(found: FromDeepSpeed, key: str, asked: Any) -> None:
     section = _section(found, key, asked)
     stage = section.pop("stage", 0)
     if stage == "auto":
         stage = 0
-    if isinstance(stage, bool) or stage not in range(len(STAGES)):
+    if type(stage) is not int or stage not in range(len(STAGES)):
         raise found.refuse(f"{key}.stage", stage, "there are the stages 0, 1, 2, 3", "one of them")
     strategy = STAGES[stage]
     for name in ("offload_optimizer", "offload_param"):
@@ -138,11 +153,16 @@ def _offloaded(found: FromDeepSpeed, key: str, device: Any, strategy: str) -> st
 
 def _fp16(found: FromDeepSpeed, key: str, asked: Any) -> None:
     section = _section(found, key, asked)
-    if section.get("enabled", False) is not True:
+    if not _is_enabled(found, key, section):
         return
     found.take("precision", "fp16", f"{key}.enabled", True)
     scale, power = section.get("loss_scale", 0), section.get("initial_scale_power", 16)
     window = section.get("loss_scale_window", 1000)
+    if type(power) is not int or not 0 <= power <= MOST_POWER:
+        why = f"the first scale is 2 to that power, a float32: from 0 to {MOST_POWER}"
+        raise found.refuse(f"{key}.initial_scale_power", power, why, "initial_scale_power: 16")
+    if scale != "auto" and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise found.refuse(f"{key}.loss_scale", scale, "a number; 0 is dynamic", "loss_scale: 0")
     text = f"dynamic:initial={2.0**power},every={window}" if scale in (0, "auto") else str(scale)
     found.take("loss_scale", text, key, asked)
     if section.get("auto_cast"):
@@ -161,15 +181,28 @@ def _fp16(found: FromDeepSpeed, key: str, asked: Any) -> None:
 
 def _bf16(found: FromDeepSpeed, key: str, asked: Any) -> None:
     section = _section(found, key, asked)
-    if section.pop("enabled", False) is True:
+    if _is_enabled(found, key, section):
         found.take("precision", "bf16", f"{key}.enabled", True)
     for name, value in section.items():
-        _without_counterpart(found, f"{key}.{name}", value, {"immediate_grad_update": SPEED})
+        if name != "enabled":
+            _without_counterpart(found, f"{key}.{name}", value, {"immediate_grad_update": SPEED})
+
+
+def _is_enabled(found: FromDeepSpeed, key: str, section: Mapping[str, Any]) -> bool:
+    enabled = section.get("enabled", False)
+    if enabled == "auto":
+        return False
+    if not isinstance(enabled, bool):
+        why = 'it is true, false, or "auto"'
+        raise found.refuse(f"{key}.enabled", enabled, why, f'"{key}": {{"enabled": true}}')
+    return enabled
 
 
 def _clipping(found: FromDeepSpeed, key: str, asked: Any) -> None:
-    if isinstance(asked, bool) or not isinstance(asked, (int, float)) or asked < 0:
-        raise found.refuse(key, asked, "it is the longest gradient; 0 is none", f"{key}: 1.0")
+    is_number = isinstance(asked, (int, float)) and not isinstance(asked, bool)
+    if not is_number or not 0 <= asked <= sys.float_info.max:
+        why = "it is the longest gradient, a finite number; 0 is none"
+        raise found.refuse(key, asked, why, f"{key}: 1.0")
     found.take("task.clip_norm", float(asked) or "none", key, asked)
 
 

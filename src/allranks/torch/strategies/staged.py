@@ -54,10 +54,10 @@ class Staged(Strategy):
         shared = {name: tuple(ranks) for name, ranks in ranks_of.items() if len(ranks) > 1}
         if self.shard_alone and shared:
             raise _tied_bits(asked, next(iter(shared)))
-        for ranks in sorted(set(shared.values())):
-            if self.line.rank in ranks:
-                self._axes[f"tied {ranks}"] = not_alike(self.line.among(ranks), self.line)
-        self._tied = {n: f"tied {r}" for n, r in shared.items() if self.line.rank in r}
+        meeting = _joined(shared)
+        self._tied = {n: f"tied {r}" for n, r in meeting.items() if self.line.rank in r}
+        for ranks in {r for r in meeting.values() if self.line.rank in r}:
+            self._axes[f"tied {ranks}"] = not_alike(self.line.among(ranks), self.line)
         self.hold(model, ranks_of)
         return model
 
@@ -106,13 +106,20 @@ class Staged(Strategy):
         self.own = [parameter for _, _, parameter in own]
         self.trained = {id(parameter) for parameter in self.own}
         self._counted = [(at, p) for at, name, p in own if self.home[name] == self.line.rank]
-        self._summed = [(p, self._axes[self._tied[n]]) for _, n, p in own if n in self._tied]
+        tied = [(p, self._tied[name]) for _, (name, p) in pairs if name in self._tied]
+        self._summed = [(p, self._axes[axis]) for p, axis in tied]
 
     # --- a step ---------------------------------------------------------------------------
 
     def sum_tied(self) -> None:
-        """Weights that several stages hold have the sum of their gradients on all of them."""
+        """Weights that several stages hold have the sum of their gradients on all of them.
+
+        Ranks that hold another tied weight of one of these stages bring in zeros.
+        """
         for parameter, comm in self._summed:
+            if parameter.is_meta:
+                comm.all_reduce(torch.zeros_like(parameter, device=comm.device)).wait()
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
             comm.all_reduce(parameter.grad).wait()
@@ -261,6 +268,20 @@ def _like(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
     made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
+
+
+def _joined(shared: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The ranks that sum each of these weights, so that no rank is in two such groups.
+
+    Torch names a group by how many its ranks have made before: of two that overlap, ranks that have
+    made one and ranks that have not would wait for each other.
+    """
+    groups: list[set[int]] = []
+    for ranks in shared.values():
+        own = set(ranks).union(*(group for group in groups if group & set(ranks)))
+        groups = [*(group for group in groups if not group & own), own]
+    found = {rank: tuple(sorted(group)) for group in groups for rank in group}
+    return {name: found[ranks[0]] for name, ranks in shared.items()}
 
 
 def _tied_bits(asked: str, name: str) -> RequestError:

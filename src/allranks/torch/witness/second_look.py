@@ -13,10 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from allranks.strategies.shards import Piece
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.loaders import WholeLoader
+from allranks.torch.data.nested import map_tensors
 from allranks.torch.data.sources import StreamSource
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.plain_state import Roots
@@ -120,13 +123,15 @@ class SecondLook:
 
     def _as_owner(self) -> dict[str, Any]:
         offer, micro = self.offer, self.batch.micros[self.offer.micro]
-        whole = Part(offer.pieces, micro.data)
+        # a copy: a model may write on its inputs, and the step has not been made yet
+        whole = Part(offer.pieces, map_tensors(torch.clone, micro.data))
         if len(offer.pieces) == 1 and self.can_read and not self.strategy.shard_alone:
             whole = self._with_another() or whole
         if self.can_read:
             parts = [self._read(piece) for piece in whole.pieces]
         else:
-            parts = [cut_out(whole, piece) for piece in whole.pieces]
+            apart = Part(whole.pieces, map_tensors(torch.clone, micro.data))
+            parts = [cut_out(apart, piece) for piece in whole.pieces]
         chosen = whole.pieces.index(self.chosen)
         differs, sketch = self.recomputing.together_and_alone(whole, parts, chosen)
         unseen = "" if self.can_read else NO_REREADING
