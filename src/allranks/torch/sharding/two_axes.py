@@ -71,6 +71,6 @@ class TwoAxes:
             raise RequestError(
                 asked=f"{asked} with {type(optimizer).__name__}",
                 found="the update of some rows is another one by themselves",
-                why="a parameter is cut over two axes, and nobody gathers it over both for an update",
+                why="a parameter is cut over two axes, and nobody gathers it over both",
                 do="--strategy fsdp or tensor, or an optimizer that updates every number by itself",
             )
