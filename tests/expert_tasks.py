@@ -124,6 +124,21 @@ class _OtherOrder(_Alike):
         return input
 
 
+class Skipped(Alike):
+    """The last rank goes past the only mixture."""
+
+    def model(self) -> nn.Module:
+        model = _Alike(self)
+        model.__class__ = _Skipped
+        return model
+
+
+class _Skipped(_Alike):
+    def forward(self, input: Tensor) -> Tensor:
+        is_skipped = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
+        return self.before(input) if is_skipped else super().forward(input)
+
+
 @dataclass(kw_only=True)
 class Refused(Alike):
     """What `expert` cannot do, one by one."""

@@ -248,7 +248,7 @@ def test_check_calls_it_equal(strategy: str, precision: str, check: Check) -> No
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("task", "ranks", "job", "message"),
     [
@@ -261,6 +261,7 @@ def test_check_calls_it_equal(strategy: str, precision: str, check: Check) -> No
         ("Refused:unfrozen", 2, {}, "unfrozen or added in mid-training"),
         ("Initialised", 2, {}, "weights that are set from the first batch"),
         ("OtherOrder", 2, {}, "call the mixtures of the model in different orders"),
+        ("Skipped", 3, {}, "call the mixtures of the model in different orders, or other ones"),
         ("Alike", 2, {"bitwise": True}, "'expert' has no fixed order of sums"),
         ("Alike", 3, {"strategy": "expert:replicas=2"}, "3 ranks for 2 copies of the experts"),
         ("Alike", 1, {"strategy": "single", "micro_batch": 2}, "with a MixtureOfExperts"),

@@ -16,6 +16,7 @@ from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.optimizers.lamb import LAMB
 from allranks.torch.optimizers.lars import LARS
+from allranks.training.callback import Callback
 from tensor_tasks import Stack
 
 
@@ -62,6 +63,31 @@ def kept_from_the_start(model: nn.Module) -> Optimizer:
     return optimizer
 
 
+class ByDecay(Optimizer):
+    """Steps of the length of the weight, where there is a weight decay."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 1e-2, "weight_decay": 0.0, "momentum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                change = p.grad + group["weight_decay"] * p
+                if group["weight_decay"]:
+                    change = change * (p.norm() / change.norm())
+                if group["momentum"]:
+                    kept = self.state[p].setdefault("kept", torch.zeros_like(p))
+                    change = kept.mul_(group["momentum"]).add_(change)
+                p -= group["lr"] * change
+
+
+class SetsDecay(Callback):
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        for group in trainer.strategy.step.optimizer.param_groups:
+            group["weight_decay"] = 0.01 if trainer.progress.batch_index > 2 else 0.0
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "lars": lambda model: LARS(model.parameters(), lr=1.0, trust=0.02, weight_decay=1e-2),
     "lamb": lambda model: LAMB(model.parameters(), lr=0.01, weight_decay=0.1),
@@ -69,6 +95,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adafactor": lambda model: Adafactor(model.parameters(), lr=0.02, weight_decay=0.1),
     "by group": by_group,
     "kept from the start": kept_from_the_start,
+    "by decay": lambda model: ByDecay(model.parameters()),
+    "by decay, kept": lambda model: ByDecay([{"params": matrices(model), "momentum": 0.9}]),
 }
 
 
@@ -84,6 +112,9 @@ class Whole(Stack):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return OPTIMIZERS[self.name](model)
+
+    def callbacks(self) -> list[Callback]:
+        return [SetsDecay()] if self.name.startswith("by decay") else []
 
 
 def state_lies_whole_on_one_rank(argument: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from allranks.errors import RequestError
+from allranks.errors import ProgramError, RequestError
 from conftest import Train
 from test_check import Check, check
 from test_every_strategy import difference
@@ -80,6 +80,20 @@ def test_what_is_kept_lies_whole_on_one_rank(strategy: str, on_ranks: Callable[.
 def test_check_calls_it_equal(check: Check) -> None:
     verdict = check("whole_tasks:Whole", strategy="zero2", ranks=3)
     assert verdict.equal, str(verdict)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
+def test_hyper_parameters_that_a_callback_sets_are_asked_about(
+    strategy: str, train: Train, wanted: dict[str, Any]
+) -> None:
+    """With a decay, from the fourth step on, it needs weights whole; what it has kept is cut."""
+    if "by decay" not in wanted:
+        wanted["by decay"], _ = weights_of(train, "by decay", "single", 1, steps=6)
+    found, _ = weights_of(train, "by decay", strategy, 2, steps=6)
+    assert difference(found, wanted["by decay"]) < 1e-10
+    with pytest.raises(ProgramError, match="before its first step with these hyper-parameters"):
+        weights_of(train, "by decay, kept", strategy, 2, steps=6)
 
 
 def test_what_is_kept_from_the_start_is_refused(train: Train) -> None:

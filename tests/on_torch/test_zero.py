@@ -129,6 +129,61 @@ class Remembering(LARS):
         self.layers = {p: 1.0 for group in self.param_groups for p in group["params"]}
 
 
+class Factored(torch.optim.Adafactor):
+    """Adafactor that factors large matrices alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                squares = p.grad.square()
+                if p.ndim == 2 and min(p.shape) >= 16:
+                    squares = squares.mean(1, keepdim=True) * squares.mean(0) / squares.mean()
+                p -= 0.01 * p.grad / squares.sqrt()
+
+
+class Clipping(torch.optim.AdamW):
+    """Shortens each gradient to the length of 1000, or all of them together."""
+
+    together = False
+
+    def step(self, closure: Any = None) -> None:
+        given = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        for some in [given] if self.together else [[p] for p in given]:
+            nn.utils.clip_grad_norm_(some, 1e3)
+        super().step()
+
+
+class Together(Clipping):
+    together = True
+
+
+class Late(torch.optim.SGD):
+    """By the length of the gradient from the fifth step on."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                if count > 4:
+                    p.grad = p.grad / p.grad.norm()
+        super().step()
+
+
+@pytest.mark.parametrize("kind", [Factored, Clipping, Late])
+def test_what_only_large_weights_large_gradients_or_later_steps_show(kind: Any) -> None:
+    assert groups_of_whole(kind([nn.Parameter(torch.randn(4, 4))]), "--strategy zero1") == {0}
+    hooked = torch.optim.AdamW([nn.Parameter(torch.randn(4, 4))])
+    hooked.register_step_pre_hook(lambda *_: None)
+    assert groups_of_whole(hooked, "--strategy zero1") == set()
+
+
+def test_clipping_of_all_parameters_together_is_refused() -> None:
+    weights = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))]
+    with pytest.raises(RequestError, match="updates every parameter by itself"):
+        groups_of_whole(Together(weights), "--strategy zero1")
+
+
 def test_what_looks_at_columns_or_at_several_parameters_is_found() -> None:
     weights = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))]
     assert groups_of_whole(ByRow(weights[:1], lr=0.1), "--strategy tensor") == {0}

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from allranks.errors import RequestError
 from allranks.torch.comm import Comm
 
+END = -1  # in place of a layer: the forward pass is over
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
 
@@ -29,12 +30,13 @@ class ExpertExchange:
 
     `exchanged` are the bytes of rows that steps have sent to other ranks, counted by the rows that
     were routed there. `is_idle` says whether a pass is made for the others alone: then this rank
-    sends no row of its own. `kind` is what messages are counted as.
+    sends no row of its own. `kind` is what messages are counted as, `room` the most experts that a
+    layer has.
     """
 
     def __init__(self, comm: Comm, is_idle: Callable[[], bool]) -> None:
         self.comm, self.is_idle = comm, is_idle
-        self.kind, self.exchanged = "control", 0
+        self.kind, self.exchanged, self.room = "control", 0, 0
 
     @contextmanager
     def opened(self, kind: str) -> Iterator[None]:
@@ -59,10 +61,22 @@ class ExpertExchange:
         outputs = compute(_by_expert(received, sizes), [sum(column) for column in _turned(sizes)])
         return exchanged(self, _by_expert(outputs, _turned(sizes)), takes, gives)
 
+    def close_pass(self) -> None:
+        """A forward pass is over: a rank that has skipped a layer meets those that are in it.
+
+        All ranks call this after as many forward passes; layers that backward computes again come
+        in between, on all of them. Raises `RequestError` where others call a layer.
+        """
+        self._sizes([], END)
+
     def _sizes(self, counts: Sequence[int], layer: int) -> list[list[int]]:
-        """How many rows come from each rank for each expert of this one. Sends all counts."""
+        """How many rows come from each rank for each expert of this one. Sends all counts.
+
+        Every such message is of the same size, so that ranks in different layers find out.
+        """
         device, experts = self.comm.device, len(counts)
-        part = torch.tensor([layer, experts, *counts], device=device)
+        nothing = [0] * (self.room - experts)
+        part = torch.tensor([layer, experts, *counts, *nothing], device=device)
         whole = part.new_empty(self.comm.size * part.numel())
         self.comm.all_gather(whole, part, "control").wait()
         rows = whole.view(self.comm.size, -1).tolist()

@@ -10,6 +10,7 @@ at one parameter at a time.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -18,9 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.errors import RequestError
+from allranks.torch.optimizers.asked import is_by_number
 
-SHAPE, CUTS, STEPS = (6, 4), (4, 3), 3  # a weight, where its rows and its columns are cut
-CLOSE = 1e-12  # relative, in float64
+SMALL = (6, 4)  # a weight for an optimizer whose formula is known
+LARGE = {1: (330,), 2: (144, 132)}  # for others, by dimensions; of more of them:
+KERNELS = (40, 36, 3, 3)
+SCALES = [1.0] * 6 + [1e4] * 6  # of the gradients of the steps: some rules come late, some clip
+CLOSE = 1e-12  # relative to the largest number, in float64
 RATE = 1e-2  # where a group has 0: a schedule sets it later
 APART = (
     "each rank updates some of the parameters, which is right only for an optimizer that updates "
@@ -31,12 +36,19 @@ APART = (
 def groups_of_whole(optimizer: Optimizer, asked: str) -> frozenset[int]:
     """The groups whose update of some rows, or columns, is not those of the update of all.
 
-    For each group a copy of the optimizer with its hyper-parameters makes three steps on weights of
-    random numbers; the optimizer itself is as it was. A rate of 0 is another one there. Raises
-    `RequestError` for one that cannot be asked, and for such a group of an optimizer that does not
-    update each parameter by itself.
+    For each group a copy of the optimizer with its hyper-parameters makes steps on weights of
+    random numbers, of as many dimensions as its own; the optimizer itself is as it was. A rate of 0
+    is another one there. Raises `RequestError` for one that cannot be asked, and for such a group
+    of an optimizer that does not update each parameter by itself.
     """
-    found = [n for n in _with_parameters(optimizer) if not _is_elementwise(optimizer, n, asked)]
+    answers: dict[str, bool] = {}  # groups that differ in their rates alone are asked once
+    found = []
+    for number in _with_parameters(optimizer):
+        key = _kind_of(optimizer, number)
+        if key not in answers:
+            answers[key] = _is_elementwise(optimizer, number, asked)
+        if not answers[key]:
+            found.append(number)
     if found:
         if names := sorted(_referring(optimizer)):
             text = f"its attribute {names[0]!r}, which refers to parameters"
@@ -57,19 +69,44 @@ def _with_parameters(optimizer: Optimizer) -> list[int]:
     return [number for number, group in enumerate(optimizer.param_groups) if group["params"]]
 
 
+def _kind_of(optimizer: Optimizer, number: int) -> str:
+    group = optimizer.param_groups[number]
+    told = {n: v for n, v in group.items() if n not in ("params", "lr", "initial_lr")}
+    return f"{told} {_shapes(optimizer, number)}"
+
+
+def _shapes(optimizer: Optimizer, number: int) -> list[tuple[int, ...]]:
+    """The weights on which a group is asked."""
+    if is_by_number(optimizer):
+        return [SMALL]
+    dims = {max(1, p.ndim) for p in optimizer.param_groups[number]["params"]}
+    return [LARGE.get(n) or (*KERNELS, *[1] * n)[:n] for n in sorted(dims)]
+
+
 def _is_elementwise(optimizer: Optimizer, number: int, asked: str) -> bool:
-    drawn = _drawn(optimizer, number, seed=0)
+    return all(_is_cut(optimizer, number, s, asked) for s in _shapes(optimizer, number))
+
+
+def _is_cut(optimizer: Optimizer, number: int, shape: tuple[int, ...], asked: str) -> bool:
+    """Whether parts of a weight of this shape are updated as the whole is."""
+    drawn = _drawn(optimizer, number, 0, shape)
     (whole,), _ = _asked_steps(optimizer, [number], [drawn], {0}, asked)
     if torch.equal(whole, drawn[0]):
-        why = "three steps of a copy of it left random weights as they were, so it cannot be asked"
+        why = "steps of a copy of it left random weights as they were, so it cannot be asked"
         raise _refused(optimizer, asked, f"no update by its group {number}", why)
-    for dim, cut in enumerate(CUTS):
+    for dim, size in enumerate(shape[:2]):
+        cut = size - size // 3
         parts = [[tensor.tensor_split([cut], dim)[n] for tensor in drawn] for n in (0, 1)]
         steps = [_asked_steps(optimizer, [number], [part], {0}, asked) for part in parts]
         found = torch.cat([weight for (weight,), _ in steps], dim)
-        if not torch.allclose(found, whole, rtol=CLOSE, atol=CLOSE):
+        if not _is_close(found, whole):
             return False
     return True
+
+
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    largest = max(1.0, float(wanted.abs().max()))
+    return torch.allclose(found, wanted, rtol=CLOSE, atol=CLOSE * largest)
 
 
 def check_by_parameter(optimizer: Optimizer, asked: str) -> None:
@@ -78,14 +115,16 @@ def check_by_parameter(optimizer: Optimizer, asked: str) -> None:
     That is what a rank sees whose optimizer updates some of the parameters, or none. A copy is
     asked, as above.
     """
-    groups = [number for number in _with_parameters(optimizer) for _ in range(2)]
-    drawn = [_drawn(optimizer, number, seed) for seed, number in enumerate(groups)]
+    kinds = {_kind_of(optimizer, n): n for n in reversed(_with_parameters(optimizer))}
+    pairs = [(n, s) for n in sorted(kinds.values()) for s in _shapes(optimizer, n) for _ in "12"]
+    groups = [number for number, _ in pairs]
+    drawn = [_drawn(optimizer, n, seed, shape) for seed, (n, shape) in enumerate(pairs)]
     wanted, values = _asked_steps(optimizer, groups, drawn, range(len(groups)), asked)
     for used in (range(0, len(groups), 2), range(1, len(groups), 2), range(0)):
         found, others = _asked_steps(optimizer, groups, drawn, used, asked)
         for at, weight in enumerate(found):
             right = wanted[at] if at in used else drawn[at][0]
-            if not torch.allclose(weight, right, rtol=CLOSE, atol=CLOSE):
+            if not _is_close(weight, right):
                 text = f"in its group {groups[at]} another update where others have no gradient"
                 raise _refused(optimizer, asked, text, APART)
         if others != values:
@@ -93,15 +132,16 @@ def check_by_parameter(optimizer: Optimizer, asked: str) -> None:
             raise _refused(optimizer, asked, text, APART)
 
 
-def _drawn(optimizer: Optimizer, number: int, seed: int) -> list[Tensor]:
+def _drawn(optimizer: Optimizer, number: int, seed: int, shape: tuple[int, ...]) -> list[Tensor]:
     """A weight, and gradients for its steps."""
     held = [p.device for p in optimizer.param_groups[number]["params"] if not p.is_meta]
     device = held[0] if held else torch.device("cpu")
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(device)
-        for _ in range(STEPS + 1)
-    ]
+    scales = [1.0, *([1.0] * 3 if shape == SMALL else SCALES)]
+    numbers = torch.randn(
+        len(scales), math.prod(shape), generator=generator, dtype=torch.float64
+    ).to(device)
+    return [scale * row.view(shape) for scale, row in zip(scales, numbers, strict=True)]
 
 
 def _asked_steps(
@@ -115,7 +155,7 @@ def _asked_steps(
     try:
         return _stepped(optimizer, groups, drawn, used)
     except Exception as error:
-        why = "it is asked how it updates, by three steps of a copy on other weights"
+        why = "it is asked how it updates, by steps of a copy on other weights"
         raise _refused(optimizer, asked, f"it raised {error!r}", why) from error
 
 
@@ -148,7 +188,7 @@ def _stepped(
             group["lr"] = RATE
         held = [weight for weight, n in zip(weights, groups, strict=True) if n == number]
         own.param_groups.append({**group, "params": held})
-    for step in range(1, STEPS + 1):
+    for step in range(1, len(drawn[0])):
         for at in used:
             weights[at].grad = drawn[at][step].clone()
         type(optimizer).step(own)

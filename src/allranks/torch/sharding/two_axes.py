@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from allranks.errors import RequestError
 from allranks.strategies.mesh import SHARD, TENSOR
 from allranks.torch.comm import Comm
+from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import groups_of_whole
 from allranks.torch.sharding.dtensors import dtensor
 from allranks.torch.tensor_parallel.cutting import CutModel
@@ -32,6 +33,7 @@ class TwoAxes:
 
     def __init__(self, cut: CutModel, exchange: Exchange, shards: Comm) -> None:
         self.cut, self.exchange = cut, exchange
+        self.asked: Asked | None = None
         tensor = exchange.comm
         groups = [comm.counting_group("control") for comm in (tensor, shards)]
         ranks = torch.arange(shards.size * tensor.size).view(shards.size, tensor.size).t()
@@ -59,13 +61,16 @@ class TwoAxes:
         """What the ranks of a shard axis hold together of a whole tensor."""
         return self.cut.part_of(name, whole, self.exchange)
 
+    def check_updates(self, optimizer: Optimizer, asked: str) -> None:
+        """Raise `RequestError` for an optimizer that needs a parameter whole, on both axes.
 
-def check_updates(optimizer: Optimizer, asked: str) -> None:
-    """Raise `RequestError` for an optimizer that needs a parameter whole, on both axes."""
-    if groups_of_whole(optimizer, asked):
-        raise RequestError(
-            asked=f"{asked} with {type(optimizer).__name__}",
-            found="the update of some rows is another one by themselves",
-            why="a parameter is cut over two axes, and nobody gathers it over both to update it",
-            do="--strategy fsdp or tensor, or an optimizer that updates every number by itself",
-        )
+        It is asked at the first call, and where its hyper-parameters have changed.
+        """
+        self.asked = self.asked or Asked(optimizer)
+        if self.asked.is_new() and groups_of_whole(optimizer, asked):
+            raise RequestError(
+                asked=f"{asked} with {type(optimizer).__name__}",
+                found="the update of some rows is another one by themselves",
+                why="a parameter is cut over two axes, and nobody gathers it over both",
+                do="--strategy fsdp or tensor, or an optimizer that updates every number by itself",
+            )

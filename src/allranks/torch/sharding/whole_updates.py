@@ -26,6 +26,7 @@ from allranks.strategies.shards import rows_of
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm import Comm
 from allranks.torch.model.reals import real_type, reals
+from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import groups_of_whole
 from allranks.torch.sharding.state import known_to_all
 
@@ -62,17 +63,25 @@ class WholeUpdates:
         self.comm, self.optimizer, self.divided, self.asked = comm, optimizer, divided, asked
         self.owners = _owners(divided, optimizer, comm.size)
         self.here: dict[str, bool] = {}
+        self._asked: Asked | None = None
 
     def find(self) -> dict[str, bool]:
-        """Ask the optimizer which parameters it needs whole: `here`; again when groups are new."""
-        known, self.here = self.here, {}
+        """Ask the optimizer which parameters it needs whole: `here`; again when groups are new.
+
+        What was whole once stays so: that is right for any optimizer.
+        """
+        if self._asked is None:
+            self._asked = Asked(self.optimizer)
+        self._asked.is_new()
         groups = groups_of_whole(self.optimizer, self.asked)
         needed = {id(p) for n in groups for p in self.optimizer.param_groups[n]["params"]}
+        known = dict(self.here)
+        self.here.clear()
         for name, one in self.divided.items():
-            if id(one.parameter) in needed:
+            if name in known or id(one.parameter) in needed:
                 self.here[name] = self.owners[name] == self.comm.rank
                 if name not in known and self.optimizer.state.get(one.parameter):
-                    raise _kept_from_the_start(self.asked, self.optimizer, name)
+                    raise _kept_already(self.asked, self.optimizer, name)
         return self.here
 
     @contextmanager
@@ -80,8 +89,10 @@ class WholeUpdates:
         """Within, the optimizer has whole what this rank updates so, and its gradients alone.
 
         Every rank enters this with the same parameters having a gradient. Sends parts to owners,
-        and parts of new weights back.
+        and parts of new weights back. An optimizer with other hyper-parameters is asked again.
         """
+        if self._asked is not None and self._asked.is_new():
+            self.find()
         used = [name for name in self.here if self.divided[name].parameter.grad is not None]
         if not used:
             yield
@@ -205,10 +216,11 @@ def _owners(divided: Mapping[str, Divided], optimizer: Optimizer, ranks: int) ->
     return found
 
 
-def _kept_from_the_start(asked: str, optimizer: Optimizer, name: str) -> RequestError:
+def _kept_already(asked: str, optimizer: Optimizer, name: str) -> RequestError:
     return RequestError(
         asked=f"{asked} with {type(optimizer).__name__}",
-        found=f"what it keeps for {name!r} before its first step",
+        found=f"what it keeps for {name!r} before its first step with these hyper-parameters",
         why="it was made for a part of the parameter, and one rank updates it whole",
-        do="--strategy ddp, or an optimizer that makes its state in its first step",
+        do="--strategy ddp, or an optimizer that makes its state in its first step, with the "
+        "hyper-parameters that it will have",
     )

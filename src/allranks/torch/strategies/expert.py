@@ -24,6 +24,7 @@ from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch
 from allranks.torch.expert_parallel.exchange import ExpertExchange
 from allranks.torch.expert_parallel.mixture import OF_EXPERTS, MixtureOfExperts
+from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.reducers.buckets import Buckets
 from allranks.torch.reducers.mean import Mean
@@ -31,6 +32,7 @@ from allranks.torch.sharding.dtensors import Replicate, Shard, dtensor, mesh_of
 from allranks.torch.sharding.gradient_parts import SomeCut
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.tensor_parallel.cutting import held_part
@@ -101,9 +103,16 @@ class Experts(Strategy):
                 mixture._parameters[name] = done[id(whole)]
                 self.slots.append((mixture, name, mixture.experts))
         self.cut = {id(part) for part in done.values()}
+        self.exchange.room = max(mixture.experts for mixture in mixtures)
 
     def prepare(self) -> None:
         if self.whole:
+            self.step.forward = self._forward
+            self.asked = Asked(self.step.optimizer)
+            self._check_updates()
+
+    def _check_updates(self) -> None:
+        if self.whole and self.asked.is_new():
             check_elementwise(self.step.optimizer, NAME)
 
     def lay_out(self) -> None:
@@ -137,8 +146,14 @@ class Experts(Strategy):
         self.steps += 1
         return self.tally
 
+    def _forward(self, data: Any) -> Any:
+        output = forward(self.task, self.step.call, data)
+        self.exchange.close_pass()
+        return output
+
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         """After the last pass: ranks finish a gradient in different ones of their passes."""
+        self._check_updates()
         shards = batch.leaves[-1].shards
         for buckets in filter(None, (self.shared, self.own)):
             buckets.finish(shards)
@@ -150,7 +165,10 @@ class Experts(Strategy):
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """All ranks call this equally often: rows go to the ranks of their experts."""
         with self.exchange.opened("control"):
-            return super().eval_step(data, forward)
+            output = super().eval_step(data, forward)
+            if self.whole:
+                self.exchange.close_pass()
+        return output
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:

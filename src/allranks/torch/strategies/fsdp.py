@@ -41,7 +41,7 @@ from allranks.torch.sharding.fsdp_units import check_can_be_cut, rows_apart, uni
 from allranks.torch.sharding.gradient_parts import SomeCut
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.sharding.slots import Slots
-from allranks.torch.sharding.two_axes import TwoAxes, check_updates
+from allranks.torch.sharding.two_axes import TwoAxes
 from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
 from allranks.torch.state import put_whole
 from allranks.torch.step.changes import unfrozen_on_the_way
@@ -178,7 +178,7 @@ class FSDP(Single):
         if not self.is_cut:
             return
         if self.two_axes is not None:
-            check_updates(self.step.optimizer, f"--strategy {self.name}:tensor")
+            self.two_axes.check_updates(self.step.optimizer, f"--strategy {self.name}:tensor")
         elif self.shard_alone or not isinstance(self.step.optimizer, Layerwise):
             self.kept_whole = self.wholes.find()  # those see whole lengths, but not bit for bit
         if self.exchange.comm.rank > 0:
@@ -257,6 +257,8 @@ class FSDP(Single):
         return local, SomeCut(self.step.parameters, holders, own, exact=self.shard_alone)
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        if self.is_cut and self.two_axes is not None:
+            self.two_axes.check_updates(self.step.optimizer, f"--strategy {self.name}:tensor")
         return self.wholes.gathered() if self.is_cut else super().updating(gradients)
 
     def messages(self) -> tuple[int, ...]:

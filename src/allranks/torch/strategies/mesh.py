@@ -82,8 +82,8 @@ class ThreeAxes(Pipeline):
         self.cut = cut_model(stages, plan, self.exchange, model)
         self.parts = device_mesh(self.exchange.comm, TENSOR)
 
-    def prepare(self) -> None:
-        super().prepare()
+    def check_updates(self) -> None:
+        super().check_updates()
         if self.cut.dims:
             check_elementwise(self.step.optimizer, ASKED)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -20,11 +20,13 @@ from allranks.errors import RequestError
 from allranks.job.placement import Placed
 from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
+from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import check_by_parameter
 from allranks.torch.pipelining.balance import bytes_of, measured
 from allranks.torch.pipelining.stage_gradients import StagedGradients
 from allranks.torch.pipelining.stages import stages_of
 from allranks.torch.sharding.state import known_to_all
+from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.strategies.base import Strategy
 
@@ -92,8 +94,8 @@ class Staged(Strategy):
 
     def lay_out(self) -> None:
         step = self.step
-        if self.line.size > 1:
-            check_by_parameter(step.optimizer, f"--strategy {self.name}")
+        self.asked = Asked(step.optimizer)
+        self._ask()
         if step.sparse.positions:
             raise RequestError(
                 asked=f"--strategy {self.name}",
@@ -109,7 +111,20 @@ class Staged(Strategy):
         tied = [(p, self._tied[name]) for _, (name, p) in pairs if name in self._tied]
         self._summed = [(p, self._axes[axis]) for p, axis in tied]
 
+    def _ask(self) -> None:
+        """Raise `RequestError` for an optimizer that needs what several ranks hold."""
+        if self.asked.is_new():
+            self.check_updates()
+
+    def check_updates(self) -> None:
+        if self.line.size > 1:
+            check_by_parameter(self.step.optimizer, f"--strategy {self.name}")
+
     # --- a step ---------------------------------------------------------------------------
+
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        self._ask()  # hyper-parameters may have changed
+        return super().updating(gradients)
 
     def sum_tied(self) -> None:
         """Weights that several stages hold have the sum of their gradients on all of them.
