@@ -32,6 +32,8 @@ What is trained:
   eval_every = 
   early_stop = 
   patience = 3
+  optimizer = 
+  schedule = 
 
 Where:
   strategy = ddp
