@@ -43,6 +43,11 @@ def is_said(kind: FaultKind, text: str) -> bool:
     return _SAID[kind].search(text) is not None
 
 
+def is_of_transport(text: str) -> bool:
+    """Whether a collective lost a peer, whoever called it: a program's own sockets say it too."""
+    return "gloo/transport" in text and is_said(FaultKind.PEER_LOST, text)
+
+
 def classify(error: BaseException) -> FaultKind:
     """The kind of a failure: an error of ours has one, of another its words tell."""
     if isinstance(error, AllranksError) and error.fault_kind != FaultKind.PROGRAM:

@@ -7,7 +7,7 @@ import traceback
 from typing import Any
 
 from allranks.errors import AllranksError, PeerLost, RequestError
-from allranks.launcher.processes.foreign import classify
+from allranks.launcher.processes.foreign import classify, is_of_transport
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # Keras paints its errors
 
@@ -19,7 +19,7 @@ def failure_of(error: BaseException, updates: int, step: int | None) -> dict[str
         "fault_kind": classify(error),
         "message": COLOURS.sub("", str(error)),
         "traceback": COLOURS.sub("", "".join(traceback.format_exception(error))),
-        "peer_lost": isinstance(error, PeerLost),
+        "peer_lost": isinstance(error, PeerLost) or is_of_transport(str(error)),
         "passing": error.passing if isinstance(error, AllranksError) else True,
         "request": error.to_data() if isinstance(error, RequestError) else None,
         "updates": updates,
