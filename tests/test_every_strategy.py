@@ -343,7 +343,7 @@ def test_the_first_bucket_leaves_before_backward_ends(on_ranks: Callable[..., An
 def test_convergence_at_the_default_setting(train: Train) -> None:
     """Every strategy learns, `independent` too, on its part of the data."""
     for strategy in SETTINGS:
-        several = CARDS[strategy].many_ranks and strategy not in ("branches", "context", "expert")
-        ranks = 2 if several else 1  # no branches, no sequences, and no experts
+        needs_more = strategy in ("branches", "context", "expert", "mesh")  # than digits has
+        ranks = 2 if CARDS[strategy].many_ranks and not needs_more else 1
         result = train("digits", "epochs=8", strategy=strategy, ranks=ranks)
         assert result.summary["eval"]["accuracy"] > 0.95, strategy
