@@ -4,8 +4,9 @@
 
 Measured as `step.py` does: every rank is a process that holds all contenders on one Gloo group with
 one thread, a round gives each one block of steps, and what is compared was measured in the same
-round. `sharded_contenders.py` says what each does. The bar is 1.03 of the best way by hand that
-keeps as little: `zero1` beside ZeroRedundancyOptimizer, `fsdp` beside `fully_shard`.
+round. `sharded_contenders.py` and `cut_contenders.py` say what each does. The bar is 1.03 of the
+best way by hand that keeps as little: `zero1` beside ZeroRedundancyOptimizer, `fsdp` beside
+`fully_shard`, `tensor` beside `parallelize_module`, pipelines beside torch's own pipelining.
 """
 
 from __future__ import annotations
