@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -160,6 +161,16 @@ def test_the_house_has_few_rooms_and_none_is_crowded() -> None:
     rooms = Counter(path.parent for path in MODULES if path.name != "__init__.py")
     crowded = {str(room): count for room, count in rooms.items() if count > MOST_FILES_IN_A_ROOM}
     assert not crowded, crowded
+
+
+def test_one_module_names_accelerators() -> None:
+    """The others ask `allranks.torch.accelerator`; a disguise lists the attributes of tensors."""
+    named = re.compile(r"torch\.(cuda|xpu)\b|\.is_(cuda|xpu)\b|\"(cuda|xpu)\"")
+    may = {"accelerator.py", "disguise.py"}
+    modules = (SOURCE / "torch").rglob("*.py")
+    found = {path.name for path in modules if named.search(path.read_text())}
+    assert found <= may, found - may
+    assert "accelerator.py" in found
 
 
 @pytest.mark.parametrize(("old", "new"), [("on_torch", "torch"), ("on_tf", "tensorflow")])

@@ -75,6 +75,10 @@ def door(
         (["digits", "--ranks", "2", "--strategy", "single"], "--ranks 1, or --strategy ddp"),
         (["digits", "--precision", "fp8"], "did you mean 'fp"),
         (["digits", "--device", "cude"], "did you mean 'cuda'?"),
+        (
+            ["digits-keras", "--engine", "tensorflow", "--device", "xpu"],
+            "did you mean 'cpu'? known: cpu, cuda",
+        ),
         (["digits", "--precision", "tf32"], "--precision fp32 or bf16, or --device cuda"),
         (["digits", "--loss-scale", "8"], "--precision fp16, or leave --loss-scale out"),
         (["digits", "--precision", "fp16", "--loss-scale", "big"], "--loss-scale dynamic, "),

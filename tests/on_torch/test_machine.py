@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_rows
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.start import plan_only
 from allranks.torch import worker
-from allranks.torch.machine import flip_one_bit
+from allranks.torch.machine import check_devices, flip_one_bit
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,17 @@ def test_a_node_is_asked_for_the_devices_of_its_own_ranks(
     assert worker.describe(job.to_data()) == code
     (row,) = read_rows(path)
     assert row["event"] == ("failed" if code else "described")
+
+
+def test_an_accelerator_that_this_torch_does_not_know_is_refused_by_name() -> None:
+    with pytest.raises(RequestError) as refused:
+        check_devices(Job(program="digits", device="npu"), 1)
+    assert (refused.value.asked, refused.value.do) == (
+        "--device npu",
+        "did you mean 'xpu'? known: cpu, cuda, xpu",
+    )
+    with pytest.raises(RequestError, match="0 XPU devices"):
+        check_devices(Job(program="digits", device="xpu"), 1)
 
 
 @pytest.mark.slow

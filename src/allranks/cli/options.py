@@ -36,7 +36,7 @@ SHARED_OPTIONS: Options = (
     (("--nodes",), {"type": int, "help": "Nodes to use (default 1)."}),
     (("--place",), {"help": "local, simulated[:link=1gbit,delay=1ms], or slurm."}),
     (("--engine",), {"help": f"{' or '.join(ENGINES)} (default: what program and strategy need)."}),
-    (("--device",), {"help": "cpu or cuda."}),
+    (("--device",), {"help": "cpu, cuda (ROCm too), xpu, or another backend of torch."}),
     (("--devices",), {"help": "Numbers of the devices to use, as 0,1,4,5."}),
     (("--precision",), {"help": "fp32, tf32, bf16, fp16 or fp64."}),
     (("--loss-scale",), {"help": "Of fp16: dynamic (default), or a number."}),

@@ -209,9 +209,9 @@ def _slots(context: click.Context, job: Job, jobs: int, axes: Sequence[Axis]) ->
     cores = share_out(sorted(os.sched_getaffinity(0)), count)
     named = any(axis.name == "devices" for axis in axes)
     numbers = () if named else devices_of(job)
-    if job.device == "cuda" and count > 1 and not (numbers or named):
+    if job.device != "cpu" and count > 1 and not (numbers or named):
         raise RequestError(
-            asked=f"a sweep on --device cuda with --slots {count}",
+            asked=f"a sweep on --device {job.device} with --slots {count}",
             found="no --devices",
             why="the jobs of all slots would use the same devices, from number 0 on",
             do="name those to share out: --devices 0,1,2,3, or --slots 1",

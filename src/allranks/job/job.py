@@ -17,7 +17,8 @@ from allranks.job.place import LOCAL, PlaceSpec, place_spec
 from allranks.strategies.resolve import StrategySpec, strategy_spec
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp64")
-DEVICES = ("cpu", "cuda")
+DEVICES_OF_ALL_ENGINES = ("cpu", "cuda")
+DEVICES = (*DEVICES_OF_ALL_ENGINES, "xpu")  # torch knows others, by the names of their backends
 LOGS = ("csv", "tensorboard")
 BAD_STEPS = ("stop", "skip", "warn")
 WITNESS = ("warn", "stop", "off")

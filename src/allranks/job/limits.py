@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from difflib import get_close_matches
 
-from allranks.catalog import ENGINES, PLACE_CHECK, load
+from allranks.catalog import ENGINES, PLACE_CHECK, TORCH, load
 from allranks.errors import RequestError, nearest
 from allranks.job import faults
 from allranks.job.deepspeed.recipe import check_recipe
 from allranks.job.engines import trained_also_by
-from allranks.job.job import BAD_STEPS, DEVICES, LOGS, PRECISIONS, WITNESS, Job
+from allranks.job.job import (
+    BAD_STEPS,
+    DEVICES,
+    DEVICES_OF_ALL_ENGINES,
+    LOGS,
+    PRECISIONS,
+    WITNESS,
+    Job,
+)
 from allranks.job.loss_scale import parse_loss_scale
 from allranks.strategies.resolve import StrategySpec, resolved_strategy
 from allranks.strategies.roles import ProcessSet
@@ -26,6 +35,8 @@ LEAST = {  # of each number: the bound, and whether it is allowed itself
     "time_limit": (0, False),
     "spike": (1, False),
 }
+WORD = re.compile(r"[a-z][a-z0-9_]*")
+MISSPELT = 0.7  # "cude" for "cuda"; "npu" and "hpu" are further from "cpu" and "xpu" than that
 METRIC = re.compile(r"(max|min):\S+")
 
 
@@ -60,11 +71,10 @@ def checked(job: Job) -> Job:
 
 def _check_names(job: Job) -> None:
     """Every value that is one of a few names."""
-    names = ("precision", "device", "on_bad_step", "witness")
+    names = ("precision", "on_bad_step", "witness")
     asked = [(name, getattr(job, name)) for name in names]
     known = {
         "precision": PRECISIONS,
-        "device": DEVICES,
         "on_bad_step": BAD_STEPS,
         "witness": WITNESS,
         "log": LOGS,
@@ -72,6 +82,15 @@ def _check_names(job: Job) -> None:
     asked += [("log", name) for name in logs_of(job)]
     for name, value in asked:
         _check_name(name, value, known[name])
+    _check_device(job)
+
+
+def _check_device(job: Job) -> None:
+    """Torch may know others: a word that is none of these misspelt is asked of it, by the ranks."""
+    if job.engine != TORCH:
+        _check_name("device", job.device, DEVICES_OF_ALL_ENGINES)
+    elif not WORD.fullmatch(job.device) or get_close_matches(job.device, DEVICES, 1, MISSPELT):
+        _check_name("device", job.device, DEVICES)
 
 
 def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.distributed_c10d import _get_default_store
 
+import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World, master_endpoint
@@ -45,12 +46,15 @@ def join(world: World, device: torch.device, heartbeat: Heartbeat | None = None)
         return Comm(*there, device, heartbeat=heartbeat, meetings=meetings)
     if world.size == 1:
         return Comm(device=device, heartbeat=heartbeat)
-    backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         keys = f"attempt-{world.attempt}/join-{next(_joins)}"
         store = PrefixStore(keys, _store_of(world))
         dist.init_process_group(
-            backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT, store=store
+            accelerator.backend_of(device),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=TIMEOUT,
+            store=store,
         )
     except RuntimeError as error:
         raise translated(error) from error

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.errors import RequestError
+import allranks.torch.accelerator as accelerator
+from allranks.errors import RequestError, nearest
 from allranks.job.job import Job
 from allranks.job.loaded import program_facts
 from allranks.launcher.world import World
@@ -21,15 +22,23 @@ def device_of(job: Job, world: World) -> torch.device:
     if job.device == "cpu":
         return torch.device("cpu")
     check_devices(job, world.local_size)
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
+    device = torch.device(job.device, world.local_rank)
+    accelerator.use(device)
+    return device
 
 
 def check_devices(job: Job, local_size: int) -> None:
     """Raise `RequestError` unless this node has a device for each of its ranks, or replicas."""
-    if job.device != "cuda":
+    if job.device == "cpu":
         return
-    found, replicas = torch.cuda.device_count(), job.strategy_spec.devices_of_a_rank
+    if job.device not in (known := accelerator.kinds()):
+        raise RequestError(
+            asked=f"--device {job.device}",
+            found="no accelerator of that name in this torch",
+            why=f"torch {torch.__version__} has {', '.join(known)}",
+            do=nearest(job.device, ("cpu", *known)),
+        )
+    found, replicas = accelerator.count(job.device), job.strategy_spec.devices_of_a_rank
     if found < local_size * replicas:
         asked = f"--ranks {local_size}" if replicas == 1 else f"--strategy {job.strategy}"
         what = job.strategy_spec.card.on_a_device
@@ -39,12 +48,12 @@ def check_devices(job: Job, local_size: int) -> None:
             else f"--strategy {job.strategy_spec.name}:{what}s={found}"
         )
         raise RequestError(
-            asked=f"--device cuda {asked}",
-            found=f"{found} CUDA devices"
-            + ("" if torch.version.cuda else " (a CPU build of torch)")
+            asked=f"--device {job.device} {asked}",
+            found=f"{found} {job.device.upper()} devices"
+            + ("" if accelerator.is_built_in() else " (a CPU build of torch)")
             + (f" among --devices {job.devices}" if job.devices else ""),
             why=f"every {'rank' if replicas == 1 else what} needs a device of its own",
-            do=f"--device cuda {fits}" if found else "--device cpu",
+            do=f"--device {job.device} {fits}" if found else "--device cpu",
         )
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
+import allranks.torch.accelerator as accelerator
 from allranks.training.callback import Callback
 from allranks.training.progress import StepResult
 
@@ -33,8 +34,7 @@ class Profiling(Callback):
         self._steps += 1
         self._last = trainer.progress.batch_index
         if self._steps == AFTER:
-            on_gpu = [ProfilerActivity.CUDA] if trainer.device.type == "cuda" else []
-            self._profile = profile(activities=[ProfilerActivity.CPU, *on_gpu])
+            self._profile = profile(activities=accelerator.activities(trainer.device))
             self._profile.start()
             self._first = self._last + 1
         elif self._steps == AFTER + STEPS:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import allranks.torch.accelerator as accelerator
 from allranks.catalog import DTENSORS, load
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import is_dtensor
@@ -279,8 +280,8 @@ def random_streams(device: torch.device) -> dict[str, Any]:
         ],
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        streams["cuda"] = torch.cuda.get_rng_state(device)
+    if accelerator.is_accelerator(device):
+        streams[device.type] = accelerator.rng_state(device)
     return streams
 
 
@@ -291,8 +292,8 @@ def set_random_streams(streams: dict[str, Any], device: torch.device) -> None:
     key = streams["numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, position, has_gauss, gauss))
     torch.set_rng_state(streams["torch"])
-    if device.type == "cuda" and "cuda" in streams:
-        torch.cuda.set_rng_state(streams["cuda"], device)
+    if accelerator.is_accelerator(device) and device.type in streams:
+        accelerator.set_rng_state(streams[device.type], device)
 
 
 @contextmanager

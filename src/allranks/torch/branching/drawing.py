@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+import allranks.torch.accelerator as accelerator
 from allranks.torch.model.layers import Scope
 
 
@@ -18,9 +19,9 @@ def generators_kept(scope: Scope) -> Iterator[None]:
 
     The rest of the model draws the same on every rank then, whichever branches ran there.
     """
-    devices = [d for d in {scope.device, *scope.more_devices} if d.type == "cuda"]
+    devices = list(filter(accelerator.is_accelerator, {scope.device, *scope.more_devices}))
     of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_devices = [torch.cuda.get_rng_state(device) for device in devices]
+    on_devices = [accelerator.rng_state(device) for device in devices]
     try:
         yield
     finally:
@@ -28,4 +29,4 @@ def generators_kept(scope: Scope) -> Iterator[None]:
         np.random.set_state(of_numpy)
         torch.set_rng_state(of_torch)
         for device, state in zip(devices, on_devices, strict=True):
-            torch.cuda.set_rng_state(state, device)
+            accelerator.set_rng_state(state, device)

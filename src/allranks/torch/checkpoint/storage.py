@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+import allranks.torch.accelerator as accelerator
 from allranks.checkpoint.manifest import BadCheckpoint, SavedTensor, piece_name
 from allranks.checkpoint.tensor_file import PAIR, as_written, lay_out
 from allranks.torch.checkpoint.parts import Part
@@ -40,12 +41,11 @@ class Snapshot:
         for part, tensor in tensors.items():
             written = reals(tensor) if part.dtype in PAIR else tensor
             self._places[part].copy_(written, non_blocking=on_gpu)
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+        accelerator.synchronize({tensor.device for tensor in tensors.values()})
 
     def make_room(self, tensors: dict[Part, Tensor]) -> bool:
         """Take the memory for copies of these tensors; returns whether any is on a GPU."""
-        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        on_gpu = any(map(accelerator.holds, tensors.values()))
         if tensors.keys() != self._places.keys():
             self._lay_out(list(tensors), on_gpu)
         return on_gpu
@@ -57,7 +57,7 @@ class Snapshot:
         if self._buffer.numel() < self.layout.data_bytes:
             size = self.layout.data_bytes
             try:
-                self._buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+                self._buffer = accelerator.pinned_zeros(size, torch.uint8, pin=on_gpu)
             except RuntimeError as error:  # torch's way to say so
                 raise MemoryError(f"no memory for a copy of {size} bytes") from error
             self._buffer[:: mmap.PAGESIZE] = 0  # a page that was never touched costs the first copy

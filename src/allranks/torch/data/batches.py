@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.strategies.shards import even_sizes
 from allranks.torch.data.batch import Batch, Leaf, MicroBatch, samples_of, with_data
@@ -153,7 +154,9 @@ class GlobalBatches:
         Not where this thread reads, as what is drawn there is keyed, nor where a sampler is drawn.
         """
         source = self.source
-        if self.precision.device.type != "cuda" or self.prefetch < 2 or self.order is not None:
+        if not accelerator.is_accelerator(self.precision.device):
+            return False
+        if self.prefetch < 2 or self.order is not None:
             return False
         if isinstance(source, MapSource):
             return source.workers > 0 and not source.is_staged

@@ -1,7 +1,7 @@
 """A batch on its way to the device, while the device computes with the one before.
 
-On CUDA it goes from pinned memory on a stream of its own, so neither the processor nor the stream
-that computes waits for it. On other devices, and for data that lies on the
+On an accelerator it goes from pinned memory on a stream of its own, so neither the processor nor
+the stream that computes waits for it. On the host, and for data that lies on the
 device already, there is nothing to copy, only to cast.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+import allranks.torch.accelerator as accelerator
 from allranks.torch.data.nested import map_tensors, tensors_in
 from allranks.torch.model.precision import Precision
 
@@ -22,7 +22,7 @@ class OnItsWay:
     """Collated data that is being placed; `there` says when all of it is (`None`: it is)."""
 
     data: Any
-    there: torch.cuda.Event | None
+    there: Any | None
 
 
 class Copying:
@@ -30,16 +30,16 @@ class Copying:
 
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
-        self._stream: torch.cuda.Stream | None = None
-        if precision.device.type == "cuda":
-            self._stream = torch.cuda.Stream(precision.device)
+        self._stream: Any | None = None
+        if accelerator.is_accelerator(precision.device):
+            self._stream = accelerator.new_stream(precision.device)
 
     def begin(self, data: Any) -> OnItsWay:
         """Start to place `data`; returns before it has arrived."""
-        if self._stream is None or any(tensor.is_cuda for tensor in tensors_in(data)):
+        if self._stream is None or any(map(accelerator.holds, tensors_in(data))):
             return OnItsWay(self._precision.to_device(data), None)  # in the order of what made it
-        torch.cuda.set_device(self._stream.device)  # each thread has its own, at first device 0
-        with torch.cuda.stream(self._stream):
+        accelerator.use(self._stream.device)  # each thread has its own, at first device 0
+        with accelerator.on_stream(self._stream):
             moved = map_tensors(self._moved, data)  # uncast: a cast on the way would be waited for
             return OnItsWay(self._precision.to_device(moved), self._stream.record_event())
 
@@ -47,11 +47,11 @@ class Copying:
         """The placed data: what is computed with it from here on waits until it is there."""
         if begun.there is None:
             return begun.data
-        computing = torch.cuda.current_stream(self._precision.device)
+        computing = accelerator.current_stream(self._precision.device)
         computing.wait_event(begun.there)
         for tensor in tensors_in(begun.data):
             tensor.record_stream(computing)  # its memory is not given away while that computes
         return begun.data
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory().to(self._precision.device, non_blocking=True)
+        return accelerator.pinned(tensor).to(self._precision.device, non_blocking=True)

@@ -60,8 +60,7 @@ def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict
             if number in own and names:
                 table[number] = torch.tensor([pairs[name] for name in names], dtype=torch.float64)
     _same_names_everywhere(comm, names)
-    if comm.device.type == "cuda":
-        table = table.to(comm.device)
+    table = table.to(comm.device)
     comm.all_reduce(table, "control").wait()
     sums = table.cpu().cumsum(0)[-1].tolist() if names else []
     means = {n: total / count for n, (total, count) in zip(names, sums, strict=True) if count}

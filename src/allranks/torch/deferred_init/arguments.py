@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import allranks.torch.accelerator as accelerator
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.deferred_init.program import NotRecordable, View
 
@@ -157,8 +158,7 @@ def generator_of(args: Any, kwargs: dict[str, Any], device: torch.device) -> tor
             return value
     if device.type == "cpu":
         return torch.default_generator
-    if device.type != "cuda":
+    generator = accelerator.default_generator(device)
+    if generator is None:
         raise NotRecordable(f"the generator of {device} is not known")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    generator: torch.Generator = torch.cuda.default_generators[index]
     return generator

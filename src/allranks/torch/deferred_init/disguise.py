@@ -20,8 +20,8 @@ from torch import Tensor
 from allranks.torch.deferred_init.arguments import exchange
 from allranks.torch.deferred_init.recorder import Recorder
 
-DEVICES = ("device", "is_meta", "is_cpu", "is_cuda")
-AS_IF_THERE = ("to", "cpu", "cuda", "type", "get_device")
+DEVICES = ("device", "is_meta", "is_cpu", "is_cuda", "is_xpu")
+AS_IF_THERE = ("to", "cpu", "cuda", "xpu", "type", "get_device")
 OF_VALUES = ("tolist", "__repr__")
 SHARE_MEMORY = (
     "__dlpack__",

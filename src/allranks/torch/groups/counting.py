@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import allranks.torch.accelerator as accelerator
+
 BACKEND = "allranks-counting"
 
 all_gather_single: Callable[..., Any] = (
@@ -186,7 +188,7 @@ for _name in OF_WORK:
 def counting_group(inner: Any, ranks: list[int], watch: Watch, timeout: timedelta) -> Any:
     """A registered group of the same ranks as `inner`; each of `ranks` calls this."""
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", *accelerator.kinds()])
     _next.append(CountingGroup(inner, watch))
     return dist.new_group(ranks, timeout=timeout, backend=BACKEND, use_local_synchronization=True)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.torch.data.batch import MicroBatch
 from allranks.torch.data.batches import GlobalBatches
@@ -155,6 +156,4 @@ def _once(block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
 
 def _wait(value: Any) -> None:
     """Until the devices of these tensors have done all that was asked of them."""
-    for device in {tensor.device for tensor in tensors_in(value)}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    accelerator.synchronize({tensor.device for tensor in tensors_in(value)})

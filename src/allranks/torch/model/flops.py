@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import allranks.torch.accelerator as accelerator
 from allranks.job.job import Job
 
 TERA = 1e12
@@ -47,9 +48,9 @@ def peak_flops(name: str, precision: str) -> float | None:
 
 def peak_of(job: Job, device: torch.device) -> float | None:
     """The peak of the device of this rank for the precision of the job."""
-    if device.type != "cuda":
+    if not accelerator.is_accelerator(device):
         return None
-    return peak_flops(torch.cuda.get_device_name(device), job.precision)
+    return peak_flops(accelerator.chip_name(device), job.precision)
 
 
 class Meter:

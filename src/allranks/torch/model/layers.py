@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
 
+import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro
 from allranks.torch.data.sources import seed_generators
@@ -59,7 +60,6 @@ class Scope:
 
     def __post_init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._is_cuda = self.device.type == "cuda"
 
     def generator_on(self, device: torch.device) -> torch.Generator:
         """What a layer on `device` draws with, keyed before every draw."""
@@ -89,11 +89,9 @@ class Scope:
 
     def _seed(self, key: int) -> None:
         seed_generators(key)
-        if self._is_cuda:
-            torch.cuda.manual_seed(key)
+        accelerator.seed(self.device, key)
         for device in self.more_devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(key ^ device.index)
+            accelerator.seed(device, key ^ device.index)
 
     def leave(self) -> None:
         """No step is in progress: the layers behave as torch's own."""

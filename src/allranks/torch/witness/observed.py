@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import allranks.torch.accelerator as accelerator
 from allranks.torch.model.bounded_tables import BoundedTable
 from allranks.torch.step.step import SharedStep
 from allranks.torch.witness.plain_state import Roots, Token, read
@@ -107,8 +108,8 @@ class Observer:
             "NumPy": repr(rest).encode() + np.asarray(keys).tobytes(),
             "torch": torch.get_rng_state().numpy().tobytes(),
         }
-        if self.step.scope.device.type == "cuda":
-            states["torch"] += torch.cuda.get_rng_state(self.step.scope.device).numpy().tobytes()
+        if accelerator.is_accelerator(device := self.step.scope.device):
+            states["torch"] += accelerator.rng_state(device).numpy().tobytes()
         return states
 
     def _digests(self) -> Iterator[tuple[tuple[str, str], str]]:

@@ -18,7 +18,6 @@ threads in no fixed order: it is not the same from run to run, and the engine ca
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+import allranks.torch.accelerator as accelerator
 from allranks.job.placement import GATHERED, Placed
 from allranks.strategies.shards import Micro
 from allranks.torch.data.batch import Batch
@@ -68,7 +68,7 @@ class Replica:
 
     def enter(self, step: int, share: Micro) -> None:
         """The samples of `share` go through next; what the device draws is keyed by them."""
-        with _on(self.device):
+        with accelerator.using(self.device):
             self.scope.enter(step, share, samples_in(share))
 
     def entered(self) -> None:
@@ -102,8 +102,8 @@ class DP(Strategy):
     def prepare(self) -> None:
         count, device = self.context.options["replicas"], self.comm.device
         devices = [device] * count
-        if device.type == "cuda":
-            devices = [torch.device("cuda", number) for number in range(count)]
+        if accelerator.is_accelerator(device):
+            devices = [torch.device(device.type, number) for number in range(count)]
         self.first = Replica(0, devices[0], self.model, self.context.scope)
         self.copies = [self._copied(k, devices[k]) for k in range(1, count)]
         self.step.forward = self._forward
@@ -195,7 +195,7 @@ class DP(Strategy):
     def _run(self, replica: Replica, part: Any, is_grad: bool) -> Any:
         """In a thread of its own, to which device, gradients and arithmetic are carried over."""
         with (
-            _on(replica.device),
+            accelerator.using(replica.device),
             torch.set_grad_enabled(is_grad),
             self.context.precision.autocast(),
         ):
@@ -219,11 +219,6 @@ class DP(Strategy):
             replica.thread.shutdown()
         self._unchecked()
         super().close()
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Within, this thread's current device is `device`."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _mark(step: SharedStep, position: int, weight: Tensor) -> None:

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.job.placement import Placed
 from allranks.torch.data.batch import Batch
@@ -65,8 +66,8 @@ class ModelParallel(Single):
         parts, device = context.options["parts"], self.comm.device
         self.built_with = dataclasses.replace(context.precision, device=torch.device("cpu"))
         self.devices = [device] * parts
-        if device.type == "cuda":
-            self.devices = [torch.device("cuda", number) for number in range(parts)]
+        if accelerator.is_accelerator(device):
+            self.devices = [torch.device(device.type, number) for number in range(parts)]
             context.scope.more_devices = tuple(self.devices[1:])
         self.split = context.options["split"]
         self.cuts_micro_batches = self.split > 1
@@ -145,7 +146,7 @@ class ModelParallel(Single):
                 continue
             enter = unit.module.register_forward_pre_hook(self._entering(part), with_kwargs=True)
             self._hooks.append(enter)
-            if self.devices[part].type == "cuda":
+            if accelerator.is_accelerator(self.devices[part]):
                 again = unit.module.register_forward_hook(self._first_again, always_call=True)
                 self._hooks.append(again)
         self._hooks.append(model.register_forward_hook(self._leaving))
@@ -155,8 +156,7 @@ class ModelParallel(Single):
         device = self.devices[part]
 
         def enter(module: nn.Module, args: Any, keywords: Any) -> Any:
-            if device.type == "cuda":  # what forward makes itself is to be there too
-                torch.cuda.set_device(device)
+            accelerator.use(device)  # what forward makes itself is to be there too
             piece: InFlight | None = getattr(self._here, "piece", None)
             found = list(tensors_in((args, keywords)))
             if piece is not None and piece.is_forward and piece.part != part:
@@ -169,7 +169,7 @@ class ModelParallel(Single):
 
     def _first_again(self, module: nn.Module, args: Any, output: Any) -> None:
         """The current device is the first one again, whatever the module did."""
-        torch.cuda.set_device(self.devices[0])
+        accelerator.use(self.devices[0])
 
     def _leaving(self, model: nn.Module, args: Any, output: Any) -> Any:
         """The output of the model, on the first device, where the labels are."""

@@ -1,0 +1,167 @@
+"""The one module that asks for the accelerator: CUDA, XPU, or whatever else torch names.
+
+ROCm comes as "cuda", as torch has it. A backend that is no part of torch comes under the name that
+it gave itself (`torch.utils.rename_privateuse1_backend`). Everything is asked of the module of a
+device (`torch.get_device_module`), never of `torch.cuda`. Functions that take a device do nothing
+on the host, or say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+
+NO_ACCELERATORS = ("cpu", "meta")
+ALWAYS_KNOWN = ("cuda", "xpu")  # a build without them counts none
+SEEDS = 1 << 64  # generators take seeds of 64 bits
+SHOWN = ("name", "major", "minor", "multi_processor_count", "total_memory", "gcnArchName")
+
+
+def module_of(device: torch.device | str) -> Any:
+    """What torch has for this kind of device, as `torch.cuda` for cuda."""
+    return torch.get_device_module(device if isinstance(device, str) else device.type)
+
+
+def kinds() -> tuple[str, ...]:
+    """The accelerators that `--device` may name with this torch."""
+    here = torch.accelerator.current_accelerator()
+    return tuple(dict.fromkeys((*ALWAYS_KNOWN, *([here.type] if here is not None else []))))
+
+
+def is_built_in() -> bool:
+    """Whether this build of torch can use any accelerator."""
+    return torch.accelerator.current_accelerator() is not None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the host only starts the work of this device, and goes on."""
+    return device.type not in NO_ACCELERATORS
+
+
+def holds(tensor: Tensor) -> bool:
+    """Whether the tensor lies on an accelerator."""
+    return is_accelerator(tensor.device)
+
+
+def count(kind: str) -> int:
+    """How many devices of this kind the process can use."""
+    return int(module_of(kind).device_count())
+
+
+def use(device: torch.device) -> None:
+    """Make it the current device of this thread; every thread begins with device 0."""
+    if is_accelerator(device):
+        module_of(device).set_device(device)
+
+
+def using(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, it is the current device of this thread."""
+    if not is_accelerator(device):
+        return nullcontext()
+    guard: AbstractContextManager[Any] = module_of(device).device(device)
+    return guard
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Return when these devices have done all that they were told: the host waits."""
+    for device in devices:
+        if is_accelerator(device):
+            module_of(device).synchronize(device)
+
+
+def new_stream(device: torch.device) -> Any:
+    """A stream beside the default one."""
+    return module_of(device).Stream(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream in which this thread's kernels for `device` are queued."""
+    return module_of(device).current_stream(device)
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Within, what this thread starts on the stream's device is queued in `stream`."""
+    guard: AbstractContextManager[Any] = module_of(stream.device).stream(stream)
+    return guard
+
+
+def new_event(device: torch.device, *, timed: bool = False) -> Any:
+    """An event that is not recorded yet; two timed ones measure what lies between them."""
+    return module_of(device).Event(enable_timing=timed)
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A copy on the host that a device reads and writes while the host goes on."""
+    return tensor.pin_memory()
+
+
+def pinned_zeros(size: int, dtype: torch.dtype, *, pin: bool) -> Tensor:
+    """Zeros on the host, pinned where a device copies to them; raises `RuntimeError`."""
+    return torch.zeros(size, dtype=dtype, pin_memory=pin)
+
+
+def seed(device: torch.device, key: int) -> None:
+    """Seed the generator of this device, whichever is current."""
+    if is_accelerator(device):
+        with using(device):
+            module_of(device).manual_seed(key % SEEDS)
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """Where the generator of this device is, as bytes on the host."""
+    state: Tensor = module_of(device).get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: Tensor, device: torch.device) -> None:
+    """Let the generator of this device go on from there."""
+    module_of(device).set_rng_state(state, device)
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """What draws on `device` where no generator is given; `None` if its backend does not say."""
+    module = module_of(device)
+    generators = getattr(module, "default_generators", None)
+    if not generators:
+        return None
+    index = module.current_device() if device.index is None else device.index
+    found: torch.Generator = generators[index]
+    return found
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend of a process group whose tensors lie there: "nccl" for cuda, "gloo" for cpu."""
+    return dist.get_default_backend_for_device(device)
+
+
+def chip_name(device: torch.device) -> str:
+    """The name that the maker gave the chip, as "NVIDIA H200"; "" for the host."""
+    return str(module_of(device).get_device_name(device)) if is_accelerator(device) else ""
+
+
+def chip(device: torch.device) -> dict[str, Any]:
+    """What is known of the chip; nothing for the host."""
+    if not is_accelerator(device):
+        return {}
+    properties = module_of(device).get_device_properties(device)
+    return {name: getattr(properties, name) for name in SHOWN if hasattr(properties, name)}
+
+
+def memory_statistics(device: torch.device) -> dict[str, Any]:
+    """What the allocator of this device counts, in its own words; nothing where it counts none."""
+    counted = getattr(module_of(device), "memory_stats", None) if is_accelerator(device) else None
+    return dict(counted(device)) if counted is not None else {}
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    """What the profiler watches of a process that trains on `device`."""
+    of_kind = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+    own = of_kind.get(device.type, ProfilerActivity.PrivateUse1)
+    is_seen = is_accelerator(device) and own in torch.profiler.supported_activities()
+    return [ProfilerActivity.CPU, *([own] if is_seen else [])]
