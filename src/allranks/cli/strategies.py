@@ -63,6 +63,7 @@ def _as_data(card: Card) -> dict[str, Any]:
         "guarantee": str(card.guarantee),
         "bytes_per_step": card.bytes_formula,
         "memory": card.memory,
+        "stored": card.stored and card.stored.formula,
         "bitwise": card.bitwise_options is not None,
         "many_ranks": card.many_ranks,
         "engines": list(card.engines),
@@ -89,6 +90,8 @@ def _whole(card: Card) -> str:
         f"  sends      {card.bytes_formula} bytes per rank and step",
         f"  stores     {card.memory}",
     ]
+    if card.stored is not None:
+        lines.append(f"             between two steps {card.stored.formula} bytes")
     for option in card.options:
         choices = f" ({' or '.join(map(_written(option), option.choices))})"
         what = f"{option.name}={option.shown_default}: {option.meaning}"

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.strategies.card import Card, Exact, Option, Workload
+from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
+from allranks.strategies.card_bytes import EVERYTHING
 from allranks.strategies.mesh import CONTEXT, REPLICATE, TENSOR, Agreement, Mesh
 
 LEAVES = 8
@@ -52,6 +53,11 @@ def _tensor_bytes(work: Workload, options: Mapping[str, Any]) -> int:
     return round(along + between + 2 * (work.ranks - 1) / work.ranks * tally) + sum(moved)
 
 
+def _cut_layers(has: Contents, options: Mapping[str, Any]) -> float:
+    """A part of the layers that can be cut, and all of the rest."""
+    return (2 + has.kept) * (has.cut * int(options["data"]) / has.ranks + has.rest)
+
+
 TENSOR_CARD = Card(
     name="tensor",
     summary="Each rank holds and computes a part of every Linear and Embedding that can be cut.",
@@ -64,6 +70,7 @@ TENSOR_CARD = Card(
     "what is all-reduced here is T of its size gathered",
     memory="1/T of weights, gradients and optimizer of what is cut, all of the rest; activations "
     "between the layers of a block 1/T",
+    stored=Stored("(2 + k)(C/T + R), C: layers that are cut", _cut_layers),
     many_ranks=True,
     options=(
         Option("data", 1, "copies of the cut model, each on samples of its own", at_least=1),
@@ -97,6 +104,7 @@ CONTEXT_CARD = Card(
     "T positions, of which each rank has as many",
     memory="weights + gradients + optimizer on every rank; activations of the blocks 1/P; ring: "
     "scores of 1024 · T/P per head and sample",
+    stored=EVERYTHING,
     many_ranks=True,
     options=(
         Option(

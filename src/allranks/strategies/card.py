@@ -82,6 +82,32 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Contents:
+    """What a rank stores between two steps follows: bytes of all weights of a model, all trained.
+
+    `cut` are those that a strategy deals out to ranks, by parts or one by one, and `rest` all
+    others (for a strategy that cuts nothing, either). For each byte of a weight the optimizer keeps
+    `kept`: AdamW 2, SGD with momentum 1; a moving average is 1 more.
+    """
+
+    cut: int
+    rest: int
+    kept: float
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is there between two steps: weights, gradients or buckets, what the optimizer keeps.
+
+    C, R and k of the `formula` are `cut`, `rest` and `kept`; N are the ranks.
+    """
+
+    formula: str
+    of: Callable[[Contents, Mapping[str, Any]], float]
+
+
+@dataclass(frozen=True)
 class Picked:
     """The value of an option whose choices have options of their own: `power-sgd(rank=4)`."""
 
@@ -231,6 +257,8 @@ class Card:
     options: tuple[Option, ...] = ()
     bitwise_options: Mapping[str, str] | None = None
     """What `--bitwise` sets of its options; `None`: it cannot give equal bits on any ranks."""
+    stored: Stored | None = None
+    """Bytes on the rank that stores most; `None` for engines of which nobody has counted them."""
     paper: str = ""
     agreement: Agreement = REPLICATED
     mesh: Callable[[int, Mapping[str, Any]], Mesh] = lambda ranks, _: replicated_mesh(ranks)

@@ -1,11 +1,12 @@
-"""What common ways to sum cost: bytes that the busiest rank sends in a step, for the cards."""
+"""What common ways to sum cost, for the cards: bytes that the busiest rank sends in a step, and
+what a rank stores that has all of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from allranks.strategies.card import Workload
+from allranks.strategies.card import Contents, Stored, Workload
 from allranks.strategies.reduction_tree import rounds_of_pairs, subtree_roots, uses_pairs
 from allranks.strategies.shards import owned_shards
 
@@ -20,6 +21,12 @@ def ring_bytes(work: Workload, options: Mapping[str, Any]) -> int:
     return round(2 * (work.ranks - 1) / work.ranks * sum(work.messages))
 
 
+def _all_stored(has: Contents, options: Mapping[str, Any]) -> float:
+    """Weights, gradients, and what the optimizer keeps."""
+    return (2 + has.kept) * (has.cut + has.rest)
+
+
+EVERYTHING = Stored("(2 + k)(C + R)", _all_stored)
 RING = "2(N-1)/N · (gradients + tally)"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.strategies.card import Card, Exact, Option, Workload
+from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
 from allranks.strategies.card_bytes import ring_bytes, tree_bytes
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR, Agreement, Mesh
 
@@ -68,6 +68,13 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     return round(work.passes * sent) + beside + moved
 
 
+def _parts(has: Contents, options: Mapping[str, Any]) -> float:
+    """Parts of all on K ranks; of what is cut over a tensor axis a part of these on each."""
+    tensor = int(options.get("tensor", 1))
+    holders = int(options.get("shard", has.ranks // tensor))
+    return (2 + has.kept) * (has.cut / tensor + has.rest) / holders
+
+
 GATHERED = (
     "(K-1)/K · (2 · weights of the units + weights of the root + gradients) per pass, each padded "
     "to K equal parts"
@@ -99,6 +106,7 @@ FSDP_CARDS = (
         "along the tensor axis as under `tensor`",
         memory=f"K = N/T, T = tensor: {MEMORY}, all of it 1/T of what is cut over the tensor axis; "
         "tree: the roots of all ranks",
+        stored=Stored("(2 + k)(C/T + R)/K, C: what `tensor` would cut", _parts),
         many_ranks=True,
         agreement=Agreement("sharded"),
         mesh=_fsdp_mesh,
@@ -119,6 +127,7 @@ FSDP_CARDS = (
         bytes_formula=f"{GATHERED}; 2(1-K/N) · gradients/K per pass; 2(N-1)/N · tally. "
         "reduce=tree: a pass for each shard, and in each (N/K - 1) · gradients more",
         memory=f"{MEMORY}; tree: the roots of all ranks",
+        stored=Stored("(2 + k)(C + R)/K", _parts),
         many_ranks=True,
         agreement=Agreement("sharded"),
         mesh=_hsdp_mesh,

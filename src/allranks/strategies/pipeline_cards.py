@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.strategies.card import Card, Exact, Option, Workload
+from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
 from allranks.strategies.card_bytes import tree_bytes
 from allranks.strategies.mesh import PIPELINE, REPLICATE, TENSOR, Agreement, Mesh
 
@@ -28,6 +28,11 @@ def _crossing(work: Workload, options: Mapping[str, Any]) -> int:
     return round(max(sent) * (ranks > 1) + ring)
 
 
+def _own_stages(has: Contents, options: Mapping[str, Any]) -> float:
+    """Weights that several stages share are not cut."""
+    return (2 + has.kept) * (has.cut / has.ranks + has.rest)
+
+
 BY = Option(
     "by",
     "size",
@@ -42,6 +47,7 @@ EVERYWHERE: dict[str, Any] = {
     "guarantee": Exact(),
     "bytes_sent": _crossing,
     "bytes_formula": BYTES,
+    "stored": Stored("(2 + k)(C/N + R), stages of equal size, R: what stages share", _own_stages),
     "many_ranks": True,
     "options": (BY,),
     "bitwise_options": {},
@@ -131,6 +137,11 @@ def _of_three_axes(work: Workload, options: Mapping[str, Any]) -> int:
     return round(max(sent) + of_tally + (between(tally) if is_tree else 0))
 
 
+def _own_part(has: Contents, options: Mapping[str, Any]) -> float:
+    """Of the layers of a stage that can be cut a part, and all of its others."""
+    return (2 + has.kept) * (has.cut / int(options["tensor"]) + has.rest) / int(options["pipeline"])
+
+
 MESH_CARD = Card(
     name="mesh",
     summary="Layers cut over `tensor`, stages along `pipeline`, copies of both along `data`.",
@@ -141,6 +152,7 @@ MESH_CARD = Card(
     "copies what `ddp:reduce=tree` sends on D ranks, and 2(P-1)/P · tally",
     memory="1/P of the layers, of those 1/T of what is cut: weights + gradients + optimizer; "
     "activations of min(m, P - stage) micro-batches",
+    stored=Stored("(2 + k)(C/T + R)/P, stages of equal size, C: layers that are cut", _own_part),
     many_ranks=True,
     options=(
         Option("data", 1, "D, how many copies of the model, each on its samples", at_least=1),

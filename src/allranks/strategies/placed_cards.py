@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from allranks.strategies.card import Card, Exact, Option, Workload, parts_of
-from allranks.strategies.card_bytes import no_bytes
+from allranks.strategies.card import (
+    Card,
+    Contents,
+    Exact,
+    Option,
+    Stored,
+    Workload,
+    parts_of,
+)
+from allranks.strategies.card_bytes import EVERYTHING, no_bytes
 from allranks.strategies.mesh import BRANCH, Agreement, Mesh
 
 
@@ -14,6 +22,11 @@ def _branches(work: Workload, options: Mapping[str, Any]) -> int:
     """What branches return is broadcast; the gradients of their inputs and the tally are summed."""
     returned, given, tally = work.messages
     return round((work.ranks - 1) / work.ranks * (returned + 2 * given + 2 * tally))
+
+
+def _own_branches(has: Contents, options: Mapping[str, Any]) -> float:
+    """Branches are what is cut."""
+    return (2 + has.kept) * (has.cut / has.ranks + has.rest)
 
 
 PLACED_CARDS = (
@@ -25,6 +38,7 @@ PLACED_CARDS = (
         bytes_formula="0 (between the devices: what goes from part to part, and its gradient)",
         memory="every weight, its gradient and what the optimizer keeps of it on one device; "
         "activations on the device of their part",
+        stored=EVERYTHING,
         many_ranks=False,
         bitwise_options={},
         devices_of_a_rank=parts_of,
@@ -51,6 +65,7 @@ PLACED_CARDS = (
         "given, each tensor once, + tally)",
         memory="of each branch weights, gradients, optimizer and activations on one rank; all else "
         "of the model on every rank",
+        stored=Stored("(2 + k)(C/N + R), C: branches of equal size", _own_branches),
         many_ranks=True,
         agreement=Agreement("staged"),
         mesh=lambda ranks, _: Mesh(((BRANCH, ranks),)),

@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.strategies.card import Card, Exact, Option, Workload, replicas_of
+from allranks.strategies.card import (
+    Card,
+    Contents,
+    Exact,
+    Option,
+    Stored,
+    Workload,
+    replicas_of,
+)
 from allranks.strategies.card_bytes import tree_bytes, tree_roots
 from allranks.strategies.mesh import EXPERT, REPLICATE, Agreement, Mesh
 
@@ -27,6 +35,11 @@ def _zero(work: Workload, options: Mapping[str, Any]) -> int:
     return round((roots + 1) * part * cut) + tree_bytes(work, [whole]) + sum(moved)
 
 
+def _own_rows(has: Contents, options: Mapping[str, Any]) -> float:
+    """All weights, and what the optimizer keeps of own rows; gradients are gone after a step."""
+    return (1 + has.kept / has.ranks) * (has.cut + has.rest)
+
+
 BOTH: dict[str, Any] = {
     "guarantee": Exact(),
     "bytes_sent": _zero,
@@ -36,6 +49,7 @@ BOTH: dict[str, Any] = {
         Option("reduce", "mean", "how gradients are summed", ("mean", "tree")),
         Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),
     ),
+    "stored": Stored("(1 + k/N)(C + R)", _own_rows),
     "paper": "Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054",
     "agreement": Agreement(cuts_optimizer=True),
 }
@@ -51,6 +65,11 @@ def _expert_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
             do=f"--ranks {-(-ranks // copies) * copies}",
         )
     return Mesh(((REPLICATE, copies), (EXPERT, ranks // copies)))
+
+
+def _own_experts(has: Contents, options: Mapping[str, Any]) -> float:
+    """Experts are what is cut."""
+    return (2 + has.kept) * (has.cut * replicas_of(options) / has.ranks + has.rest)
 
 
 def _expert(work: Workload, options: Mapping[str, Any]) -> int:
@@ -87,6 +106,7 @@ SHARDED_CARDS = (
         "R = replicas, E = N/R",
         memory="1/E of experts, their gradients and optimizer, all of the rest; rows that other "
         "ranks send",
+        stored=Stored("(2 + k)(C/E + R), C: experts", _own_experts),
         many_ranks=True,
         options=(
             Option("replicas", 1, "copies of the experts, each cut over N/R ranks", at_least=1),

@@ -8,9 +8,20 @@ bytes counted at the process group.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from allranks.strategies.activation_cards import CONTEXT_CARD, TENSOR_CARD
-from allranks.strategies.card import Card, Exact, Option, Reference, replicas_of
-from allranks.strategies.card_bytes import RING, no_bytes, ring_bytes
+from allranks.strategies.card import (
+    Card,
+    Contents,
+    Exact,
+    Option,
+    Reference,
+    Stored,
+    replicas_of,
+)
+from allranks.strategies.card_bytes import EVERYTHING, RING, no_bytes, ring_bytes
 from allranks.strategies.fsdp_cards import FSDP_CARDS
 from allranks.strategies.mesh import Agreement
 from allranks.strategies.pipeline_cards import MESH_CARD, PIPELINE_CARDS
@@ -19,11 +30,18 @@ from allranks.strategies.reductions.option import (
     FORMULAS,
     LATE,
     REDUCE,
+    STORED,
     mesh_of_groups,
     reduced_bytes,
 )
 from allranks.strategies.sharded_cards import SHARDED_CARDS
 from allranks.strategies.tensorflow_cards import TENSORFLOW_CARDS
+
+
+def _replicas(has: Contents, options: Mapping[str, Any]) -> float:
+    """Weights of each replica, one gradient and one optimizer."""
+    return (replicas_of(options) + 1 + has.kept) * (has.cut + has.rest)
+
 
 CARDS = {
     card.name: card
@@ -35,6 +53,7 @@ CARDS = {
             bytes_sent=no_bytes,
             bytes_formula="0",
             memory="weights + gradients + optimizer; bitwise: log2(shards) more gradients",
+            stored=EVERYTHING,
             many_ranks=False,
             bitwise_options={},
         ),
@@ -47,6 +66,7 @@ CARDS = {
             "gradients), and the inputs and outputs of all but the first replica)",
             memory="weights + gradients on every device; the first one holds the optimizer too, "
             "and gathers the inputs and outputs of the whole micro-batch",
+            stored=Stored("(r + 1 + k)(C + R), r = replicas", _replicas),
             many_ranks=False,
             devices_of_a_rank=replicas_of,
             options=(
@@ -62,6 +82,7 @@ CARDS = {
             bytes_sent=ring_bytes,
             bytes_formula=RING,
             memory="weights + gradients + optimizer on every rank",
+            stored=EVERYTHING,
             many_ranks=True,
         ),
         Card(
@@ -73,6 +94,7 @@ CARDS = {
             memory="weights + gradients + optimizer on every rank; tree: roots + 2 more gradients; "
             "fp16, bf16, halving-doubling: 1 more; binary-tree: 2 more; star: N-1 more (rank 0); "
             "late: 1 more, 2 with a regularizer",
+            stored=STORED,
             many_ranks=True,
             bitwise_options={"reduce": "tree"},
             options=(
@@ -92,6 +114,7 @@ CARDS = {
             bytes_sent=no_bytes,
             bytes_formula="0",
             memory="weights + gradients + optimizer on every rank",
+            stored=EVERYTHING,
             many_ranks=True,
             agreement=Agreement("own", lockstep=False),
         ),

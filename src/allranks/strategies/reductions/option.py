@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.strategies.card import Option, Picked, Reference, Workload
+from allranks.strategies.card import Contents, Option, Picked, Reference, Stored, Workload
 from allranks.strategies.card_bytes import RING, ring_bytes, tree_bytes
 from allranks.strategies.mesh import Mesh, replicated_mesh
 from allranks.strategies.reductions.schedules import power_below
@@ -46,6 +46,20 @@ REDUCE = Option(
 )
 
 
+def _buckets(has: Contents, options: Mapping[str, Any]) -> float:
+    """Weights, buckets with what their reducer keeps, and what the optimizer keeps.
+
+    16 bits are laid out twice, as they are sent and received, and once for the sums of a rank.
+    """
+    rounds = str(options["reduce"]) in ("fp16", "bf16")
+    each = 1 + (1 + 1 / has.ranks / 2 if rounds else 0)
+    sets = 2 if options["late"] == "1" else 1
+    return (1 + sets * each + has.kept) * (has.cut + has.rest)
+
+
+STORED = Stored(
+    "(1 + b + k)(C + R), b = 1; fp16, bf16: b = 2 + 1/(2N) of float32; late: twice b", _buckets
+)
 LATE = Option(
     "late",
     "0",
