@@ -9,3 +9,9 @@ from pathlib import Path
 def says_its_devices(path: str) -> int:
     Path(path).write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
     return 0
+
+
+def says_home_and_card(path: str) -> int:
+    with open(path, "a") as file:
+        print(os.environ["HOME"], os.environ["NCCL_SOCKET_IFNAME"], file=file)
+    return 0

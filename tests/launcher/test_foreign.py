@@ -35,6 +35,11 @@ def test_every_failure_has_a_kind(error: BaseException, kind: FaultKind) -> None
     [
         (FaultKind.PEER_LOST, "Connection closed by peer [127.0.0.1]:1", True),
         (FaultKind.PEER_LOST, "recv: Broken pipe", True),
+        (FaultKind.PEER_LOST, "Failed to read. Connection was likely closed.", True),
+        (FaultKind.PEER_LOST, "Timeout waiting for key: default_pg/0/0", True),
+        (FaultKind.PEER_LOST, "WorkNCCL(SeqNum=3) ran for 9 milliseconds before timing out", True),
+        (FaultKind.PEER_LOST, "[PG ID 1] NCCL communicator 0x1 was aborted", True),
+        (FaultKind.PEER_LOST, "NCCL error: unhandled cuda error, ncclUnhandledCudaError", False),
         (FaultKind.PEER_LOST, SIZES, False),
         (FaultKind.COLLECTIVE_MISMATCH, SIZES, True),
         (FaultKind.COLLECTIVE_MISMATCH, "recv: Broken pipe", False),

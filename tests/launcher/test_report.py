@@ -87,6 +87,31 @@ def test_a_cause_goes_before_its_victims_however_late_it_is_seen(tmp_path: Path)
     assert rank_of_first_fault(ended([1, 0, 1]), tmp_path) == 0, "if nobody else can be named"
 
 
+WATCHDOG = "[Rank 1] Process group watchdog thread terminated with exception: "
+ABORTED = (
+    "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  <no Python frame>\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "first"),
+    [
+        ("NCCL error: remote process exited or there was a network error", 1),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)", 1),
+        ("CUDA error: an illegal memory access was encountered", 0),
+    ],
+)
+def test_whom_the_watchdog_of_nccl_ends_may_be_a_victim(
+    tmp_path: Path, said: str, first: int
+) -> None:
+    """It ends a process by SIGABRT, which leaves no event: what it said is in the log."""
+    log = rank_log_path(tmp_path, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text(f"terminate called\n  what():  {WATCHDOG}{said}\n{ABORTED}")
+    found = ended([-signal.SIGABRT, -signal.SIGKILL], times=[10, 11])
+    assert rank_of_first_fault(found, tmp_path) == first
+
+
 def test_a_rank_that_failed_by_itself_before_it_was_stopped_is_a_fault(tmp_path: Path) -> None:
     failed(tmp_path, 0, 10.0)
     assert rank_of_first_fault(ended([1, -9], {0}, [20, 15]), tmp_path) == 0

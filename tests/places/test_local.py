@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
-from allranks.launcher.plan import Plan, Shape, plan_of
+from allranks.launcher.plan import Plan, Seat, Shape, plan_of
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
@@ -144,9 +145,28 @@ def test_more_ranks_than_shards_are_refused_with_the_number_to_set() -> None:
 
 def test_kernels_that_vary_are_ruled_out_on_a_gpu_under_bitwise_only() -> None:
     name = "CUBLAS_WORKSPACE_CONFIG"
-    assert plan_for(bitwise=True, device="cuda").ranks[0].environment[name] == ":4096:8"
-    assert name not in plan_for(bitwise=True).ranks[0].environment
-    assert name not in plan_for(device="cuda").ranks[0].environment
+    assert plan_for(bitwise=True, device="cuda").ranks[0].defaults[name] == ":4096:8"
+    assert not plan_for(bitwise=True).ranks[0].defaults
+    assert name not in plan_for(device="cuda").ranks[0].defaults
+
+
+def test_the_cards_of_nccl_are_lo_here_and_else_those_that_a_node_names(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    name, local = "NCCL_SOCKET_IFNAME", plan_for(ranks=2, device="cuda").ranks[0]
+    assert local.environment[name] == "lo" and name not in local.defaults
+    job = Job(program="digits", ranks=2, nodes=2, strategy="ddp", device="cuda", run_dir="/r")
+    seats = [Seat(node, f"n{node}", "eth7") for node in range(2)]
+    far = plan_of(job, Shape({}, 8, 8), ALL, seats).ranks[1]
+    assert far.defaults[name] == "eth7" and name not in far.environment
+    own, told = {"HOME": "ours"}, {"HOME": "a default", name: "eth7"}
+    target, path = "places_workers:says_home_and_card", tmp_path / "said"
+    process = Process(0, target, str(path), {}, tmp_path / "log", defaults=told)
+    assert supervise(server, [process]).exits[0].code == 0
+    process = Process(0, target, str(path), own, tmp_path / "log", defaults=told)
+    assert supervise(server, [process]).exits[0].code == 0
+    there = os.environ["HOME"]
+    assert path.read_text() == f"{there} eth7\nours eth7\n", "what is there goes before a default"
 
 
 # --- which devices -------------------------------------------------------------------------------

@@ -188,7 +188,9 @@ class Attempts:
         environment = {**rank.environment, **world.variables()}
         argument = self.plan.job.to_data()
         name = self.plan.process_set.name_of(world.rank)
-        return Process(world.rank, target, argument, environment, log, hosts_store, name)
+        return Process(
+            world.rank, target, argument, environment, log, hosts_store, name, rank.defaults
+        )
 
     def _summary(self, attempt: int) -> dict[str, Any] | None:
         """What the leader wrote when it was done."""

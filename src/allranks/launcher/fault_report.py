@@ -35,7 +35,8 @@ class Fault:
     """One rank that did not end well; `event` is what it wrote itself, if it could.
 
     `memory` is what the kernel's counters say of its death, `beat` the last beat of its heartbeat;
-    `alike` are the other ranks that failed with the same words.
+    `alike` are the other ranks that failed with the same words. `lost_a_peer`: it wrote no event,
+    and its log says that a collective broke (NCCL's watchdog ends a process by SIGABRT).
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Fault:
     alike: tuple[int, ...] = ()
     host: str = ""
     lost: str = ""
+    lost_a_peer: bool = False
 
     @property
     def kind(self) -> FaultKind:
@@ -69,7 +71,7 @@ class Fault:
 
     @property
     def is_victim(self) -> bool:
-        return self.event is not None and bool(self.event.get("peer_lost"))
+        return self.lost_a_peer or (self.event is not None and bool(self.event.get("peer_lost")))
 
     @property
     def is_passing(self) -> bool:
@@ -131,6 +133,9 @@ def _fault_of(
         exit_.peak_bytes,
         host=exit_.host,
         lost=exit_.lost,
+        lost_a_peer=event is None
+        and exit_.code == -signal.SIGABRT
+        and last_words(rank_log_path(run_dir, rank)).is_victim,
     )
 
 

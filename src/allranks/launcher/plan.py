@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,15 @@ class Seat:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One process: its place in the world, what its environment gets, and where it runs."""
+    """One process: its place in the world, what its environment gets, and where it runs.
+
+    `defaults` is what it gets only where its node has no variable of that name.
+    """
 
     world: World
     environment: dict[str, str]
     host: str = ""
+    defaults: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,9 @@ class Plan:
         for title, values in groups.items():
             lines += [f"{title}:", *(f"  {name} = {value}" for name, value in values.items()), ""]
         for rank in self.ranks:
-            variables = " ".join(f"{k}={v}" for k, v in rank.environment.items())
+            variables = " ".join(
+                f"{k}={v}" for k, v in {**rank.defaults, **rank.environment}.items()
+            )
             where = f" on {rank.host}" if rank.host and self.job.nodes > 1 else ""
             lines += [f"{self.process_set.name_of(rank.world.rank)}{where}: {variables}", ""]
         lines += [f"note: {note}" for note in self.notes]
@@ -90,15 +96,16 @@ class Plan:
 
 
 STORE = ".store"
+WORKSPACE_OF_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else its sums follow the stream
 
 
 def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()) -> Plan:
     """The processes of `job`; raises `RequestError` where there is no work for all.
 
     Without `seats` they are all on this machine: the ranks meet through a file in the run folder,
-    and Gloo is bound to `lo`: no socket of a local job can be reached from another machine. With
-    them, where they meet is known only when an attempt begins. Of the devices that are `visible`,
-    ranks see those that the job names; local rank r uses the r-th of them.
+    and Gloo and NCCL are bound to `lo`: no socket of a local job can be reached from another
+    machine. With them, where they meet is known only when an attempt begins. Of the devices that
+    are `visible`, ranks see those that the job names; local rank r uses the r-th of them.
     """
     process_set = job.strategy_spec.process_set
     notes = _notes(job, shape) if process_set.are_all_trainers else (f"processes: {process_set}",)
@@ -130,11 +137,12 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
             **devices,
             **backend_of_keras(job),
         }
-        if seat.interface != "lo":
-            environment["NCCL_SOCKET_IFNAME"] = seat.interface
-        if job.bitwise and job.device == "cuda":
-            environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        ranks.append(RankPlan(world, environment, seat.host))
+        defaults: dict[str, str] = {}
+        if job.device == "cuda":
+            local = seat.interface == "lo"  # elsewhere a site knows all of its cards
+            (environment if local else defaults)["NCCL_SOCKET_IFNAME"] = seat.interface
+            defaults |= WORKSPACE_OF_CUBLAS if job.bitwise else {}
+        ranks.append(RankPlan(world, environment, seat.host, defaults))
     return Plan(job, shape, tuple(ranks), notes)
 
 

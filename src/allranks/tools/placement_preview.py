@@ -53,4 +53,5 @@ def _process(plan: Plan, rank: RankPlan, run_dir: Path) -> Process:
     environment = {**rank.environment, **world.variables()}
     log = rank_log_path(run_dir, world.rank)
     target = f"{ENGINES[job.engine].worker}:place"
-    return Process(world.rank, target, job.to_data(), environment, log)
+    argument = job.to_data()
+    return Process(world.rank, target, argument, environment, log, defaults=rank.defaults)

@@ -23,12 +23,14 @@ _SAID = {
     FaultKind.TIMED_OUT: re.compile(r"[tT]imed out"),
     FaultKind.PEER_LOST: re.compile(
         # sockets, and what torch's store and Gloo say of them
-        r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|socket closed"
+        r"connection (?:was )?(?:likely )?(?:closed|reset|refused|aborted)"
+        r"|broken pipe|socket closed"
         r"|Connection(?:Reset|Refused|Aborted)Error|BrokenPipeError|DistNetworkError|DistStoreError"
         r"|recvValue failed|failed to recv|pair closure|timed out waiting .{0,40}for (?:recv|send)"
-        r"|timed out after .{0,60}waiting for clients|wait timeout after"
+        r"|timed out after .{0,60}waiting for clients|wait timeout after|timeout waiting for key"
         # NCCL
-        r"|remote process exited|ncclRemoteError|NCCL communicator was aborted|watchdog caught"
+        r"|remote process exited|ncclRemoteError|communicator (?:\w+ )?was aborted"
+        r"|watchdog caught|before timing out"
         # gRPC, TensorFlow and JAX
         r"|failed to connect to all addresses|stopped sending heartbeats|UNAVAILABLE:"
         r"|UnavailableError|collective ops is aborted|another task died|the coordination service"

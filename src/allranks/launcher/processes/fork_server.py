@@ -170,7 +170,7 @@ def _become(
         faulthandler.enable()
         faulthandler.register(STACKS_SIGNAL, file=STACKS_FD, all_threads=True)
         name_folder_of_sockets()
-        os.environ.update(request["environment"])
+        os.environ.update({**request["defaults"], **os.environ, **request["environment"]})
         os.chdir(request["cwd"])
         module, _, name = request["target"].partition(":")
         code = int(getattr(importlib.import_module(module), name)(request["argument"]) or 0)

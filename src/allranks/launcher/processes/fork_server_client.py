@@ -99,6 +99,7 @@ class ForkServer:
             "target": process.target,
             "argument": process.argument,
             "environment": process.environment,
+            "defaults": process.defaults,
             "cwd": os.getcwd(),
         }
         with open(process.log, "ab") as file:

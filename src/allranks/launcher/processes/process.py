@@ -19,6 +19,8 @@ from allranks.launcher.heartbeat import HeartbeatTable
 class Process:
     """One process to start: its rank, what it calls, what is added to its environment, its log.
 
+    `defaults` are added to it where they are not set on its node.
+
     `target` is module:function, called with `argument`. With `hosts_store` it is given the socket
     that its node listens on, where the ranks of all nodes meet. `name` is how a person knows it.
     """
@@ -30,6 +32,7 @@ class Process:
     log: Path
     hosts_store: bool = False
     name: str = ""
+    defaults: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
