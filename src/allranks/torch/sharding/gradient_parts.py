@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm import Comm
-from allranks.torch.model.reals import real_type, reals
+from allranks.torch.model.reals import reals
 from allranks.torch.reducers.exact_norm import exact_norm
-from allranks.torch.step.gradients import Gradients, gradients_of
+from allranks.torch.step.gradients import Gradients, as_tensor, gradients_of
 
 
 class PartsOfRanks(Gradients):
@@ -51,7 +51,7 @@ class PartsOfRanks(Gradients):
         return math.sqrt(self._everywhere(own).sum())
 
     def clip_(self, limit: float, norm: float) -> None:
-        total = torch.tensor(norm, dtype=real_type(self.parameters[0].dtype))
+        total = as_tensor(norm, self.parameters[0])
         factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         held = self.held()
         for device in {part.device for part in held}:  # some may lie on the host

@@ -24,7 +24,7 @@ from allranks.torch.model.precision import Precision
 from allranks.torch.step.losses import weighted_losses
 from allranks.torch.task import Task
 
-Taken = tuple[Tensor, float, Callable[[], None]]
+Taken = tuple[Tensor, float | Tensor, Callable[[], None]]
 """Of one micro-batch: the sum of its losses, of its weights, and what runs backward."""
 Take = Callable[[MicroBatch], Taken]
 
@@ -59,7 +59,7 @@ class BatchLoss:
         waiting = deque(outputs)
         row = rows_before
 
-        def take(micro: MicroBatch) -> tuple[Tensor, float, Callable[[], None]]:
+        def take(micro: MicroBatch) -> Taken:
             nonlocal row
             rows = slice(row, row + micro.samples)
             row += micro.samples
@@ -73,7 +73,7 @@ class BatchLoss:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
             own = losses[rows].detach()
-            weight = own.numel() if weights is None else float(weights[rows].sum())
+            weight = own.numel() if weights is None else weights[rows].sum()
             return own.sum(), weight, backward
 
         return take

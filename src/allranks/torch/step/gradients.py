@@ -53,8 +53,8 @@ class Gradients:
 
     def scale_(self, factor: float) -> None:
         """Multiply all of it."""
-        for gradient in gradients_of(self.parameters):
-            gradient.mul_(factor)
+        if held := self.flats or gradients_of(self.parameters):
+            torch._foreach_mul_(held, factor)
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
         """Its length, the same on every rank; not finite exactly if one of its elements is not.
@@ -67,8 +67,12 @@ class Gradients:
 
     def clip_(self, limit: float, norm: float) -> None:
         """Scale it down to the length `limit` if its `norm` is more."""
-        total = torch.tensor(norm, dtype=real_type(self.parameters[0].dtype))
-        clip_grads_with_norm_(self.parameters, limit, total.to(self.parameters[0].device))
+        clip_grads_with_norm_(self.parameters, limit, as_tensor(norm, self.parameters[0]))
+
+
+def as_tensor(norm: float, like: Tensor) -> Tensor:
+    """A norm of the type that torch would have it in, where the tensor lies. Copies nothing."""
+    return torch.full((), norm, dtype=real_type(like.dtype), device=like.device)
 
 
 def run_backward(total: Tensor, gradient: Tensor) -> None:

@@ -288,7 +288,7 @@ class Passes:
             if weights is None:
                 self._unweighted = self._unweighted or Unweighted()
                 self._unweighted.see(losses, micro.data)
-            weight = losses.numel() if weights is None else float(weights.sum())
+            weight = losses.numel() if weights is None else weights.sum()
             scale = self.scale(batch.nominal, total)
             return total.detach(), weight, Backward((total,), (scale,))
 

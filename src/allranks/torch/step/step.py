@@ -54,7 +54,7 @@ class SharedStep(Passes):
         self._settle(batch, totals, gradients)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
         self._divide(gradients, batch, weight)
-        loss = totals.loss / weight + self._add_regularizer(batch, gradients)
+        loss = totals.loss / weight + float(self._add_regularizer(batch, gradients))
         if self.probe is not None:
             self.probe.gradients("gradient", self.names, gradients.tensors())
         left_out = bool(totals.unused) and self.regularizers.is_there
@@ -144,7 +144,7 @@ class SharedStep(Passes):
         self.scope.key(batch.index, REGULARIZER)
         return self.regularizers.of(self.model)
 
-    def _add_regularizer(self, batch: Batch, gradients: Gradients) -> float:
+    def _add_regularizer(self, batch: Batch, gradients: Gradients) -> float | Tensor:
         """Add the gradient of the regularizer, alike on every rank; returns its value."""
         value = self.regularizer(batch)
         if value is None:
@@ -152,5 +152,5 @@ class SharedStep(Passes):
         on_gradient, self.on_gradient = self.on_gradient, None
         gradients.add(value)
         self.on_gradient = on_gradient
-        self.regularizers.was = float(value.detach())
+        self.regularizers.was = value.detach()
         return self.regularizers.was

@@ -28,7 +28,7 @@ from allranks.torch.model.reals import reals
 from allranks.training.progress import NOTHING, Asked
 
 CACHED_COUNTS = 256
-REGULARIZER = 7  # its place in the counts
+WEIGHT, REGULARIZER = 0, 7  # their places in the counts
 POSITIONS = 16  # small, so that the counts of a usual step come from a small cache
 
 
@@ -109,11 +109,15 @@ class Tally:
         self._loss, self._counts = tensor[0], tensor[layout.counts]
         self._head = tensor[: layout.counts.stop]
         self._weight, self._samples = 0.0, 0
+        self._weighed: float | Tensor = 0.0
 
-    def add(self, loss: Tensor, weight: float, samples: int, scope: Scope) -> None:
+    def add(self, loss: Tensor, weight: float | Tensor, samples: int, scope: Scope) -> None:
         """Add what a micro-batch gave, with the moments that its forward pass left in `scope`."""
         self._loss.add_(loss)
-        self._weight += weight
+        if isinstance(weight, Tensor):  # of the device, which nobody waits for
+            self._weighed = self._weighed + weight.detach().double()
+        else:
+            self._weight += weight
         self._samples += samples
         for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):
             found = scope.moments.pop(norm.index, None)
@@ -134,18 +138,19 @@ class Tally:
         asked: Asked = NOTHING,
         *,
         changed: bool = False,
-        regularizer: float = 0.0,
+        regularizer: float | Tensor = 0.0,
         touched: Iterable[Tensor] = (),
     ) -> None:
         """The leaf is complete; `used` says which parameters got a gradient,
         `touched` which rows."""
         counts = self.layout.counts_of(self._weight, self._samples, step, asked, used, changed)
         self._counts.add_(counts)
-        if regularizer:
-            self._counts[REGULARIZER].add_(regularizer)
+        for place, value in ((WEIGHT, self._weighed), (REGULARIZER, regularizer)):
+            if isinstance(value, Tensor):
+                self._counts[place].add_(value.to(self._counts))
         for where, rows in zip(self.layout.rows, touched, strict=True):
             self.tensor[where].add_(rows.to(self.tensor.device))
-        self._weight, self._samples = 0.0, 0
+        self._weight, self._samples, self._weighed = 0.0, 0, 0.0
 
     def totals(self, step: int) -> Totals:
         """Read the sums; raises `ProgramError` if they are not all of this step."""

@@ -37,7 +37,7 @@ class Regularizer:
     ) -> None:
         self.task, self._whole_weights = task, whole_weights
         self.is_there = task.overrides("regularizer")
-        self.was = 0.0
+        self.was: float | Tensor = 0.0
         self._looked_at = 0
 
     def of(self, model: nn.Module) -> Tensor | None:
@@ -55,7 +55,7 @@ class Regularizer:
 
     def check(self, mean: float, kind: torch.dtype) -> None:
         """Raise `RequestError` unless all ranks had the same last value; `mean` is over them."""
-        own = self.was
+        own = float(self.was)
         if own == mean or not math.isfinite(own) or not math.isfinite(mean):
             return  # of what is not finite the guard has told
         if abs(own - mean) > ROUNDING * torch.finfo(kind).eps * abs(own):
