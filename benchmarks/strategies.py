@@ -1,12 +1,13 @@
-"""Time per optimizer step of the sharded strategies, beside torch's own parts used by hand.
+"""Time per optimizer step of the sharded strategies, beside torch's own parts and DeepSpeed.
 
     python benchmarks/strategies.py
 
 Measured as `step.py` does: every rank is a process that holds all contenders on one Gloo group with
 one thread, a round gives each one block of steps, and what is compared was measured in the same
-round. `sharded_contenders.py` and `cut_contenders.py` say what each does. The bar is 1.03 of the
-best way by hand that keeps as little: `zero1` beside ZeroRedundancyOptimizer, `fsdp` beside
-`fully_shard`, `tensor` beside `parallelize_module`, pipelines beside torch's own pipelining.
+round. `sharded_contenders.py`, `cut_contenders.py` and `peer_contenders.py` say what each does. The
+bar is 1.03 of the best other way that keeps as little: `zero1` beside ZeroRedundancyOptimizer and
+ZeRO 1 of DeepSpeed, `zero2` beside its ZeRO 2, `fsdp` beside `fully_shard` and its ZeRO 3, `tensor`
+beside `parallelize_module`, pipelines beside torch's own pipelining.
 """
 
 from __future__ import annotations
@@ -39,12 +40,23 @@ CUT_COMPARED = (
     ("allranks 1f1b", "1f1b-by-hand", "ratio", BAR),
     ("ddp-again", "ddp", "ratio", None),
 )
+PEERS = (
+    *("ddp", "ddp-again", "deepspeed zero1", "deepspeed zero2", "deepspeed zero3"),
+    *("allranks zero1", "allranks zero2", "allranks fsdp"),
+)
+PEERS_COMPARED = (
+    ("allranks zero1", "deepspeed zero1", "ratio", BAR),
+    ("allranks zero2", "deepspeed zero2", "ratio", BAR),
+    ("allranks fsdp", "deepspeed zero3", "ratio", BAR),
+    ("ddp-again", "ddp", "ratio", None),
+)
 PLANS = tuple(
     Plan(*where, contenders, compared, contenders_in=table)
     for where in (("gradient-heavy AdamW", 2, 4), ("17 M MLP", 2, 1))
     for contenders, compared, table in (
         ((*BY_HAND, *OURS), COMPARED, "sharded_contenders"),
         (CUT, CUT_COMPARED, "cut_contenders"),
+        (PEERS, PEERS_COMPARED, "peer_contenders"),
     )
 )
 

@@ -152,6 +152,7 @@ def stores_what_the_card_says(argument: dict[str, Any]) -> None:
     with Storages() as storages, _trainer({**argument, "module": __name__}) as trainer:
         for batch in trainer.batches():
             trainer.step(batch)
+        trainer.evaluate(task.train_data())  # what it gathers is gone after it
         del batch
         master = dict(trainer.weights()) if argument.get("keeps") else {}
         stored, has = trainer.strategy.card.stored, Contents(cut, rest, ADAMW, trainer.world.size)
