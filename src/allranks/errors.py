@@ -48,6 +48,7 @@ class FaultKind(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     CHILD_KILLED = "child_killed"
     TWO_TYPES = "two_types"
+    NOT_DETERMINISTIC = "not_deterministic"
 
 
 class AllranksError(Exception):

@@ -11,14 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import contract_tasks
 from allranks.launcher.processes.ports import Reservation
-from allranks.torch import Trainer
-from allranks.torch.comm import Comm
+from allranks.launcher.world import World
+from allranks.torch import Trainer, joining
+from allranks.torch.comm import CPU, Comm
 from allranks.torch.groups import lent
+from allranks.torch.groups.pending import TIMEOUT
 from allranks.torch.model.layers import Swapped
 
 OnRanks = Callable[..., Any]
@@ -54,6 +57,50 @@ def test_the_threads_of_a_group_are_gone_with_it() -> None:
         [sys.executable, "-c", THREADS_AFTER_LEAVING], capture_output=True, text=True, check=True
     ).stdout
     assert "gloo" not in told, told
+
+
+def test_a_group_within_a_job_on_nccl_is_made_at_once_and_split_from_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL would ask ranks for a split that are not in the group, and never come."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world: Any = dist.group.WORLD
+    device, made = torch.device("cuda", 0), list[Any]()
+
+    def note(ranks: list[int], **more: Any) -> object:
+        made.append((world.bound_device_id, more.get("device_id")))
+        return type("Group", (), {})()
+
+    try:
+        world.bound_device_id = device
+        monkeypatch.setattr(dist, "new_group", note)
+        monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+        lent.borrow((0,), TIMEOUT)
+        lent.borrow((0,), TIMEOUT, "gloo")
+        assert made == [(None, device), (None, None)] and world.bound_device_id == device
+    finally:
+        world.bound_device_id = None
+        monkeypatch.undo()
+        dist.destroy_process_group()
+
+
+def test_a_rank_of_nccl_says_on_which_device_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(joining, "check_own_device", lambda *asked: None)
+    given: dict[str, Any] = {}
+
+    def note(backend: str, **more: Any) -> None:
+        given.update(more, backend=backend)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(dist, "init_process_group", note)
+    world, device = World(0, 2, store=str(tmp_path / "store")), torch.device("cuda", 0)
+    for where, bound in ((device, device), (CPU, None)):
+        with pytest.raises(RuntimeError, match="far enough"):
+            joining.join(world, where)
+        assert given["device_id"] == bound
+    assert given["backend"] == "gloo"
 
 
 def test_trainers_one_after_the_other_meet_at_one_store(on_ranks: OnRanks) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_rows
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.start import plan_only
+from allranks.launcher.world import World
 from allranks.torch import worker
-from allranks.torch.machine import check_devices, flip_one_bit
+from allranks.torch.machine import (
+    DECIDES_BITS,
+    check_devices,
+    check_own_device,
+    device_of,
+    facts,
+    flip_one_bit,
+)
+from allranks.training.resume_checks import differing
 
 
 @pytest.mark.parametrize(
@@ -48,6 +59,57 @@ def test_an_accelerator_that_this_torch_does_not_know_is_refused_by_name() -> No
     )
     with pytest.raises(RequestError, match="0 XPU devices"):
         check_devices(Job(program="digits", device="xpu"), 1)
+
+
+@pytest.mark.parametrize(("visible", "taken"), [(1, 0), (4, 3), (2, None)])
+def test_a_process_that_sees_one_device_takes_that(
+    visible: int, taken: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As srun --gpus-per-task=1 starts it; fewer than all, and not one, is a mistake."""
+    used: list[torch.device] = []
+    monkeypatch.setattr(accelerator, "count", lambda kind: visible)
+    monkeypatch.setattr(accelerator, "use", used.append)
+    job, world = Job(device="cuda", strategy="ddp"), World(3, 4, local_rank=3, local_size=4)
+    if taken is None:
+        with pytest.raises(RequestError, match="2 CUDA devices"):
+            device_of(job, world)
+    else:
+        assert [device_of(job, world)] == used == [torch.device("cuda", taken)]
+
+
+@pytest.mark.parametrize(("chips", "who"), [("abc", ""), ("aba", "ranks 0 and 2|ranks 2 and 0")])
+def test_ranks_that_have_one_device_together_hear_of_it(
+    chips: str, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(accelerator, "uuid", lambda device: chips[device.index])
+
+    def look(rank: int) -> str:
+        try:
+            check_own_device(torch.device("cuda", rank), World(rank, 3), store)
+        except RequestError as refused:
+            return refused.found
+        return ""
+
+    with ThreadPoolExecutor(3) as pool:
+        found = set(pool.map(look, range(3)))
+    (told,) = found
+    assert told.removesuffix(" on one and the same device") in who.split("|")
+
+
+def test_the_chip_and_its_libraries_decide_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = facts(Job())
+    assert host.keys() >= set(DECIDES_BITS)
+    assert not any(host[name] for name in accelerator.DECIDES_BITS)
+    made = {"chip": "NVIDIA H200", "multiprocessors": 132}
+    monkeypatch.setattr(accelerator, "chip_name", lambda device: made["chip"])
+    monkeypatch.setattr(accelerator, "chip", lambda device: {"multi_processor_count": 132})
+    there = facts(Job(device="cuda"))
+    assert {name: there[name] for name in made} == made
+    for was, now in ((there, {**there, "multiprocessors": 114}), (there, host), (host, there)):
+        assert differing(was, now, DECIDES_BITS, bitwise=False)
+        with pytest.raises(RequestError, match="--bitwise"):
+            differing(was, now, DECIDES_BITS, bitwise=True)
 
 
 @pytest.mark.slow

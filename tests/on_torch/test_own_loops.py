@@ -49,7 +49,7 @@ def test_what_is_trained_already_needs_no_steps() -> None:
         assert list(again.batches(epochs=1)) == []
 
 
-@pytest.mark.parametrize("job", [{"ranks": 4}, {"log": "csv"}])
+@pytest.mark.parametrize("job", [{"ranks": 4}, {"log": "csv"}, {"devices": "3", "device": "cuda"}])
 def test_what_only_the_command_does_is_refused(job: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(job))):
         Trainer(contract_tasks.Plain(), Job(**job))

@@ -4,6 +4,7 @@ and an overflow leaves no trace."""
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import nn
 import contract_tasks
 import data_tasks
 import trainer_tasks
-from allranks.errors import ProgramError
+from allranks.errors import ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import read_rows
 from allranks.torch import Trainer
+from allranks.torch.model.precision import set_kernels
 from conftest import Train
 
 OnRanks = Callable[..., Any]
@@ -157,6 +159,37 @@ def test_a_program_may_use_the_newer_switches_of_torch(
 ) -> None:
     """fp32 means fp32 whatever a program has set, and it finds its switches as they were."""
     on_ranks(1, "kernel_workers:newer_switch", {"place": place, "value": value})
+
+
+def test_a_script_gets_kernels_that_do_not_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN searches for none, cuBLAS has its workspace; all is put back, and the user's stays."""
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    job = Job(bitwise=True, device="cuda")
+    put_back = set_kernels(job)
+    assert not torch.backends.cudnn.benchmark and os.environ[name] == ":4096:8"
+    put_back()
+    assert torch.backends.cudnn.benchmark and name not in os.environ
+    monkeypatch.setenv(name, ":16:8")
+    put_back = set_kernels(job)
+    assert os.environ[name] == ":16:8"
+    put_back()
+    assert os.environ[name] == ":16:8"
+
+
+def test_a_kernel_that_is_not_deterministic_is_refused_by_name() -> None:
+    class Puts(trainer_tasks.Worse):
+        def loss(self, output: Any, batch: Any) -> Any:
+            output = output.clone().put_(torch.tensor([0]), output.new_ones(1))
+            return super().loss(output, batch)
+
+    with Trainer(Puts(), Job(bitwise=True)) as trainer:
+        with pytest.raises(RequestError, match="put_ does not have a deterministic") as refused:
+            trainer.step(next(iter(trainer.batches())))
+        assert refused.value.asked == "--bitwise"
+        with pytest.raises(RequestError, match="put_ does not have a deterministic"):
+            trainer.evaluate(trainer.task.train_data())
 
 
 def test_pretrained_weights_of_64_bits_are_not_rounded_to_32() -> None:

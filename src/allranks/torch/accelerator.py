@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity
 NO_ACCELERATORS = ("cpu", "meta")
 ALWAYS_KNOWN = ("cuda", "xpu")  # a build without them counts none
 SEEDS = 1 << 64  # generators take seeds of 64 bits
+DECIDES_BITS = ("chip", "multiprocessors", "cuda", "cudnn", "nccl")
 SHOWN = ("name", "major", "minor", "multi_processor_count", "total_memory", "gcnArchName")
 
 
@@ -151,6 +152,27 @@ def chip(device: torch.device) -> dict[str, Any]:
         return {}
     properties = module_of(device).get_device_properties(device)
     return {name: getattr(properties, name) for name in SHOWN if hasattr(properties, name)}
+
+
+def uuid(device: torch.device) -> str:
+    """What no other chip has; "" where its backend does not tell."""
+    return str(getattr(module_of(device).get_device_properties(device), "uuid", ""))
+
+
+def decides_bits(kind: str) -> dict[str, Any]:
+    """The chip and the libraries whose kernels make the bits on it; all `None` on the host."""
+    found: dict[str, Any] = dict.fromkeys(DECIDES_BITS)
+    device = torch.device(kind)
+    if not is_accelerator(device):
+        return found
+    found["chip"], known = chip_name(device), chip(device)
+    found["multiprocessors"] = known.get("multi_processor_count")
+    if kind == "cuda":  # ROCm too, whose libraries answer under the same names
+        found["cuda"] = torch.version.cuda or torch.version.hip
+        found["cudnn"] = torch.backends.cudnn.version()
+        if dist.is_nccl_available():
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 def memory_statistics(device: torch.device) -> dict[str, Any]:

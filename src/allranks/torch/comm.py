@@ -25,7 +25,8 @@ from allranks.torch.groups.counting import (
     leave_counting_group,
     reduce_scatter_single,
 )
-from allranks.torch.groups.lent import borrow, end, give_back
+from allranks.torch.groups.flattened import messages_of, packed, unpack
+from allranks.torch.groups.lent import borrow, end, give_back, new_group
 from allranks.torch.groups.pending import TIMEOUT, Pending, translated
 from allranks.torch.meetings import Meetings
 from allranks.torch.model.reals import reals
@@ -148,11 +149,19 @@ class Comm:
         self._count(kind, given.nbytes * (1 - own))
         return self._begin(dist.all_to_all_single, received, given, receive_sizes, give_sizes)
 
-    def broadcast(self, tensor: Tensor, source: int = 0, kind: str = "control") -> None:
-        """The `tensor` of rank `source` on all. Counted as one copy sent on by each but one."""
-        if self.size > 1:
-            self._count(kind, tensor.nbytes * (self.size - 1) / self.size)
-            self._begin(dist.broadcast, reals(tensor.detach()), group_src=source).wait()
+    def broadcast(self, *tensors: Tensor, source: int = 0, kind: str = "control") -> None:
+        """The `tensors` of rank `source` on all, whatever their types and layouts, in few messages.
+
+        Counted as one copy sent on by each but one.
+        """
+        if self.size == 1:
+            return
+        for ahead in messages_of(tensors):
+            message = packed(ahead, read=self.rank == source)
+            self._count(kind, message.nbytes * (self.size - 1) / self.size)
+            self._begin(dist.broadcast, message, group_src=source).wait()
+            if self.rank != source:
+                unpack(message, ahead)
 
     def send(self, tensor: Tensor, to: int, tag: int, kind: str = "gradients") -> Pending:
         """Send `tensor`, which must not change meanwhile, to one rank. Sends all of its bytes."""
@@ -293,7 +302,7 @@ class Comm:
     def _new_group(self, backend: str | None = None) -> Any:
         """Another group of the same ranks."""
         if self.members is None:
-            return dist.new_group(list(range(self.size)), timeout=TIMEOUT, backend=backend)
+            return new_group(range(self.size), TIMEOUT, backend)
         return borrow(self.members, TIMEOUT, backend)
 
 

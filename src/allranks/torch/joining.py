@@ -21,6 +21,7 @@ from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World, master_endpoint
 from allranks.torch.comm import Comm
 from allranks.torch.groups.pending import TIMEOUT, translated
+from allranks.torch.machine import check_own_device
 from allranks.torch.meetings import Meetings
 
 _joins, _trainings = itertools.count(), itertools.count()
@@ -49,12 +50,15 @@ def join(world: World, device: torch.device, heartbeat: Heartbeat | None = None)
     try:
         keys = f"attempt-{world.attempt}/join-{next(_joins)}"
         store = PrefixStore(keys, _store_of(world))
+        backend = accelerator.backend_of(device)
+        check_own_device(device, world, store)
         dist.init_process_group(
-            accelerator.backend_of(device),
+            backend,
             rank=world.rank,
             world_size=world.size,
             timeout=TIMEOUT,
             store=store,
+            device_id=device if backend == "nccl" else None,  # errors come here, not in a step
         )
     except RuntimeError as error:
         raise translated(error) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
+from allranks.launcher.world import Visible
 from allranks.training.progress import Progress
 
 
@@ -20,6 +21,14 @@ def check_own_loop(job: Job, ranks: int) -> None:
             why="a Trainer is one rank: it joins those that were started, and starts none",
             do=f"torchrun --nproc-per-node {job.ranks} SCRIPT, or "
             f"allranks.launch(task, ranks={job.ranks})",
+        )
+    if job.devices:
+        raise RequestError(
+            asked=f"Trainer(task, Job(devices={job.devices!r}))",
+            found="a loop of one's own",
+            why="which devices a process sees is decided before it is started, by its launcher",
+            do=f"{Visible.VARIABLE}={job.devices} python SCRIPT, or "
+            f"allranks.launch(task, devices={job.devices!r})",
         )
     if job.log:
         raise RequestError(

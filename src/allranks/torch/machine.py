@@ -14,17 +14,47 @@ from allranks.job.loaded import program_facts
 from allranks.launcher.world import World
 from allranks.torch.checkpoint.tree import local
 
-DECIDES_BITS = ("torch", "cpu_capability", "threads", "deterministic")
+OF_THE_HOST = ("torch", "cpu_capability", "threads", "deterministic")
+DECIDES_BITS = (*OF_THE_HOST, *accelerator.DECIDES_BITS)
 
 
 def device_of(job: Job, world: World) -> torch.device:
-    """The device of this rank, made the current one."""
+    """The device of this rank, made the current one.
+
+    Where a launcher lets each process see one device alone (srun --gpus-per-task=1) that is device
+    0 of all of them; `check_own_device` compares which it is.
+    """
     if job.device == "cpu":
         return torch.device("cpu")
-    check_devices(job, world.local_size)
-    device = torch.device(job.device, world.local_rank)
+    sees_one = world.local_size > 1 and accelerator.count(job.device) == 1
+    check_devices(job, 1 if sees_one else world.local_size)
+    device = torch.device(job.device, 0 if sees_one else world.local_rank)
     accelerator.use(device)
     return device
+
+
+def check_own_device(device: torch.device, world: World, store: Any) -> None:
+    """Raise `RequestError` on all ranks where two have one device; every rank calls this.
+
+    Some round trips to the store, where the ranks have accelerators.
+    """
+    own = accelerator.uuid(device) if accelerator.is_accelerator(device) else ""
+    if not own or world.size == 1:
+        return
+    first = store.compare_set(f"device/{own}", "", str(world.rank)).decode()
+    if first != str(world.rank):
+        store.set("device/shared", f"ranks {first} and {world.rank} on one and the same device")
+    if store.add("device/came", 1) == world.size:
+        is_shared = store.check(["device/shared"])
+        store.set("device/verdict", store.get("device/shared") if is_shared else "none")
+    found = store.get("device/verdict").decode()
+    if found != "none":
+        raise RequestError(
+            asked=f"--device {device.type} on {world.size} ranks",
+            found=found,
+            why="every rank needs a device of its own",
+            do="let each process see another one (srun --gpus-per-task=1), or all of them all",
+        )
 
 
 def check_devices(job: Job, local_size: int) -> None:
@@ -76,5 +106,6 @@ def facts(job: Job) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        **accelerator.decides_bits(job.device),
         **program_facts(job.program),
     }

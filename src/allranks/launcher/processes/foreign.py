@@ -20,6 +20,9 @@ _SAID = {
     FaultKind.TWO_TYPES: re.compile(
         r"(?=.*\bfloat\b)(?=.*\bdouble\b).*(?:type|found)", re.IGNORECASE | re.DOTALL
     ),
+    FaultKind.NOT_DETERMINISTIC: re.compile(
+        r"does not have a deterministic implementation|Deterministic behavior was enabled with"
+    ),
     FaultKind.TIMED_OUT: re.compile(r"[tT]imed out"),
     FaultKind.PEER_LOST: re.compile(
         # sockets, and what torch's store and Gloo say of them

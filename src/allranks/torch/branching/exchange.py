@@ -55,7 +55,7 @@ class Exchange:
         if self.kind == "gradients":
             self.sent += tensor.nbytes
         if tensor.numel():
-            self.line.broadcast(flat(tensor), home, self.kind)
+            self.line.broadcast(flat(tensor), source=home, kind=self.kind)
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""

@@ -35,8 +35,7 @@ def take_up(strategy: Taker, model: nn.Module, recorded: Recorded | None) -> nn.
     check_same_model(model, strategy.comm, "whole" if recorded is None else "one by one")
     if recorded is None:
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                strategy.comm.broadcast(tensor)
+            strategy.comm.broadcast(*model.parameters(), *model.buffers())
         return strategy.parallelize(model)
     model = strategy.parallelize(model)
     materialise(model, recorded, strategy.comm, strategy.place)

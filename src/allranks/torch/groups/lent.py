@@ -8,7 +8,8 @@ the same ranks, for as long as the process group of the job is there.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -24,11 +25,34 @@ def borrow(ranks: tuple[int, ...], timeout: timedelta, backend: str | None = Non
     kept = _kept.setdefault(dist.group.WORLD, {}).setdefault((ranks, backend), [])
     group = kept.pop() if kept else None
     if group is None:
-        group = dist.new_group(
-            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
-        )
+        group = new_group(ranks, timeout, backend, use_local_synchronization=True)
     _lent[group] = ref(dist.group.WORLD), (ranks, backend)
     return group
+
+
+def new_group(
+    ranks: Sequence[int], timeout: timedelta, backend: str | None = None, **more: Any
+) -> Any:
+    """A group of these ranks of the job, connected at once where NCCL makes it.
+
+    Where the group of the job is bound to a device torch would split it, and NCCL asks all ranks of
+    it for that: those that are not in the new group never come.
+    """
+    with _not_split() as device:
+        is_nccl = (backend or dist.get_backend()) == "nccl"
+        bound = {"device_id": device} if device is not None and is_nccl else {}
+        return dist.new_group(list(ranks), timeout=timeout, backend=backend, **bound, **more)
+
+
+@contextmanager
+def _not_split() -> Iterator[Any]:
+    """Within, the group of the job is bound to no device; gives the one that it is bound to."""
+    of_job: Any = dist.group.WORLD
+    device, of_job.bound_device_id = of_job.bound_device_id, None
+    try:
+        yield device
+    finally:
+        of_job.bound_device_id = device
 
 
 def give_back(group: Any) -> bool:

@@ -58,8 +58,7 @@ def initialise(strategy: Strategy, batch: Batch) -> None:
                 "the optimizer holds those that were there",
                 "write into them: parameter.copy_(…)",
             )
-        for tensor in (*model.parameters(), *model.buffers()):
-            step.comm.broadcast(tensor)
+        step.comm.broadcast(*model.parameters(), *model.buffers())
     if step.average is not None:
         step.average.load_state(model, None)
 

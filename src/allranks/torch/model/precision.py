@@ -11,6 +11,7 @@ Micikevicius et al. 2017, Mixed Precision Training, arXiv 1710.03740.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks.errors import FaultKind
+from allranks.errors import FaultKind, RequestError
 from allranks.job.job import Job
+from allranks.launcher.plan import WORKSPACE_OF_CUBLAS
 from allranks.launcher.processes.foreign import is_said
 from allranks.torch.data.nested import map_tensors
 
@@ -112,6 +114,25 @@ class _Explained:
             )
 
 
+class _Refused:
+    """Within, torch's refusal of a kernel that has no deterministic form is a `RequestError`."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, _: object) -> None:
+        if isinstance(error, RuntimeError) and is_said(FaultKind.NOT_DETERMINISTIC, str(error)):
+            raise RequestError(
+                asked="--bitwise",
+                found=str(error).partition(", but you set")[0].partition(". ")[0],
+                why="its sums would come in another order, and to other bits, each time",
+                do="compute it by another operation, or leave --bitwise out",
+            ) from error
+
+
+DETERMINISM = _Refused()
+
+
 def set_kernels(job: Job) -> Callable[[], None]:
     """Choose the kernels that the job asks for; returns what puts everything back.
 
@@ -122,7 +143,7 @@ def set_kernels(job: Job) -> Callable[[], None]:
     """
     undo = [_set_tf32(job.precision == "tf32")]
     if job.bitwise:
-        undo.append(_set_deterministic())
+        undo.append(_set_deterministic(job.device))
 
     def put_back() -> None:
         for one in undo:
@@ -167,9 +188,17 @@ def _allow_tf32_in_cudnn(on: bool) -> None:
     torch.backends.cudnn.allow_tf32 = on
 
 
-def _set_deterministic() -> Callable[[], None]:
+def _set_deterministic(device: str) -> Callable[[], None]:
+    """Sums in one order. cuDNN may not choose kernels by time, nor cuBLAS where they are reduced.
+
+    cuBLAS reads its variable in its first product, so a script sets it here or never.
+    """
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    searched = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    added = [name for name in WORKSPACE_OF_CUBLAS if device != "cpu" and name not in os.environ]
+    os.environ.update({name: WORKSPACE_OF_CUBLAS[name] for name in added})
     filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False
@@ -179,5 +208,8 @@ def _set_deterministic() -> Callable[[], None]:
         torch.use_deterministic_algorithms(before[0])
         memory.fill_uninitialized_memory = filled
         torch.set_num_threads(before[1])
+        torch.backends.cudnn.benchmark = searched
+        for name in added:
+            os.environ.pop(name, None)
 
     return undo

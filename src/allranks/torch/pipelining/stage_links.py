@@ -168,11 +168,11 @@ class Links:
             raise _changed(source, known, looks)
         if looks is not None:
             for tensor in tensors_in(value):
-                line.broadcast(flat(laid_out(tensor.detach())), source)
+                line.broadcast(flat(laid_out(tensor.detach())), source=source)
             return value
         found = [tensor for tensor, _ in known.tensors(line.device)]
         for tensor in found:
-            line.broadcast(flat(tensor), source)
+            line.broadcast(flat(tensor), source=source)
         return known.value(iter(found))
 
     def _tell(self, looks: Looks, peer: int) -> None:

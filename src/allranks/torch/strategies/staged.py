@@ -188,7 +188,7 @@ class Staged(Strategy):
         whole = tensor.detach().contiguous() if home == self.line.rank else None
         if whole is None:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.line.device)
-        self.line.broadcast(whole, home)
+        self.line.broadcast(whole, source=home)
         return whole
 
     def as_held(self, name: str, saved: Tensor) -> Tensor:
