@@ -67,9 +67,9 @@ FAULTS = {
         options=("--strategy", "ddp:bucket_mb=0.001"),
     ),
     "one stream for all ranks": Fault(
-        "torch/model/shard_dropout.py",
-        "random_key(scope.seed, scope.step, piece.shard, index, call)",
-        "random_key(scope.seed, scope.step, piece.shard - scope.pieces[0].shard, index, call)",
+        "torch/draws/counter.py",
+        "tuple((p.shard, p.start, p.stop) for p in pieces)",
+        "tuple((p.shard - pieces[0].shard, p.start, p.stop) for p in pieces)",
         step=0,
         stage="loss",
         tensor=None,

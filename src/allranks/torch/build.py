@@ -34,6 +34,7 @@ from allranks.torch.model.bounded_tables import swap_tables
 from allranks.torch.model.layers import OfShard, Scope
 from allranks.torch.model.precision import Precision
 from allranks.torch.model.reals import TensorFile
+from allranks.torch.model.shard_dropout import ShardDropout
 from allranks.torch.model.swapping import swap_layers
 from allranks.torch.state import model_state
 from allranks.torch.strategies.base import Strategy
@@ -166,7 +167,7 @@ def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:
 def compiled(model: nn.Module, backend: str) -> tuple[Callable[..., Any], Callable[[], None]]:
     """What a compiler makes of the model's forward, and what undoes the changes that it needs.
 
-    Layers that belong to a shard stay as they are: what they do follows the step.
+    Layers that belong to a shard stay as they are, but dropout: what they do follows the step.
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
@@ -183,7 +184,9 @@ def compiled(model: nn.Module, backend: str) -> tuple[Callable[..., Any], Callab
             why="the compiler gives up on most of what Keras does around a layer, without a word",
             do="leave it out",
         )
-    layers = [m for m in model.modules() if isinstance(m, OfShard)]
+    layers = [
+        m for m in model.modules() if isinstance(m, OfShard) and not isinstance(m, ShardDropout)
+    ]
     for layer in layers:
         layer.forward = torch.compiler.disable(layer.forward)
 

@@ -6,8 +6,8 @@ in progress the `Scope` tells them which rows belong to which shard:
 * BatchNorm normalises each shard by its own moments, and collects them; the running statistics
   take one update per step, from the sample-weighted moments of all shards of all ranks. A shard
   of one sample is normalised by the running statistics and adds nothing to them.
-* Dropout draws its mask from a counter: (seed, step, shard, layer, call). What it draws for
-  (sample, position, feature) it draws position by position, so that padding changes nothing before.
+* Dropout draws its mask from a counter: (seed, step, shard, layer, call, element). An element is
+  known by its coordinates in the sample, so padding changes nothing before it (`draws`).
 
 Samples are expected along dimension 0; a layer may see several rows per sample (tokens). With
 `batchnorm = "whole"` BatchNorm normalises over the global batch instead (`whole_norm`).
@@ -29,6 +29,7 @@ import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro
 from allranks.torch.data.sources import seed_generators
+from allranks.torch.draws.keys import Keys, rows_per_sample
 from allranks.training.order import random_key
 
 
@@ -59,13 +60,7 @@ class Scope:
     shortens: bool = True  # whether tables with a max_norm are written; not by passes beside a step
 
     def __post_init__(self) -> None:
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def generator_on(self, device: torch.device) -> torch.Generator:
-        """What a layer on `device` draws with, keyed before every draw."""
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
-        return self._generators[device]
+        self.keys = Keys(self)
 
     def enter(self, step: int, pieces: Micro, samples: int) -> None:
         """A micro-batch of `samples` samples, made of `pieces`, goes through the model next.
@@ -75,6 +70,7 @@ class Scope:
         """
         self.step, self.pieces, self.samples = step, pieces, samples
         self.calls.clear()
+        self.keys.draw_here()
         first = pieces[0]
         self._seed(random_key(self.seed, step, first.shard, first.start, -1))
 
@@ -108,7 +104,8 @@ class Scope:
         self.step, self.pieces, self.samples = moment.step, moment.pieces, moment.samples
         self.calls, self.moments = dict(moment.calls), {}
         try:
-            yield
+            with self.keys.drawing():
+                yield
         finally:
             self.step, self.pieces, self.samples, self.calls, self.moments = now
 
@@ -133,16 +130,7 @@ class Scope:
 
     def rows(self, layer: str, tensor: Tensor) -> list[int]:
         """How many rows of `tensor` belong to each piece."""
-        per_sample, rest = divmod(tensor.shape[0], self.samples)
-        if rest or not per_sample:
-            raise RequestError(
-                asked=f"{layer} on a tensor of shape {tuple(tensor.shape)}",
-                found=f"{tensor.shape[0]} rows for {self.samples} samples",
-                why="rows are given to shards, so dimension 0 must run over all samples, in order",
-                do="put the samples first (batch_first=True); where rows are picked out, as for an "
-                "expert of a mixture, put this layer before that or after, or use "
-                "torch.nn.functional with --bitwise",
-            )
+        per_sample = rows_per_sample(tensor.shape, self.samples, layer)
         return [piece.samples * per_sample for piece in self.pieces]
 
 
@@ -152,7 +140,7 @@ class Swapped:
 
 OF_SWAPPED = frozenset(
     {
-        *("scope", "index", "shared_dims", "adds_no_loss", "part_of"),
+        *("scope", "index", "shared_dims", "slot", "adds_no_loss", "part_of"),
         *("exchange", "region", "regions", "between", "dims", "sizes"),
     }
 )

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
 
 from allranks.errors import RequestError
+from allranks.torch.draws.keys import slot_of
 from allranks.torch.expert_parallel.mixture import MixtureOfExperts, ShardMixture
 from allranks.torch.model.layers import (
     OF_SWAPPED,
@@ -40,7 +41,7 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
             names["batchnorm"].append(name)
         elif kind in DROPOUTS:
             module.__class__ = type(f"Shard{kind.__name__}", (ShardDropout, kind), {})
-            module.shared_dims = DROPOUTS[kind]
+            module.shared_dims, module.slot = DROPOUTS[kind], slot_of(index)
             names["dropout"].append(name)
         elif isinstance(module, MixtureOfExperts):
             module.__class__ = type(f"Shard{kind.__name__}", (ShardMixture, kind), {})

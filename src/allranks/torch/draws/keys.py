@@ -1,0 +1,180 @@
+"""The keys of what goes through a model: those of its samples, of its rows, and of no sample.
+
+`Keys` belong to the scope of a pass and make what a layer needs for its next call. A compiled graph
+asks for them by an operator of torch, `allranks::row_keys`, which it does not look into: neither
+the step nor the number of a layer or call is a constant of the graph, so nothing is compiled again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allranks.errors import RequestError
+from allranks.strategies.shards import Micro
+from allranks.torch import accelerator
+from allranks.torch.draws.counter import (
+    DRAWS,
+    Finish,
+    Words,
+    coordinates,
+    keys_of,
+    on_cpu,
+    on_device,
+    place_words,
+    unsigned,
+    words,
+)
+
+CPU = torch.device("cpu")
+NO_SHARD = -1
+
+
+class Pass(Protocol):
+    """What goes through a model (`Scope`)."""
+
+    seed: int
+    step: int
+    pieces: Micro
+    samples: int
+    calls: dict[int, int]
+
+
+class Keys:
+    """The keys of one scope, made for a pass when they are first asked for."""
+
+    def __init__(self, scope: Pass) -> None:
+        self.scope = scope
+        self._of: tuple[int, Micro] = (-1, ())
+        self._of_samples: Words | None = None
+
+    def draw_here(self) -> None:
+        """What this thread draws from now on belongs to this scope."""
+        _HERE.keys = self
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Within, what this thread draws belongs to this scope."""
+        before = getattr(_HERE, "keys", None)
+        _HERE.keys = self
+        try:
+            yield
+        finally:
+            _HERE.keys = before
+
+    def next_call(self, index: int) -> int:
+        """How often a layer has drawn in this pass; once more from now on."""
+        call = self.scope.calls.get(index, 0)
+        self.scope.calls[index] = call + 1
+        return call
+
+    def of_samples(self) -> Words:
+        """(samples, 2), in the order of the rows."""
+        scope = self.scope
+        step, pieces = self._of
+        if self._of_samples is None or pieces is not scope.pieces or step != scope.step:
+            self._of = scope.step, scope.pieces
+            self._of_samples = keys_of(scope.seed, scope.step, scope.pieces)
+        return self._of_samples
+
+    def of_rows(self, index: int, shape: Sequence[int], what: str) -> Words:
+        """For the next call of a layer, a key for each row of what has this shape: (rows, 2).
+
+        Several rows per sample have the key of their sample and a coordinate more.
+        """
+        per_sample = rows_per_sample(shape, self.scope.samples, what)
+        keys = self.of_samples() + place_words(index, self.next_call(index))
+        if per_sample == 1:
+            return keys
+        first, rest = (
+            0 if word is None else unsigned(word)
+            for word in coordinates((per_sample, *[1] * (len(shape) - 1)), (0,) * len(shape), CPU)
+        )
+        rows = np.repeat(keys.reshape(-1, 1, 2), per_sample, axis=1)
+        rows[..., 0] += first
+        rows[..., 1] += rest
+        return rows.reshape(-1, 2)
+
+    def of_all(self, index: int) -> Words:
+        """For the next call of a layer that draws the same for all samples: (1, 2)."""
+        key = np.array([words(self.scope.seed, self.scope.step, NO_SHARD, DRAWS)], np.uint32)
+        return key + place_words(index, self.next_call(index))
+
+
+def keys_here() -> Keys | None:
+    """The keys of the pass that this thread is in; `None` outside of a step."""
+    keys: Keys | None = getattr(_HERE, "keys", None)
+    return keys if keys is not None and keys.scope.pieces else None
+
+
+def rows_per_sample(shape: Sequence[int], samples: int, what: str) -> int:
+    """How many rows of what has this shape each sample has, or `RequestError`."""
+    per_sample, rest = divmod(shape[0], samples)
+    if rest or not per_sample:
+        raise RequestError(
+            asked=f"{what} on a tensor of shape {tuple(shape)}",
+            found=f"{shape[0]} rows for {samples} samples",
+            why="rows are given to shards, so dimension 0 must run over all samples, in order",
+            do="put the samples first (batch_first=True); where rows are picked out, as for an "
+            "expert of a mixture, put this layer before that or after, or use "
+            "torch.nn.functional with --bitwise",
+        )
+    return per_sample
+
+
+def drawn(
+    keys: Words | Tensor, sizes: Sequence[int], starts: Sequence[int], finish: Finish, on: Tensor
+) -> Tensor:
+    """What `finish` makes of 32 random bits for each element, on the device of `on`.
+
+    Each row of `keys`, (rows, 2), has elements of the given `sizes`: (rows, *sizes).
+    """
+    known = tuple(sizes), tuple(starts)
+    if isinstance(keys, Tensor):
+        found = on_device(keys, *known, finish)
+    elif on.is_cpu:
+        found = on_cpu(keys, *known, finish)
+    else:
+        found = on_device(_moved(keys, on.device), *known, finish)
+    return found if len(sizes) == 1 else found.view(keys.shape[0], *sizes)
+
+
+def _moved(keys: Words, device: torch.device) -> Tensor:
+    host = torch.from_numpy(keys.view(np.int32))
+    if accelerator.is_accelerator(device):  # the host does not wait for a copy from pinned memory
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+def slot_of(index: int) -> Tensor:
+    """The number of a layer, as a compiled graph takes it: no constant of the graph."""
+    return torch.from_numpy(np.array(index))
+
+
+_HERE = threading.local()
+_OPERATORS = torch.library.Library("allranks", "DEF")
+_OPERATORS.define(
+    "row_keys(Tensor input, Tensor slot) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),  # two calls are two draws
+)
+
+
+def _row_keys(input: Tensor, slot: Tensor) -> Tensor:
+    keys = keys_here()
+    assert keys is not None, "a compiled layer draws in a pass"
+    return _moved(keys.of_rows(int(slot), input.shape, "Dropout"), input.device)
+
+
+def _fake_row_keys(input: Tensor, slot: Tensor) -> Tensor:
+    return input.new_empty((input.shape[0], 2), dtype=torch.int32)
+
+
+_OPERATORS.impl("row_keys", _row_keys, "CompositeExplicitAutograd")
+torch.library.register_fake("allranks::row_keys", _fake_row_keys, lib=_OPERATORS)
+row_keys: Any = torch.ops.allranks.row_keys.default

@@ -1,0 +1,200 @@
+"""Draws from a counter: golden values, statistics, and that every way to draw gives the same."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from allranks.strategies.shards import Piece, micro_batches
+from allranks.torch.draws import counter
+from allranks.torch.draws.keys import drawn
+from allranks.torch.draws.sampling import kept
+from allranks.torch.model.layers import Scope
+from allranks.torch.model.shard_dropout import Part, ShardDropout
+from allranks.torch.model.swapping import swap_layers
+
+SIZES = {0: 4, 1: 4, 2: 3, 3: 1}
+CPU = torch.device("cpu")
+
+
+def bits(keys: counter.Words, *sizes: int) -> np.ndarray:  # type: ignore[type-arg]
+    found = counter.on_cpu(keys, sizes, (0,) * len(sizes), lambda bits: bits)
+    return counter.unsigned(found.contiguous())
+
+
+def test_golden_values() -> None:
+    """What any later version draws, too: a checkpoint goes on with the masks that it began with."""
+    keys = counter.keys_of(7, 3, (Piece(1, 0, 1, 2), Piece(9, 2, 3, 4)))
+    assert [[f"{word:08x}" for word in row] for row in keys.tolist()] == GOLDEN_KEYS
+    found = bits(keys + counter.place_words(5, 1), 2, 2)
+    assert [[f"{word:08x}" for word in row] for row in found.tolist()] == GOLDEN_BITS
+
+
+GOLDEN_KEYS = [["475ab9f7", "d7e0e381"], ["470bf3d3", "97e740d5"]]
+GOLDEN_BITS = [
+    ["178299a9", "0974ee3e", "512d6b2a", "e703e93c"],
+    ["6b103675", "a2894ebb", "dc88663a", "9a4ee75d"],
+]
+
+
+@pytest.mark.parametrize("sizes", [(), (5,), (3, 5), (70000,), (2, 3, 4, 5), (1, 70000, 1)])
+def test_tensor_code_draws_what_numpy_does(sizes: tuple[int, ...]) -> None:
+    keys = counter.keys_of(1, 2, (Piece(0, 0, 3, 3),))
+    starts = tuple(range(len(sizes)))
+    wanted = counter.on_cpu(keys, sizes, starts, lambda bits: bits)
+    tensor = torch.from_numpy(keys.view(np.int32))
+    assert torch.equal(counter.on_device(tensor, sizes, starts, lambda bits: bits), wanted)
+
+
+def test_blocks_draw_what_the_whole_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = counter.keys_of(1, 2, (Piece(0, 0, 30, 30),))
+    whole = bits(keys, 3, 50)
+    for block in (7, 150, 1000):
+        monkeypatch.setattr(counter, "BLOCK", block)
+        assert np.array_equal(bits(keys, 3, 50), whole)
+
+
+def test_an_element_is_known_by_its_coordinates_alone() -> None:
+    """Padding along any dimension changes no draw before it, and no two elements share one."""
+    keys = counter.keys_of(1, 2, (Piece(0, 0, 2, 2),))
+    for small, large in (((3,), (5,)), ((3, 4), (3, 9)), ((2, 3, 3), (2, 5, 5))):
+        within = (slice(None), *(slice(size) for size in small))
+        wide = bits(keys, *large).reshape(2, *large)
+        assert np.array_equal(wide[within], bits(keys, *small).reshape(2, *small))
+    first, rest = counter.coordinates((3, 5, 90, 90), (0,) * 4, CPU)
+    assert rest is not None
+    assert len(torch.stack((first, rest), 1).unique(dim=0)) == len(first)
+
+
+STREAMS = {
+    "elements": lambda: bits(counter.keys_of(0, 0, (Piece(0, 0, 1, 1),)), 1 << 18).ravel(),
+    "a map": lambda: bits(counter.keys_of(0, 0, (Piece(0, 0, 1, 1),)), 64, 64, 64).ravel(),
+    "samples": lambda: bits(counter.keys_of(0, 0, (Piece(0, 0, 1 << 16, 1 << 16),)), 1).ravel(),
+    "layers": lambda: _places([(layer, 0) for layer in range(1 << 14)]),
+    "calls": lambda: _places([(5, call) for call in range(1 << 14)]),
+    "steps": lambda: np.concatenate(
+        [bits(counter.keys_of(3, step, (Piece(1, 0, 4, 4),)), 4).ravel() for step in range(4096)]
+    ),
+    "shards": lambda: bits(
+        counter.keys_of(3, 1, tuple(Piece(shard, 0, 1, 1) for shard in range(1 << 15))), 2
+    ).ravel(),
+}
+
+
+def _places(places: list[tuple[int, int]]) -> np.ndarray:  # type: ignore[type-arg]
+    key = counter.keys_of(3, 1, (Piece(0, 0, 1, 1),))
+    keys = np.concatenate([key + counter.place_words(*place) for place in places])
+    return bits(keys, 4).ravel()
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_draws_are_uniform_and_independent(name: str) -> None:
+    """Along whatever is counted: bytes, each bit, neighbours, runs. Limits are of 5 deviations."""
+    stream = STREAMS[name]()
+    n = len(stream)
+    for shift in range(0, 32, 8):  # chi-square of 256 values, about normal: mean 255, var 510
+        counts = np.bincount(stream >> np.uint32(shift) & np.uint32(255), minlength=256)
+        chi = ((counts - n / 256) ** 2 / (n / 256)).sum()
+        assert abs(chi - 255) < 5 * 510**0.5, shift
+    ones = np.unpackbits(stream.view(np.uint8)).reshape(n, 32)
+    assert np.abs(ones.mean(0) - 0.5).max() < 5 * 0.5 / n**0.5
+    uniform = stream / 2.0**32 - 0.5
+    for lag in (1, 2, 3, 4, 8, 64):  # serial correlation
+        assert abs((uniform[lag:] * uniform[:-lag]).sum()) < 5 * n**0.5 / 12, lag
+        changed = ones[lag:] != ones[:-lag]
+        assert np.abs(changed.mean(0) - 0.5).max() < 5 * 0.5 / (n - lag) ** 0.5, lag
+    pairs = (stream[:-1] >> np.uint32(28)) * 16 + (stream[1:] >> np.uint32(28))
+    counts = np.bincount(pairs, minlength=256)
+    chi = ((counts - (n - 1) / 256) ** 2 / ((n - 1) / 256)).sum()
+    assert abs(chi - 255) < 5 * 510**0.5
+
+
+def test_a_bit_of_any_key_or_coordinate_changes_half_of_the_bits() -> None:
+    """Strict avalanche: of 4096 pairs that differ in one bit, within 6 deviations of one half."""
+    random = np.random.default_rng(0)
+    x, second = random.integers(0, 1 << 32, (2, 4096), np.uint32)
+    base = counter.mixed(x.copy(), second)
+    for word, bit in itertools.product((0, 1), range(32)):
+        flip = np.uint32(1 << bit)
+        changed = counter.mixed(
+            x ^ flip if word == 0 else x.copy(), second ^ flip if word else second
+        )
+        rate = np.unpackbits((changed ^ base).view(np.uint8)).reshape(4096, 32).mean(0)
+        assert np.abs(rate - 0.5).max() < (0.05 if word == 0 else 0.15), (word, bit)
+
+
+def test_ranks_that_hold_parts_of_an_activation_draw_their_part() -> None:
+    layer = nn.Dropout(0.4)
+    scope = Scope(0, CPU)
+    swap_layers(layer.train(), scope)
+    assert isinstance(layer, ShardDropout)
+    data = torch.ones(8, 6, 10)
+    pieces = (Piece(0, 0, 4, 4), Piece(1, 0, 4, 4))
+
+    def output(input: Tensor, part: Part | None) -> Tensor:
+        layer.part_of = lambda tensor: part
+        scope.enter(0, pieces, 8)
+        return layer(input)  # type: ignore[no-any-return]
+
+    whole = output(data, None)
+    assert torch.equal(output(data[:, 2:5], Part(1, 2, 6)), whole[:, 2:5])
+    assert torch.equal(output(data[..., 7:], Part(-1, 7, 10)), whole[..., 7:])
+
+
+class Blocks(nn.Module):
+    """Dropout of every kind, a layer called twice, rows that are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Dropout(0.3), nn.Dropout1d(0.4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        twice = self.first(self.first(input) + 1)
+        tokens: Tensor = self.first(twice.flatten(0, 1)).view_as(twice)
+        return self.second(tokens)  # type: ignore[no-any-return]
+
+
+def compared(backend: str) -> None:
+    """In every step and for every number of samples; compiled once more for another number."""
+    model = Blocks().train()
+    scope = Scope(0, CPU)
+    swap_layers(model, scope)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for step, limit in ((0, None), (1, 7)):
+        for pieces in micro_batches(SIZES, limit):
+            count = sum(piece.samples for piece in pieces)
+            data = torch.randn(count, 5, 6)
+            found = []
+            for call in (model, compiled):
+                scope.enter(step, pieces, count)
+                found.append(call(data))
+            torch.testing.assert_close(*found)
+            assert torch.equal(found[0] == 0, found[1] == 0), (step, pieces)
+    scope.leave()
+
+
+def test_compiled_layers_draw_the_same_without_a_break() -> None:
+    compared("eager")
+
+
+@pytest.mark.slow
+def test_compilers_that_change_the_graph_draw_the_same() -> None:
+    """In a process of their own: they leave threads and processes behind."""
+    code = "import test_draws as t; t.compared('aot_eager'); t.compared('inductor')"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True, timeout=300)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.99, 1.0])
+def test_as_much_is_dropped_as_was_asked(rate: float) -> None:
+    keys = counter.keys_of(5, 1, (Piece(0, 0, 4000, 4000),))
+    mask = drawn(keys, (50,), (0,), kept(rate, torch.float64), torch.ones(1))
+    wrong = abs(float((mask == 0).double().mean()) - rate)
+    assert wrong <= 5 * (rate * (1 - rate) / mask.numel()) ** 0.5
+    assert rate in (0, 1) or mask.unique().tolist() == [0, pytest.approx(1 / (1 - rate))]
