@@ -1,0 +1,97 @@
+"""The task of the pretended device: convolution, BatchNorm, dropout, a buffer, tied weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from allranks.torch import Task
+from pretended.streams import NAME
+
+SAMPLES = 29  # the last batch of an epoch is smaller, and some ranks have none of it
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.dropout, self.wide = nn.Dropout(0.2), nn.Linear(6 * 16, 8)
+        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5))
+
+    def forward(self, image: Tensor) -> Tensor:
+        found = functional.relu(self.norm(self.convolution(image)))
+        output: Tensor = self.blocks(self.wide(self.dropout(found.flatten(1))))
+        return output
+
+
+def samples(count: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(5)
+    images = torch.randn(count, 2, 4, 4, generator=drawn)
+    return images, torch.randint(5, (count,), generator=drawn)
+
+
+class Images(Dataset[Any]):
+    """The same samples, one at a time."""
+
+    def __init__(self) -> None:
+        self.images, self.labels = samples()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[index], self.labels[index]
+
+
+@dataclass
+class Small(Task):
+    """`data` says where samples come from: "host", "device", "set" or "loader"."""
+
+    batch_size: int = 8
+    shards: int = 4
+    data: str = "host"
+    samples: int = SAMPLES
+    optimizer_name: str = "sgd"
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Net()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The kernels of a list, on both devices: on a CPU torch takes others by default."""
+        if self.optimizer_name == "adamw":
+            return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def train_data(self) -> Any:
+        if self.data == "set":
+            return Images()
+        if self.data == "loader":
+            return DataLoader(Images(), batch_size=self.batch_size, shuffle=True)
+        is_there = self.data == "device" and hasattr(torch, NAME)
+        return tuple(t.to(NAME) if is_there else t for t in samples(self.samples))
+
+    def eval_data(self) -> Any:
+        return samples()
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return functional.cross_entropy(output, batch[1], reduction="none")
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, Any]:
+        return {"right": ((output.argmax(1) == batch[1]).sum(), len(output))}
+
+
+@dataclass
+class OfTheBatch(Small):
+    """A loss over the whole batch."""
+
+    loss_over = "batch"
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        each = functional.cross_entropy(output, batch[1], reduction="none")
+        return each * output.softmax(-1).mean(0).pow(2).sum()

@@ -1,0 +1,57 @@
+"""The whole trainer on the pretended device: weights, losses and metrics of the CPU, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OnDevice = Callable[..., None]
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "data of the host": {},
+    "data on the device": {"fields": {"data": "device"}},
+    "a dataset": {"fields": {"data": "set"}},
+    "a dataset, read ahead": {"fields": {"data": "set"}, "job": {"loader_workers": 1}},
+    "a loader": {"fields": {"data": "loader"}},
+    "a loss of the batch": {"task": "OfTheBatch"},
+    "ema, clipping, adamw": {"fields": {"ema": 0.9, "clip_norm": 0.1, "optimizer_name": "adamw"}},
+    "micro-batches": {"job": {"micro_batch": 3}},
+    "a bad step is skipped": {"job": {"inject": "nan@step=2", "on_bad_step": "skip"}},
+    "a bad step is told": {"job": {"inject": "nan@step=2", "on_bad_step": "warn"}},
+    "a bit flips": {"job": {"inject": "corrupt@step=2"}},
+    "fp64": {"job": {"precision": "fp64"}},
+    "bf16": {"job": {"precision": "bf16"}},
+    "fp16": {"job": {"precision": "fp16"}},
+}
+
+
+@pytest.mark.slow(but=4)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_one_process_trains_as_on_the_cpu(on_device: OnDevice, name: str) -> None:
+    on_device(1, "as_on_the_cpu", SCENARIOS[name])
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize(
+    "words",
+    ["ddp", "ddp bitwise", "ddp:reduce=tree", "zero1", "zero1 bitwise", "zero2", "fsdp"],
+)
+def test_two_ranks_train_as_on_the_cpu(on_device: OnDevice, words: str) -> None:
+    """Sums of two ranks have one order, so bits can be compared without --bitwise, too."""
+    strategy, *bitwise = words.split()
+    on_device(2, "as_on_the_cpu", {"job": {"strategy": strategy, "bitwise": bool(bitwise)}})
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_on_either(on_device: OnDevice, tmp_path: Path) -> None:
+    on_device(1, "goes_on", {"run_dir": str(tmp_path / "run"), "fields": {"ema": 0.9}})
+
+
+def test_a_batch_that_has_not_arrived_is_told(on_device: OnDevice) -> None:
+    on_device(1, "without_the_wait_for_a_copy", {})
+
+
+def test_a_sum_that_has_not_arrived_is_told(on_device: OnDevice) -> None:
+    on_device(2, "without_the_wait_for_a_sum", {"job": {"strategy": "ddp"}})

@@ -1,0 +1,108 @@
+"""What runs in the ranks of this room: a training on the CPU, and the same on the device."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allranks.job.job import Job
+from allranks.launcher.world import World
+from allranks.torch import Trainer
+from allranks.torch.data.copying import Copying
+from allranks.torch.groups.pending import Pending
+from allranks.torch.model.digest import weights_sha256
+from pretended import streams, tasks
+from pretended.backend import install
+from pretended.record import Misuse, Watched, watch
+from pretended.streams import NAME
+
+WARM, MEASURED = 18, 3  # the counts of a usual step are made once for each of 16 positions
+_trainings = iter(range(1000))
+
+
+def trainer(argument: dict[str, Any], device: str, **job: Any) -> Trainer:
+    """One of the trainings of this process, each at a store of its own."""
+    torch.set_num_threads(1)
+    world = replace(World.from_environment(), local_rank=0, local_size=1)  # each sees one device
+    if world.store:
+        world = replace(world, store=f"{world.store}-{next(_trainings)}")
+    task = getattr(tasks, argument.get("task", "Small"))(**argument.get("fields", {}))
+    asked = {"steps": 4, "threads": 1, **argument.get("job", {}), **job, "device": device}
+    asked["ranks"] = world.size
+    return Trainer(task, Job(program="pretended.tasks:Small", **asked), world=world)
+
+
+def trained(argument: dict[str, Any], device: str, **job: Any) -> list[Any]:
+    """Train and evaluate; the digest of the weights, the losses, and the metrics."""
+    with trainer(argument, device, **job) as training:
+        training.rehearse()
+        if training.job.run_dir:
+            training.resume()
+        losses = []
+        for batch in training.batches():
+            result = training.step(batch)
+            losses.append(result.loss)
+            if training.job.run_dir:
+                training.save_if_due(result)
+        metrics = training.evaluate()
+        if training.job.run_dir:
+            training.finish()
+        return [weights_sha256(training.weights()), losses, metrics]
+
+
+def as_on_the_cpu(argument: dict[str, Any]) -> None:
+    """The same training on both."""
+    install()  # before the first backward of the process: autograd counts devices there
+    wanted = trained(argument, "cpu")
+    found = trained(argument, NAME)
+    assert repr(found) == repr(wanted), f"{found}\n{wanted}"
+    assert streams.given_away == []
+
+
+def goes_on(argument: dict[str, Any]) -> None:
+    """Saved on the device and gone on from there, or on the CPU: as never interrupted."""
+    install()
+    wanted = trained(argument, "cpu", steps=6)
+    for ends_on in (NAME, "cpu"):
+        saved = {"run_dir": f"{argument['run_dir']}-{ends_on}", "checkpoint_every": 2}
+        trained(argument, NAME, steps=4, **saved)
+        digest, losses, metrics = trained(argument, ends_on, steps=6, **saved)
+        assert [digest, metrics] == [wanted[0], wanted[2]] and losses == wanted[1][4:]
+
+
+def without_the_wait_for_a_copy(argument: dict[str, Any]) -> None:
+    """A fault planted: a batch is taken before it has arrived."""
+    install()
+    Copying.finish = lambda self, begun: begun.data
+    with pytest.raises(Misuse, match="reads what another stream writes"):
+        trained(argument, NAME)
+
+
+def without_the_wait_for_a_sum(argument: dict[str, Any]) -> None:
+    """A fault planted: gradients are read before the other ranks have added theirs."""
+    install()
+    Pending.wait = lambda self: None
+    with pytest.raises(Misuse, match="without an event"):
+        trained(argument, NAME)
+    os._exit(0)  # the other rank stands in a collective
+
+
+def waits_of_a_step(argument: dict[str, Any]) -> None:
+    """How often the host waits for the device in a usual step, and where, into a file."""
+    install()
+    with trainer(argument, NAME, steps=WARM + MEASURED) as training:
+        for number, batch in enumerate(training.batches()):
+            with watch() if number >= WARM else nullcontext(Watched()) as watched:
+                training.step(batch)
+            found = Counter(told.line for told in watched.of("wait"))
+            if number >= WARM and training.comm.rank == 0:
+                with Path(argument["out"]).open("a") as out:
+                    out.write(json.dumps(found) + "\n")
