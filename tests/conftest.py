@@ -203,6 +203,19 @@ def on_ranks(server: ForkServer, tmp_path: Path) -> Callable[..., Ended]:
     return run
 
 
+@pytest.fixture
+def on_device(on_ranks: Callable[..., Ended]) -> Callable[..., None]:
+    """`on_device(n, name, argument)`: call a function of `pretended.workers` in n ranks.
+
+    A process has one PrivateUse1 for good, so each of them installs the device, and ends with it.
+    """
+
+    def run(ranks: int, name: str, argument: Any = None) -> None:
+        on_ranks(ranks, f"pretended.workers:{name}", argument)
+
+    return run
+
+
 def _descendants(pid: int) -> set[int]:
     """All processes below one, from the parents in /proc:
     its lists of children are not reliable."""
