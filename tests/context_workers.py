@@ -12,7 +12,7 @@ from allranks.launcher.world import World
 from allranks.torch.comm import CPU
 from allranks.torch.context_parallel import ring
 from allranks.torch.context_parallel.attention import Intercepted, attention_of
-from allranks.torch.context_parallel.exchange import ROWS, SequenceExchange, Span
+from allranks.torch.context_parallel.exchange import ROWS, ContextExchange, Span
 from allranks.torch.joining import join
 
 SAMPLES, FEATURES = 2, 5
@@ -35,7 +35,7 @@ def attention_is_that_of_one_process(argument: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     ring.TILE = 3  # so that the rows of a rank are more than one tile
     comm = join(World.from_environment(), CPU)
-    exchange, length = SequenceExchange(comm), argument["length"]
+    exchange, length = ContextExchange(comm), argument["length"]
     span = Span.of(length, comm)
     for case in CASES:
         options = dict(case)

@@ -22,7 +22,7 @@ import contract_tasks
 from allranks.errors import RequestError
 from allranks.strategies.card import Exact
 from allranks.strategies.choice import parse_choice
-from allranks.strategies.mesh import CONTEXT, PIPELINE
+from allranks.strategies.mesh import CONTEXT, PIPELINE, TENSOR
 from allranks.strategies.resolve import card_for, has_mesh, strategy_spec
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.strategies.torch_cards import CARDS
@@ -52,7 +52,10 @@ SETTINGS = {
     "zero-bubble": ["zero-bubble"],
     "independent": ["independent"],
     "branches": ["branches"],
-    "tensor": ["tensor", "tensor:data=2", "tensor:exact=yes"],
+    "tensor": [
+        *("tensor", "tensor:data=2", "tensor:exact=yes"),
+        *("tensor:sequence=yes", "tensor:data=2,sequence=yes"),
+    ],
     "context": ["context", "context:attention=ring", "context:data=2,bucket_mb=0.0005"],
     "mesh": [
         *("mesh:data=2,tensor=2,pipeline=2", "mesh:data=2,tensor=2", "mesh:data=3"),
@@ -148,7 +151,7 @@ NOTHING_TO_CUT = {  # of 4 features
 }
 
 
-SEQUENCES = {"ulysses": (2, 4), "ring": (2, 3, 4)}
+SEQUENCES = {"ulysses": (2, 4), "ring": (2, 3, 4), "sequence": (2, 4)}
 """Over how many ranks the 12 positions of 4 heads of `Sentences` can be cut."""
 
 
@@ -172,6 +175,8 @@ def takes(strategy: str, ranks: int, task: str) -> bool:
         spec = strategy_spec(strategy, ranks)
         if (parts := spec.mesh.size(CONTEXT)) > 1:
             return task == "Sentences" and parts in SEQUENCES[spec.options["attention"]]
+        if "sequence=yes" in strategy and (parts := spec.mesh.size(TENSOR)) > 1:
+            return task == "Sentences" and parts in SEQUENCES["sequence"]
         return ranks == 1 or CARDS[strategy.partition(":")[0]].many_ranks
     return False
 

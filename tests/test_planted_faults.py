@@ -306,6 +306,17 @@ FAULTS = {
         options=("--strategy", "tensor"),
         program="tensor_tasks:Stack",
     ),
+    "gradients of norms that are those of one rank's positions": Fault(
+        "torch/strategies/tensor.py",
+        "                self._sum_over_positions(self.blocks)\n",
+        "                pass\n",
+        step=0,
+        stage="gradient",
+        tensor="blocks.0.attention.output.bias",
+        hint="",
+        options=("--strategy", "tensor:sequence=yes"),
+        program="contract_tasks:Sentences",
+    ),
     "a sequence whose gradient is that of one rank's loss": Fault(
         "torch/context_parallel/exchange.py",
         "total = gradient * exchange.comm.size",

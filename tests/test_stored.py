@@ -32,6 +32,7 @@ CASES = [
     ("interleaved", 2, "Rows"),
     ("zero-bubble", 2, "Rows"),
     ("tensor", 2, "Sentences"),
+    ("tensor:sequence=yes", 2, "Sentences"),
     ("context", 2, "Sentences"),
     ("mesh:tensor=2,pipeline=2", 4, "Rows"),
     ("expert", 2, "Mixed"),

@@ -40,6 +40,14 @@ def _tensor_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
             why=f"each rank has as many of {LEAVES} leaves as any other, and all the samples",
             do="1, 2, 4 or 8 ranks, and no data=…; or leave exact out",
         )
+    if options["exact"] and options["sequence"]:
+        raise RequestError(
+            asked="--strategy tensor:exact=yes,sequence=yes",
+            found="sums of leaves, for parts of a sequence",
+            why="a product rounds by how many positions it is of, and with sequence=yes that "
+            "depends on the ranks",
+            do="one of them",
+        )
     return mesh
 
 
@@ -67,14 +75,20 @@ TENSOR_CARD = Card(
     "+ 2(D-1)/D · gradients/T + 2(N-1)/N · tally; D = data, T = N/D; by samples: block of a column "
     "and a row: output in forward, input in backward; a column alone: output gathered, input in "
     "backward; a row alone: output, input gathered in backward; embedding: output; exact=yes: "
-    "what is all-reduced here is T of its size gathered",
+    "what is all-reduced here is T of its size gathered; sequence=yes: what blocks "
+    "all-reduce is scattered and gathered, inputs of columns once more; gradients of norms",
     memory="1/T of weights, gradients and optimizer of what is cut, all of the rest; activations "
-    "between the layers of a block 1/T",
+    "between the layers of a block 1/T; sequence=yes: all activations of the repeated blocks 1/T",
     stored=Stored("(2 + k)(C/T + R), C: layers that are cut", _cut_layers),
     many_ranks=True,
     options=(
         Option("data", 1, "copies of the cut model, each on samples of its own", at_least=1),
         Option("exact", False, "equal bits on 1, 2, 4 and 8 ranks: sums of 8 leaves, in one order"),
+        Option(
+            "sequence",
+            False,
+            "between regions of the blocks a rank has some positions of every sequence",
+        ),
     ),
     agreement=Agreement("sharded"),
     mesh=_tensor_mesh,

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from allranks.errors import RequestError
-from allranks.torch.context_parallel.exchange import HEADS, ROWS, SequenceExchange, Span
+from allranks.torch.context_parallel.exchange import HEADS, ROWS, ContextExchange, Span
 from allranks.torch.context_parallel.ring import Scoring, ring_attention
 
 DIMS = 4  # (sample, head, position, feature)
@@ -51,7 +51,7 @@ class Intercepted(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def attention_of(by: str, exchange: SequenceExchange, span: Span) -> Attention:
+def attention_of(by: str, exchange: ContextExchange, span: Span) -> Attention:
     """What takes the place of the kernel for a sequence that lies on the ranks as `span` says."""
 
     def attention(
@@ -76,7 +76,7 @@ def attention_of(by: str, exchange: SequenceExchange, span: Span) -> Attention:
 
 
 def _ulysses(
-    exchange: SequenceExchange,
+    exchange: ContextExchange,
     span: Span,
     given: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,

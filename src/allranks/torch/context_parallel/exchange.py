@@ -1,4 +1,4 @@
-"""What the ranks of the context axis exchange, and what backward exchanges for it.
+"""What ranks with parts of a sequence exchange: those of the context axis, and in backward.
 
     forward                                  backward
     this rank's rows (`own_rows`)            zeros where the rows of others are
@@ -14,14 +14,16 @@ weight, wherever it is used, is the sum over the ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from allranks.errors import RequestError
 from allranks.torch.comm import Comm
 from allranks.torch.groups.pending import Pending
 from allranks.torch.tensor_parallel.exchange import Exchange, part_sizes
@@ -74,9 +76,48 @@ class OnItsWay:
         return self.received
 
 
-class SequenceExchange(Exchange):
+class SequenceExchange(Exchange, ABC):
+    """The ranks that hold parts of a sequence while it goes through the blocks of a model.
+
+    `asked` is what cuts it, for refusals; `why` a block is another one on a part, and what to `do`.
+    """
+
+    asked: ClassVar[str]
+    why: ClassVar[str]
+    do: ClassVar[str]
+    cuts_arguments: ClassVar[bool] = True
+    """Whether other arguments of a block are cut along positions, too. Where not they are whole,
+    and their gradients as well."""
+
+    @abstractmethod
+    def own_rows(self, whole: Tensor, span: Span, dim: int = POSITIONS) -> Tensor:
+        """This rank's positions of what all ranks hold."""
+
+    @abstractmethod
+    def whole_rows(self, own: Tensor, span: Span, *, is_last: bool) -> Tensor:
+        """The positions of all ranks, (sample, position, feature); `is_last`: no block follows."""
+
+    def refusal(self, found: str) -> RequestError:
+        """A block that is another one on a part of the sequence."""
+        return RequestError(asked=self.asked, found=found, why=self.why, do=self.do)
+
+    def is_summed(self, weight: nn.Parameter) -> bool:
+        """Whether the gradient of a block's weight is the sum of what the ranks have of it."""
+        return True
+
+
+class ContextExchange(SequenceExchange):
     """The ranks of the axis. `swapped` and `passed_on` are the bytes that this rank has given to
     all-to-alls, and sent round the ring, in steps."""
+
+    asked = "--strategy context"
+    why = (
+        "a rank has some positions of the sequence there, so a block may look along it in "
+        "scaled_dot_product_attention alone: not by positions that it counts itself, a "
+        "convolution, a mean, an RNN or attention written out, nor draw by "
+        "torch.nn.functional.dropout"
+    )
+    do = "hand positions to each block as an argument, use nn.Dropout, or --strategy fsdp"
 
     def __init__(self, comm: Comm) -> None:
         super().__init__(comm)
@@ -162,7 +203,7 @@ class _OwnRows(torch.autograd.Function):
 class _WholeRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: SequenceExchange, own: Tensor, span: Span, is_last: bool
+        ctx: Any, exchange: ContextExchange, own: Tensor, span: Span, is_last: bool
     ) -> Tensor:
         ctx.exchange, ctx.span, ctx.is_last = exchange, span, is_last
         return exchange.all(own, POSITIONS, span.whole)
@@ -180,7 +221,7 @@ class _WholeRows(torch.autograd.Function):
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: SequenceExchange, own: Tensor, span: Span) -> Tensor:
+    def forward(ctx: Any, exchange: ContextExchange, own: Tensor, span: Span) -> Tensor:
         ctx.exchange, ctx.span = exchange, span
         return exchange.heads_of_all_rows(own, span)
 
@@ -192,7 +233,7 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: SequenceExchange, whole: Tensor, span: Span) -> Tensor:
+    def forward(ctx: Any, exchange: ContextExchange, whole: Tensor, span: Span) -> Tensor:
         ctx.exchange, ctx.span = exchange, span
         return exchange.rows_of_all_heads(whole, span)
 

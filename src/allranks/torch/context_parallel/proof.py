@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.errors import AllranksError, RequestError
 from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
+from allranks.torch.context_parallel.refusals import nothing_to_cut
 from allranks.torch.context_parallel.sequence import (
     Arguments,
     BlockPasses,
@@ -40,14 +41,8 @@ from allranks.torch.step.user_buffers import Copy, UserBuffers, put_back
 
 ROUNDED = {torch.float64: (1e-8, 1e-11), torch.float32: (1e-3, 1e-5)}
 HALF = 5e-2, 5e-2
-FULL = 4  # bytes of a float32
 """By type: how far a change may be off, by its own size and by that of what it is part of."""
-WHY = (
-    "a rank has some positions of the sequence there, so a block may look along it in "
-    "scaled_dot_product_attention alone: not by positions that it counts itself, a convolution, a "
-    "mean, an RNN or attention written out, nor draw by torch.nn.functional.dropout"
-)
-DO = "hand positions to each block as an argument, use nn.Dropout, or --strategy fsdp"
+FULL = 4  # bytes of a float32
 
 
 @dataclass(frozen=True)
@@ -58,6 +53,7 @@ class Ran:
     output: Tensor
     of_input: Tensor
     of_weights: list[Tensor]
+    of_arguments: list[Tensor]
 
 
 class Proof:
@@ -68,20 +64,21 @@ class Proof:
     ) -> None:
         self.passes, self.model, self.scope, self.is_half = passes, model, scope, is_half
         self.exchange: SequenceExchange = passes.exchange
+        self.refusal = self.exchange.refusal
 
     def first_pass(self, run: Callable[[], Any]) -> tuple[Any, list[Call]]:
         """The output of a cut pass that was compared with a whole one, and the calls of blocks.
 
         Raises `RequestError` where they differ.
         """
-        whole = WholePass()
+        whole, name = WholePass(), type(self.model).__name__
         with self._untraced(), torch.no_grad(), self.passes.passing(whole):
             wanted = run()
         if not any(call.length for call in whole.calls):
-            raise nothing_to_cut(f"blocks of other shapes, in {type(self.model).__name__}")
+            raise nothing_to_cut(self.exchange.asked, f"blocks of other shapes, in {name}")
         cut = CutPass(self.exchange, whole.calls, self._prove)
-        name = type(self.model).__name__
-        with _refused(f"the model {name}"), self.passes.passing(cut), _Between(cut, name):
+        refused = _refused(self.refusal, f"the model {name}")
+        with refused, self.passes.passing(cut), _Between(cut, name):
             output = run()
         cut.close()
         self._compare_outputs(wanted, output)
@@ -110,7 +107,8 @@ class Proof:
         assert hidden is not None
         with self.exchange.opened("control"):
             whole_hidden = self.exchange.all(hidden.detach(), POSITIONS, span.whole)
-        with _refused(f"the block {block.name!r}"), _exactly(self.scope.device) as exact:
+        refused = _refused(self.refusal, f"the block {block.name!r}")
+        with refused, _exactly(self.scope.device) as exact:
             given, own, whole_hidden, hidden = map_arguments(
                 exact, (given, own, whole_hidden, hidden.detach())
             )
@@ -125,26 +123,50 @@ class Proof:
         """Forward and backward of a block by itself, for a gradient that all ranks draw alike."""
         leaf, first = hidden.clone().requires_grad_(), hidden_of(given)
         versions = [buffer._version for buffer in block.module.buffers()]
+        others: list[Tensor] = []
+
+        def argument(tensor: Tensor) -> Tensor:
+            if tensor is first:
+                return leaf.clone()
+            found = tensor.detach()
+            if tensor.requires_grad and not self.exchange.cuts_arguments:
+                others.append(found.requires_grad_())
+            return found
+
         with self._untraced():
-            args, keywords = map_arguments(
-                lambda tensor: leaf.clone() if tensor is first else tensor.detach(), given
-            )
+            args, keywords = map_arguments(argument, given)
             output = hidden_of(((block.run(span, *args, **keywords),), {}))
             if versions != [buffer._version for buffer in block.module.buffers()]:
-                raise _refusal(f"the block {block.name!r} writes a buffer in its forward pass")
+                raise self.refusal(f"the block {block.name!r} writes a buffer in its forward pass")
             assert output is not None
             gradient = _drawn(output, lies)
             if span is not None:
                 gradient = span.own_part(gradient, POSITIONS)
-            weights = _weights(block.module)
-            found = torch.autograd.grad(
-                output, [leaf, *weights], gradient.to(output), allow_unused=True
-            )
+            weights, strangers = _weights(block.module), self._strangers(block.module)
+            asked = [leaf, *weights, *others, *strangers.values()]
+            found = torch.autograd.grad(output, asked, gradient.to(output), allow_unused=True)
         grads = [
             torch.zeros_like(one) if grad is None else grad.to_dense()
-            for one, grad in zip([leaf, *weights], found, strict=True)
+            for one, grad in zip(asked, found, strict=True)
         ]
-        return Ran(hidden, output.detach(), grads[0], grads[1:])
+        own, rest = grads[1 : 1 + len(weights)], found[1 + len(weights) :]
+        for name, grad in zip(strangers, rest[len(others) :], strict=True):
+            if grad is not None:
+                raise self.refusal(f"the block {block.name!r} uses {name!r}, not its own")
+        for other, grad in zip(others, rest, strict=False):
+            if span is None and grad is not None and not grad.any():
+                what = f"an argument of shape {tuple(other.shape)}, of zero gradient"
+                raise self.refusal(f"{what}, which proves nothing, in the block {block.name!r}")
+        arguments = grads[1 + len(weights) :][: len(others)]
+        return Ran(hidden, output.detach(), grads[0], own, arguments)
+
+    def _strangers(self, block: nn.Module) -> dict[str, nn.Parameter]:
+        """The weights that a block must not use, by name: of which nobody sums the gradients."""
+        if self.exchange.cuts_arguments:
+            return {}
+        own = {id(weight) for weight in block.parameters()}
+        named = self.model.named_parameters()
+        return {name: one for name, one in named if id(one) not in own and _is_trained(one)}
 
     def _compare(self, block: CutBlock, span: Span, whole: Ran, cut: Ran) -> None:
         rows: list[tuple[str, Tensor, Tensor, Tensor]] = []  # what, off by, changed by, size
@@ -158,12 +180,20 @@ class Proof:
         wanted = span.own_part(whole.of_input, POSITIONS)
         passed = span.own_part(_drawn(whole.output, span), POSITIONS)
         add("the gradient of its input", cut.of_input, wanted, _square(wanted), passed)
-        names = [name for name, one in block.module.named_parameters() if _is_trained(one)]
+        named = [(n, one) for n, one in block.module.named_parameters() if _is_trained(one)]
         with self.exchange.opened("control"):
-            sums = [self.exchange.sum_(part.contiguous().clone()) for part in cut.of_weights]
+            sums = [
+                self.exchange.sum_(part.contiguous().clone())
+                if self.exchange.is_summed(weight)
+                else part
+                for (_, weight), part in zip(named, cut.of_weights, strict=True)
+            ]
         all_weights = torch.stack([_square(part) for part in (*whole.of_weights, whole.input)])
         size = all_weights[:-1].sum()
-        for name, found, weight in zip(names, sums, whole.of_weights, strict=True):
+        for found, wanted in zip(cut.of_arguments, whole.of_arguments, strict=True):
+            what = f"the gradient of an argument of shape {tuple(wanted.shape)}"
+            add(what, found, wanted, _square(wanted), wanted.new_zeros(0))
+        for (name, _), found, weight in zip(named, sums, whole.of_weights, strict=True):
             add(f"the gradient of {name!r}", found, weight, size, weight.new_zeros(0))
         own, whole_length = span.own, span.whole
         where = f"the block {block.name!r}, where a rank has {own} of {whole_length} positions"
@@ -176,7 +206,7 @@ class Proof:
         )
         pairs = list(zip(tensors_in(wanted), tensors_in(output), strict=False))
         if any(one.shape != other.shape for one, other in pairs):
-            raise _refusal(f"another shape of {where}")
+            raise self.refusal(f"another shape of {where}")
         rows = [
             ("it", _square(cut.detach() - whole), _square(whole), _square(whole))
             for whole, cut in pairs
@@ -196,7 +226,7 @@ class Proof:
         share, floor = ROUNDED.get(kind, HALF)
         for (what, *_), (off, change, size) in zip(rows, numbers.sqrt().tolist(), strict=True):
             if not off <= share * change + floor * size:
-                raise _refusal(f"{what} differs by {off:.2g} (of {size:.2g}) in {where}")
+                raise self.refusal(f"{what} differs by {off:.2g} (of {size:.2g}) in {where}")
 
 
 @contextmanager
@@ -221,7 +251,7 @@ class _Between(TorchDispatchMode):
 
     def __init__(self, cut: CutPass, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cut, self.name = cut, name
+        self.cut, self.name, self.refusal = cut, name, cut.exchange.refusal
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -229,7 +259,7 @@ class _Between(TorchDispatchMode):
         if not self.cut.is_inside:
             used = {_storage(tensor) for tensor in tensors_in((args, kwargs or {}))}
             if used & {_storage(part) for part in self.cut.handed}:
-                raise _refusal(
+                raise self.refusal(
                     f"{func} in what {self.name}.forward does with what a block returns, "
                     "beside giving it to the next block"
                 )
@@ -266,7 +296,7 @@ def _square(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _refused(where: str) -> Iterator[None]:
+def _refused(refusal: Callable[[str], RequestError], where: str) -> Iterator[None]:
     """Within, what a block says of a part of the sequence is a refusal."""
     try:
         yield
@@ -274,19 +304,4 @@ def _refused(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         lines = str(error).splitlines() or [""]
-        raise _refusal(f"{where} fails: {type(error).__name__}: {lines[0][:200]}") from error
-
-
-def _refusal(found: str) -> RequestError:
-    return RequestError(asked="--strategy context", found=found, why=WHY, do=DO)
-
-
-def nothing_to_cut(found: str) -> RequestError:
-    """What to say of a model without blocks that take a sequence."""
-    return RequestError(
-        asked="--strategy context",
-        found=found,
-        why="what is cut are activations of (sample, position, feature), from the first repeated "
-        "block to the last",
-        do="let blocks(model) of the task return the blocks that take such, or --strategy ddp",
-    )
+        raise refusal(f"{where} fails: {type(error).__name__}: {lines[0][:200]}") from error

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from allranks.torch.context_parallel.exchange import HEADS, OnItsWay, SequenceExchange, Span
+from allranks.torch.context_parallel.exchange import HEADS, ContextExchange, OnItsWay, Span
 
 KEYS, GRADIENTS = 1, 2  # tags of messages
 TILE = 1024  # queries whose scores by the keys of a rank are there at once
@@ -31,7 +31,7 @@ TILE = 1024  # queries whose scores by the keys of a rank are there at once
 class Scoring:
     """How scores come from queries and keys; `mask` is that of the whole sequence."""
 
-    exchange: SequenceExchange
+    exchange: ContextExchange
     span: Span
     scale: float
     is_causal: bool

@@ -15,7 +15,7 @@ it is where nothing is cut (`proof`). What later passes call must be the same bl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,8 +23,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.torch.context_parallel.attention import Intercepted, attention_of
 from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
+from allranks.torch.context_parallel.refusals import (
+    also_so_long,
+    no_positions,
+    other_argument,
+    other_blocks,
+    other_length,
+    several_positions,
+    several_tensors,
+)
 from allranks.torch.data.nested import map_arguments, tensors_in
 from allranks.torch.model.activation_checkpointing import recomputed
 from allranks.torch.model.shard_dropout import Part
@@ -120,6 +128,7 @@ class CutPass(Pass):
         prove: Callable[[CutBlock, Span, Arguments, Arguments], None] | None = None,
     ) -> None:
         self.exchange, self.calls, self.prove = exchange, calls, prove
+        self.asked = exchange.asked
         self.at = 0
         self.span: Span | None = None
         self.last: Tensor | None = None  # this rank's positions, on their way to the next block
@@ -136,24 +145,24 @@ class CutPass(Pass):
     def _called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         call = self.calls[self.at] if self.at < len(self.calls) else None
         if call is None or call.block is not block:
-            raise _other_blocks(block.name)
+            raise other_blocks(self.asked, block.name)
         self.at += 1
         if not call.length:
             return super().called(block, args, keywords)
         given = args, keywords
         is_first, hidden = self.span is None, hidden_of(given)
         if hidden is None:
-            raise _other_blocks(block.name)
+            raise other_blocks(self.asked, block.name)
         span = self.span = self.span or span_of(hidden, self.exchange)
         if not is_first and hidden is not self.last:
-            raise _other_blocks(block.name)
+            raise other_blocks(self.asked, block.name)
         own = self._own(call, given, span, hidden, is_first=is_first)
         if self.prove is not None:
             self.prove(block, span, given, own)
         output = block.run(span, *own[0], **own[1])
         found = hidden_of(((output,), {}))
         if found is None or found.shape[POSITIONS] != span.own:
-            raise _other_length(block.name, found, span)
+            raise other_length(self.asked, block.name, found, span)
         rest = self.calls[self.at :]
         if not _ends(call, rest):
             self.last = found
@@ -162,7 +171,9 @@ class CutPass(Pass):
             return output
         self.span = None
         is_last = not any(one.length for one in rest)
-        return with_hidden(output, self.exchange.whole_rows(found, span, is_last=is_last))
+        return with_hidden(
+            self.asked, output, self.exchange.whole_rows(found, span, is_last=is_last)
+        )
 
     def _own(
         self, call: Call, given: Arguments, span: Span, hidden: Tensor, *, is_first: bool
@@ -173,11 +184,13 @@ class CutPass(Pass):
         def own(tensor: Tensor) -> Tensor:
             if tensor is hidden:
                 return self.exchange.own_rows(tensor, span) if is_first else tensor
+            if not self.exchange.cuts_arguments:
+                return _whole(tensor, self.asked, name, span)
             if self.prove is not None:
-                call.cuts.append((tensor.ndim, position_dim(tensor, span.whole, name)))
+                call.cuts.append((tensor.ndim, position_dim(tensor, span.whole, self.asked, name)))
             dims, dim = next(known, (-1, None))
             if tensor.ndim != dims or (dim is not None and tensor.shape[dim] != span.whole):
-                raise _other_argument(name, tensor, span)
+                raise other_argument(self.asked, name, tensor, span)
             return tensor if dim is None else self.exchange.own_rows(tensor, span, dim)
 
         args, keywords = map_arguments(own, given)
@@ -186,16 +199,20 @@ class CutPass(Pass):
     def close(self) -> None:
         """The pass is over; raises `RequestError` if it has not called all blocks."""
         if self.at != len(self.calls):
-            raise _other_blocks(self.calls[self.at].block.name)
+            raise other_blocks(self.asked, self.calls[self.at].block.name)
 
 
 class BlockPasses:
-    """The blocks of a model, and the pass that goes through them. `span` is set within a block."""
+    """The blocks of a model, and the pass that goes through them. `span` is set within a block,
+    and what `inside` makes of it is entered there."""
 
     def __init__(
-        self, exchange: SequenceExchange, by: str, blocks: Mapping[str, nn.Module]
+        self,
+        exchange: SequenceExchange,
+        inside: Callable[[Span], AbstractContextManager[Any]],
+        blocks: Mapping[str, nn.Module],
     ) -> None:
-        self.exchange, self.by = exchange, by
+        self.exchange, self.inside = exchange, inside
         self.current = Pass()
         self.span: Span | None = None
         self.blocks = [CutBlock(name, module, self) for name, module in blocks.items()]
@@ -217,7 +234,7 @@ class BlockPasses:
         """Within, a block works on a rank's positions."""
         before, self.span = self.span, span
         try:
-            with Intercepted(attention_of(self.by, self.exchange, span)):
+            with self.inside(span):
                 yield
         finally:
             self.span = before
@@ -229,7 +246,7 @@ class BlockPasses:
             return None
         if tensor.ndim <= POSITIONS or tensor.shape[POSITIONS] != span.own:
             raise RequestError(
-                asked="--strategy context",
+                asked=self.exchange.asked,
                 found=f"dropout in a block, on a tensor of shape {tuple(tensor.shape)}",
                 why=f"it draws for the whole sequence, of which this rank has {span.own} positions "
                 "along dimension 1",
@@ -256,22 +273,20 @@ def hidden_of(given: Arguments) -> Tensor | None:
     first = args[0] if args else next(iter(keywords.values()), None)
     if isinstance(first, (tuple, list)) and first:
         first = first[0]
-    if isinstance(first, Tensor) and first.ndim == DIMS and first.is_floating_point():
-        return first
-    return None
+    return first if isinstance(first, Tensor) and is_hidden(first) else None
 
 
-def with_hidden(output: Any, hidden: Tensor) -> Any:
+def is_hidden(tensor: Tensor) -> bool:
+    """Whether a tensor may be activations, (sample, position, feature)."""
+    return tensor.ndim == DIMS and tensor.is_floating_point()
+
+
+def with_hidden(asked: str, output: Any, hidden: Tensor) -> Any:
     """What a block returns, with its first tensor replaced; it has no other one."""
     if isinstance(output, Tensor):
         return hidden
     if any(True for _ in tensors_in(output[1:])):
-        raise RequestError(
-            asked="--strategy context",
-            found="a block that returns more tensors than its activations",
-            why="whether they belong to this rank's positions or to all nobody knows",
-            do="return the activations alone, or --strategy ddp",
-        )
+        raise several_tensors(asked)
     return type(output)([hidden, *output[1:]])
 
 
@@ -279,16 +294,11 @@ def span_of(hidden: Tensor, exchange: SequenceExchange) -> Span:
     """How the sequence lies on the ranks; raises `RequestError` where one would have none of it."""
     span = Span.of(hidden.shape[POSITIONS], exchange.comm)
     if not span.sizes[-1]:
-        raise RequestError(
-            asked=f"--strategy context on {len(span.sizes)} ranks of the context axis",
-            found=f"{span.whole} positions in a sequence: {'-'.join(map(str, span.sizes))} of them",
-            why="every rank has some positions of each sequence",
-            do="fewer ranks, data=…, or longer sequences",
-        )
+        raise no_positions(exchange.asked, span)
     return span
 
 
-def position_dim(tensor: Tensor, length: int, name: str) -> int | None:
+def position_dim(tensor: Tensor, length: int, asked: str, name: str) -> int | None:
     """Along which dimension another argument of a block has positions; `None` if it stays whole.
 
     Masks stay whole: (…, position, position), and (sample, 1, 1, position).
@@ -298,45 +308,17 @@ def position_dim(tensor: Tensor, length: int, name: str) -> int | None:
     if not dims or last == (length, length) or (tensor.ndim > DIMS and last == (1, length)):
         return None
     if len(dims) > 1:
-        raise RequestError(
-            asked="--strategy context",
-            found=f"the block {name!r} is given a tensor of shape {tuple(tensor.shape)}, with "
-            f"{length} positions",
-            why="along which dimension it is to be cut nobody knows",
-            do="another length of the sequence, or --strategy ddp",
-        )
+        raise several_positions(asked, name, tensor, length)
     return dims[0]
+
+
+def _whole(tensor: Tensor, asked: str, name: str, span: Span) -> Tensor:
+    """Another argument of a block, which nobody must take for this rank's positions."""
+    if is_hidden(tensor) and tensor.shape[POSITIONS] == span.own:
+        raise also_so_long(asked, name, tensor, span)
+    return tensor
 
 
 def parent_of(name: str) -> str:
     """The module in which a block stands."""
     return name.rpartition(".")[0]
-
-
-def _other_blocks(name: str) -> RequestError:
-    return RequestError(
-        asked="--strategy context",
-        found=f"other calls of blocks than in the first pass, at {name!r}",
-        why="the sequence is cut before the first of them and put together after the last",
-        do="blocks that are always called, in one order, or --strategy ddp",
-    )
-
-
-def _other_argument(name: str, given: Tensor, span: Span) -> RequestError:
-    return RequestError(
-        asked="--strategy context",
-        found=f"the block {name!r} is given a tensor of shape {tuple(given.shape)}, with "
-        f"{span.whole} positions, another one than in the first pass",
-        why="which of its dimensions are positions was seen, and proved, there",
-        do="arguments of one layout in every pass, or --strategy ddp",
-    )
-
-
-def _other_length(name: str, found: Tensor | None, span: Span) -> RequestError:
-    shape = "no activations" if found is None else f"activations of shape {tuple(found.shape)}"
-    return RequestError(
-        asked="--strategy context",
-        found=f"{shape} at the block {name!r}",
-        why=f"between blocks a rank has its {span.own} of {span.whole} positions along dimension 1",
-        do="what changes the sequence before the first block or after the last, or --strategy ddp",
-    )

@@ -3,6 +3,7 @@
     plan       which layers are cut, by the task (`tensor_plan`) or found     `tensor_parallel.plan`
     cut        weights cut in place, layers swapped                        `tensor_parallel.cutting`
     forward, backward     the layers exchange activations                   `tensor_parallel.layers`
+    sequence   with `sequence=yes` positions are cut between regions     `tensor_parallel.scattered`
     reduce     tally over all ranks; gradients over copies of the cut model, if there are several
     norm       squares of cut gradients summed over the axis, of others counted once
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from allranks.strategies.activation_cards import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.comm import Comm
+from allranks.torch.context_parallel.blocks import CutBlocks, blocks_of
 from allranks.torch.data.batch import Batch
 from allranks.torch.sharding.dtensors import Replicate, Shard, dtensor, mesh_of
 from allranks.torch.sharding.gradient_parts import SomeCut
@@ -35,6 +38,7 @@ from allranks.torch.strategies.base import Strategy
 from allranks.torch.tensor_parallel.cutting import CutModel, cut_layers
 from allranks.torch.tensor_parallel.exchange import Exchange
 from allranks.torch.tensor_parallel.layers import shown_whole
+from allranks.torch.tensor_parallel.scattered import ScatteredExchange
 
 
 class Tensors(Strategy):
@@ -47,18 +51,32 @@ class Tensors(Strategy):
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         axis, exact = self.axis(TENSOR), self.context.options["exact"]
+        self.blocks: CutBlocks | None = None
         self.exchange = Exchange(axis, LEAVES // axis.size if exact else 0)
         self.cut = CutModel()
         self.steps = 0
         self.device_mesh: Any = None
         if axis.size == 1 and not exact:
             return model
-        leaves = LEAVES if exact else 0
-        self.cut = cut_layers(self.task, model, self.exchange, "--strategy tensor", leaves)
+        if self.context.options["sequence"]:
+            self._cut_sequences(model, axis)
+        else:
+            leaves = LEAVES if exact else 0
+            self.cut = cut_layers(self.task, model, self.exchange, "--strategy tensor", leaves)
         if axis.size > 1:
             axes = [(name, self.axis(name)) for name, _ in self.mesh.axes]
             self.device_mesh = mesh_of(axes, self.comm.size)
         return model
+
+    def _cut_sequences(self, model: nn.Module, axis: Comm) -> None:
+        """Cut layers, and between them the sequences that go through the blocks."""
+        self.exchange = exchange = ScatteredExchange(axis)
+        found = blocks_of(self.task, model, exchange.asked)
+        self.cut = cut_layers(self.task, model, exchange, exchange.asked)
+        named = dict(model.named_parameters())
+        exchange.cut = frozenset(id(named[name]) for name in self.cut.dims)
+        self.blocks = CutBlocks(exchange, exchange.within, model, found)
+        self.blocks.check_own_weights(exchange.is_summed)
 
     def prepare(self) -> None:
         self.step.forward = self._forward
@@ -75,14 +93,33 @@ class Tensors(Strategy):
         return self.wholes.gathered()
 
     def _forward(self, data: Any) -> Any:
-        self.cut.begin_pass()
-        return forward(self.task, self.step.call, data)
+        return self._passed(partial(forward, self.task, self.step.call, data))
+
+    def _passed(self, run: Callable[[], Any]) -> Any:
+        """The output of the model, by a pass that begins with whole activations."""
+
+        def begun() -> Any:
+            self.cut.begin_pass()
+            return run()
+
+        if self.blocks is None:
+            return begun()
+        return self.blocks.passed(begun, self.context.precision, self.context.scope)
 
     def forward_backward(self, batch: Batch) -> Tally:
         with self.exchange.opened("gradients"):
             tally = super().forward_backward(batch)
+            if self.blocks is not None:
+                self._sum_over_positions(self.blocks)
         self.steps += 1
         return tally
+
+    def _sum_over_positions(self, blocks: CutBlocks) -> None:
+        """Sum what each rank has of gradients in blocks: that of its positions."""
+        exchange = self.exchange
+        assert isinstance(exchange, ScatteredExchange)
+        own = {id(weight) for weight in blocks.weights() if exchange.is_summed(weight)}
+        exchange.sum_gradients(p for p in self.step.parameters if id(p) in own)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self.comm.all_reduce(local.tensor).wait()
@@ -93,9 +130,8 @@ class Tensors(Strategy):
         return local, CutGradients(self.step.parameters, self.axis(TENSOR), cut, exact=exact)
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        self.cut.begin_pass()
         with self.exchange.opened("control"):
-            return super().eval_step(data, forward)
+            return self._passed(partial(super().eval_step, data, forward))
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -120,6 +156,11 @@ class Tensors(Strategy):
 
     def placement(self, *, updated: bool) -> list[Placed]:
         return self.cut.placed(super().placement(updated=updated))
+
+    def close(self) -> None:
+        if self.blocks is not None:
+            self.blocks.restore()
+        super().close()
 
     # --- what a state holds ---------------------------------------------------------------
 

@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from allranks.errors import RequestError
+from allranks.torch.context_parallel.exchange import POSITIONS
 from allranks.torch.model.layers import Swapped
 from allranks.torch.model.shard_dropout import Part
 from allranks.torch.tensor_parallel.exchange import Exchange, Joined, part_sizes
+from allranks.torch.tensor_parallel.scattered import AllRows, ScatteredExchange
 
 ATTENTION_DIMS = 4  # (sample, head, position, feature or position)
 
@@ -46,12 +48,20 @@ class Region:
         self.start, self.own = sum(sizes[: exchange.comm.rank]), sizes[exchange.comm.rank]
         self._input: Tensor | None = None
         self._copies: tuple[Tensor, ...] = ()
+        self.rows: AllRows | None = None  # where what enters are some positions of a sequence
         self.is_open, self.is_active = False, True
 
     def close(self) -> None:
         """What follows is whole."""
-        self._input, self._copies = None, ()
+        self._input, self._copies, self.rows = None, (), None
         self.is_open = False
+
+    def enter_rows(self, exchange: ScatteredExchange, input: Tensor) -> AllRows:
+        """The input of a column, which are this rank's positions."""
+        if self.rows is None or self._input is not input:
+            self._input, self.rows = input, exchange.rows_of_all(input)
+        self.is_open = True
+        return self.rows
 
     def enter(self, input: Tensor) -> tuple[Tensor, ...]:
         """The input of a column, once for each of its leaves."""
@@ -221,7 +231,11 @@ class ColumnLinear(CutLinear, nn.Linear):  # type: ignore[override]
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.held("weight"), self.held("bias")
         assert weight is not None
-        block = self.block
+        block, exchange = self.block, self.exchange
+        if isinstance(exchange, ScatteredExchange) and exchange.lies_along(input):
+            rows = block.enter_rows(exchange, input) if block else exchange.rows_of_all(input)
+            output = rows.linear(weight, bias)
+            return output if block else self._own_positions(exchange, output)
         enter = partial(copies_of, self.exchange) if block is None else block.enter
         copies = enter(input)
         if self.exchange.leaves:
@@ -229,6 +243,10 @@ class ColumnLinear(CutLinear, nn.Linear):  # type: ignore[override]
         else:
             output = F.linear(copies[0], weight, bias)
         return output if block else self.exchange.whole(output, -1, self.out_features)
+
+    def _own_positions(self, exchange: ScatteredExchange, output: Tensor) -> Tensor:
+        """All features of this rank's positions."""
+        return exchange.own_part(exchange.whole(output, -1, self.out_features), POSITIONS)
 
     def _by_leaves(self, copies: tuple[Tensor, ...]) -> Tensor:
         """A product for each leaf of features, of one shape on any number of ranks."""
@@ -246,14 +264,23 @@ class RowLinear(CutLinear, nn.Linear):  # type: ignore[override]
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.held("weight"), self.held("bias")
         assert weight is not None
-        block = self.block
+        block, exchange = self.block, self.exchange
+        scatters = False
         if block is None:
-            input = self.exchange.own_part(input, -1)
+            if isinstance(exchange, ScatteredExchange) and exchange.lies_along(input):
+                assert exchange.span is not None
+                input, scatters = exchange.whole_rows(input, exchange.span, is_last=False), True
+            input = exchange.own_part(input, -1)
         else:
+            scatters = block.rows is not None
             block.close()
         if input.shape[-1] != weight.shape[1]:
             raise _not_cut(self, input)
-        output = self._sum(input, weight)
+        if scatters:
+            assert isinstance(exchange, ScatteredExchange)
+            output = exchange.own_sum(F.linear(input, weight), block.name if block else "")
+        else:
+            output = self._sum(input, weight)
         return output if bias is None else output + bias
 
     def _sum(self, input: Tensor, weight: Tensor) -> Tensor:

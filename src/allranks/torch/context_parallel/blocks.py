@@ -1,0 +1,138 @@
+"""The blocks of a model whose sequences are cut: found, looked at, and gone through.
+
+Who cuts them makes one `CutBlocks` before its first pass; every rank of its axis makes the same
+passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.torch.context_parallel.exchange import SequenceExchange, Span
+from allranks.torch.context_parallel.proof import Proof
+from allranks.torch.context_parallel.refusals import nothing_to_cut
+from allranks.torch.context_parallel.sequence import BlockPasses, Call, CutPass
+from allranks.torch.expert_parallel.mixture import MixtureOfExperts
+from allranks.torch.model.layers import Scope, normalising_layers
+from allranks.torch.model.precision import Precision
+from allranks.torch.model.shard_dropout import Part, ShardDropout
+from allranks.torch.task import Task
+
+
+def blocks_of(task: Task, model: nn.Module, asked: str) -> dict[str, nn.Module]:
+    """The blocks of a task by name, none within another; raises `RequestError` for those that
+    cannot work on a part of a sequence."""
+    given = dict.fromkeys(task.blocks(model))
+    inside = {m for block in given for m in block.modules() if m is not block}
+    names = {module: name for name, module in model.named_modules()}
+    blocks = {names[m]: m for m in given if m in names and m not in inside}
+    if not blocks:
+        raise nothing_to_cut(asked, f"no blocks in {type(model).__name__}")
+    norms = normalising_layers(model)
+    for name, block in blocks.items():
+        if any(module in norms for module in block.modules()):
+            raise _batch_norm(asked, f"BatchNorm in the block {name!r}")
+        if any(_has_capacity(module) for module in block.modules()):
+            raise RequestError(
+                asked=asked,
+                found=f"a MixtureOfExperts with capacity_factor in the block {name!r}",
+                why="which tokens an expert drops depends on all positions of a sequence",
+                do="capacity_factor=None, or --strategy ddp",
+            )
+    if norms and task.batchnorm == "whole":
+        raise _batch_norm(asked, 'batchnorm = "whole"')
+    return blocks
+
+
+class CutBlocks:
+    """The blocks through which sequences go in parts, each pass by what the first one has proved.
+
+    `inside` is entered where a block works on a part. Dropout there draws for the whole.
+    """
+
+    def __init__(
+        self,
+        exchange: SequenceExchange,
+        inside: Callable[[Span], AbstractContextManager[Any]],
+        model: nn.Module,
+        blocks: dict[str, nn.Module],
+    ) -> None:
+        self.exchange, self.model = exchange, model
+        self.blocks, self.passes = blocks, BlockPasses(exchange, inside, blocks)
+        self.calls: dict[tuple[bool, ...], list[Call]] = {}
+        for layer in {layer for block in blocks.values() for layer in block.modules()}:
+            if isinstance(layer, ShardDropout):
+                layer.part_of = partial(_part_of, layer.part_of, self.passes.part_of)
+
+    def weights(self) -> Iterator[nn.Parameter]:
+        """All of the blocks, which may share some."""
+        return (weight for block in self.blocks.values() for weight in block.parameters())
+
+    def check_own_weights(self, is_summed: Callable[[nn.Parameter], bool]) -> None:
+        """Raise `RequestError` for a weight that blocks share with what is beside them, where a
+        sum over the ranks of all of its gradient is not that of the part from the blocks."""
+        within = {module for block in self.blocks.values() for module in block.modules()}
+        own = {id(weight): weight for weight in self.weights()}
+        for name, module in self.model.named_modules():
+            for held, weight in module.named_parameters(recurse=False):
+                if module not in within and id(weight) in own and is_summed(weight):
+                    raise RequestError(
+                        asked=self.exchange.asked,
+                        found=f"the weight {f'{name}.{held}'.strip('.')!r}, which a block has, too",
+                        why="its gradient is that of some positions in the block, to be summed "
+                        "over the ranks, and elsewhere that of all",
+                        do="a weight of their own for the blocks, or leave sequence=yes out",
+                    )
+
+    def passed(self, run: Callable[[], Any], precision: Precision, scope: Scope) -> Any:
+        """The output of the model, by a pass in which sequences are cut.
+
+        What is proved holds for the weights that are trained: others may be let in later.
+        """
+        trained = (weight.requires_grad for weight in self.model.parameters())
+        mode = (self.model.training, *trained)
+        calls = self.calls.get(mode)
+        if calls is None:
+            rounds = torch.get_float32_matmul_precision() != "highest"
+            is_half = precision.compute is not None or rounds
+            proof = Proof(self.passes, self.model, scope, is_half=is_half)
+            output, self.calls[mode] = proof.first_pass(run)
+            return output
+        cut = CutPass(self.exchange, calls)
+        with self.passes.passing(cut):
+            output = run()
+        cut.close()
+        return output
+
+    def restore(self) -> None:
+        """The model's own blocks again."""
+        self.passes.restore()
+
+
+Which = Callable[[Tensor], Part | None]
+
+
+def _part_of(features: Which | None, positions: Which, tensor: Tensor) -> Part | None:
+    """Where some features of all positions are, or all features of some positions."""
+    found = None if features is None else features(tensor)
+    return positions(tensor) if found is None else found
+
+
+def _has_capacity(module: nn.Module) -> bool:
+    return isinstance(module, MixtureOfExperts) and module.capacity_factor is not None
+
+
+def _batch_norm(asked: str, found: str) -> RequestError:
+    return RequestError(
+        asked=asked,
+        found=found,
+        why="its statistics would be those of some positions, or of another pass",
+        do="LayerNorm, or --strategy ddp",
+    )

@@ -1,0 +1,207 @@
+"""Sequence parallelism: between tensor-parallel regions a rank has some positions of each sequence.
+
+    forward                                  backward
+    first block: own positions               all-gather of the gradient
+    column of a region: all-gather           reduce-scatter of the gradient; all-gather once more
+    row of a region: reduce-scatter          all-gather of the gradient
+    last block: all-gather                   own positions of the gradient
+
+An all-reduce is a reduce-scatter and an all-gather: a region sends what it sends without, and once
+more the input that its columns gather again in backward, as no rank keeps it whole. Weights that
+are not cut see some positions in the blocks, and their gradients are summed over the ranks after
+backward. Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models,
+arXiv 2205.05198, section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from allranks.torch.comm import Comm
+from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
+from allranks.torch.tensor_parallel.exchange import part_sizes
+
+DIMS = 3  # (sample, position, feature)
+
+
+class ScatteredExchange(SequenceExchange):
+    """The ranks of the tensor axis. `span` is how the sequence lies on them, within a block.
+
+    `cut` are the ids of the weights of which each rank has a part.
+    """
+
+    asked = "--strategy tensor:sequence=yes"
+    why = (
+        "a rank has some positions of the sequence in a block, but for what is between the columns "
+        "and the row of a part that is cut over features or heads: elsewhere a block may not look "
+        "along the sequence, draw by torch.nn.functional.dropout, or use what is not cut along it"
+    )
+    do = "cut attention by heads (tensor_plan), use nn.Dropout, or leave sequence=yes out"
+    cuts_arguments = False
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm)
+        self.cut: frozenset[int] = frozenset()
+        self.span: Span | None = None
+
+    @contextmanager
+    def within(self, span: Span) -> Iterator[None]:
+        """Within, activations outside of regions are this rank's positions."""
+        before, self.span = self.span, span
+        try:
+            yield
+        finally:
+            self.span = before
+
+    def own_rows(self, whole: Tensor, span: Span, dim: int = POSITIONS) -> Tensor:
+        """This rank's positions of what all ranks hold; backward gathers."""
+        return self.own_part(whole, dim)
+
+    def whole_rows(self, own: Tensor, span: Span, *, is_last: bool) -> Tensor:
+        """The positions of all ranks; what follows is the same on all of them."""
+        return self.whole(own, POSITIONS, span.whole)
+
+    def is_summed(self, weight: nn.Parameter) -> bool:
+        return id(weight) not in self.cut
+
+    def lies_along(self, activations: Tensor) -> bool:
+        """Whether these are this rank's positions of a sequence."""
+        if self.span is None or activations.ndim != DIMS:
+            return False
+        return activations.shape[POSITIONS] == self.span.own
+
+    def rows_of_all(self, own: Tensor) -> AllRows:
+        """The positions of all ranks, for columns; one all-gather."""
+        assert self.span is not None
+        return AllRows(self, own, self.span.whole)
+
+    def own_sum(self, parts: Tensor, name: str) -> Tensor:
+        """This rank's positions of the sum over the ranks; one reduce-scatter."""
+        assert self.span is not None
+        if parts.ndim != DIMS or parts.shape[POSITIONS] != self.span.whole:
+            raise self.refusal(
+                f"a row-parallel Linear in {name!r} that gives activations of shape "
+                f"{tuple(parts.shape)}, for a sequence of {self.span.whole} positions"
+            )
+        found: Tensor = _OwnSum.apply(self, parts)  # type: ignore[no-untyped-call]
+        return found
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """The sum over the ranks of (n, t, f), this rank's positions of it. No gradient."""
+        sizes = part_sizes(whole.shape[POSITIONS], self.comm.size)
+        rows = whole.movedim(POSITIONS, 0)
+        padded = rows.new_zeros(self.comm.size * sizes[0], *rows.shape[1:])
+        padded[: len(rows)] = rows
+        own = padded.new_empty(sizes[0], *rows.shape[1:])
+        if self.kind == "gradients":
+            self.gathered += padded.nbytes
+        self.comm.reduce_scatter(own, padded, self.kind).wait()
+        return own[: sizes[self.comm.rank]].movedim(0, POSITIONS).contiguous()
+
+    def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients of these weights over the ranks, a message for each type of number."""
+        some = [weight for weight in weights if weight.grad is not None]
+        for weight in some:
+            assert weight.grad is not None
+            weight.grad = weight.grad.to_dense() if weight.grad.is_sparse else weight.grad
+        for kind in dict.fromkeys(weight.dtype for weight in some):
+            grads: list[Any] = [weight.grad for weight in some if weight.dtype == kind]
+            flat = self.sum_(torch.cat([grad.flatten() for grad in grads]))
+            for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
+
+
+class AllRows:
+    """The positions of all ranks as the input of columns, which keep this rank's own.
+
+    Backward gathers them once more for all columns, where one of them needs the gradient of its
+    weight.
+    """
+
+    def __init__(self, exchange: ScatteredExchange, own: Tensor, length: int) -> None:
+        device = own.device.type
+        if torch.is_autocast_enabled(device) and own.dtype == torch.float32:
+            own = own.to(torch.get_autocast_dtype(device))  # what is sent is what is multiplied
+        self.own = own
+        self.again = _Again(exchange, length)
+        self.whole = _AllRows.apply(self.again, own)  # type: ignore[no-untyped-call]
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear` of the positions of all ranks."""
+        kind = self.own.dtype
+        bias = None if bias is None else bias.to(kind)
+        found: Tensor = _Linear.apply(self.again, self.own, self.whole, weight.to(kind), bias)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Again:
+    """What was gathered once, and is gathered again when backward needs it; `users` columns do."""
+
+    def __init__(self, exchange: ScatteredExchange, length: int) -> None:
+        self.exchange, self.length = exchange, length
+        self.users, self.whole = 0, None
+
+    def gathered(self, own: Tensor) -> Tensor:
+        return self.exchange.all(own, POSITIONS, self.length)
+
+
+class _AllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, again: _Again, own: Tensor) -> Tensor:
+        ctx.again = again
+        return again.gathered(own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, ctx.again.exchange.scatter(gradient)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, again: _Again, own: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.again = again
+        again.users += 1
+        ctx.save_for_backward(own, weight)
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        own, weight = ctx.saved_tensors
+        again, (_, _, of_whole, of_weight, of_bias) = ctx.again, ctx.needs_input_grad
+        flat = gradient.flatten(0, -2)
+        found: list[Tensor | None] = [None, None, None]
+        if of_whole:
+            found[0] = gradient @ weight
+        if of_weight:
+            if again.whole is None:
+                again.whole = again.gathered(own)
+            found[1] = flat.t() @ again.whole.flatten(0, -2)
+        if of_bias:
+            found[2] = flat.sum(0)
+        again.users -= 1
+        if again.users <= 0:
+            again.whole = None
+        return None, None, *found
+
+
+class _OwnSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: ScatteredExchange, parts: Tensor) -> Tensor:
+        ctx.exchange, ctx.length = exchange, parts.shape[POSITIONS]
+        return exchange.scatter(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, ctx.exchange.all(gradient, POSITIONS, ctx.length)

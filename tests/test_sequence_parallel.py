@@ -1,0 +1,155 @@
+"""`tensor:sequence=yes`: equal to one process, fewer activations kept, refused where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from allranks.errors import AllranksError, RequestError
+from conftest import Train
+from test_check import Check, check
+from test_every_strategy import STEPS, difference, reference_for, references
+
+__all__ = ["check", "references"]
+
+FP64: dict[str, Any] = {"precision": "fp64", "steps": STEPS}
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(
+    ("task", "strategy", "ranks", "how"),
+    [
+        ("Gated", "tensor:sequence=yes", 2, {}),
+        ("Gated", "tensor:sequence=yes", 4, {}),
+        ("Odd", "tensor:data=2,sequence=yes", 4, {"micro_batch": 2}),
+        ("Odd", "tensor:sequence=yes", 4, {"activation_checkpointing": True}),
+        ("Gated", "tensor:sequence=yes", 2, {"activation_checkpointing": True, "micro_batch": 5}),
+    ],
+)
+def test_equal_to_one_process(
+    task: str,
+    strategy: str,
+    ranks: int,
+    how: dict[str, Any],
+    train: Train,
+    references: dict[str, Any],
+) -> None:
+    """Lengths that no rank count divides, arguments that stay whole, weights that blocks share."""
+    wanted, weights = reference_for(task, train, references, "sequence_tasks")
+    result = train(f"sequence_tasks:{task}", strategy=strategy, ranks=ranks, **how, **FP64)
+    found = result.summary
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+    assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-10)
+    assert found["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
+    assert found["witness"]["found"] == []
+    sent = found["sent_bytes"]["gradients"] / STEPS
+    assert found["card_bytes_per_step"] == pytest.approx(sent, abs=1)
+
+
+def test_bytes_by_hand(train: Train) -> None:
+    """4 steps of 24 sentences of 12 tokens, width 16, in 2 blocks of 2 regions on 2 ranks."""
+    how: dict[str, Any] = {"ranks": 2, "precision": "fp64", "steps": 4}
+    sent = [
+        train("contract_tasks:Sentences", strategy=strategy, **how).summary["sent_bytes"]
+        for strategy in ("tensor:sequence=yes", "tensor")
+    ]
+    half = 24 * 12 * 16 * 8 // 2  # of activations
+    again = 2 * 2 * half  # the input of each region, in backward
+    edges = 2 * half  # gathered after the last block; the gradient in front of the first
+    norms_and_biases = 2 * 6 * 16 * 8
+    more = sent[0]["gradients"] - sent[1]["gradients"]
+    assert more == 4 * (again + edges + norms_and_biases)
+
+
+def test_blocks_keep_their_share_of_activations(on_ranks: Callable[..., Any]) -> None:
+    """What autograd keeps of a GPT on 4 ranks, beside the weights, to that of one process."""
+    on_ranks(4, "sequence_workers:kept_activations", {})
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("task", ["Gated", "Odd"])
+def test_checkpoints_cross_over(task: str, train: Train, references: dict[str, Any]) -> None:
+    """In parts of sequences on 2 ranks, one process, fsdp on 2, in parts on 4: 20 steps of one."""
+    _, weights = reference_for(task, train, references, "sequence_tasks")
+    resume: dict[str, Any] = {}
+    for strategy, ranks, steps in (
+        ("tensor:sequence=yes", 2, 5),
+        ("single", 1, 10),
+        ("fsdp", 2, 15),
+        ("tensor:sequence=yes", 4, 20),
+    ):
+        result = train(
+            f"sequence_tasks:{task}",
+            strategy=strategy,
+            ranks=ranks,
+            precision="fp64",
+            steps=steps,
+            checkpoint_every=5,
+            **resume,
+        )
+        resume = {"resume": str(result.run_dir)}
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+
+
+def test_a_checkpoint_keeps_the_bits(train: Train) -> None:
+    """Saved in parts of sequences, whole in one process, in parts of weights, without a step."""
+    how: dict[str, Any] = {"steps": 3, "checkpoint_every": 3}
+    runs = [train("sequence_tasks:Gated", strategy="tensor:sequence=yes", ranks=2, **how)]
+    for strategy, ranks in (("single", 1), ("fsdp", 2)):
+        resume = str(runs[-1].run_dir)
+        runs.append(
+            train("sequence_tasks:Gated", strategy=strategy, ranks=ranks, resume=resume, **how)
+        )
+    assert len({run.summary["weights_sha256"] for run in runs}) == 1
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_check_calls_it_equal(ranks: int, check: Check) -> None:
+    strategy = "tensor:sequence=yes" if ranks == 2 else "tensor:data=2,sequence=yes"
+    verdict = check("sequence_tasks:Gated", strategy=strategy, ranks=ranks)
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("mean over time", "the gradient of 'zero' differs"),
+        ("gradient of an argument", r"the gradient of an argument of shape \(.*, 4, 16\) differs"),
+        ("a gate of zero", r"an argument of shape \(.*, 4, 16\), of zero gradient"),
+        ("dropout by function", "its output differs by .* in the block 'blocks.0', where a rank"),
+        ("as long", r"another tensor of shape \(.*, 6, 16\), and a rank has 6 positions of 11"),
+        ("shared weight", "the weight 'scale', which a block has, too"),
+        ("stranger", "the block 'blocks.0' uses 'bias', not its own"),
+    ],
+)
+def test_what_is_another_model_on_a_part_is_refused(fault: str, message: str, train: Train) -> None:
+    with pytest.raises(AllranksError, match=message):
+        train(
+            "sequence_tasks:Gated",
+            f"fault={fault}",
+            strategy="tensor:sequence=yes",
+            ranks=2,
+            precision="fp64",
+        )
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("program", "strategy", "ranks", "message"),
+    [
+        ("contract_tasks:Words", "tensor:sequence=yes", 2, "no blocks in _Tied"),
+        ("contract_tasks:Sentences", "tensor:sequence=yes,exact=yes", 2, "parts of a sequence"),
+        ("contract_tasks:Sentences", "tensor:sequence=yes", 3, "in the block 'blocks.0'"),
+        ("tensor_tasks:Encoder", "tensor:sequence=yes", 2, "in the block 'layers.layers.0'"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    program: str, strategy: str, ranks: int, message: str, train: Train
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        train(program, strategy=strategy, ranks=ranks, steps=1)
