@@ -214,6 +214,13 @@ class Plain(Task):
         return (output.squeeze(1) - batch[1]).square()
 
 
+class Penalised(Plain):
+    """With a regularizer of all weights."""
+
+    def regularizer(self, model: nn.Module) -> Tensor:
+        return 1e-2 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
 @dataclass(kw_only=True)
 class Uneven(Task):
     """A stream whose shards end at different times, and BatchNorm; SGD with momentum."""

@@ -128,10 +128,10 @@ class Sentences(Rows):
     """A transformer: its norms and positions are cut by no `tensor`."""
 
     def model(self) -> nn.Module:
-        return gpt(GPTShape(vocabulary=256, context=16, width=128, layers=4, heads=4))
+        return gpt(GPTShape(vocabulary=2048, context=16, width=128, layers=4, heads=4))
 
     def train_data(self) -> Any:
-        letters = torch.randint(256, (SAMPLES, 17), generator=torch.Generator().manual_seed(0))
+        letters = torch.randint(2048, (SAMPLES, 17), generator=torch.Generator().manual_seed(0))
         return letters[:, :-1], letters[:, 1:]
 
     def loss(self, output: Any, batch: Any) -> Tensor:

@@ -108,6 +108,8 @@ def test_ties_go_to_the_lower_expert_and_first_choices_before_second_ones() -> N
     assert routed.tokens.tolist() == [0, 2, 1, 0]  # the first choice of token 1 before token 0
     assert routed.places.tolist() == [[0, 3], [2, 4], [1, 4]]  # 4 is dropped
     assert route(choose(logits, 2, None), [3], None).counts == [3, 3, 0]
+    two_groups = route(choose(torch.zeros(6, 4), 2, None), [4, 2], 1.0)
+    assert two_groups.counts == [3, 3, 0, 0]  # 2 rows of the first group, 1 of the second
 
 
 def test_nothing_is_dropped_in_evaluation() -> None:

@@ -33,8 +33,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES[TORCH], NAME, "fake_sharded:FakeSharded")
 
 
-@pytest.mark.slow(but=8)
-@pytest.mark.thinned(2, ("data", ["each", "same"]), ("ranks", [1, 2, 4, 8]), ("task", TASKS))
+@pytest.mark.thinned(1, ("data", ["each", "same"]), ("ranks", [1, 2, 4, 8]), ("task", TASKS))
 def test_exact(data: str, ranks: int, task: str, train: Train, references: dict[str, Any]) -> None:
     wanted, weights = reference_for(task, train, references)
     result = train(

@@ -23,7 +23,7 @@ CASES = [
     ("zero1", 2, "Rows"),
     ("zero1:reduce=tree", 2, "Rows"),
     ("zero2", 3, "Rows"),
-    ("fsdp", 2, "Rows"),
+    ("fsdp", 2, "Sentences"),
     ("fsdp:reduce=tree", 2, "Rows"),
     ("fsdp:tensor=2", 4, "Sentences"),
     ("hsdp:shard=2", 4, "Rows"),

@@ -39,6 +39,14 @@ def test_what_cannot_be_is_not_asked_for() -> None:
     assert set().union(*(parts_of(case, 2) for case in chosen)) == parts
 
 
+def test_of_cases_that_bring_in_as_much_the_cheapest_are_taken() -> None:
+    cases = product(["abcd", [1, 2, 8], "wxyz"])
+    plain, cheap = thinned(cases, 2), thinned(cases, 2, lambda _, ranks, __: ranks)
+    assert sum(ranks for _, ranks, _ in cheap) <= sum(ranks for _, ranks, _ in plain)
+    parts = set().union(*(parts_of(case, 2) for case in cases))
+    assert set().union(*(parts_of(case, 2) for case in cheap)) == parts
+
+
 @pytest.mark.thinned(1, ("first,second", [(1, 2), (3, 4)]), ("third", "ab"))
 def test_a_test_is_given_its_cases(first: int, second: int, third: str) -> None:
     assert (first, second) in [(1, 2), (3, 4)] and third in "ab"

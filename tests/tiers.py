@@ -10,8 +10,8 @@
 is the whole under `--exhaustive`. Otherwise it is some of it, in which every two values of
 different factors come together at least once (every value, where the first number is 1): a fault
 that needs one rank count and one task shows, whatever the strategy. `where` says which cases there
-are at all. The choice is the same every time,
-and gives all values of a factor about the same share.
+are at all. The choice is the same every time, and gives all values of a factor about the same
+share; with a `cost(*case)` it takes those that cost least, where they bring in as much.
 
     @pytest.mark.cases("k", [1, 7], exhaustive=[2, 3, 4, 5, 6])
 
@@ -29,7 +29,7 @@ import pytest
 
 Factor = tuple[str, Sequence[Any]]
 MARKERS = (
-    "thinned(together, *factors, where): some cases of a product, "
+    "thinned(together, *factors, where, cost): some cases of a product, "
     "and all of them under --exhaustive",
     "cases(names, values, exhaustive): parametrized by `values`, "
     "under --exhaustive by those of `exhaustive` too",
@@ -46,7 +46,7 @@ def parametrize(metafunc: pytest.Metafunc, exhaustive: bool) -> None:
     for mark in metafunc.definition.iter_markers("thinned"):
         together, *factors = mark.args
         found = product([values for _, values in factors], mark.kwargs.get("where"))
-        found = found if exhaustive else thinned(found, together)
+        found = found if exhaustive else thinned(found, together, mark.kwargs.get("cost"))
         names = [name for names, _ in factors for name in names.split(",")]
         metafunc.parametrize(names, [flat(case, factors) for case in found])
 
@@ -74,18 +74,29 @@ def product(
     return [case for case in itertools.product(*levels) if where is None or where(*case)]
 
 
-def thinned(cases: list[tuple[Any, ...]], together: int) -> list[tuple[Any, ...]]:
+def thinned(
+    cases: list[tuple[Any, ...]], together: int, cost: Callable[..., float] | None = None
+) -> list[tuple[Any, ...]]:
     """Some of the cases, in which any `together` values that come together in one still do.
 
-    One by one the case with the most of what is missing; of equal ones that with the rarest values.
+    One by one the case with the most of what is missing; of equal ones the cheapest, and of these
+    that with the rarest values.
     """
-    ahead = [(case, parts_of(case, together), parts_of(case, 1)) for case in cases]
-    missing = {part for _, parts, _ in ahead for part in parts}
+    ahead = [
+        (case, parts_of(case, together), parts_of(case, 1), 0.0 if cost is None else cost(*case))
+        for case in cases
+    ]
+    missing = {part for _, parts, _, _ in ahead for part in parts}
     chosen: list[tuple[Any, ...]] = []
     uses: Counter[Any] = Counter()
     while missing:
-        case, parts, values = max(
-            ahead, key=lambda one: (len(one[1] & missing), -sum(uses[value] for value in one[2]))
+        case, parts, values, _ = max(
+            ahead,
+            key=lambda one: (
+                len(one[1] & missing),
+                -one[3],
+                -sum(uses[value] for value in one[2]),
+            ),
         )
         chosen.append(case)
         uses.update(values)
