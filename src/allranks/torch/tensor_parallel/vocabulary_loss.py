@@ -29,7 +29,8 @@ def cross_entropy(
 
     For the forward of a model, whose output is then the loss. Where `--strategy tensor` cuts `head`
     over its classes, logits stay where they are computed, and three numbers for each target go over
-    the ranks; elsewhere it is torch's own. A target that is `ignore_index` has a loss of 0.
+    the ranks; elsewhere, and with `exact=yes`, it is torch's own, of whole logits. A target that is
+    `ignore_index` has a loss of 0.
     """
     if not isinstance(head, ColumnLinear) or head.exchange.leaves or has_hooks(head):
         logits = head(hidden).flatten(0, -2)
