@@ -6,33 +6,20 @@ Each has `data=D` copies, which read samples of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
 from allranks.strategies.card_bytes import EVERYTHING
-from allranks.strategies.mesh import CONTEXT, REPLICATE, TENSOR, Agreement, Mesh
+from allranks.strategies.mesh import CONTEXT, TENSOR, Agreement, Mesh, in_copies
 
 LEAVES = 8
 """So many parts a sum over the ranks has with `exact=yes`, on any number of them."""
 
 
-def _copies(name: str, axis: str, ranks: int, options: Mapping[str, Any]) -> Mesh:
-    """As many ranks along the axis in each copy."""
-    copies = int(options["data"])
-    if ranks % copies:
-        raise RequestError(
-            asked=f"--strategy {name}:data={copies} --ranks {ranks}",
-            found=f"{ranks} ranks for {copies} copies of the model",
-            why="each copy has as many ranks as any other",
-            do=f"--ranks {-(-ranks // copies) * copies}",
-        )
-    return Mesh(((REPLICATE, copies), (axis, ranks // copies)))
-
-
 def _tensor_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
-    mesh, copies = _copies("tensor", TENSOR, ranks, options), int(options["data"])
+    copies = int(options["data"])
+    mesh = in_copies(ranks, copies, TENSOR, f"tensor:data={copies}")
     if options["exact"] and (copies > 1 or LEAVES % ranks):
         raise RequestError(
             asked=f"--strategy tensor:exact=yes --ranks {ranks}",
@@ -97,6 +84,11 @@ TENSOR_CARD = Card(
 )
 
 
+def _context_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
+    copies = int(options["data"])
+    return in_copies(ranks, copies, CONTEXT, f"context:data={copies}")
+
+
 def _context_bytes(work: Workload, options: Mapping[str, Any]) -> int:
     """Activations along the context axis; gradients and tally over all ranks."""
     swapped, gathered, reduced, passed_on, gradients = work.messages
@@ -130,7 +122,7 @@ CONTEXT_CARD = Card(
         Option("data", 1, "copies of the model, each on samples of its own", at_least=1),
         Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),
     ),
-    mesh=partial(_copies, "context", CONTEXT),
+    mesh=_context_mesh,
     rounds_together=True,
     paper="Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509; "
     "Liu et al. 2023, Ring Attention, arXiv 2310.01889",

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
+from allranks.errors import RequestError
+
 REPLICATE, SHARD, DATA, TENSOR = "replicate", "shard", "data", "tensor"
 PIPELINE, CONTEXT, EXPERT, BRANCH = "pipeline", "context", "expert", "branch"
 FLATTENED = {DATA: (REPLICATE, SHARD, EXPERT)}
@@ -77,6 +79,18 @@ class Mesh:
 
 def _parts(axis: str) -> tuple[str, ...]:
     return FLATTENED.get(axis, (axis,))
+
+
+def in_copies(ranks: int, copies: int, axis: str, strategy: str, of: str = "model") -> Mesh:
+    """So many copies, each on as many ranks along the axis; `RequestError` where that is uneven."""
+    if ranks % copies:
+        raise RequestError(
+            asked=f"--strategy {strategy} --ranks {ranks}",
+            found=f"{ranks} ranks for {copies} copies of the {of}",
+            why="each copy is on as many ranks as any other",
+            do=f"--ranks {-(-ranks // copies) * copies}",
+        )
+    return Mesh(((REPLICATE, copies), (axis, ranks // copies)))
 
 
 def replicated_mesh(ranks: int) -> Mesh:

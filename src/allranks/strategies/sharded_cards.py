@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from allranks.errors import RequestError
 from allranks.strategies.card import (
     Card,
     Contents,
@@ -20,7 +19,7 @@ from allranks.strategies.card import (
     replicas_of,
 )
 from allranks.strategies.card_bytes import tree_bytes, tree_roots
-from allranks.strategies.mesh import EXPERT, REPLICATE, Agreement, Mesh
+from allranks.strategies.mesh import EXPERT, Agreement, Mesh, in_copies
 
 
 def _zero(work: Workload, options: Mapping[str, Any]) -> int:
@@ -57,14 +56,7 @@ BOTH: dict[str, Any] = {
 
 def _expert_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
     copies = replicas_of(options)
-    if ranks % copies:
-        raise RequestError(
-            asked=f"--strategy expert:replicas={copies} --ranks {ranks}",
-            found=f"{ranks} ranks for {copies} copies of the experts",
-            why="each copy is on as many ranks as any other",
-            do=f"--ranks {-(-ranks // copies) * copies}",
-        )
-    return Mesh(((REPLICATE, copies), (EXPERT, ranks // copies)))
+    return in_copies(ranks, copies, EXPERT, f"expert:replicas={copies}", of="experts")
 
 
 def _own_experts(has: Contents, options: Mapping[str, Any]) -> float:
