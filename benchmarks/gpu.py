@@ -42,6 +42,7 @@ from allranks.torch.model.flops import TERA, peak_flops
 BAR = 1 / 0.99  # time of ours over the time by hand
 STEPS_LIMIT = 10**9
 NO_DEVICE = 3
+STEADY = 20  # steps after which nothing is sent any more that only the first ones need
 
 
 @dataclass(frozen=True)
@@ -197,14 +198,20 @@ def waits_in_a_step(workload: Workload, device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     loop = by_trainer(workload, device, compiled=False)
-    for _ in islice(loop, 3):
+    for _ in islice(loop, STEADY):
         pass
+    found = waits_of(lambda: next(loop))
+    loop.close()  # type: ignore[attr-defined]
+    return found
+
+
+def waits_of(step: Callable[[], object]) -> int:
+    """How often a step makes the processor wait for the device, as torch counts it."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        next(loop)
+        step()
     torch.cuda.set_sync_debug_mode("default")
-    loop.close()  # type: ignore[attr-defined]
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 

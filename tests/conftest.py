@@ -93,6 +93,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
     tier = config.getoption("tier")
     if tier is not None:
         slow = set(slow_ones(items))

@@ -33,6 +33,7 @@ MARKERS = (
     "and all of them under --exhaustive",
     "cases(names, values, exhaustive): parametrized by `values`, "
     "under --exhaustive by those of `exhaustive` too",
+    "gpu: needs an accelerator, and is skipped without one",
     "slow(but): for `make test-full`, but for so many cases",
 )
 TIERS = ("quick", "slow")

@@ -16,6 +16,7 @@ from allranks.checkpoint.about import About
 from allranks.checkpoint.folder import committed
 from allranks.checkpoint.manifest import read_manifest, step_folder
 from allranks.errors import PeerLost, RequestError
+from allranks.torch import accelerator
 from allranks.torch.checkpoint.checkpointer import Checkpointer
 from allranks.torch.checkpoint.tree import DTYPES
 from allranks.torch.comm import Comm
@@ -241,3 +242,25 @@ def test_a_state_that_is_refused_was_not_saved_though_the_one_before_it_was(tmp_
     assert checkpointer.wait()
     loaded = Checkpointer(tmp_path, Comm()).load([tmp_path])
     assert loaded is not None and loaded.step == 2
+
+
+def test_a_state_is_saved_where_no_memory_can_be_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned memory is rounded up to a power of two, and limited: a slower copy is one too."""
+    asked: list[bool] = []
+
+    def refuse(size: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+        asked.append(pin)
+        if pin:
+            raise RuntimeError("CUDA error: out of memory")
+        return torch.zeros(size, dtype=dtype)
+
+    monkeypatch.setattr(accelerator, "holds", lambda tensor: True)
+    monkeypatch.setattr(accelerator, "pinned_zeros", refuse)
+    checkpointer = Checkpointer(tmp_path, Comm())
+    checkpointer.save(7, state(7), own(7, 0), About())
+    assert checkpointer.wait() and asked == [True, False]
+    loaded = Checkpointer(tmp_path, Comm()).load([tmp_path])
+    assert loaded is not None
+    check(loaded, 0, has_own=True)

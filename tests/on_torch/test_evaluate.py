@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import allranks.torch.accelerator as accelerator
 from allranks.job.job import Job
 from allranks.torch import Trainer
 from evaluation_workers import SAMPLES, Words
@@ -45,3 +46,18 @@ def test_ten_samples_on_four_ranks(
     samples = found[0].pop("samples")
     assert samples * chunks == SAMPLES, "each is in one chunk"
     assert found[0] == pytest.approx(wanted(), rel=1e-12)
+
+
+def test_the_host_waits_for_a_device_once_and_not_in_each_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums and counts stay where they are until all chunks are over, and are the same numbers."""
+    with Trainer(Words(batch_size=8), Job(precision="fp64", threads=1)) as trainer:
+        there = trainer.evaluate()
+        item = torch.Tensor.item
+        asked = list[str]()
+        monkeypatch.setattr(accelerator, "holds", lambda tensor: True)
+        monkeypatch.setattr(
+            torch.Tensor, "item", lambda tensor: (asked.append("item"), item(tensor))[1]
+        )
+        assert trainer.evaluate() == there and asked == []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import allranks.torch.accelerator as accelerator
 import contract_tasks
 import data_tasks
 import trainer_tasks
@@ -190,6 +192,29 @@ def test_a_kernel_that_is_not_deterministic_is_refused_by_name() -> None:
         assert refused.value.asked == "--bitwise"
         with pytest.raises(RequestError, match="put_ does not have a deterministic"):
             trainer.evaluate(trainer.task.train_data())
+
+
+def test_a_device_without_memory_says_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By size of the blocks, while all of it is still held; the note is part of the traceback."""
+    gpu = torch.device("cuda")
+    blocks = [("active_allocated", 3 << 20), ("active_allocated", 3 << 20), ("inactive", 9 << 20)]
+    module = SimpleNamespace(
+        memory_stats=lambda _: {"allocated_bytes.all.current": 6 << 20},
+        memory_snapshot=lambda: [{"blocks": [{"state": s, "size": n} for s, n in blocks]}],
+        get_device_name=lambda _: "NVIDIA H200",
+    )
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: gpu)
+    monkeypatch.setattr(accelerator, "module_of", lambda _: module)
+
+    class Large(trainer_tasks.Worse):
+        def loss(self, output: Any, batch: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    with Trainer(Large()) as trainer, pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.step(next(iter(trainer.batches())))
+    (note,) = error.value.__notes__
+    first, second = note.splitlines()
+    assert first.startswith("held on NVIDIA H200: 6") and second.startswith("  2 × 3")
 
 
 def test_pretrained_weights_of_64_bits_are_not_rounded_to_32() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 from torch.utils.data import Subset
 
+import allranks.torch.accelerator as accelerator
 import input_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
@@ -310,7 +311,37 @@ def test_training_is_the_same_with_threads_and_without(train: Train) -> None:
     assert len({run.summary["eval"]["loss"] for run in runs}) == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+class _Stream:
+    """A stream of a device that tells what waits for what."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def record_event(self) -> str:
+        self.said.append("recorded")
+        return "event"
+
+    def wait_event(self, event: str) -> None:
+        self.said.append(f"waits for the {event}")
+
+
+def test_what_computes_waits_for_data_that_was_made_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Made and cast by a thread in its own stream; training may go on in another."""
+    said: list[str] = []
+    copying = Copying(Precision(torch.device("cpu"), torch.float32))
+    copying._stream = object()
+    monkeypatch.setattr(accelerator, "holds", lambda tensor: True)
+    monkeypatch.setattr(accelerator, "current_stream", lambda device: _Stream(said))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: said.append("kept"))
+    begun = copying.begin({"x": torch.ones(2, dtype=torch.float64)})
+    assert said == ["recorded"]
+    assert copying.finish(begun)["x"].dtype == torch.float32
+    assert said == ["recorded", "waits for the event", "kept"]
+
+
+@pytest.mark.gpu
 def test_a_batch_is_copied_beside_the_computation() -> None:
     precision = Precision(torch.device("cuda", 0), torch.float32)
     copying = Copying(precision)

@@ -8,6 +8,7 @@ on the host, or say so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,8 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from allranks.job.units import format_bytes
+
 NO_ACCELERATORS = ("cpu", "meta")
 ALWAYS_KNOWN = ("cuda", "xpu")  # a build without them counts none
+LARGEST = 8  # sizes of blocks that a report names
 SEEDS = 1 << 64  # generators take seeds of 64 bits
 DECIDES_BITS = ("chip", "multiprocessors", "cuda", "cudnn", "nccl")
 SHOWN = ("name", "major", "minor", "multi_processor_count", "total_memory", "gcnArchName")
@@ -179,6 +183,29 @@ def memory_statistics(device: torch.device) -> dict[str, Any]:
     """What the allocator of this device counts, in its own words; nothing where it counts none."""
     counted = getattr(module_of(device), "memory_stats", None) if is_accelerator(device) else None
     return dict(counted(device)) if counted is not None else {}
+
+
+def memory_report() -> str:
+    """What is held on the current device, by size of the blocks; "" where nobody counts."""
+    kind = torch.accelerator.current_accelerator()
+    counted = {} if kind is None else memory_statistics(kind)
+    if kind is None or not counted:
+        return ""
+    snapshot = getattr(module_of(kind), "memory_snapshot", list)
+    blocks = [block for segment in snapshot() for block in segment["blocks"]]
+    held = Counter(block["size"] for block in blocks if block["state"] == "active_allocated")
+    most = sorted(held.items(), key=lambda one: -one[0] * one[1])[:LARGEST]
+    current, peak, reserved = (
+        format_bytes(counted.get(name, 0))
+        for name in (
+            "allocated_bytes.all.current",
+            "allocated_bytes.all.peak",
+            "reserved_bytes.all.current",
+        )
+    )
+    lines = [f"held on {chip_name(kind)}: {current} now, {peak} at most, {reserved} reserved"]
+    lines += [f"  {count} × {format_bytes(size)}" for size, count in most]
+    return "\n".join(lines)
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:

@@ -37,7 +37,7 @@ from allranks.torch.model.flops import Meter, peak_of
 from allranks.torch.model.initialising import initialise
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.model_notes import notes_on
-from allranks.torch.model.precision import DETERMINISM, set_kernels
+from allranks.torch.model.precision import KERNELS, set_kernels
 from allranks.torch.model.swapping import restore_layers
 from allranks.torch.model.whole_norm import whole_norm
 from allranks.torch.optimizers.named import with_recipe
@@ -163,7 +163,7 @@ class Trainer:
         if self._saving is not None:
             self._saving.look_at_rates()
         self.witness.before_step(batch, self.task_data.opened)
-        with self.meter.watching(batch.own_samples), DETERMINISM:
+        with self.meter.watching(batch.own_samples), KERNELS:
             result = self.strategy.train_step(batch)
         if len(step.user_buffers.written) != len(self.user_buffers):
             self.user_buffers = sorted(step.user_buffers.written)
@@ -196,7 +196,7 @@ class Trainer:
         if self.strategy.agreement.is_one_training:
             self.comm.meet(EVALUATE)
         average = self.strategy.step.average
-        with nullcontext() if average is None else average.in_place(), DETERMINISM:
+        with nullcontext() if average is None else average.in_place(), KERNELS:
             metrics = self.task_data.evaluate(data)
         self.heartbeat.enter(before)
         return metrics

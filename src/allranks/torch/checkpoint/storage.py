@@ -56,15 +56,22 @@ class Snapshot:
         self._places = {}
         if self._buffer.numel() < self.layout.data_bytes:
             size = self.layout.data_bytes
-            try:
-                self._buffer = accelerator.pinned_zeros(size, torch.uint8, pin=on_gpu)
-            except RuntimeError as error:  # torch's way to say so
-                raise MemoryError(f"no memory for a copy of {size} bytes") from error
+            self._buffer = _memory(size, pin=on_gpu)
             self._buffer[:: mmap.PAGESIZE] = 0  # a page that was never touched costs the first copy
         for name, part in named.items():
             piece = self.layout.pieces[name]
             flat = self._buffer[piece.begin : piece.end].view(DTYPES[piece.dtype])
             self._places[part] = flat.view(piece.shape)
+
+
+def _memory(size: int, *, pin: bool) -> Tensor:
+    """So many bytes of the host; where none can be pinned, such as take a slower copy."""
+    try:
+        return accelerator.pinned_zeros(size, torch.uint8, pin=pin)
+    except RuntimeError as error:  # torch's way to say so
+        if pin:
+            return _memory(size, pin=False)
+        raise MemoryError(f"no memory for a copy of {size} bytes") from error
 
 
 def read_files(folder: Path, saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> None:

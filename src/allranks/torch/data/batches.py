@@ -224,6 +224,7 @@ class GlobalBatches:
         self, source: WholeLoader, done: Progress, epochs: int, steps: int | None
     ) -> Generator[Batch]:
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
+        copying = Copying(self.precision)
         while epoch < epochs:
             for whole, samples in source.open(epoch, step):
                 if steps is not None and index >= steps:
@@ -238,7 +239,7 @@ class GlobalBatches:
                     row += micro.samples
                 if spare is not None:
                     parts.append(rows_between(whole, 0, spare.samples, samples))
-                yield self._filled(plan, map(self.precision.to_device, parts))
+                yield self._filled(plan, map(copying.now, parts))
                 step, index = step + 1, index + 1
             if step == 0:
                 raise endless(epoch, "a DataLoader", "let it give batches")
@@ -247,7 +248,7 @@ class GlobalBatches:
     def _from_streams(
         self, source: StreamSource, done: Progress, epochs: int, steps: int | None
     ) -> Generator[Batch]:
-        quota = even_sizes(self.batch_size, self.shards)
+        quota, copying = even_sizes(self.batch_size, self.shards), Copying(self.precision)
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
         last: MicroBatch | None = None
         while epoch < epochs:
@@ -267,7 +268,7 @@ class GlobalBatches:
                 if plan.micros and self._collating_draws(source, plan, plan.micros[0], read):
                     plan = replace(plan, leaves=self.cutting.leaves(sizes))
                 collated = (self._collated(source, plan, micro, read) for micro in plan.micros)
-                batch = self._filled(plan, map(self.precision.to_device, collated))
+                batch = self._filled(plan, map(copying.now, collated))
                 if self.counts_passes:
                     last = batch.micros[-1] if batch.micros else last or self._spare(source, plan)
                     passes, spare = self.cutting.passes(quota), None if batch.micros else last

@@ -36,8 +36,11 @@ class Copying:
 
     def begin(self, data: Any) -> OnItsWay:
         """Start to place `data`; returns before it has arrived."""
-        if self._stream is None or any(map(accelerator.holds, tensors_in(data))):
-            return OnItsWay(self._precision.to_device(data), None)  # in the order of what made it
+        if self._stream is None:
+            return OnItsWay(self._precision.to_device(data), None)
+        if any(map(accelerator.holds, tensors_in(data))):  # cast in the order of what made it
+            made = accelerator.current_stream(self._precision.device)  # of this thread
+            return OnItsWay(self._precision.to_device(data), made.record_event())
         accelerator.use(self._stream.device)  # each thread has its own, at first device 0
         with accelerator.on_stream(self._stream):
             moved = map_tensors(self._moved, data)  # uncast: a cast on the way would be waited for
@@ -52,6 +55,10 @@ class Copying:
         for tensor in tensors_in(begun.data):
             tensor.record_stream(computing)  # its memory is not given away while that computes
         return begun.data
+
+    def now(self, data: Any) -> Any:
+        """Place `data` for what is computed next; on an accelerator the host does not wait."""
+        return self.finish(self.begin(data))
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return accelerator.pinned(tensor).to(self._precision.device, non_blocking=True)

@@ -17,14 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.torch.comm import Comm
+from allranks.torch.data.copying import Copying
 from allranks.torch.data.sources import Source, seed_generators
 from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
 from allranks.training.order import random_key
 
+Number = float | Tensor
+Pair = tuple[Number, Number]
 EVALUATION = -1  # what the generators are keyed for, beside chunks
 
 
@@ -44,23 +48,23 @@ def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict
     if strategy.equal_passes:
         visited += [0] * (-(-len(chunks) // comm.size) - len(visited))
     wanted = ((0, np.arange(chunks[n].start, chunks[n].stop)) for n in visited)
-    table, names = torch.empty(0), list[str]()
-    with _evaluating(strategy.model), closing(source.batches(wanted)) as batches:
-        for number, data in zip(visited, batches, strict=True):
+    names, rows = list[str](), dict[int, list[Pair]]()
+    copying = Copying(strategy.context.precision)
+    reading = source.batches(wanted, place=copying.begin)
+    with _evaluating(strategy.model), closing(reading) as batches:
+        for number, begun in zip(visited, batches, strict=True):
             if comm.heartbeat is not None:
                 comm.heartbeat.enter("evaluate")  # a sign of life for every chunk
             seed_generators(random_key(strategy.context.scope.seed, EVALUATION, number))
-            pairs = _pairs(task, strategy, data, len(chunks[number]))
-            if not names:
-                names = list(pairs)
-                table = torch.zeros(len(chunks), len(names), 2, dtype=torch.float64)
+            pairs = _pairs(task, strategy, copying.finish(begun), len(chunks[number]))
+            names = names or list(pairs)
             if list(pairs) != names:
                 found = f"{list(pairs)} for one part of the data, {names} for another"
                 raise _other_metrics(found)
-            if number in own and names:
-                table[number] = torch.tensor([pairs[name] for name in names], dtype=torch.float64)
+            if number in own:
+                rows[number] = list(pairs.values())
     _same_names_everywhere(comm, names)
-    table = table.to(comm.device)
+    table = _table(rows, len(chunks), len(names)).to(comm.device)
     comm.all_reduce(table, "control").wait()
     sums = table.cpu().cumsum(0)[-1].tolist() if names else []
     means = {n: total / count for n, (total, count) in zip(names, sums, strict=True) if count}
@@ -86,7 +90,8 @@ def try_evaluation(
             f"the means of {samples} samples each, in which the last few count as much; return "
             "(sum, number of samples) where it is a mean over samples"
         )
-    found = {name: total / count for name, (total, count) in pairs.items() if count}
+    numbers = zip(pairs, _table({0: list(pairs.values())}, 1, len(pairs))[0].tolist(), strict=True)
+    found = {name: total / count for name, (total, count) in numbers if count}
     return {**dict.fromkeys(pairs, math.nan), **task.finalize(found)}
 
 
@@ -122,9 +127,29 @@ def _other_metrics(found: str) -> RequestError:
     )
 
 
-def _pairs(
-    task: Task, strategy: Strategy, data: Any, samples: int
-) -> dict[str, tuple[float, float]]:
+def _table(rows: dict[int, list[Pair]], chunks: int, metrics: int) -> Tensor:
+    """(chunk, metric, sum and count) on the host, zeros for chunks of others.
+
+    What lies on a device is read at once: the host waits for it here, and not in every chunk.
+    """
+    table = torch.zeros(chunks, metrics, 2, dtype=torch.float64)
+    waiting: dict[Any, list[tuple[tuple[int, int, int], Tensor]]] = {}
+    for number, pairs in rows.items():
+        for metric, pair in enumerate(pairs):
+            for place, value in enumerate(pair):
+                where = number, metric, place
+                if isinstance(value, Tensor):
+                    waiting.setdefault((value.device, value.dtype), []).append((where, value))
+                else:
+                    table[where] = value
+    for ahead in waiting.values():
+        values = torch.stack([value for _, value in ahead]).tolist()
+        for (where, _), value in zip(ahead, values, strict=True):
+            table[where] = value
+    return table
+
+
+def _pairs(task: Task, strategy: Strategy, data: Any, samples: int) -> dict[str, Pair]:
     """(sum, count) of every metric over one chunk."""
     precision = strategy.context.precision
     data = precision.to_device(data)
@@ -147,5 +172,10 @@ def _pairs(
     return {name: (_number(total), _number(count)) for name, (total, count) in pairs.items()}
 
 
-def _number(value: Any) -> float:
-    return float(value.item() if isinstance(value, Tensor) else value)
+def _number(value: Any) -> Number:
+    """A number of the host, or of a device as it is now."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1 or not accelerator.holds(value):
+        return float(value.item())  # torch says what is wrong with several
+    return value.detach().reshape(()).clone()

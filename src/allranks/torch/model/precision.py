@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import allranks.torch.accelerator as accelerator
 from allranks.errors import FaultKind, RequestError
 from allranks.job.job import Job
 from allranks.launcher.plan import WORKSPACE_OF_CUBLAS
-from allranks.launcher.processes.foreign import is_said
+from allranks.launcher.processes.foreign import classify, is_said
 from allranks.torch.data.nested import map_tensors
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -114,14 +115,19 @@ class _Explained:
             )
 
 
-class _Refused:
-    """Within, torch's refusal of a kernel that has no deterministic form is a `RequestError`."""
+class _OfKernels:
+    """Within, torch's refusal of a kernel that has no deterministic form is a `RequestError`, and
+    an allocation that fails is noted with what the device holds."""
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, error: object, _: object) -> None:
-        if isinstance(error, RuntimeError) and is_said(FaultKind.NOT_DETERMINISTIC, str(error)):
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        if classify(error) == FaultKind.OUT_OF_MEMORY and (held := accelerator.memory_report()):
+            error.add_note(held)
+        if is_said(FaultKind.NOT_DETERMINISTIC, str(error)):
             raise RequestError(
                 asked="--bitwise",
                 found=str(error).partition(", but you set")[0].partition(". ")[0],
@@ -130,7 +136,7 @@ class _Refused:
             ) from error
 
 
-DETERMINISM = _Refused()
+KERNELS = _OfKernels()
 
 
 def set_kernels(job: Job) -> Callable[[], None]:
