@@ -204,7 +204,7 @@ class _Centred(nn.Module):
 
 
 class Drawn(Points):
-    """Dropout as a function: the numbers follow the micro-batch."""
+    """A function that is not keyed: the numbers follow the micro-batch."""
 
     def model(self) -> nn.Module:
         return _Drawn()
@@ -216,7 +216,8 @@ class _Drawn(nn.Module):
         self.layer = nn.Linear(6, 3)
 
     def forward(self, points: Tensor) -> Tensor:
-        return F.dropout(self.layer(points), 0.2, self.training)
+        output: Tensor = self.layer(points)
+        return output * torch.poisson(torch.ones_like(output))
 
 
 class OnlyOnMany(Points):

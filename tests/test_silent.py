@@ -25,7 +25,9 @@ RIGHT = [
     *("PaddedWithWeight", "ClassesOfASet", "DropsLast", "TextsOverBatch", "LayersOfASet"),
     *("Unfrozen", "Frozen", "Clamped", "GroupAdded", "ComplexBuffer", "ComplexParameter"),
     *("SquaresAdded", "Usual", "UsualWithAdam", "SparseTable", "SparseClipped"),
-    *("NumpyInOptimizer", "NumpyInRegularizer", "DrawnAnew"),
+    *("NumpyInOptimizer", "NumpyInRegularizer", "DrawnAnew", "NoiseInLoss", "FunctionalDropout"),
+    *("DropPath", "Gumbel", "RandomRelu", "AlphaDropout", "ScriptedDropout", "AttentionDropout"),
+    *("ProductDropout", "LstmDropout"),
 ]
 """These train alike on any number of ranks, and nothing is said of them."""
 

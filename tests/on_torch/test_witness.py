@@ -31,7 +31,6 @@ NAMED = {  # by one rank and by two
     "OwnNoise": "draws from 'noise', a generator of its own",
     "OwnMean": "writes 'middle'",
     "Scripted": BUFFER.format("1.running_mean"),
-    "Drops": "forward draws from torch's own generator",
     "PythonInLoss": "loss, weight or backward draws from Python's own generator",
     "Clamped": "the gradient of '.*weight' for shards .* a hook that is not linear",
     "Centred": COUPLED,
@@ -41,6 +40,7 @@ MENDABLE = {  # or equal to one rank, once the engine can do it
     "ShortRows": f"{WEIGHT.format('0.weight')}|{APART}",
     "StepsInBackward": f"{WEIGHT.format('0.weight')}|{APART}",
     "Masked": COUPLED,
+    "Drops": COUPLED,
     "PaddedAndDropped": COUPLED,
     "Ignored": r"the weight of shards .* is \d+ and \d+: .* say which of them count with weight",
     "Balanced": "the regularizer is .* after one forward pass|which a forward "

@@ -22,10 +22,12 @@ from allranks.job.engines import default_strategy
 from allranks.job.job import Job
 from allranks.job.loss_scale import parse_loss_scale
 from allranks.launcher.world import World
+from allranks.strategies.mesh import DATA, EXPERT
 from allranks.strategies.resolve import resolved_strategy
 from allranks.torch.comm import Comm
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.deferred_init.recorded import Recorded, fill, record
+from allranks.torch.draws.caught import catch
 from allranks.torch.keras.layers import check_keras
 from allranks.torch.keras.setting import check_types, of_keras_type
 from allranks.torch.keras.shards import is_keras, swap_keras_layers
@@ -40,6 +42,10 @@ from allranks.torch.state import model_state
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.task import Task
+
+WHOLE_PASSES = frozenset(
+    ("single", "ddp-plain", "ddp", "independent", "zero1", "zero2", "fsdp", "hsdp", "mesh")
+)
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,23 @@ def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:
         parse_loss_scale(job.loss_scale) if job.precision == "fp16" else None,
     )
     strategy: Strategy = load(STRATEGIES[TORCH][spec.name])(context)
+    if draws_by_function(job, comm.device):
+        scope.keys.by_function = True
+        catch()
     return strategy
+
+
+def draws_by_function(job: Job, device: torch.device) -> bool:
+    """Whether what a forward pass draws without a layer of its own is keyed by its samples.
+
+    It needs whole activations of whole passes, in one thread. Where each shard goes through alone,
+    torch's own generator is keyed for it; compilers, and kernels of attention and recurrent layers
+    on an accelerator, may draw within.
+    """
+    spec = job.strategy_spec
+    cut = spec.mesh.ranks != spec.mesh.size(DATA) or spec.mesh.size(EXPERT) > 1
+    apart = cut or job.bitwise or job.compile or device.type != "cpu"
+    return spec.name in WHOLE_PASSES and not apart
 
 
 def compiled(model: nn.Module, backend: str) -> tuple[Callable[..., Any], Callable[[], None]]:

@@ -40,8 +40,8 @@ def of_number(stage: str, row: Mapping[str, Any]) -> str:
         return NUMBERS.get(stage, "an evaluation of other weights, or of other samples")
     hint = "other random numbers, or samples that depend on each other: the weights are the same"
     if row.get("draws"):
-        hint += "; forward or loss draws from torch's generator (F.dropout, torch.rand), whose "
-        hint += "numbers follow the micro-batch"
+        hint += "; forward or loss draws from torch's generator in a way that is not keyed "
+        hint += "(torch.poisson, C++), so the numbers follow the micro-batch"
     return hint
 
 

@@ -31,6 +31,7 @@ from allranks.torch.draws.counter import (
     unsigned,
     words,
 )
+from allranks.torch.draws.readings import Readings
 
 CPU = torch.device("cpu")
 NO_SHARD = -1
@@ -51,8 +52,14 @@ class Keys:
 
     def __init__(self, scope: Pass) -> None:
         self.scope = scope
+        self.by_function = False  # whether random functions of torch draw from these keys, too
+        self.readings = Readings()
         self._of: tuple[int, Micro] = (-1, ())
         self._of_samples: Words | None = None
+
+    def draw_elsewhere(self) -> None:
+        """What this thread draws by function from now on is torch's own, as nothing is passed."""
+        _HERE.keys = None
 
     def draw_here(self) -> None:
         """What this thread draws from now on belongs to this scope."""

@@ -25,3 +25,34 @@ def kept(rate: float, dtype: torch.dtype) -> Finish:
         return torch.ge(bits, threshold(rate), out=mask).div_(1 - rate)
 
     return finish
+
+
+def unit(bits: Tensor) -> Tensor:
+    """Numbers of float64 between 0 and 1, neither of them: 2^32 of them, evenly apart."""
+    return bits.to(torch.float64).add_(HALF + 0.5).mul_(1 / WORD)
+
+
+def uniform(low: float, high: float, dtype: torch.dtype) -> Finish:
+    """Numbers of [low, high), of as many bits as `dtype` has between 0 and 1."""
+    size = torch.finfo(dtype).eps / 2
+
+    def finish(bits: Tensor) -> Tensor:
+        numbers = unit(bits).div_(size).floor_().mul_(size * (high - low)).add_(low)
+        return numbers.to(dtype)
+
+    return finish
+
+
+def normal(bits: Tensor) -> Tensor:
+    """Numbers of the standard normal distribution, by its inverse: none beyond 6.4 deviations."""
+    numbers: Tensor = torch.special.ndtri(unit(bits))
+    return numbers
+
+
+def whole_numbers(low: int, high: int) -> Finish:
+    """Whole numbers of [low, high), at most 2^31 of them, as int64."""
+
+    def finish(bits: Tensor) -> Tensor:
+        return bits.to(torch.int64).add_(HALF).mul_(high - low).bitwise_right_shift_(32).add_(low)
+
+    return finish

@@ -76,11 +76,13 @@ class Scope:
 
     def key_stage(self, stage: int) -> None:
         """What user code draws next belongs to a stage of what goes through the model."""
+        self.keys.draw_elsewhere()
         first = self.pieces[0]
         self._seed(random_key(self.seed, self.step, first.shard, first.start, -1, stage))
 
     def key(self, step: int, purpose: int) -> None:
         """What is drawn next is the same on every rank, whichever shard it was keyed for last."""
+        self.keys.draw_elsewhere()
         self._seed(random_key(self.seed, step, -1, -1, purpose))
 
     def _seed(self, key: int) -> None:
@@ -323,8 +325,8 @@ def normalising_layers(model: nn.Module) -> list[nn.Module]:
 def computed_again() -> RequestError:
     """The refusal of a keyed layer that backward runs again, unknown to its scope."""
     return RequestError(
-        asked="activation checkpointing around BatchNorm or dropout",
+        asked="activation checkpointing around BatchNorm, dropout or a function that draws",
         found="such a layer ran again during backward",
         why="it would draw another mask, and count its moments twice",
-        do="leave these layers outside of the checkpointed part",
+        do="leave these outside of the checkpointed part, or --activation-checkpointing",
     )

@@ -22,9 +22,12 @@ from allranks.torch.model.shard_dropout import DROPOUTS, ShardDropout
 def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
     """Swap the layers of `model` in place. Returns the names swapped, and those that cannot be.
 
-    `user_randomness` names layers that draw from the framework's own generator: with them the
-    result is equal on any number of ranks only where each shard runs alone.
+    `user_randomness` names layers that draw from the framework's own generator, where these draws
+    are not keyed (`draws.caught`): with them the result is equal on any number of ranks only where
+    each shard runs alone.
     """
+    if any(isinstance(module, MixtureOfExperts) for module in model.modules()):
+        scope.keys.by_function = False  # rows that were picked for an expert are no samples
     names: dict[str, list[str]] = {"batchnorm": [], "dropout": [], "user_randomness": []}
     for index, (name, module) in enumerate(model.named_modules()):
         kind = own_kind(module)  # swapped before, it may be, by another trainer
@@ -55,14 +58,17 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
                 do="use nn.BatchNorm1d, 2d or 3d itself, or a norm without running statistics",
             )
         else:
-            drawn = getattr(module, "dropout", 0)
-            if (isinstance(drawn, float) and drawn > 0) or isinstance(
-                module, (nn.RReLU, nn.modules.dropout._DropoutNd)
-            ):
+            if not scope.keys.by_function and _draws_by_itself(module):
                 names["user_randomness"].append(name)
             continue
         module.scope, module.index = scope, index
     return names
+
+
+def _draws_by_itself(module: nn.Module) -> bool:
+    rate = getattr(module, "dropout", 0)
+    draws = isinstance(module, (nn.RReLU, nn.modules.dropout._DropoutNd))
+    return draws or (isinstance(rate, float) and rate > 0)
 
 
 def restore_layers(model: nn.Module) -> None:

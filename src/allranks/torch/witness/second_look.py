@@ -21,6 +21,7 @@ from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.loaders import WholeLoader
 from allranks.torch.data.nested import map_tensors
 from allranks.torch.data.sources import StreamSource
+from allranks.torch.draws.readings import UnclearDraw
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.plain_state import Roots
 from allranks.torch.witness.recomputed import (
@@ -117,6 +118,8 @@ class SecondLook:
         try:
             with leaving_no_trace(self.strategy.step, roots):
                 return self._as_owner() if rank == self.owner else self._as_helper()
+        except UnclearDraw as error:
+            return {"differs": f"{error.asked}: {error.found}; {error.why}"}
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             return {"unseen": f"a shard computed again ended with {told}"[:400]}

@@ -177,7 +177,10 @@ class Witness:
             return
         self.strategy.step.reached = lambda where: None  # a bad step is looked at again after this
         own, self._read = {**self._read, **self._observer.found}, {}
-        found = list(told_alike(own, self.strategy.comm.gather_texts).values())
+        gather = self.strategy.comm.gather_texts
+        found = list(told_alike(own, gather).values())
+        readings = self.strategy.step.scope.keys.readings
+        readings.agree(gather)
         if self.job.bitwise and found:
             raise RequestError(
                 asked="--bitwise",
@@ -187,7 +190,8 @@ class Witness:
                 do="keep it out of the passes (a callback comes after each step; torch's own "
                 "generator and the `random` of augment are keyed), or drop --bitwise",
             )
-        self._tell(self._at, found)
+        untried = max(gather(readings.untried())) if self.steps == OBSERVED_STEPS - 1 else ""
+        self._tell(self._at, found, untried)
 
     def _tell(self, step: int, found: list[str], unseen: str = "") -> None:
         """Say what is new; the same on all ranks."""

@@ -1,0 +1,190 @@
+"""Random operators of torch whose numbers belong to the samples while a step passes a model.
+
+Kernels of `aten` for the CPU are replaced (`torch.library`): whoever draws comes by
+here, also torch's own C++ below `F.dropout`, attention and recurrent layers, and no other operation
+is any slower. Outside of a pass, with a `torch.Generator` of one's own, and where numbers cannot be
+keyed (`random_` over more than 2^31 numbers, `poisson`, `binomial`, gamma), the kernel that was
+replaced is called; what it draws from torch's generator the witness names.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.torch.draws import keys as keyed
+from allranks.torch.draws.counter import HALF, Finish
+from allranks.torch.draws.keys import Keys
+from allranks.torch.draws.readings import ALL, ROWS
+from allranks.torch.draws.sampling import kept, normal, threshold, uniform, unit, whole_numbers
+
+BY_FUNCTION = -6  # the number of what draws without being a layer
+MOST = 1 << 31
+Draw = Callable[..., Any]
+
+
+@cache
+def catch() -> torch.library.Library:
+    """Replace the random kernels of the CPU, once in a process."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, draw in DRAWN.items():
+        before = torch.library.get_kernel(f"aten::{name}", "CPU")
+        caught = partial(_caught, name, draw, before)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            library.impl(name, caught, "CPU", with_keyset=True, allow_override=True)
+    return library
+
+
+def _caught(name: str, draw: Draw, before: Any, keyset: Any, *args: Any, **keywords: Any) -> Any:
+    here = keyed.keys_here()
+    own = any(isinstance(value, torch.Generator) for value in (*args, *keywords.values()))
+    if here is not None and here.by_function and not own:
+        keywords.pop("generator", None)
+        found = draw(partial(_bits, here, name), *args, **keywords)
+        if found is not NotImplemented:
+            return found
+    return before.call_boxed(keyset, *args, **keywords)
+
+
+def _bits(here: Keys, name: str, like: Tensor, finish: Finish, shape: Any = None) -> Tensor:
+    """What `finish` makes of random bits in this shape, by default that of `like`."""
+    sizes = tuple(like.shape if shape is None else shape)
+    samples = here.scope.samples
+    call = here.scope.calls.get(BY_FUNCTION, 0)
+    what = f"{name.partition('.')[0].strip('_')}()"
+    kind = here.readings.read(what, call, sizes, samples)
+    if kind == ROWS:
+        of_rows = here.of_rows(BY_FUNCTION, sizes, what)
+        return keyed.drawn(of_rows, sizes[1:], (0,) * (len(sizes) - 1), finish, like)
+    if kind == ALL:
+        found = keyed.drawn(here.of_all(BY_FUNCTION), sizes, (0,) * len(sizes), finish, like)
+        return found.view(sizes)
+    of_samples = here.of_rows(BY_FUNCTION, (samples,), what)
+    rest = (sizes[0], *sizes[2:])
+    return keyed.drawn(of_samples, rest, (0,) * len(rest), finish, like).transpose(0, 1)
+
+
+def _bernoulli_float(bits: Draw, out: Tensor, p: float = 0.5) -> Tensor:
+    below = threshold(p)
+    return out.copy_(bits(out, lambda b: b.lt(below) if p < 1 else torch.ones_like(b)))
+
+
+def _bernoulli_tensor(bits: Draw, out: Tensor, p: Tensor) -> Tensor:
+    return out.copy_(bits(out, unit) < p)
+
+
+def _bernoulli_out(bits: Draw, p: Tensor, out: Tensor) -> Tensor:
+    return out.resize_(p.shape).copy_(bits(p, unit) < p)
+
+
+def _uniform(bits: Draw, out: Tensor, low: float = 0.0, high: float = 1.0) -> Any:
+    return out.copy_(bits(out, uniform(low, high, out.dtype)))
+
+
+def _normal(bits: Draw, out: Tensor, mean: float = 0.0, std: float = 1.0) -> Any:
+    if out.is_complex():
+        return NotImplemented
+    return out.copy_(bits(out, normal).mul_(std).add_(mean))
+
+
+def _normal_of(bits: Draw, mean: Any, std: Any = 1.0) -> Any:
+    like = torch.as_tensor(mean) + torch.as_tensor(std)
+    return (bits(like, normal) * std + mean).to(like.dtype)
+
+
+def _exponential(bits: Draw, out: Tensor, rate: float = 1.0) -> Tensor:
+    return out.copy_(bits(out, lambda b: unit(b).log_().div_(-rate)))
+
+
+def _geometric(bits: Draw, out: Tensor, p: float) -> Tensor:
+    return out.copy_(bits(out, lambda b: unit(b).log_().div_(math.log1p(-p)).ceil_()))
+
+
+def _cauchy(bits: Draw, out: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    def finish(b: Tensor) -> Tensor:
+        return unit(b).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median)
+
+    return out.copy_(bits(out, finish))
+
+
+def _log_normal(bits: Draw, out: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    return out.copy_(bits(out, lambda b: normal(b).mul_(std).add_(mean).exp_()))
+
+
+def _random_from(bits: Draw, out: Tensor, low: int, high: int | None = None) -> Any:
+    if high is None or high - low > MOST:
+        return NotImplemented
+    return out.copy_(bits(out, whole_numbers(low, high)))
+
+
+def _random_to(bits: Draw, out: Tensor, high: int) -> Any:
+    return _random_from(bits, out, 0, high)
+
+
+def _randperm(bits: Draw, n: int, out: Tensor) -> Tensor:
+    def finish(b: Tensor) -> Tensor:
+        return b.to(torch.int64)
+
+    both = bits(out, finish, (1, n, 2)) if n else out.new_empty(1, 0, 2, dtype=torch.int64)
+    order = (both[0, :, 0] * (2 * HALF) + both[0, :, 1] + HALF).argsort(stable=True)
+    return out.resize_(n).copy_(order)
+
+
+def _multinomial(bits: Draw, p: Tensor, samples: int, replacement: bool = False) -> Any:
+    if not replacement or samples == 1:
+        return NotImplemented  # torch draws from the exponential distribution for it
+    sums = p.double().cumsum(-1)
+    numbers = bits(p, unit, (*p.shape[:-1], samples)) * sums[..., -1:]
+    return torch.searchsorted(sums, numbers.contiguous(), right=True).clamp_(max=p.shape[-1] - 1)
+
+
+def _rrelu(
+    bits: Draw, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool = False
+) -> Any:
+    if not training:
+        return NotImplemented
+    slopes = bits(x, uniform(lower, upper, x.dtype))
+    noise.copy_(torch.where(x <= 0, slopes, 1.0))
+    return x * noise
+
+
+def _rrelu_in_place(bits: Draw, x: Tensor, *rest: Any, **keywords: Any) -> Any:
+    found = _rrelu(bits, x, *rest, **keywords)
+    return found if found is NotImplemented else x.copy_(found)
+
+
+def _native_dropout(bits: Draw, x: Tensor, p: float, train: bool | None) -> Any:
+    if train is False:
+        return NotImplemented
+    mask = bits(x, kept(p, x.dtype))
+    return x * mask, mask != 0
+
+
+DRAWN: dict[str, Draw] = {
+    "bernoulli_.float": _bernoulli_float,
+    "bernoulli_.Tensor": _bernoulli_tensor,
+    "bernoulli.out": _bernoulli_out,
+    "uniform_": _uniform,
+    "normal_": _normal,
+    "normal.Tensor_float": _normal_of,
+    "normal.float_Tensor": _normal_of,
+    "normal.Tensor_Tensor": _normal_of,
+    "exponential_": _exponential,
+    "geometric_": _geometric,
+    "cauchy_": _cauchy,
+    "log_normal_": _log_normal,
+    "random_.from": _random_from,
+    "random_.to": _random_to,
+    "randperm.generator_out": _randperm,
+    "multinomial": _multinomial,
+    "rrelu_with_noise": _rrelu,
+    "rrelu_with_noise_": _rrelu_in_place,
+    "native_dropout": _native_dropout,
+}
