@@ -11,7 +11,6 @@ script or a notebook, and nothing that the command does is out of its reach:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -24,6 +23,7 @@ from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
+from allranks.torch.ahead.steps import OnSteps, Steps
 from allranks.torch.build import Built, build_model, build_strategy, compiled, job_for
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.task_data import TaskData
@@ -55,11 +55,11 @@ from allranks.training.engine.between_steps import BetweenSteps, total_steps
 from allranks.training.engine.stopping import StopAgreement
 from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task as KerasTask
-from allranks.training.progress import Asked, Progress, StepResult
+from allranks.training.progress import Asked, StepResult
 from allranks.training.task_fields import check_task
 
 
-class Trainer:
+class Trainer(OnSteps):
     """Trains `task` as `job` says, on the ranks that the environment describes (or `world`).
 
     Every rank makes one and calls the same methods in the same order. Making it joins the ranks,
@@ -84,9 +84,8 @@ class Trainer:
         check_task(task, type(task).__name__)
         self.task = task = with_recipe(torch_task(task, self.job.precision), self.job)
         self.device = device_of(self.job, self.world)
-        self.progress, self.evaluation_plan = Progress(), EvaluationPlan(self.job, task.plateau())
-        self.callbacks = [*callbacks, *task.callbacks()]
-        self.user_buffers: list[str] = []
+        self.evaluation_plan = EvaluationPlan(self.job, task.plateau())
+        self.callbacks, self.user_buffers = [*callbacks, *task.callbacks()], list[str]()
         self._has_given, self._came_to_an_end, self._called = False, True, set[str]()
         self.heartbeat = Heartbeat(
             self.world.heartbeat, self.world.local_rank, self.world.local_size
@@ -115,7 +114,6 @@ class Trainer:
 
         `loss(output, batch)` gives one value per sample; `make_optimizer(model)` the optimizer.
         """
-
         return cls(task_of_parts(model, make_optimizer, loss, train_data, fields), job)
 
     # --- the loop -------------------------------------------------------------------------
@@ -151,29 +149,29 @@ class Trainer:
         """One optimizer step on one global batch; all ranks call this. Sends what the card says."""
         if not isinstance(batch, Batch):
             raise no_batch(batch)
-        done = self.progress
         self.heartbeat.at_step(batch.index)
         self.heartbeat.enter("compute")
         self.faults.reach("step", batch.index)
-        if not done.batch_index and self.task.overrides("initialise"):
+        if not self.progress.batch_index and self.task.overrides("initialise"):
             initialise(self.strategy, batch)
         step = self.strategy.step
         step.asked = Asked.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
-        step.rates.set(done.updates, self.evaluation_plan.rate_factor)
         if self._saving is not None:
             self._saving.look_at_rates()
+        if self.witness.looks_again_at(batch):
+            self.settle()
         self.witness.before_step(batch, self.task_data.opened)
         with self.meter.watching(batch.own_samples), KERNELS:
-            result = self.strategy.train_step(batch)
+            result = self._steps.make(batch, ahead=not self.witness.observes)
         if len(step.user_buffers.written) != len(self.user_buffers):
             self.user_buffers = sorted(step.user_buffers.written)
             if self.job.bitwise:
                 raise written_in_forward(self.user_buffers)
         if batch.sizes is None and not result.taken:  # a stream has ended, on all ranks alike
             self.task_data.batches.exhausted = True
-            self.progress = dataclasses.replace(done, epoch=done.epoch + 1, step_in_epoch=0)
+            self.progress = self.progress.at_epoch(self.progress.epoch + 1)
             return result
-        self.progress = done.after(result, batch.epoch, batch.step_in_epoch)
+        self.progress = self.progress.after(result, batch.epoch, batch.step_in_epoch)
         self.witness.after_step()
         every = self.job.verify_every
         if every is not None and self.progress.batch_index % every == 0:
@@ -193,6 +191,7 @@ class Trainer:
         """The metrics over `data` (the task's own if `None`), exact; every rank calls this."""
         before = self.heartbeat.enter("evaluate")
         self.faults.reach("evaluate")
+        self.settle()
         if self.strategy.agreement.is_one_training:
             self.comm.meet(EVALUATE)
         average = self.strategy.step.average
@@ -219,11 +218,13 @@ class Trainer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, by name in sorted order; every rank calls this."""
+        self.settle()
         return self.strategy.full_state()
 
     def state(self) -> dict[str, Any]:
         """All that the rest depends on: weights, optimizer, progress; every rank calls this."""
         check_no_scheduler(self.strategy.step.optimizer, "the state of a training")
+        self.settle()
         state = {"strategy": self.strategy.state(), "own": self.strategy.own_state()}
         random = {"ranks": self.comm.size, **random_streams(self.device)}
         return {**copied(state), "random": random, **self._between.rest(self)}
@@ -231,6 +232,7 @@ class Trainer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state` returned, on any number of ranks; all call this."""
         _ = self.task_data.batches
+        self.settle()
         self.strategy.load_state(copied(state["strategy"]))
         self._between.load_rest(self, state)
         if state["random"]["ranks"] == self.comm.size:
@@ -246,6 +248,7 @@ class Trainer:
         Returns whether what was waited for is committed: a full disk costs a checkpoint, not the
         training. Where the job keeps the best checkpoint it evaluates first, if `evaluate`.
         """
+        self.settle()
         return self._between.save(self, wait=wait, evaluate=evaluate)
 
     def resume(self) -> int | None:
@@ -272,6 +275,7 @@ class Trainer:
         It is one if ranks that train apart were asked to stop before they came to theirs: all ranks
         save then, and all end as stopped.
         """
+        self.settle()
         return self._between.finish(self)
 
     def close(self, *, failed: bool = False) -> None:
@@ -288,6 +292,7 @@ class Trainer:
         failed = True
         try:
             if error is None:
+                self.settle()
                 tell_ignored(self.job, self._called, self.progress)
                 if not self._came_to_an_end:
                     self.comm.come_no_more()
@@ -309,7 +314,8 @@ class Trainer:
         self.strategy = build_strategy(task, job, self.comm, self._scope)
         taken.left_by(self.strategy.leave)
         self.built = self._place_model()
-        step = self.strategy.step
+        step, plan = self.strategy.step, self.evaluation_plan
+        self._steps = Steps(self.strategy, job, lambda: plan.rate_factor)
         check_limits(task, job, self.strategy)
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
         if whole is not None:

@@ -89,7 +89,7 @@ class Guard:
 
     def judge(self, loss: float, norm: float) -> Bad | None:
         """What is wrong with a step of this loss and this gradient norm; `None` if nothing is."""
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if not (is_finite(loss) and is_finite(norm)):
             return Bad(_not_finite(loss, norm))
         if self.spike is not None:
             usual = self._lately.median()
@@ -152,6 +152,11 @@ class _Lately:
     def median(self) -> float | None:
         """The upper median; `None` while there are too few."""
         return self._sorted[len(self._sorted) // 2] if len(self._sorted) >= ENOUGH else None
+
+
+def is_finite(number: Any) -> Any:
+    """Whether it is; of a tensor of no dimension a tensor says so, which nobody has to read."""
+    return number - number == 0
 
 
 def _not_finite(loss: float, norm: float) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Progress:
 
     def after(self, result: StepResult, epoch: int, step_in_epoch: int) -> Progress:
         """The progress once the step with number `step_in_epoch` of `epoch` has given `result`."""
+        if not result.is_read:
+            return UnreadProgress(self, result, epoch, step_in_epoch)
         before = self if epoch == self.epoch and self.step_in_epoch > 0 else Progress()
         loss, weight = (result.loss * result.weight, result.weight) if result.updated else (0, 0)
         return Progress(
@@ -33,6 +38,19 @@ class Progress:
             loss_sum=before.loss_sum + loss,
             weight_sum=before.weight_sum + weight,
         )
+
+    def at_epoch(self, epoch: int) -> Progress:
+        """The same, at the start of an epoch."""
+        return dataclasses.replace(self, epoch=epoch, step_in_epoch=0)
+
+    @property
+    def updates_unless_bad(self) -> int:
+        """The same as `updates`, if a step that is unread turns out to be good; nobody waits."""
+        return self.updates
+
+    def settled(self) -> Progress:
+        """The same, with all numbers read."""
+        return self
 
     @property
     def mean_loss(self) -> float | None:
@@ -87,3 +105,74 @@ class StepResult:
     def taken(self) -> bool:
         """Whether it was a step of the job, updated or not, and no end of a stream."""
         return self.updated or self.overflow or bool(self.bad)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all numbers are here, so that nobody waits for the device who asks for one."""
+        return True
+
+
+class UnreadResult(StepResult):
+    """A step whose numbers the device has not told yet: who asks for one of them waits for it.
+
+    What was `asked` is what was heard with the step before. `read` gives the numbers, and
+    communicates nothing. Of a step that the device has held back it gives what is known so far:
+    the next step of all ranks says the rest (`take`).
+    """
+
+    def __init__(
+        self, batch_index: int, epoch: int, learning_rate: float, read: Callable[[], StepResult]
+    ) -> None:
+        known = {"batch_index": batch_index, "epoch": epoch, "learning_rate": learning_rate}
+        vars(self).update(known, asked=NOTHING, _read=read)
+
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__("__dict__")
+        if name in LATER and name not in own:
+            self.take(own["_read"]())
+        return super().__getattribute__(name)
+
+    def take(self, result: StepResult) -> None:
+        """The numbers are here."""
+        vars(self).update({name: getattr(result, name) for name in LATER})
+
+    @property
+    def is_read(self) -> bool:
+        return "loss" in vars(self)
+
+    @property
+    def taken(self) -> bool:
+        return True  # the end of a stream is read at once
+
+
+class UnreadProgress(Progress):
+    """The progress after an unread step: which step it is, is known; other numbers are read."""
+
+    def __init__(self, before: Progress, result: StepResult, epoch: int, step_in_epoch: int):
+        known = {"epoch": epoch, "step_in_epoch": step_in_epoch + 1}
+        known["batch_index"] = before.batch_index + 1
+        vars(self).update(known, _before=before, _step=(result, epoch, step_in_epoch))
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("samples_seen", "updates", "loss_sum", "weight_sum"):
+            return getattr(self.settled(), name)
+        return super().__getattribute__(name)
+
+    @property
+    def updates_unless_bad(self) -> int:
+        before: Progress = vars(self)["_before"]
+        return before.updates_unless_bad + 1
+
+    def settled(self) -> Progress:
+        result, *where = vars(self)["_step"]
+        result.loss  # noqa: B018  this reads it
+        before: Progress = vars(self)["_before"]
+        return before.settled().after(result, *where)
+
+
+LATER = {f.name for f in dataclasses.fields(StepResult)} - {
+    "batch_index",
+    "epoch",
+    "learning_rate",
+    "asked",
+}

@@ -136,7 +136,7 @@ class RankProgram(ABC, Generic[T]):
             except BaseException as error:
                 cause, trainer = cls.root_cause(error), run.trainer
                 step = trainer.progress.batch_index if trainer else None
-                updates = trainer.progress.updates if trainer else 0
+                updates = trainer.progress.updates_unless_bad if trainer else 0
                 events.event("failed", **failure_of(cause, updates, step))
                 return exit_code_of(cause)
         return 0

@@ -100,7 +100,7 @@ class StagedGradients(Gradients):
         self.line.all_gather(whole, row, "control").wait()
         return whole.view(self.line.size, -1)
 
-    def clip_(self, limit: float, norm: float) -> None:
+    def clip_(self, limit: float, norm: float | Tensor) -> None:
         if self.parameters:
             super().clip_(limit, norm)
 

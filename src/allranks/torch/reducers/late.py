@@ -29,7 +29,7 @@ class OnItsWay:
 
     buckets: Buckets
     step: int
-    factor: float = 1.0
+    factor: float | Tensor = 1.0
     unused: tuple[int, ...] = ()
     regularizer: list[Tensor | None] = field(default_factory=list)
     whole: dict[str, Tensor] | None = None
@@ -134,7 +134,7 @@ class LateGradients(Gradients):
         for parameter, gradient in zip(self.parameters, own, strict=True):
             parameter.grad = gradient
 
-    def scale_(self, factor: float) -> None:
+    def scale_(self, factor: float | Tensor) -> None:
         self._leaving.factor *= factor
 
     def norm(self, *, clips: bool, left_out: bool) -> float:

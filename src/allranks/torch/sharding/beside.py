@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.reducers.base import Bucket, Reducer
@@ -33,6 +33,7 @@ class Beside:
         self.tally = layout.tally(self.flat[: layout.size])
         self._gradients = self.flat[layout.size : size - NUMBERS]
         self._calls = self.flat[size - NUMBERS : size]
+        self._orders: dict[int, Tensor] = {}
         reducer.prepare([Bucket(self.flat, self.flat)])
 
     def begin(self) -> None:
@@ -50,14 +51,20 @@ class Beside:
         """Take in a leaf that is not the last."""
         self.reducer.launch(0, leaf, last=False)
 
-    def sum_up(self, leaf: Span, order: CallOrder, ranks: int) -> None:
+    def sum_up(self, leaf: Span, order: CallOrder, ranks: int, *, unread: bool) -> None:
         """The sums over so many ranks, with the last leaf; every rank calls this.
 
-        Raises `RequestError` unless units were called in one `order` on all of them.
+        Raises `RequestError` unless units were called in one `order` on all of them; where sums
+        are to stay `unread`, the tally is not right then.
         """
-        self._calls.copy_(self._calls.new_tensor(order.numbers()))
+        if order.digest not in self._orders:
+            self._orders = {order.digest: self._calls.new_tensor(order.numbers())}
+        self._calls.copy_(self._orders[order.digest])
         self.reducer.launch(0, leaf, last=True)
         self.reducer.finish()
-        order.check_sums(self._calls.tolist(), ranks)
+        if unread:
+            self.tally.is_right = order.sums_agree(self._calls, ranks)
+        else:
+            order.check_sums(self._calls.tolist(), ranks)
         for parameter, number in zip(self.uncut, self._gradients, strict=True):
             parameter.grad = number.to(parameter.dtype, copy=True)

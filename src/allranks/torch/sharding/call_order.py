@@ -11,6 +11,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from allranks.errors import RequestError
 
 DIGITS = 4
@@ -42,6 +44,10 @@ class CallOrder:
         for total, of_squares in zip(sums[:DIGITS], sums[DIGITS:], strict=True):
             if total**2 != of_squares * ranks:
                 raise self.other()
+
+    def sums_agree(self, sums: Tensor, ranks: int) -> Tensor:
+        """Whether they were, which nobody waits for."""
+        return sums[:DIGITS].square().eq(sums[DIGITS:] * ranks).all()
 
     def other(self) -> RequestError:
         """What to say of ranks that call units in different orders."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Container, Sequence
 
@@ -13,7 +12,7 @@ from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm import Comm
 from allranks.torch.model.reals import reals
 from allranks.torch.reducers.exact_norm import exact_norm
-from allranks.torch.step.gradients import Gradients, as_tensor, gradients_of
+from allranks.torch.step.gradients import Gradients, as_tensor, gradients_of, multiply_
 
 
 class PartsOfRanks(Gradients):
@@ -34,8 +33,8 @@ class PartsOfRanks(Gradients):
         """Of these, what this rank counts in the norm."""
         return [part for part in self.held() if part.ndim or self.comm.rank == 0]
 
-    def scale_(self, factor: float) -> None:
-        torch._foreach_mul_(self.held(), factor)
+    def scale_(self, factor: float | Tensor) -> None:
+        multiply_(self.held(), factor)
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
         """Squares in float64, added in the order of the ranks.
@@ -45,18 +44,20 @@ class PartsOfRanks(Gradients):
         counted = self.counted()
         if clips and self.exact:
             return exact_norm(counted, self._everywhere)
-        own = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
-        for part in counted:
-            own += torch.linalg.vector_norm(reals(part), dtype=torch.float64).square()
-        return math.sqrt(self._everywhere(own).sum())
+        return float(self.norm_unread(clips=clips, left_out=left_out))
 
-    def clip_(self, limit: float, norm: float) -> None:
+    def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
+        own = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
+        if counted := [reals(part) for part in self.counted()]:
+            norms = torch._foreach_norm(counted, 2, torch.float64)
+            squares = torch.stack([norm.to(own.device) for norm in norms]).square()
+            own += squares.cumsum(0)[-1]  # one after the other, as they come
+        return self._everywhere(own).sum().sqrt()
+
+    def clip_(self, limit: float, norm: float | Tensor) -> None:
         total = as_tensor(norm, self.parameters[0])
         factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        held = self.held()
-        for device in {part.device for part in held}:  # some may lie on the host
-            there = [part for part in held if part.device == device]
-            torch._foreach_mul_(there, factor.to(device))
+        multiply_(self.held(), factor)
 
     def _everywhere(self, row: Tensor) -> Tensor:
         """The rows of all ranks, (ranks, row)."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.torch.checkpoint.tree import local
+from allranks.torch.step.gradients import multiply_
 
 
 class Owned(Protocol):
@@ -47,13 +48,22 @@ class MovingAverage:
                     self._tensors.append(parameter.detach().clone())
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take in the weights as they are after an update. No communication."""
+    def update(self, held: Tensor | None = None) -> None:
+        """Take in the weights as they are after an update; none is `held`. No communication."""
         with self._owned():
             pairs = zip(self._tensors, self._parameters, strict=True)
-            held = [(local(t), local(p)) for t, p in pairs if not p.is_meta]  # others are elsewhere
-            if held:
-                torch._foreach_lerp_([t for t, _ in held], [p for _, p in held], 1 - self.decay)
+            taken = [
+                (local(t), local(p)) for t, p in pairs if not p.is_meta
+            ]  # others are elsewhere
+            if not taken:
+                return
+            averages, weights = [t for t, _ in taken], [p for _, p in taken]
+            if held is None:
+                torch._foreach_lerp_(averages, weights, 1 - self.decay)
+            else:  # not where an update was held back
+                steps = torch._foreach_sub(weights, averages)
+                multiply_(list(steps), (1 - self.decay) * (1 - held.double()))
+                torch._foreach_add_(averages, steps)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

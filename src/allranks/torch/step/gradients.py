@@ -51,10 +51,9 @@ class Gradients:
         """What this rank holds of the gradient of each parameter; `None` where there is none."""
         return [parameter.grad for parameter in self.parameters]
 
-    def scale_(self, factor: float) -> None:
+    def scale_(self, factor: float | Tensor) -> None:
         """Multiply all of it."""
-        if held := self.flats or gradients_of(self.parameters):
-            torch._foreach_mul_(held, factor)
+        multiply_(self.flats or gradients_of(self.parameters), factor)
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
         """Its length, the same on every rank; not finite exactly if one of its elements is not.
@@ -65,13 +64,30 @@ class Gradients:
             return exact_norm(gradients_of(self.parameters))
         return norm_of(self.parameters, [] if left_out else self.flats, clips=clips)
 
-    def clip_(self, limit: float, norm: float) -> None:
+    def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
+        """The same where the device has it; not finite also where squares are too large."""
+        flats = [] if left_out else self.flats
+        return together(norms_of(self.parameters, flats, clips=clips))
+
+    def clip_(self, limit: float, norm: float | Tensor) -> None:
         """Scale it down to the length `limit` if its `norm` is more."""
         clip_grads_with_norm_(self.parameters, limit, as_tensor(norm, self.parameters[0]))
 
 
-def as_tensor(norm: float, like: Tensor) -> Tensor:
+def multiply_(tensors: list[Tensor], factor: float | Tensor) -> None:
+    """All of them in as few launches as there are types."""
+    if isinstance(factor, Tensor):
+        for kind, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
+            alike = [t for t in tensors if (t.dtype, t.device) == (kind, device)]
+            torch._foreach_mul_(alike, factor.to(device, real_type(kind)))
+    elif tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def as_tensor(norm: float | Tensor, like: Tensor) -> Tensor:
     """A norm of the type that torch would have it in, where the tensor lies. Copies nothing."""
+    if isinstance(norm, Tensor):
+        return norm.to(real_type(like.dtype))
     return torch.full((), norm, dtype=real_type(like.dtype), device=like.device)
 
 
@@ -132,14 +148,35 @@ def norm_of(parameters: list[nn.Parameter], flats: list[Tensor], *, clips: bool)
 
     `flats`, if any, hold the same numbers in fewer tensors; `clips` asks for what torch clips by.
     """
-    if clips:
-        norm = float(get_total_norm(gradients_of(parameters)))
-    elif flats:
-        norms = [torch.linalg.vector_norm(flat) for flat in flats]
-        norm = norms[0].item() if len(norms) == 1 else math.hypot(*torch.stack(norms).tolist())
-    else:
-        norm = length(gradients_of(parameters))
+    norm = read(norms_of(parameters, flats, clips=clips))
     return norm if math.isfinite(norm) else length(gradients_of(parameters), torch.float64)
+
+
+def norms_of(parameters: list[nn.Parameter], flats: list[Tensor], *, clips: bool) -> list[Tensor]:
+    """Norms of parts of the gradient, of which the norm is that of all; nobody waits for them."""
+    if clips:
+        return [get_total_norm(gradients_of(parameters))]
+    if flats:
+        return [torch.linalg.vector_norm(flat) for flat in flats]
+    return lengths(gradients_of(parameters))
+
+
+def together(norms: list[Tensor]) -> Tensor:
+    """The norm of several, where the device has it, in 64 bits."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    first = norms[0].device
+    found: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(first) for norm in norms]), dtype=torch.float64
+    )
+    return found
+
+
+def read(norms: list[Tensor]) -> float:
+    """The norm of several; waits for the device once."""
+    if not norms or norms[0].device.type == "cpu":
+        return math.hypot(*(norm.item() for norm in norms))
+    return float(together(norms))
 
 
 def gradient_taken(parameter: Tensor) -> RequestError:
@@ -154,13 +191,14 @@ def gradient_taken(parameter: Tensor) -> RequestError:
 
 def length(gradients: list[Tensor], kind: torch.dtype | None = None) -> float:
     """The norm of all `gradients` together, each squared and summed as `kind` if given."""
+    return read(lengths(gradients, kind))
+
+
+def lengths(gradients: list[Tensor], kind: torch.dtype | None = None) -> list[Tensor]:
+    """The norm of each."""
     if not gradients:
-        return 0.0
+        return []
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if kind is not None:
         dense = [g.to(torch.promote_types(g.dtype, kind)) for g in dense]
-    norms = torch._foreach_norm(dense)
-    if norms[0].device.type == "cpu":
-        return math.hypot(*(norm.item() for norm in norms))
-    first = norms[0].device
-    return math.hypot(*torch.stack([norm.to(first) for norm in norms]).tolist())  # waits once
+    return list(torch._foreach_norm(dense))

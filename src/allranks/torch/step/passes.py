@@ -116,6 +116,7 @@ class Passes:
         self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
         self.regularizers = Regularizer(task, parts.whole_weights)
         self._poison_next = self._poisoned = False
+        self._poisoned_at: set[int] = set()
         self.has_loss = True  # of a pipeline, the last stage alone
         self.stage = 0  # of a pipeline, that which is passed next
         self._unweighted: Unweighted | None = None
@@ -221,7 +222,10 @@ class Passes:
         """Before the passes of a step: nothing of the last one is counted in it."""
         if self.probe is not None:
             self.probe.begin(batch)
-        self._poisoned, self._poison_next = self._poison_next, False
+        if self._poison_next:
+            self._poisoned_at.add(batch.index)
+            self._poison_next = False
+        self._poisoned = batch.index in self._poisoned_at  # also where it is made again
         self.user_buffers.begin()
         self.changes.begin()
         self.apart.late, self._rows = self.changes.late, self.sparse
@@ -303,7 +307,7 @@ class Passes:
         factor = self.share * self._loss_scale / nominal
         key = factor, like.dtype
         if key not in self._scales:
-            self._scales[key] = like.new_tensor(factor)
+            self._scales[key] = like.new_full((), factor)
         return self._scales[key]
 
     @property

@@ -11,7 +11,9 @@ import math
 
 from torch import Tensor
 
-from allranks.torch.data.batch import Batch
+from allranks.torch.ahead.rows import Rows, held_back, in_exchange, recorded_event
+from allranks.torch.ahead.sent import Sent, numbers_of
+from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.model.bounded_tables import shorten_alike
 from allranks.torch.step.ema import MovingAverage
 from allranks.torch.step.gradients import Gradients
@@ -19,8 +21,8 @@ from allranks.torch.step.passes import Passes
 from allranks.torch.step.rates import Rates
 from allranks.torch.step.tally import Tally, Totals
 from allranks.torch.step.trainable import update
-from allranks.training.guard import Bad, Guard, Verdict, weightless
-from allranks.training.progress import StepResult
+from allranks.training.guard import Bad, Guard, Verdict, is_finite, weightless
+from allranks.training.progress import StepResult, UnreadResult
 
 REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
 
@@ -29,6 +31,7 @@ class SharedStep(Passes):
     """A step that no strategy writes again: its passes, and then the update."""
 
     def set_up(self) -> None:
+        self.rows: Rows | None = None  # where steps may stay unread
         self.average: MovingAverage | None = None
         self.guard = Guard()
         self.rates = Rates(self.task, self.optimizer)
@@ -41,16 +44,15 @@ class SharedStep(Passes):
         """
         if self.scope.looked_up:
             shorten_alike(self.model, self.scope, self.comm)
-        totals = tally.totals(batch.index)
+        if self.rows is not None and self.rows.is_on:
+            return self._apply_unread(self.rows, batch, tally, gradients)
+        totals = self._read(tally, batch)
         self.reached("finish")
         weight, samples = totals.weight, totals.samples
         where, rate = (batch.index, batch.epoch), float(self.optimizer.param_groups[0]["lr"])
         if not self.is_taken(batch, samples):
             return StepResult(*where, math.nan, samples, weight, rate, False, asked=totals.asked)
-        if self._unweighted is not None:
-            self._unweighted.sum_up(samples, weight)
-        if weight <= 0:
-            raise weightless(batch, weight)
+        self.check(batch, totals, self.regularizers.was)
         self._settle(batch, totals, gradients)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
         self._divide(gradients, batch, weight)
@@ -68,6 +70,7 @@ class SharedStep(Passes):
         if verdict.update:
             self._update(batch, norm, tally, gradients)
             tally.update_norms()
+            self.layout.was_updated = not totals.unused
         else:
             self.scope.key(batch.index, UPDATE)  # callbacks draw the same on every rank
         if totals.changed:
@@ -77,6 +80,63 @@ class SharedStep(Passes):
         done = verdict.update, norm, totals.asked
         return StepResult(*seen, *done, *judged, verdict.culprits)
 
+    def _apply_unread(
+        self, rows: Rows, batch: Batch, tally: Tally, gradients: Gradients
+    ) -> StepResult:
+        """The same of a step whose sums the host has not read: they stay on the device.
+
+        It is held back unless it is plainly good. What else may become of it, `apply` alone says,
+        when it is made again, and read at once (`ahead.steps`).
+        """
+        sums = tally.unread(batch.index)
+        unused = () if self._uses_all else tally.unused()
+        gradients.settle(unused)
+        loss_scale = None if self.loss_scale is None else self.loss_scale.value
+        self._divide(gradients, batch, sums.weight)
+        was = self.regularizers.was
+        loss = sums.loss / sums.weight + self._add_regularizer(batch, gradients)
+        left_out = bool(unused) and self.regularizers.is_there
+        norm = gradients.norm_unread(clips=self.task.clip_norm is not None, left_out=left_out)
+        held = rows.hold_unless(sums.is_right & is_finite(loss) & is_finite(norm))
+        with held_back(self.optimizer, held):
+            self._update(batch, norm, tally, gradients, held)
+        tally.update_norms(held)
+        self.user_buffers.undo_where(held)
+        self._adapt_loss_scale(overflow=False, updated=True)
+        row = rows.send(numbers_of(held, loss, norm, was, sums.head))
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        sent = Sent(row, self.layout, batch, rate, loss_scale, self.comm.heartbeat)
+        return UnreadResult(batch.index, batch.epoch, rate, sent)
+
+    def _read(self, tally: Tally, batch: Batch) -> Totals:
+        """What the tally says; where that waits for the device, it is for the other ranks."""
+        if self.scope.device.type == "cpu":
+            return tally.totals(batch.index)
+        with in_exchange(self.comm.heartbeat, self._computed):
+            return tally.totals(batch.index)
+
+    def check(self, batch: Batch, totals: Totals, regularizer: float | Tensor) -> None:
+        """Raise for sums that are no mean; `regularizer` is what this rank gave for them."""
+        if self._unweighted is not None:
+            self._unweighted.sum_up(totals.samples, totals.weight)
+        if totals.weight <= 0:
+            raise weightless(batch, totals.weight)
+        self.regularizers.check(totals.regularizer, self.layout.like.dtype, float(regularizer))
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        self._uses_all = True
+
+    def close_leaf(self, batch: Batch, leaf: Leaf, tally: Tally) -> None:
+        super().close_leaf(batch, leaf, tally)
+        if self.rows is not None:
+            self._uses_all = self._uses_all and all(self.used)
+
+    def end(self, batch: Batch) -> None:
+        super().end(batch)
+        if self.scope.device.type != "cpu":
+            self._computed = recorded_event(self.scope.device)
+
     def is_taken(self, batch: Batch, samples: int) -> bool:
         """Whether so many samples of all ranks are a step, or the end of a stream."""
         drops = batch.sizes is None and self.task.last_batch == "drop"
@@ -85,17 +145,16 @@ class SharedStep(Passes):
     def _settle(self, batch: Batch, totals: Totals, gradients: Gradients) -> None:
         """Let every parameter that some rank used have a gradient, and no other one."""
         gradients.settle(totals.unused)
-        self.regularizers.check(totals.regularizer, self.layout.like.dtype)
         if totals.changed:
             self._take_changes(batch)
             gradients.follow(self.parameters)
 
-    def _divide(self, gradients: Gradients, batch: Batch, weight: float) -> None:
+    def _divide(self, gradients: Gradients, batch: Batch, weight: float | Tensor) -> None:
         """Sums over the nominal samples become the mean over the weight, without the loss scale."""
-        factor = batch.nominal / weight if weight != batch.nominal else 1.0
+        factor = batch.nominal / weight
         if self.loss_scale is not None:
-            factor /= self.loss_scale.value
-        if factor != 1:
+            factor = factor / self.loss_scale.value
+        if isinstance(factor, Tensor) or factor != 1:
             gradients.scale_(factor)
 
     def _adapt_loss_scale(self, overflow: bool, updated: bool) -> None:
@@ -124,7 +183,14 @@ class SharedStep(Passes):
             if not update:
                 self.user_buffers.undo()
 
-    def _update(self, batch: Batch, norm: float, tally: Tally, gradients: Gradients) -> None:
+    def _update(
+        self,
+        batch: Batch,
+        norm: float | Tensor,
+        tally: Tally,
+        gradients: Gradients,
+        held: Tensor | None = None,
+    ) -> None:
         if self.task.clip_norm is not None:
             gradients.clip_(self.task.clip_norm, norm)
             if self.probe is not None:
@@ -135,7 +201,7 @@ class SharedStep(Passes):
             update(self.optimizer)
             self.rates.see()
         if self.average is not None:
-            self.average.update()
+            self.average.update(held)
 
     def regularizer(self, batch: Batch) -> Tensor | None:
         """The regularizer of a step, the same on every rank; `None` if the task has none."""

@@ -29,6 +29,7 @@ from allranks.training.progress import NOTHING, Asked
 
 CACHED_COUNTS = 256
 WEIGHT, REGULARIZER = 0, 7  # their places in the counts
+FLAGS = 9  # where in the tally those of the parameters begin
 POSITIONS = 16  # small, so that the counts of a usual step come from a small cache
 
 
@@ -45,6 +46,19 @@ class Totals:
     unused: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Unread:
+    """The sums of all ranks where the device has them; `is_right` unless the host must look.
+
+    `head` is what the host reads of them later, with `TallyLayout.totals`.
+    """
+
+    loss: Tensor
+    weight: Tensor
+    is_right: Tensor
+    head: Tensor
+
+
 class TallyLayout:
     """Where each number of the tally stands, for one model and its trainable parameters."""
 
@@ -58,7 +72,7 @@ class TallyLayout:
     ) -> None:
         own = reals(local(parameters[0].detach()))
         self.like = own.new_empty(0, dtype=kind or own.dtype, device=device or own.device)
-        self.counts = slice(1, 9 + len(parameters))
+        self.counts = slice(1, FLAGS + len(parameters))
         self.norms = shard_norms(model)
         self.moments = []
         self.size = self.counts.stop
@@ -70,7 +84,23 @@ class TallyLayout:
             start, self.size = self.size, self.size + count
             self.rows.append(slice(start, self.size))
         self.leaves: float | None = None  # of all ranks, as the first step had them
+        self.was_updated = False  # with a gradient for each parameter
         self._cache: dict[tuple[float, int, int, bool, bool], Tensor] = {}
+
+    def totals(self, numbers: Sequence[float], step: int) -> Totals:
+        """What the sums say; raises `ProgramError` if they are not all of this step."""
+        loss, weight, samples, leaves, position, stop, save, changed, value, *flags = numbers
+        usual = self.leaves = self.leaves or leaves
+        if leaves != usual or position != leaves * (step % POSITIONS):
+            raise ProgramError(
+                f"the ranks are not at the same step: this one is at {step}, and was given the "
+                "sums of another. A rank left out a collective, or made one more than the others: "
+                "look for a call of torch.distributed in the task that not every rank makes.",
+                fault_kind=FaultKind.NOT_AT_THE_SAME_STEP,
+            )
+        unused = () if min(flags, default=1) > 0 else unused_of(flags)
+        asked = Asked.of(stop > 0, save > 0)
+        return Totals(loss, weight, int(samples), asked, changed > 0, value / leaves, unused)
 
     def tally(self, tensor: Tensor | None = None) -> Tally:
         """A tally over `tensor`, (size,); a new one of zeros if there is none."""
@@ -110,6 +140,7 @@ class Tally:
         self._head = tensor[: layout.counts.stop]
         self._weight, self._samples = 0.0, 0
         self._weighed: float | Tensor = 0.0
+        self.is_right: Tensor | None = None  # what else a strategy has found of an unread sum
 
     def add(self, loss: Tensor, weight: float | Tensor, samples: int, scope: Scope) -> None:
         """Add what a micro-batch gave, with the moments that its forward pass left in `scope`."""
@@ -154,21 +185,30 @@ class Tally:
 
     def totals(self, step: int) -> Totals:
         """Read the sums; raises `ProgramError` if they are not all of this step."""
-        numbers = self._head.tolist()
-        loss, weight, samples, leaves, position, stop, save, changed, value, *flags = numbers
-        usual = self.layout.leaves = self.layout.leaves or leaves
-        if leaves != usual or position != leaves * (step % POSITIONS):
-            raise ProgramError(
-                f"the ranks are not at the same step: this one is at {step}, and was given the "
-                "sums of another. A rank left out a collective, or made one more than the others: "
-                "look for a call of torch.distributed in the task that not every rank makes.",
-                fault_kind=FaultKind.NOT_AT_THE_SAME_STEP,
-            )
-        unused = () if min(flags) > 0 else tuple(i for i, flag in enumerate(flags) if not flag)
-        asked = Asked.of(stop > 0, save > 0)
-        return Totals(loss, weight, int(samples), asked, changed > 0, value / leaves, unused)
+        return self.layout.totals(self._head.tolist(), step)
 
-    def update_norms(self) -> None:
-        """One update of all running statistics, from the moments of all shards."""
+    def unread(self, step: int) -> Unread:
+        """The sums, which nobody waits for, in a layout of which one step was read."""
+        head = self._head[:FLAGS].double()
+        loss, weight, _, leaves, position, _, _, changed, _ = head.unbind()
+        usual = self.layout.leaves
+        assert usual is not None
+        at = leaves.eq(usual) & position.eq(usual * (step % POSITIONS))
+        right = at & weight.gt(0) & changed.eq(0)
+        return Unread(loss, weight, right if self.is_right is None else right & self.is_right, head)
+
+    def unused(self) -> tuple[int, ...]:
+        """The positions of the parameters that no rank used; waits for the device."""
+        return unused_of(self._head[FLAGS:].tolist())
+
+    def update_norms(self, held: Tensor | None = None) -> None:
+        """One update of all running statistics, from the moments of all shards; none if `held`."""
+        if held is not None and self.layout.moments:
+            moments = slice(self.layout.moments[0].start, self.layout.moments[-1].stop)
+            self.tensor[moments].masked_fill_(held > 0, 0)  # of no weight
         for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):
             norm.update_running(self.tensor[where])
+
+
+def unused_of(flags: Sequence[float]) -> tuple[int, ...]:
+    return tuple(position for position, flag in enumerate(flags) if not flag)

@@ -43,6 +43,7 @@ class UserBuffers:
         self.written: set[str] = set()
         self._watched = self._slots
         self._kept: Copies = []
+        self._versions: dict[int, int] = {}
         self._before: list[tuple[Tensor | None, int]] = []
 
     def copies(self) -> Copies:
@@ -60,6 +61,7 @@ class UserBuffers:
         if not self._slots:
             return
         self._kept = _copies(self._watched)
+        self._versions = {id(buffer): buffer._version for _, _, buffer, _ in self._kept}
         self._before = [_version(holder, name) for _, holder, name in self._slots]
 
     def end(self, batch: Batch) -> None:
@@ -75,6 +77,17 @@ class UserBuffers:
     def undo(self) -> None:
         """The buffers hold what they held before the step."""
         put_back(self._kept)
+
+    @torch.no_grad()
+    def undo_where(self, held: Tensor) -> None:
+        """The same if `held` is 1, which the device alone looks at."""
+        for holder, name, buffer, content in self._kept:
+            now = holder[name]
+            if now is None or now.shape != buffer.shape or now.dtype != buffer.dtype:
+                if bool(held):  # this rank waits
+                    put_back([(holder, name, buffer, content)])
+            elif now is not buffer or now._version != self._versions[id(buffer)]:
+                now.copy_(torch.where(held > 0, content, now))
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, Holder]]:

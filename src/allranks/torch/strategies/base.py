@@ -67,6 +67,8 @@ class Strategy(ABC):
     """Whether forward passes may go through what a compiler made of the model."""
     has_one_model: ClassVar[bool] = True
     """Whether a rank has one model: copies in threads meet in no forward."""
+    can_run_ahead: bool = False
+    """Whether a step that updates nothing leaves nothing behind, and no host reads its norm."""
     cuts_micro_batches: bool = False  # whether they go through the model piece by piece
     equal_passes: ClassVar[bool] = False
     """Whether all ranks make the same number of passes, because a pass communicates.

@@ -65,6 +65,7 @@ class ContextParallel(DDP):
 
     def prepare(self) -> None:
         super().prepare()
+        self.can_run_ahead = False
         if self.blocks is not None:
             self.step.share = 1 / self.exchange.comm.size
             self.step.forward = self._forward

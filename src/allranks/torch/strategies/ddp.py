@@ -50,6 +50,7 @@ class DDP(Strategy):
 
     def prepare(self) -> None:
         self.reducer = self._made_reducer()
+        self.can_run_ahead = type(self.reducer).state is Reducer.state  # it keeps no residuals
         self._not_sent: dict[str, Any] | None = None
 
     def _made_buckets(self, tally_size: int, reducer: Reducer) -> Buckets:

@@ -70,6 +70,7 @@ class FSDP(Single):
         self.policy = OffloadPolicy()
         if context.options["offload"] == "cpu":
             on_gpu = self.comm.device.type != "cpu"
+            self.can_run_ahead = False
             self.policy = CPUOffloadPolicy(pin_memory=on_gpu)
             self.builds_deferred = self.is_cut and not on_gpu  # assumed, not run on a GPU
         self.kind = "control"
@@ -251,7 +252,8 @@ class FSDP(Single):
             return super().reduce(batch, local)
         last = batch.leaves[-1].shards
         with self.trail.at(THE_SUM):
-            self.beside.sum_up((last.start, last.stop), self.order, self.comm.size)
+            unread = self.step.rows is not None and self.step.rows.is_on
+            self.beside.sum_up((last.start, last.stop), self.order, self.comm.size, unread=unread)
         holders = self.axis(SHARD) if self.two_axes is None else self.comm
         own = {id(p) for p in self.step.parameters if p.ndim} - self.copies
         return local, SomeCut(self.step.parameters, holders, own, exact=self.shard_alone)

@@ -19,6 +19,7 @@ class Single(Strategy):
     """Forward, backward, update. Nothing is sent."""
 
     name = "single"
+    can_run_ahead = True
 
     def forward_backward(self, batch: Batch) -> Tally:
         return self._along_the_tree(batch) if self.shard_alone else super().forward_backward(batch)

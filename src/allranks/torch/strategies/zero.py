@@ -44,6 +44,7 @@ class ZeRO1(Strategy):
     """Reduce-scatter the gradients, update own rows, all-gather the weights."""
 
     name = "zero1"
+    can_run_ahead = True
 
     @property
     def shard_alone(self) -> bool:

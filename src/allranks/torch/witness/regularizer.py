@@ -53,9 +53,8 @@ class Regularizer:
             check_is_of_weights(value, before)
         return value
 
-    def check(self, mean: float, kind: torch.dtype) -> None:
+    def check(self, mean: float, kind: torch.dtype, own: float) -> None:
         """Raise `RequestError` unless all ranks had the same last value; `mean` is over them."""
-        own = float(self.was)
         if own == mean or not math.isfinite(own) or not math.isfinite(mean):
             return  # of what is not finite the guard has told
         if abs(own - mean) > ROUNDING * torch.finfo(kind).eps * abs(own):

@@ -134,6 +134,16 @@ class Witness:
 
     # --- around each step -------------------------------------------------------------------
 
+    @property
+    def observes(self) -> bool:
+        """Whether the step that comes is one of those in which all is looked at."""
+        return self.is_on and self.steps < OBSERVED_STEPS
+
+    def looks_again_at(self, batch: Batch) -> bool:
+        """Whether a shard of the batch is computed again before its step."""
+        is_due = self.steps == 1 or (self.steps > 1 and batch.index % WITNESS_EVERY == 0)
+        return self.is_on and self.looks_again and is_due
+
     def before_step(self, batch: Batch, batches: GlobalBatches | None) -> None:
         """A step begins. Communicates where one is computed again.
 
@@ -141,15 +151,14 @@ class Witness:
         """
         if not self.is_on:
             return
-        if self.steps < OBSERVED_STEPS:
+        if self.observes:
             alone = self.strategy.shard_alone
             if self._observer is None:
                 self._observer = Observer(self.strategy.step, self._roots, alone, contents=True)
             self._observer.contents = self.steps == 0
             self.strategy.step.reached = self._reached
         self._at = batch.index
-        is_due = self.steps == 1 or (self.steps > 1 and batch.index % WITNESS_EVERY == 0)
-        if is_due and self.looks_again and batches is not None:
+        if self.looks_again_at(batch) and batches is not None:
             self._look_again(batch, batches)
 
     def after_step(self) -> None:

@@ -28,6 +28,7 @@ class RankRecord(Callback):
         self._logs = Logs()
         self._began_at = self._last_step_at = 0.0
         self._first_step = True
+        self._unread: list[StepResult] = []
         self._speaks = self._trains_apart = False
         self._seen_before = 0
 
@@ -48,6 +49,7 @@ class RankRecord(Callback):
 
     def close(self) -> None:
         """No more is written but events; what found no room in the run folder is kept elsewhere."""
+        self._write()
         if self._metrics is not None:
             self.keeping.rest("metrics.jsonl", self._metrics.close_with_rest())
         self.keeping.incomplete += self._logs.close()
@@ -57,31 +59,41 @@ class RankRecord(Callback):
 
     def on_save(self, trainer: Trainer) -> None:
         """No step is saved that the metrics do not know."""
+        self._write()
         if self._metrics is not None:
             self._metrics.flush()
         self._logs.flush()
 
     def on_evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Record an evaluation on the way: the leader's, or each rank's own."""
+        self._write()
         step, best = trainer.progress.batch_index, trainer.evaluation_plan.is_best
         if self._speaks:
             self.events.event("evaluated", step=step, metrics=metrics, best=best)
         self._logs.evaluation(step, metrics)
 
     def on_step(self, trainer: Trainer, batch: Any, result: StepResult) -> None:
-        """Record a step."""
+        """Record a step, and the one before it if that was unread: nobody waits for the device."""
+        self._write()
         self._last_step_at = time.perf_counter()
         if self._first_step:
             self._first_step = False
             total = trainer.total_steps
             self.events.event("training", step=result.batch_index, total_steps=total)
-        if result.bad and self._speaks:
-            told = {"bad": result.bad, "culprits": result.culprits}
-            self.events.event("bad_step", step=result.batch_index, **told)
-        if self._metrics is not None:
-            row = row_of(result)
-            self._metrics.row(row)
-            self._logs.row(row)
+        self._unread.append(result)
+        if result.is_read:
+            self._write()
+
+    def _write(self) -> None:
+        for result in self._unread:
+            if result.bad and self._speaks:
+                told = {"bad": result.bad, "culprits": result.culprits}
+                self.events.event("bad_step", step=result.batch_index, **told)
+            if self._metrics is not None:
+                row = row_of(result)
+                self._metrics.row(row)
+                self._logs.row(row)
+        self._unread.clear()
 
     def samples_per_s(self, trainer: Trainer) -> float | None:
         """The samples of all ranks in a second, up to the last step; every rank calls this."""

@@ -59,7 +59,7 @@ class ModelParallel(Single):
     """Place parts of the model on devices; move activations; split micro-batches."""
 
     name = "model-parallel"
-    can_be_compiled = False
+    can_be_compiled = can_run_ahead = False
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)

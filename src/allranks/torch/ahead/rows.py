@@ -1,0 +1,114 @@
+"""What steps tell the host, and whether the device has held one back.
+
+A step is assumed good, and the host goes on. The device knows better: with the first step that is
+not plainly good `held` becomes 1 and stays so, and nothing is updated any more. Each step copies a
+row of numbers into one of two pinned slots; the host reads it while the step after it runs, and if
+that says that the step was held back, makes both again, reading every number at once (`steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
+
+SLOTS = 2
+
+
+class Row:
+    """The numbers of one step, on their way to the host. `computed`: this rank has no more to do.
+
+    Over NCCL a host waits for other ranks where it reads what they have summed: so the heartbeat is
+    in `compute` until this rank's own passes are over, and in `exchange` from then on.
+    """
+
+    def __init__(self, slot: Tensor, there: Any, computed: Any) -> None:
+        self._slot, self._there, self._computed = slot, there, computed
+        self._numbers: list[float] | None = None
+
+    def read(self, heartbeat: Heartbeat | SaveThreadHeartbeat | None) -> list[float]:
+        """The numbers; waits for the device. No communication."""
+        if self._numbers is None:
+            if self._there is not None:
+                with in_exchange(heartbeat, self._computed):
+                    self._there.synchronize()
+            self._numbers = self._slot.tolist()
+        return self._numbers
+
+
+class Rows:
+    """The rows of a training on `device`, and the flag `held`, which the device alone looks at.
+
+    `is_on`: the step that is made now may stay unread; the same on all ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.is_on = device, False
+        self.held = torch.zeros((), device=device)
+        self._slots: list[Tensor] = []
+        self._turn = 0
+        self._computed: Any = None
+
+    def computed(self) -> None:
+        """The passes of this rank are queued: what comes after them is the exchange."""
+        self._computed = recorded_event(self.device)
+
+    def hold_unless(self, good: Tensor) -> Tensor:
+        """From now on everything is held back, unless this step is good; returns the flag."""
+        self.held.copy_(torch.maximum(self.held, (~good).to(self.held)))
+        return self.held
+
+    def send(self, numbers: Tensor) -> Row:
+        """Let numbers leave for the host, which goes on."""
+        if not self._slots or self._slots[0].shape != numbers.shape:
+            pin = self.device.type != "cpu"
+            rows = torch.zeros((SLOTS, *numbers.shape), dtype=numbers.dtype, pin_memory=pin)
+            self._slots = list(rows)
+        self._turn = (self._turn + 1) % SLOTS
+        slot = self._slots[self._turn]
+        slot.copy_(numbers, non_blocking=True)
+        return Row(slot, recorded_event(self.device), self._computed)
+
+
+def recorded_event(device: torch.device) -> Any:
+    """An event that comes when the device has done all that it was told; `None` on the host."""
+    if device.type == "cpu":
+        return None
+    event = torch.get_device_module(device.type).Event()
+    event.record()
+    return event
+
+
+@contextmanager
+def in_exchange(
+    heartbeat: Heartbeat | SaveThreadHeartbeat | None, computed: Any = None
+) -> Iterator[None]:
+    """Around a read of sums of all ranks: in `exchange`, once the own part is `computed`."""
+    if computed is not None:
+        computed.synchronize()
+    before = "" if heartbeat is None else heartbeat.enter("exchange")
+    yield
+    if heartbeat is not None:
+        heartbeat.enter(before)
+
+
+@contextmanager
+def held_back(optimizer: Optimizer, held: Tensor) -> Iterator[None]:
+    """Within, an update does nothing where `held` is 1, as `torch.amp.GradScaler` asks for it."""
+    optimizer.found_inf = held  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+
+
+def can_be_held_back(optimizer: Optimizer) -> bool:
+    """Whether its update looks at `found_inf` on the device: those of torch with `fused=True`."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

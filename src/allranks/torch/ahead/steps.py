@@ -1,0 +1,155 @@
+"""The steps of a training, one late where the host would wait: made, read, and made again.
+
+    step n     forward, backward, exchange, update: all queued; its row leaves for the host
+    step n+1   queued as well; then the row of n is read, which is there by now
+               n was held back: nothing was updated since, so n is made again, read at once, as
+               it would have been, and n+1 after it
+
+So what becomes of a bad step, of an overflow, of parameters that are unfrozen, is decided in one
+place (`step.apply`), on every device alike, and costs two more steps where it happens. What is
+known of a step one late: that it was bad, and that a rank was asked to stop or to save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from allranks.job.job import Job
+from allranks.torch.ahead.rows import Rows, can_be_held_back
+from allranks.torch.ahead.sent import Sent
+from allranks.torch.data.batch import Batch
+from allranks.torch.strategies.base import Strategy
+from allranks.training.progress import NOTHING, Asked, Progress, StepResult, UnreadResult
+
+READ_AT_ONCE = {"cpu"}
+"""The devices of which the host reads numbers as soon as they are there: a read costs nothing."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A step that is unread, and what it began with."""
+
+    batch: Batch
+    before: Progress
+    loss_scale: dict[str, Any] | None
+    result: UnreadResult
+    sent: Sent
+
+
+class Steps:
+    """Makes the steps of a training; every rank makes the same calls.
+
+    `progress` is how far it is. `rate_factor()` is what the rates of the schedule are times.
+    """
+
+    def __init__(self, strategy: Strategy, job: Job, rate_factor: Callable[[], float]) -> None:
+        self.strategy, self.progress, self._rate_factor = strategy, Progress(), rate_factor
+        self._last: Made | None = None
+        self._heard: Asked = NOTHING
+        self.rows = Rows(strategy.comm.device)
+        if may_run_ahead(strategy, job):
+            strategy.step.rows = self.rows
+
+    def make(self, batch: Batch, *, ahead: bool = False) -> StepResult:
+        """One step; it may stay unread if `ahead`. What was unread until now is settled."""
+        last, self._last = self._last, None
+        asked = self.strategy.step.asked
+        result = self._train(batch, ahead)
+        if last is not None and self._is_again(last):
+            self.strategy.step.asked = asked
+            result = self._train(batch, ahead)
+        self.progress = self.progress.settled()
+        heard, self._heard = self._heard, NOTHING
+        if isinstance(result, UnreadResult):
+            vars(result).update(asked=heard)
+            self._last = self._made(batch, result)
+        elif heard is not NOTHING:
+            both = Asked.of(heard.stop or result.asked.stop, heard.save or result.asked.save)
+            result = dataclasses.replace(result, asked=both)
+        return result
+
+    def settle(self) -> None:
+        """Read what is unread, and make it again if it was held back; every rank calls this."""
+        last, self._last = self._last, None
+        if last is not None:
+            self._is_again(last)
+            self.progress = self.progress.settled()
+
+    def _train(self, batch: Batch, ahead: bool) -> StepResult:
+        step = self.strategy.step
+        step.rates.set(self.progress.updates_unless_bad, self._rate_factor())
+        known = step.layout.leaves is not None and step.layout.was_updated
+        is_usual = batch.sizes is not None and step.probe is None
+        self._scale_was = None if step.loss_scale is None else step.loss_scale.state()
+        self.rows.is_on = step.rows is not None and ahead and known and is_usual
+        try:
+            return self.strategy.train_step(batch)
+        finally:
+            self.rows.is_on = False
+
+    def _made(self, batch: Batch, result: UnreadResult) -> Made:
+        return Made(batch, self.progress, self._scale_was, result, vars(result)["_read"])
+
+    def _is_again(self, last: Made) -> bool:
+        """Take in what the row says; whether the step was made again, and all after it must be."""
+        step = self.strategy.step
+        if not last.sent.is_held:
+            totals = last.sent.totals()
+            step.check(last.batch, totals, last.sent.regularizer)
+            step.guard.judge(last.result.loss, float(last.result.grad_norm or 0.0))
+            self._hear(totals.asked)
+            return False
+        self.progress = last.before
+        self.rows.held.zero_()
+        if step.loss_scale is not None and last.loss_scale is not None:
+            step.loss_scale.load_state(last.loss_scale)
+        result = self._train(last.batch, ahead=False)
+        last.result.take(result)
+        self._hear(result.asked)
+        self.progress = last.before.after(result, last.batch.epoch, last.batch.step_in_epoch)
+        return True
+
+    def _hear(self, asked: Asked) -> None:
+        self._heard = Asked.of(self._heard.stop or asked.stop, self._heard.save or asked.save)
+
+
+class OnSteps:
+    """What a trainer shows of the steps that it makes."""
+
+    _steps: Steps
+
+    @property
+    def progress(self) -> Progress:
+        """How far the training is; numbers of a step that is unread are waited for."""
+        return self._steps.progress
+
+    @progress.setter
+    def progress(self, progress: Progress) -> None:
+        self._steps.progress = progress
+
+    def settle(self) -> None:
+        """Read what is unread: weights are those of the last step from here on.
+
+        Every rank calls this. Nothing is to be done where the device is the processor.
+        """
+        self._steps.settle()
+
+
+def may_run_ahead(strategy: Strategy, job: Job) -> bool:
+    """Whether steps of this training can stay unread: the same on all ranks."""
+    step, task = strategy.step, strategy.task
+    return (
+        strategy.comm.device.type not in READ_AT_ONCE
+        and strategy.can_run_ahead
+        and job.spike is None  # which looks at the steps before
+        and not (task.clip_norm is not None and strategy.shard_alone)  # an exact norm is read
+        and not step.sparse.positions
+        and not step.scope.looked_up
+        and can_be_held_back(step.optimizer)
+        and not any(isinstance(g["lr"], torch.Tensor) for g in step.optimizer.param_groups)
+    )
