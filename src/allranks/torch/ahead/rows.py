@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
+from allranks.torch.accelerator import is_accelerator, new_event, pinned_zeros
 
 SLOTS = 2
 
@@ -53,34 +54,28 @@ class Rows:
         self.held = torch.zeros((), device=device)
         self._slots: list[Tensor] = []
         self._turn = 0
-        self._computed: Any = None
-
-    def computed(self) -> None:
-        """The passes of this rank are queued: what comes after them is the exchange."""
-        self._computed = recorded_event(self.device)
 
     def hold_unless(self, good: Tensor) -> Tensor:
         """From now on everything is held back, unless this step is good; returns the flag."""
         self.held.copy_(torch.maximum(self.held, (~good).to(self.held)))
         return self.held
 
-    def send(self, numbers: Tensor) -> Row:
-        """Let numbers leave for the host, which goes on."""
+    def send(self, numbers: Tensor, computed: Any) -> Row:
+        """Let numbers leave for the host, which goes on; `computed` is an event, or `None`."""
         if not self._slots or self._slots[0].shape != numbers.shape:
-            pin = self.device.type != "cpu"
-            rows = torch.zeros((SLOTS, *numbers.shape), dtype=numbers.dtype, pin_memory=pin)
-            self._slots = list(rows)
+            size, pin = numbers.numel(), is_accelerator(self.device)
+            self._slots = [pinned_zeros(size, numbers.dtype, pin=pin) for _ in range(SLOTS)]
         self._turn = (self._turn + 1) % SLOTS
         slot = self._slots[self._turn]
         slot.copy_(numbers, non_blocking=True)
-        return Row(slot, recorded_event(self.device), self._computed)
+        return Row(slot, recorded_event(self.device), computed)
 
 
 def recorded_event(device: torch.device) -> Any:
     """An event that comes when the device has done all that it was told; `None` on the host."""
-    if device.type == "cpu":
+    if not is_accelerator(device):
         return None
-    event = torch.get_device_module(device.type).Event()
+    event = new_event(device)
     event.record()
     return event
 

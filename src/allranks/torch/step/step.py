@@ -8,9 +8,11 @@ division by the weight, regularizer, guard, clipping, update, BatchNorm      `ap
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
+from allranks.torch.accelerator import is_accelerator
 from allranks.torch.ahead.rows import Rows, held_back, in_exchange, recorded_event
 from allranks.torch.ahead.sent import Sent, numbers_of
 from allranks.torch.data.batch import Batch, Leaf
@@ -32,6 +34,8 @@ class SharedStep(Passes):
 
     def set_up(self) -> None:
         self.rows: Rows | None = None  # where steps may stay unread
+        self._computed: Any = None  # the event at which this rank's own passes are over
+        self._uses_all = True
         self.average: MovingAverage | None = None
         self.guard = Guard()
         self.rates = Rates(self.task, self.optimizer)
@@ -103,14 +107,14 @@ class SharedStep(Passes):
         tally.update_norms(held)
         self.user_buffers.undo_where(held)
         self._adapt_loss_scale(overflow=False, updated=True)
-        row = rows.send(numbers_of(held, loss, norm, was, sums.head))
+        row = rows.send(numbers_of(held, loss, norm, was, sums.head), self._computed)
         rate = float(self.optimizer.param_groups[0]["lr"])
         sent = Sent(row, self.layout, batch, rate, loss_scale, self.comm.heartbeat)
         return UnreadResult(batch.index, batch.epoch, rate, sent)
 
     def _read(self, tally: Tally, batch: Batch) -> Totals:
         """What the tally says; where that waits for the device, it is for the other ranks."""
-        if self.scope.device.type == "cpu":
+        if not is_accelerator(self.scope.device):
             return tally.totals(batch.index)
         with in_exchange(self.comm.heartbeat, self._computed):
             return tally.totals(batch.index)
@@ -134,7 +138,7 @@ class SharedStep(Passes):
 
     def end(self, batch: Batch) -> None:
         super().end(batch)
-        if self.scope.device.type != "cpu":
+        if is_accelerator(self.scope.device):
             self._computed = recorded_event(self.scope.device)
 
     def is_taken(self, batch: Batch, samples: int) -> bool:
