@@ -57,6 +57,8 @@ class Steps:
 
     def make(self, batch: Batch, *, ahead: bool = False) -> StepResult:
         """One step; it may stay unread if `ahead`. What was unread until now is settled."""
+        if self.strategy.step.rows is None:
+            return self._train_with_rates(batch)
         last, self._last = self._last, None
         asked = self.strategy.step.asked
         result = self._train(batch, ahead)
@@ -80,15 +82,19 @@ class Steps:
             self._is_again(last)
             self.progress = self.progress.settled()
 
+    def _train_with_rates(self, batch: Batch) -> StepResult:
+        rates = self.strategy.step.rates
+        rates.set(self.progress.updates_unless_bad, self._rate_factor())
+        return self.strategy.train_step(batch)
+
     def _train(self, batch: Batch, ahead: bool) -> StepResult:
         step = self.strategy.step
-        step.rates.set(self.progress.updates_unless_bad, self._rate_factor())
         known = step.layout.leaves is not None and step.layout.was_updated
         is_usual = batch.sizes is not None and step.probe is None
         self._scale_was = None if step.loss_scale is None else step.loss_scale.state()
-        self.rows.is_on = step.rows is not None and ahead and known and is_usual
+        self.rows.is_on = ahead and known and is_usual
         try:
-            return self.strategy.train_step(batch)
+            return self._train_with_rates(batch)
         finally:
             self.rows.is_on = False
 

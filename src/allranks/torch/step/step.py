@@ -35,7 +35,8 @@ class SharedStep(Passes):
     def set_up(self) -> None:
         self.rows: Rows | None = None  # where steps may stay unread
         self._computed: Any = None  # the event at which this rank's own passes are over
-        self._uses_all = True
+        self._uses_all = True  # since the last update this rank's leaves used all parameters
+        self._is_awaited = is_accelerator(self.scope.device)
         self.average: MovingAverage | None = None
         self.guard = Guard()
         self.rates = Rates(self.task, self.optimizer)
@@ -48,8 +49,10 @@ class SharedStep(Passes):
         """
         if self.scope.looked_up:
             shorten_alike(self.model, self.scope, self.comm)
+        uses_all, self._uses_all = self._uses_all, True
         if self.rows is not None and self.rows.is_on:
-            return self._apply_unread(self.rows, batch, tally, gradients)
+            unused = () if uses_all else tally.unused()
+            return self._apply_unread(self.rows, batch, tally, gradients, unused)
         totals = self._read(tally, batch)
         self.reached("finish")
         weight, samples = totals.weight, totals.samples
@@ -85,7 +88,12 @@ class SharedStep(Passes):
         return StepResult(*seen, *done, *judged, verdict.culprits)
 
     def _apply_unread(
-        self, rows: Rows, batch: Batch, tally: Tally, gradients: Gradients
+        self,
+        rows: Rows,
+        batch: Batch,
+        tally: Tally,
+        gradients: Gradients,
+        unused: tuple[int, ...],
     ) -> StepResult:
         """The same of a step whose sums the host has not read: they stay on the device.
 
@@ -93,7 +101,6 @@ class SharedStep(Passes):
         when it is made again, and read at once (`ahead.steps`).
         """
         sums = tally.unread(batch.index)
-        unused = () if self._uses_all else tally.unused()
         gradients.settle(unused)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
         self._divide(gradients, batch, sums.weight)
@@ -114,7 +121,7 @@ class SharedStep(Passes):
 
     def _read(self, tally: Tally, batch: Batch) -> Totals:
         """What the tally says; where that waits for the device, it is for the other ranks."""
-        if not is_accelerator(self.scope.device):
+        if not self._is_awaited:
             return tally.totals(batch.index)
         with in_exchange(self.comm.heartbeat, self._computed):
             return tally.totals(batch.index)
@@ -127,10 +134,6 @@ class SharedStep(Passes):
             raise weightless(batch, totals.weight)
         self.regularizers.check(totals.regularizer, self.layout.like.dtype, float(regularizer))
 
-    def begin(self, batch: Batch) -> None:
-        super().begin(batch)
-        self._uses_all = True
-
     def close_leaf(self, batch: Batch, leaf: Leaf, tally: Tally) -> None:
         super().close_leaf(batch, leaf, tally)
         if self.rows is not None:
@@ -138,7 +141,7 @@ class SharedStep(Passes):
 
     def end(self, batch: Batch) -> None:
         super().end(batch)
-        if is_accelerator(self.scope.device):
+        if self._is_awaited:
             self._computed = recorded_event(self.scope.device)
 
     def is_taken(self, batch: Batch, samples: int) -> bool:
