@@ -4,8 +4,9 @@ A plan maps names of modules (with `*`) to `column`, `row` or `vocabulary`, or t
 `unit` features belong together, as those of a head. The default cuts every `nn.Linear` and
 `nn.Embedding` that can be: as blocks of columns and a row where a module says so itself
 (`tensor_plan`, as attention does) and where a plain `nn.Sequential` has two Linear with nothing
-but element-wise layers in between; all others by themselves, with whole inputs and outputs. No
-block has a layer with hooks, which would see a part, or a Linear that is in several places.
+but element-wise layers in between; all others by themselves, with whole inputs and outputs, but the
+smallest ones, which cost more messages than they save. No block has a layer with hooks, which would
+see a part, or a Linear that is in several places.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ ELEMENTWISE = (
     *(nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Dropout),
 )
 """What treats every feature alike and by itself, and has no weights."""
+
+LEAST_SHARE = 20
+"""Layers by themselves that are less than 1/20 of what a rank holds are whole on every rank."""
 
 Table = nn.Linear | nn.Embedding
 
@@ -130,15 +134,33 @@ def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> Plan:
         for block in _blocks_in(name, parent):
             if _can_be_block(block, parent, uses) and not tied & {cut.name for cut in block}:
                 plan.add_block(block)
+    alone = []
     for name, module in model.named_modules():
         if name in plan.cuts or name in torn or not can_be_cut(module):
             continue
-        for way in _ways_of(module, is_tied=name in tied):
-            cut = Cut(name, module, way)
-            if cut.fits(ranks, even=even):
-                plan.cuts[name] = cut
-                break
+        ways = [Cut(name, module, way) for way in _ways_of(module, is_tied=name in tied)]
+        alone += [cut for cut in ways if cut.fits(ranks, even=even)][:1]
+    small = _left_whole(alone, sum(p.numel() for p in model.parameters()), ranks)
+    worth = [cut for cut in alone if id(cut.module.weight) not in small]
+    if not plan.cuts:  # else there would be nothing to cut
+        worth = worth or alone
+    plan.cuts.update((cut.name, cut) for cut in worth)
     return plan
+
+
+def _left_whole(alone: list[Cut], weights: int, ranks: int) -> set[int]:
+    """The ids of the weights that are not worth the messages of a layer by itself.
+
+    The smallest ones: together at most a twentieth of what a rank holds of the model.
+    """
+    left, found = weights // (LEAST_SHARE * ranks), set[int]()
+    sizes = {id(cut.module.weight): cut.module.weight.numel() for cut in alone}
+    for weight, size in sorted(sizes.items(), key=lambda pair: pair[1]):
+        left -= size
+        if left < 0:
+            break
+        found.add(weight)
+    return found
 
 
 def given_plan(
