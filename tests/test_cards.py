@@ -66,7 +66,15 @@ MESSAGES = {
     "tensor": (1600, 800, GRADIENTS, TALLY),  # activations summed, gathered
     "branches": (1600, 800, TALLY),  # what branches return, what comes back
     "context": (1600, 400, 200, 640, GRADIENTS + TALLY),  # by all-to-all, gathered, summed, passed
-    "mesh": (0, 1600, 800, GRADIENTS, 0, TALLY),  # and before them what crosses between stages
+    "mesh": (
+        0,
+        1600,
+        800,
+        GRADIENTS,
+        0,
+        TALLY,
+        TALLY,
+    ),  # and before them what crosses between stages
     "expert": (0, GRADIENTS + TALLY, 1600),  # rows, what is whole, experts
 }
 """Of strategies whose tally is a message of its own."""

@@ -68,6 +68,26 @@ def test_a_block_is_a_plain_chain_that_nobody_looks_into() -> None:
     assert blocks(nn.TransformerEncoderLayer(8, 2, 16, activation=nn.Softmax(-1))) == set()
 
 
+def test_small_layers_by_themselves_are_whole_where_they_save_little() -> None:
+    """A head of 40 weights beside 2048 in a block: 2 ranks hold 1/2 of them, and 1/20 is 52."""
+
+    def cut(ranks: int, *after: nn.Module) -> set[str]:
+        block = nn.Linear(4, 256, bias=False), nn.ReLU(), nn.Linear(256, 4, bias=False)
+        return set(default_plan(nn.Sequential(*block, nn.Softmax(-1), *after), ranks).cuts)
+
+    head = nn.Linear(4, 10, bias=False)
+    assert cut(2, head) == {"0", "2"}
+    assert cut(4, head) == {"0", "2", "4"}  # of less that a rank holds it is more
+    assert cut(2, head, nn.Softmax(-1), nn.Linear(10, 3)) == {"0", "2", "4"}  # the smallest alone
+    tied = nn.Linear(4, 10, bias=False)
+    tied.weight = head.weight
+    assert cut(2, head, nn.Unflatten(-1, (10, 1)), nn.Flatten(), tied) == {"0", "2"}
+    many = nn.Sequential(*(layer for _ in range(50) for layer in (nn.Linear(4, 4), nn.Softmax(-1))))
+    assert len(default_plan(many, 2).cuts) == 49
+    alone = nn.Sequential(nn.Conv1d(64, 64, 3), nn.Flatten(), nn.Linear(64, 2))
+    assert set(default_plan(alone, 2).cuts) == {"2"}  # else there would be nothing
+
+
 def test_micro_batches_that_cut_a_shard_draw_what_one_process_draws(
     train: Train, references: dict[str, Any]
 ) -> None:

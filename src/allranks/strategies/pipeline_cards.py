@@ -41,7 +41,7 @@ BY = Option(
 )
 BYTES = (
     "busiest rank: outputs of its stages + gradients of their inputs, of all micro-batches, "
-    "+ 2(N-1)/N · tally (and weights that stages share)"
+    "+ 2(N-1)/N · (tally and norms, and weights that stages share)"
 )
 EVERYWHERE: dict[str, Any] = {
     "guarantee": Exact(),
@@ -118,8 +118,9 @@ def _three_axes(ranks: int, options: Mapping[str, Any]) -> Mesh:
 
 
 def _of_three_axes(work: Workload, options: Mapping[str, Any]) -> int:
-    """Of the busiest rank; messages are a `ROW` for each rank, and the tally."""
-    *rest, tally = work.messages
+    """Of the busiest rank; messages are a `ROW` for each rank, and twice the tally: as copies sum
+    it, and with what goes with it as all ranks do, or those of a line."""
+    *rest, tally, along_line = work.messages
     copies, line = (int(options[name]) for name in ("data", "pipeline"))
     along = 1 - 1 / int(options["tensor"])
     is_tree = options["reduce"] == "tree"
@@ -133,7 +134,7 @@ def _of_three_axes(work: Workload, options: Mapping[str, Any]) -> int:
         crossing + along * (2 * reduced + gathered) + between(gradients) + tied
         for crossing, reduced, gathered, gradients, tied in zip(*[iter(rest)] * ROW, strict=True)
     ]
-    of_tally = 2 * (1 - 1 / (line if is_tree else work.ranks)) * tally
+    of_tally = 2 * (1 - 1 / (line if is_tree else work.ranks)) * along_line
     return round(max(sent) + of_tally + (between(tally) if is_tree else 0))
 
 

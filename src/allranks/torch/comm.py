@@ -163,9 +163,15 @@ class Comm:
             if self.rank != source:
                 unpack(message, ahead)
 
-    def send(self, tensor: Tensor, to: int, tag: int, kind: str = "gradients") -> Pending:
-        """Send `tensor`, which must not change meanwhile, to one rank. Sends all of its bytes."""
-        self._count(kind, tensor.nbytes)
+    def send(
+        self, tensor: Tensor, to: int, tag: int, kind: str = "gradients", *, control: int = 0
+    ) -> Pending:
+        """Send `tensor`, which must not change meanwhile, to one rank. Sends all of its bytes.
+
+        So many of them as `control` says are counted as that.
+        """
+        self._count(kind, tensor.nbytes - control)
+        self._count("control", control)
         return self._post(dist.isend, tensor, tag, group_dst=to)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:

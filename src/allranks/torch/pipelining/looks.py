@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import DTYPES, NAMES
 from allranks.torch.data.nested import tensors_in
 
+TENSOR = "tensor"
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -27,9 +28,10 @@ class Looks:
 
     @staticmethod
     def of(value: Any) -> Looks:
+        if type(value) is Tensor:
+            return _of_one(value.dtype, value.shape, laid_out(value).stride(), value.requires_grad)
         rows = [
-            [NAMES[t.dtype], list(t.shape), list(laid_out(t).stride()), t.requires_grad]
-            for t in tensors_in(value)
+            _row(t.dtype, t.shape, laid_out(t).stride(), t.requires_grad) for t in tensors_in(value)
         ]
         return Looks(json.dumps([_structure(value), rows]))
 
@@ -43,6 +45,11 @@ class Looks:
     def value(self, tensors: Iterator[Tensor]) -> Any:
         """The value that is made of these tensors."""
         return _value(_parsed(self.text)[0], tensors)
+
+    @property
+    def shapes(self) -> list[tuple[torch.dtype, list[int], list[int]]]:
+        """Type, shape and strides of each tensor."""
+        return [(DTYPES[kind], shape, stride) for kind, shape, stride, _ in self.rows]
 
     @property
     def rows(self) -> list[Any]:
@@ -61,6 +68,18 @@ class Looks:
         return sum(
             math.prod(shape) * DTYPES[kind].itemsize for kind, shape, _, wants in self.rows if wants
         )
+
+
+def _row(kind: torch.dtype, shape: Sequence[int], stride: Sequence[int], wants: bool) -> list[Any]:
+    return [NAMES[kind], list(shape), list(stride), wants]
+
+
+@lru_cache(maxsize=1024)
+def _of_one(
+    kind: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], wants: bool
+) -> Looks:
+    """Of one tensor, as most stages return: to write it down takes longer than to know it."""
+    return Looks(json.dumps([TENSOR, [_row(kind, shape, stride, wants)]]))
 
 
 @lru_cache(maxsize=1024)
@@ -93,7 +112,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 def _structure(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return "tensor"
+        return TENSOR
     if type(value) in (tuple, list):
         return {type(value).__name__: [_structure(item) for item in value]}
     if type(value) is dict and all(type(key) is str for key in value):
@@ -109,7 +128,7 @@ def _structure(value: Any) -> Any:
 
 
 def _value(structure: Any, tensors: Iterator[Tensor]) -> Any:
-    if structure == "tensor":
+    if structure == TENSOR:
         return next(tensors)
     ((kind, inner),) = structure.items()
     if kind == "plain":

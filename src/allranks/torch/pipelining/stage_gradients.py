@@ -20,7 +20,8 @@ class StagedGradients(Gradients):
     Every rank tells the norm of each gradient that it holds; all then have the norms of one
     process, in the order of the model, and put them together as one process does. `counted` are the
     positions of those that this rank tells, as a parameter may be held by several of the `line`. Of
-    those at the positions `cut` the ranks of `parts` hold a part each.
+    those at the positions `cut` the ranks of `parts` hold a part each. `told` is what all have told
+    already, until something changes it.
     """
 
     def __init__(
@@ -37,8 +38,23 @@ class StagedGradients(Gradients):
         super().__init__(parameters, exact=exact)
         self.parts, self.cut = parts, list(cut)
         self.counted, self.everywhere, self.line = list(counted), everywhere, line
+        self.told: Tensor | None = None
+
+    def scale_(self, factor: float) -> None:
+        super().scale_(factor)
+        self.told = None
+
+    def follow(self, parameters: list[nn.Parameter]) -> None:
+        super().follow(parameters)
+        self.told = None
+
+    def add(self, value: Tensor) -> None:
+        super().add(value)
+        self.told = None
 
     def settle(self, unused: Sequence[int]) -> None:
+        if self.told is not None:
+            self.told[:, list(unused)] = 0
         gone = {id(self.everywhere[position]) for position in unused}
         without = [p for p in self.parameters if id(p) in gone]
         for parameter in without:
@@ -76,20 +92,27 @@ class StagedGradients(Gradients):
 
     def _told(self, kind: torch.dtype | None) -> tuple[list[float], list[float]]:
         """For each parameter of the model the norm of its gradient, and whether there is one."""
-        held = [(at, p.grad) for at, p in self.counted if p.grad is not None]
+        found = self.told
+        if found is None or kind is not None:
+            found = self.own(kind)
+            if self.parts is not None and self.cut:
+                squares = found[0, self.cut].square()
+                self.parts.all_reduce(squares, "control").wait()
+                found[0, self.cut] = squares.sqrt()
+            self.line.all_reduce(found, "control").wait()
+        norms, there = found.tolist()
+        return norms, there
+
+    def own(self, kind: torch.dtype | None = None) -> Tensor:
+        """What this rank tells: a row of norms, and a row of ones where it holds a gradient."""
+        held = [(at, _dense(p.grad)) for at, p in self.counted if p.grad is not None]
         found = torch.zeros(2, len(self.everywhere), dtype=torch.float64, device=self.line.device)
         if held:
             gradients = [g if kind is None else g.to(_wider(g, kind)) for _, g in held]
             where = torch.tensor([at for at, _ in held], device=found.device)
             found[0, where] = torch.stack(torch._foreach_norm(gradients)).double()
             found[1, where] = 1
-        if self.parts is not None and self.cut:
-            squares = found[0, self.cut].square()
-            self.parts.all_reduce(squares, "control").wait()
-            found[0, self.cut] = squares.sqrt()
-        self.line.all_reduce(found, "control").wait()
-        norms, there = found.tolist()
-        return norms, there
+        return found
 
     def _rows(self, row: Tensor) -> Tensor:
         """What each rank gives, (ranks, row)."""
@@ -103,6 +126,10 @@ class StagedGradients(Gradients):
     def clip_(self, limit: float, norm: float | Tensor) -> None:
         if self.parameters:
             super().clip_(limit, norm)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _wider(gradient: Tensor, kind: torch.dtype) -> torch.dtype:

@@ -20,11 +20,10 @@ from allranks.errors import RequestError
 from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.groups.pending import Pending
-from allranks.torch.pipelining.looks import Looks, flat, laid_out
+from allranks.torch.pipelining.looks import Looks, laid_out
+from allranks.torch.pipelining.parcels import Parcel, shape_of
 
 LOOKS_TAG = 0
-Room = list[tuple[Tensor, bool]]
-"""Memory for the tensors of a value, and which of them want a gradient."""
 Sent = tuple[Pending, Tensor]
 """A message, and the memory that it leaves from."""
 
@@ -38,39 +37,47 @@ class Links:
     def __init__(self, line: Comm, backwards: Comm) -> None:
         self.line, self.backwards = line, backwards
         self._known: dict[Hashable, Looks] = {}
-        self._on_their_way: dict[tuple[int, int], list[Sent]] = {}
+        self._on_their_way: dict[tuple[int, int], Sent] = {}
         self._told: list[Sent] = []
-        self._expected: dict[tuple[str, int, int], tuple[Looks | None, Room, list[Pending]]] = {}
+        self._expected: dict[tuple[str, int, int], tuple[Looks | None, Parcel, Pending]] = {}
 
     def send(self, stage: int, micro: int, key: Hashable, value: Any, kind: str) -> None:
         """Give what `stage` returned to the next one. `key` stands for the shape of the input."""
         peer, looks = (stage + 1) % self.line.size, Looks.of(value)
-        known = self._known.setdefault((stage, key), looks)
-        if known is looks:
+        known = self._known.get((stage, key))
+        if known is None:
+            self._known[stage, key] = looks
             self._tell(looks, peer)
         elif known != looks:
             raise _changed(stage, known, looks)
-        tag = _tag(stage, micro)
-        sent = [(laid_out(t.detach()), peer) for t in tensors_in(value)]
-        self._on_their_way[stage, micro] = [
-            (self.line.send(flat(t), to, tag, kind), t) for t, to in sent if t.numel()
-        ]
+        if tensors := list(tensors_in(value)):
+            parcel, tag = Parcel.of(tensors), _tag(stage, micro)
+            self._send(self.line, (stage, micro), parcel, parcel.tensors, peer, tag, kind)
+
+    def _send(
+        self,
+        comm: Comm,
+        at: tuple[int, int],
+        parcel: Parcel,
+        tensors: list[Tensor],
+        to: int,
+        tag: int,
+        kind: str,
+    ) -> None:
+        """What is not of `tensors` is counted as `control`."""
+        message = parcel.message
+        control = message.nbytes - sum(tensor.nbytes for tensor in tensors)
+        if message.numel():
+            self._on_their_way[at] = comm.send(message, to, tag, kind, control=control), message
 
     def expect(self, stage: int, micro: int, key: Hashable) -> None:
         """`receive` comes next: what is sent may come in while this rank computes."""
         looks = self._known.get((stage - 1, key))
         if looks is None or ("F", stage, micro) in self._expected:
             return
-        room = looks.tensors(self.line.device)
-        self._expected["F", stage, micro] = (
-            looks,
-            room,
-            self._posted(self.line, room, (stage - 1) % self.line.size, _tag(stage - 1, micro)),
-        )
-
-    @staticmethod
-    def _posted(comm: Comm, room: Room, peer: int, tag: int) -> list[Pending]:
-        return [comm.receive(flat(t), peer, tag) for t, _ in room if t.numel()]
+        room = Parcel.room(looks.shapes, self.line.device)
+        peer, tag = (stage - 1) % self.line.size, _tag(stage - 1, micro)
+        self._expected["F", stage, micro] = looks, room, _posted(self.line, room, peer, tag)
 
     def receive(self, stage: int, micro: int, key: Hashable) -> tuple[Any, list[Received]]:
         """What the stage before `stage` returned, and its tensors that want a gradient."""
@@ -79,32 +86,34 @@ class Links:
         self.expect(stage, micro, key)
         looks, room, pending = self._expected.pop(("F", stage, micro))
         assert looks is not None
-        for one in pending:
-            one.wait()
-        received = [Received(t) if wants else None for t, wants in room]
+        pending.wait()
+        wanted = zip(room.tensors, looks.rows, strict=True)
+        received = [Received(t) if wants else None for t, (*_, wants) in wanted]
         with torch.enable_grad():
-            pairs = zip(received, room, strict=True)
-            entered = [t if one is None else one.entering() for one, (t, _) in pairs]
+            pairs = zip(received, room.tensors, strict=True)
+            entered = [t if one is None else one.entering() for one, t in pairs]
         return looks.value(iter(entered)), [one for one in received if one is not None]
 
     def send_gradients(self, stage: int, micro: int, received: list[Received]) -> None:
         """Give the gradients of what `stage` was given to the stage before it.
 
-        A byte for each says first whether there is one (`control`): where backward has not come to
-        a tensor, zeros are sent, and the weights before it get no gradient, as in one process.
+        With them goes a byte for each (`control`) that says whether there is one: where backward
+        has not come to a tensor, zeros are sent, and the weights before it get no gradient, as in
+        one process.
         """
+        if not received:
+            return
+        room = _room_for_gradients([one.tensor for one in received])
+        *gradients, there = room.tensors
+        for one, gradient in zip(received, gradients, strict=True):
+            if one.gradient is None:
+                gradient.zero_()
+            else:
+                gradient.copy_(one.gradient.detach())
+        there.copy_(torch.tensor([one.gradient is not None for one in received]))
         peer, tag = (stage - 1) % self.line.size, _tag(stage, micro)
-        sent = []
-        if received:
-            there = torch.tensor([one.gradient is not None for one in received]).to(torch.uint8)
-            there = there.to(self.line.device)
-            sent.append((self.backwards.send(there, peer, tag, "control"), there))
-        for one in received:
-            if one.tensor.numel():
-                gradient = torch.zeros_like(one.tensor) if one.gradient is None else one.gradient
-                bytes_of_it = flat(_as(gradient, one.tensor))
-                sent.append((self.backwards.send(bytes_of_it, peer, tag), bytes_of_it))
-        self._on_their_way[-1 - stage, micro] = sent
+        at = -1 - stage, micro
+        self._send(self.backwards, at, room, gradients, peer, tag, "gradients")
 
     def receive_gradients(
         self, stage: int, micro: int, outputs: list[Tensor]
@@ -114,31 +123,27 @@ class Links:
         `None` where the next stage has not used the tensor.
         """
         self.expect_gradients(stage, micro, outputs)
-        _, room, pending = self._expected.pop(("B", stage, micro))
-        for one in pending:
-            one.wait()
+        found: list[Tensor | None] = []
+        if outputs:
+            _, room, pending = self._expected.pop(("B", stage, micro))
+            pending.wait()
+            *gradients, there = room.tensors
+            pairs = zip(there.tolist(), gradients, strict=True)
+            found += [gradient if is_there else None for is_there, gradient in pairs]
         self.arrived(stage, micro)
-        if not outputs:
-            return []
-        (there, _), *gradients = room
-        pairs = zip(there.tolist(), gradients, strict=True)
-        return [gradient if is_there else None for is_there, (gradient, _) in pairs]
+        return found
 
     def expect_gradients(self, stage: int, micro: int, outputs: list[Tensor]) -> None:
         """`receive_gradients` comes next."""
-        if ("B", stage, micro) not in self._expected:
+        if outputs and ("B", stage, micro) not in self._expected:
             peer, tag = (stage + 1) % self.line.size, _tag(stage + 1, micro)
-            room = [(_room_for(tensor), False) for tensor in outputs]
-            if outputs:
-                there = torch.zeros(len(outputs), dtype=torch.uint8, device=self.line.device)
-                room.insert(0, (there, False))
-            pending = self._posted(self.backwards, room, peer, tag)
-            self._expected["B", stage, micro] = None, room, pending
+            room = _room_for_gradients(outputs)
+            self._expected["B", stage, micro] = None, room, _posted(self.backwards, room, peer, tag)
 
     def arrived(self, stage: int, micro: int) -> None:
         """What `stage` sent forward has been used: its memory is not needed any more."""
-        for pending, _ in self._on_their_way.pop((stage, micro), ()):
-            pending.wait()
+        if sent := self._on_their_way.pop((stage, micro), None):
+            sent[0].wait()
 
     def gradients_arrived(self, stage: int, is_used: Callable[[int], bool]) -> None:
         """What `stage` sent backward of some micro-batches has been used."""
@@ -167,13 +172,13 @@ class Links:
         if looks is not None and looks != known:
             raise _changed(source, known, looks)
         if looks is not None:
-            for tensor in tensors_in(value):
-                line.broadcast(flat(laid_out(tensor.detach())), source=source)
+            if tensors := list(tensors_in(value)):
+                line.broadcast(Parcel.of(tensors).message, source=source)
             return value
-        found = [tensor for tensor, _ in known.tensors(line.device)]
-        for tensor in found:
-            line.broadcast(flat(tensor), source=source)
-        return known.value(iter(found))
+        found = Parcel.room(known.shapes, line.device)
+        if found.tensors:
+            line.broadcast(found.message, source=source)
+        return known.value(iter(found.tensors))
 
     def _tell(self, looks: Looks, peer: int) -> None:
         device = self.line.device
@@ -220,18 +225,14 @@ def _tag(stage: int, micro: int) -> int:
     return 1 + stage + (micro << 12)
 
 
-def _room_for(tensor: Tensor) -> Tensor:
-    stride = laid_out(tensor.detach()).stride()
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+def _posted(comm: Comm, room: Parcel, peer: int, tag: int) -> Pending:
+    return comm.receive(room.message, peer, tag) if room.message.numel() else Pending()
 
 
-def _as(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient in the order of memory of what it is of."""
-    if gradient.stride() == like.stride() and gradient.dtype == like.dtype:
-        return laid_out(gradient)
-    return torch.empty_strided(
-        like.shape, like.stride(), dtype=like.dtype, device=like.device
-    ).copy_(gradient)
+def _room_for_gradients(tensors: list[Tensor]) -> Parcel:
+    """Room for the gradient of each, and last for a byte of each."""
+    shapes = [shape_of(laid_out(tensor.detach())) for tensor in tensors]
+    return Parcel.room([*shapes, (torch.uint8, (len(shapes),), (1,))], tensors[0].device)
 
 
 def _changed(stage: int, known: Looks, looks: Looks) -> RequestError:

@@ -22,11 +22,13 @@ class PartsOfRanks(Gradients):
     """What every such gradient is: each element counts once in the norm, whoever holds it.
 
     The ranks of `comm` hold it together. Parts of no dimension are the same on all of them.
+    `squares` is the sum of all squares where it is known already.
     """
 
     def __init__(self, parameters: list[nn.Parameter], comm: Comm, *, exact: bool) -> None:
         super().__init__(parameters, exact=exact)
         self.comm = comm
+        self.squares: Tensor | None = None
 
     @abstractmethod
     def held(self) -> list[Tensor]:
@@ -38,6 +40,16 @@ class PartsOfRanks(Gradients):
 
     def scale_(self, factor: float | Tensor) -> None:
         multiply_(self.held(), factor)
+        if self.squares is not None:
+            self.squares = self.squares * float(factor) ** 2
+
+    def follow(self, parameters: list[nn.Parameter]) -> None:
+        super().follow(parameters)
+        self.squares = None
+
+    def add(self, value: Tensor) -> None:
+        super().add(value)
+        self.squares = None
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
         """Squares of short rows in float64, added in the order of the ranks.
@@ -47,6 +59,8 @@ class PartsOfRanks(Gradients):
         counted = self.counted()
         if clips and self.exact:
             return exact_norm(counted, self._everywhere)
+        if self.squares is not None and math.isfinite(norm := math.sqrt(self.squares)):
+            return norm
         norm = float(self.norm_unread(clips=clips, left_out=left_out))
         return norm if math.isfinite(norm) else self._norm_of_doubles(counted)
 
@@ -149,7 +163,7 @@ def squares_of(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     norms = [torch.zeros(1, dtype=torch.float64, device=device)]
     for part in parts:
-        flat = reals(part).flatten()
+        flat = reals(part.to_dense() if part.is_sparse else part).flatten()
         kind = torch.promote_types(flat.dtype, torch.float32)
         whole = flat.numel() // ROW * ROW
         if whole:

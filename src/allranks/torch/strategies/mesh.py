@@ -175,7 +175,8 @@ class ThreeAxes(Pipeline):
     # --- bytes ----------------------------------------------------------------------------
 
     def messages(self) -> tuple[int, ...]:
-        """Of each rank what it sends in a step, by axis, then the tally; every rank calls this."""
+        """Of each rank what it sends in a step, by axis, then the tally, as copies and as ranks of
+        a line sum it; every rank calls this."""
         crossed, steps = self.crossed(), max(1, self.steps)
         own = [
             sum(crossed[2 * stage] for stage in self.own_stages if stage < self.last)
@@ -187,7 +188,8 @@ class ThreeAxes(Pipeline):
         ]
         rows = map(json.loads, self.comm.gather_texts(json.dumps(own)))
         tally = self.step.layout.size * self.step.layout.like.element_size()
-        return (*(round(sent) for row in rows for sent in row), tally)
+        along = self.tally_bytes() if self.shard_alone else tally
+        return (*(round(sent) for row in rows for sent in row), tally, along)
 
 
 def _plan_of(

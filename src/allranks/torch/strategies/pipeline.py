@@ -35,6 +35,7 @@ from allranks.torch.model.layers import Moment, computed_again
 from allranks.torch.pipelining.split_backward import backward_to_inputs, check_kept
 from allranks.torch.pipelining.stage_links import Links, Received
 from allranks.torch.reducers.tree import TreeSum
+from allranks.torch.sharding.with_tally import summed_with_tally
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Backward, Gradients, all_gradients
 from allranks.torch.step.losses import forward
@@ -111,8 +112,9 @@ class Pipeline(Staged):
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self.sum_tied()
-        self.line.all_reduce(local.tensor).wait()
-        return local, self.gradients()
+        gradients = self.gradients()
+        tally, gradients.told = summed_with_tally(local, gradients.own(), self.line)
+        return tally, gradients
 
     def total_of(self, tree: TreeSum) -> list[Tensor]:
         """The sum over all shards, of which this rank has added its own."""

@@ -237,10 +237,14 @@ class Staged(Strategy):
                 crossed[int(at)] += sent / max(1, self.steps)
         return crossed
 
+    def tally_bytes(self) -> int:
+        """The bytes of the tally with what each rank tells of its gradients."""
+        numbers = self.step.layout.size + 2 * len(self.step.parameters)
+        return numbers * torch.float64.itemsize
+
     def messages(self) -> tuple[int, ...]:
         """What crosses, then what is summed; a tied weight counts as if all ranks summed it."""
-        layout, ranks = self.step.layout, self.line.size
-        summed = float(layout.size * layout.like.element_size())
+        ranks, summed = self.line.size, float(self.tally_bytes())
         for parameter, comm in self._summed:
             summed += parameter.nbytes * (1 - 1 / comm.size) / (1 - 1 / ranks)
         return (*map(round, self.crossed()), round(summed))

@@ -4,8 +4,8 @@
     cut        weights cut in place, layers swapped                        `tensor_parallel.cutting`
     forward, backward     the layers exchange activations                   `tensor_parallel.layers`
     sequence   with `sequence=yes` positions are cut between regions     `tensor_parallel.scattered`
-    reduce     tally over all ranks; gradients over copies of the cut model, if there are several
-    norm       squares of cut gradients summed over the axis, of others counted once
+    reduce     gradients over copies of the cut model, if there are several; tally over all ranks
+    norm       squares of cut gradients, of others counted once: summed with the tally
 
 What is not cut is the same on every rank of the axis, computed alike from the same activations, and
 its gradient too. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
@@ -29,8 +29,9 @@ from allranks.torch.comm import Comm
 from allranks.torch.context_parallel.blocks import CutBlocks, blocks_of
 from allranks.torch.data.batch import Batch
 from allranks.torch.sharding.dtensors import Replicate, Shard, dtensor, mesh_of
-from allranks.torch.sharding.gradient_parts import SomeCut
+from allranks.torch.sharding.gradient_parts import SomeCut, squares_of
 from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
+from allranks.torch.sharding.with_tally import summed_with_tally
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
@@ -122,12 +123,19 @@ class Tensors(Strategy):
         exchange.sum_gradients(p for p in self.step.parameters if id(p) in own)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        self.comm.all_reduce(local.tensor).wait()
-        sum_over_copies(self.step.parameters, self.axis(REPLICATE))
+        copies, axis = self.axis(REPLICATE), self.axis(TENSOR)
+        sum_over_copies(self.step.parameters, copies)
         names = dict(self.model.named_parameters())
         cut = {id(names[name]) for name in self.cut.dims}
         exact = bool(self.context.options["exact"])
-        return local, CutGradients(self.step.parameters, self.axis(TENSOR), cut, exact=exact)
+        gradients = CutGradients(self.step.parameters, axis, cut, exact=exact)
+        if exact:
+            self.comm.all_reduce(local.tensor).wait()
+            return local, gradients
+        counted = gradients.counted() if copies.rank == 0 else []
+        own = squares_of(counted, local.tensor.device)
+        tally, gradients.squares = summed_with_tally(local, own, self.comm)
+        return tally, gradients
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         with self.exchange.opened("control"):
@@ -146,7 +154,8 @@ class Tensors(Strategy):
         """
         exchange, steps = self.exchange, max(1, self.steps)
         gradients = sum(parameter.nbytes for parameter in self.step.parameters)
-        tally = self.step.layout.size * torch.float64.itemsize
+        norm = not self.context.options["exact"]  # goes with the tally
+        tally = (self.step.layout.size + norm) * torch.float64.itemsize
         moved = steps * self.wholes.most_sent()
         return exchange.reduced, exchange.gathered, steps * gradients, steps * tally, moved
 

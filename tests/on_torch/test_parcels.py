@@ -1,0 +1,51 @@
+"""Tensors that leave in one message come out as they went in, each of its own memory."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from allranks.torch.comm import Comm
+from allranks.torch.pipelining.parcels import Parcel, shape_of
+from allranks.torch.sharding.gradient_parts import ROW, SomeCut
+
+
+def test_tensors_of_other_types_and_orders_share_a_message() -> None:
+    given = [
+        torch.arange(3, dtype=torch.uint8),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(5, dtype=torch.complex128),
+        torch.empty(0, 2),
+        torch.randn(4, 4)[:, ::2],
+    ]
+    sent = Parcel.of(given)
+    assert sum(t.nbytes for t in given) <= sent.message.numel() < sum(t.nbytes + 16 for t in given)
+    room = Parcel.room([shape_of(t) for t in sent.tensors], torch.device("cpu"))
+    room.message.copy_(sent.message)
+    for found, tensor in zip(room.tensors, given, strict=True):
+        assert found.dtype == tensor.dtype
+        assert found.equal(tensor)
+        assert not found._is_view()  # a layer may write into it
+    assert room.tensors[1].is_contiguous(memory_format=torch.channels_last)
+    room.tensors[1].zero_()
+    assert room.tensors[2].equal(given[2])
+
+
+def test_one_tensor_leaves_from_where_it_lies() -> None:
+    tensor = torch.randn(3, 4)
+    assert Parcel.of([tensor]).message.data_ptr() == tensor.data_ptr()
+
+
+def test_a_norm_adds_rows_and_survives_squares_too_large_for_their_type() -> None:
+    parameter = nn.Parameter(torch.zeros(3 * ROW + 7, 11))
+    gradients = SomeCut([parameter], Comm(), {id(parameter)}, exact=False)
+    parameter.grad = torch.randn(parameter.shape)
+    exact = math.sqrt(parameter.grad.double().square().sum())
+    assert math.isclose(gradients.norm(clips=False, left_out=False), exact, rel_tol=1e-7)
+    parameter.grad *= 1e25
+    found = gradients.norm(clips=False, left_out=False)
+    assert math.isclose(found, exact * 1e25, rel_tol=1e-6)
+    parameter.grad[-1, -1] = math.nan
+    assert not math.isfinite(gradients.norm(clips=False, left_out=False))
