@@ -237,13 +237,30 @@ def cut_by_cost(argument: dict[str, Any]) -> None:
             assert trainer.step(next(iter(trainer.batches()))).updated
 
 
+def _counted(send: Any, sends: list[int]) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
+        sends.append(1)
+        return send(*arguments, **options)
+
+    return counted
+
+
 def bytes_and_memory(argument: dict[str, Any]) -> None:
-    """The busiest of the ranks sends what the card says; a rank holds the weights of its stages."""
+    """The busiest of the ranks sends what the card says; a rank holds the weights of its stages.
+
+    One message for each micro-batch and direction, and two for each shape that is new.
+    """
     with contract_workers._trainer(argument) as trainer:
-        steps = argument["job"]["steps"]
-        for batch in trainer.batches():
-            trainer.step(batch)
+        steps, sends, wanted = argument["job"]["steps"], list[int](), 0
         comm, strategy = trainer.comm, trainer.strategy
+        ends = [(s < strategy.last) + (s > 0) for s in strategy.own_stages]
+        for links in (strategy.links.line, strategy.links.backwards):
+            links.send = _counted(links.send, sends)
+        for batch in trainer.batches():
+            wanted += len(batch.micros) * sum(ends)
+            trainer.step(batch)
+        told = [stage for stage, _ in strategy.links._known if stage in strategy.own_stages]
+        assert len(sends) == wanted + 2 * len(told), (len(sends), wanted, told)
         sent = max(map(float, comm.gather_texts(str(comm.sent["gradients"] / steps))))
         assert abs(sent - strategy.promised_bytes()) <= comm.size, (sent, strategy.promised_bytes())
         rows = [row for row in strategy.placement(updated=True) if row.kind == "parameter"]

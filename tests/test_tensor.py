@@ -137,7 +137,7 @@ def test_a_block_sends_its_output_and_the_gradient_of_its_input(train: Train) ->
     result = train("tensor_tasks:Stack", strategy="tensor", ranks=2, precision="fp64", steps=4)
     outputs = 24 * (OUT + OUT) * 8
     inputs = 24 * OUT * 8  # of the second block: the data needs no gradient
-    tally = (1 + 8 + 9) * 8  # loss, counts, a flag for each of nine parameters
+    tally = (1 + 8 + 9 + 1) * 8  # loss, counts, a flag for each of nine parameters, the norm
     assert result.summary["sent_bytes"]["gradients"] == 4 * (outputs + inputs + tally)
 
 

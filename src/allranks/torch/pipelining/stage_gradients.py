@@ -53,7 +53,7 @@ class StagedGradients(Gradients):
         self.told = None
 
     def settle(self, unused: Sequence[int]) -> None:
-        if self.told is not None:
+        if self.told is not None and unused:
             self.told[:, list(unused)] = 0
         gone = {id(self.everywhere[position]) for position in unused}
         without = [p for p in self.parameters if id(p) in gone]

@@ -172,13 +172,11 @@ class Links:
         if looks is not None and looks != known:
             raise _changed(source, known, looks)
         if looks is not None:
-            if tensors := list(tensors_in(value)):
-                line.broadcast(Parcel.of(tensors).message, source=source)
+            line.broadcast(*tensors_in(value), source=source)
             return value
-        found = Parcel.room(known.shapes, line.device)
-        if found.tensors:
-            line.broadcast(found.message, source=source)
-        return known.value(iter(found.tensors))
+        found = [tensor for tensor, _ in known.tensors(line.device)]
+        line.broadcast(*found, source=source)
+        return known.value(iter(found))
 
     def _tell(self, looks: Looks, peer: int) -> None:
         device = self.line.device
