@@ -57,7 +57,7 @@ def test_golden_bytes_of_the_busiest_rank() -> None:
     """100 cross, 40 are summed and 20 gathered on 2, 60 of gradients on 2, and a tally of 8."""
     spec = strategy_spec(ALL, 8)
     quiet, busiest = (10, 40, 20, 60, 0), (100, 40, 20, 60, 5)
-    work = Workload((*quiet * 7, *busiest, 8), 8, 8)
+    work = Workload((*quiet * 7, *busiest, 8, 8), 8, 8)
     sent = 100 + (40 + 20 / 2) + 60 + 5 + 14
     assert spec.card.bytes_sent(work, spec.options) == sent
 
