@@ -40,7 +40,7 @@ class StagedGradients(Gradients):
         self.counted, self.everywhere, self.line = list(counted), everywhere, line
         self.told: Tensor | None = None
 
-    def scale_(self, factor: float) -> None:
+    def scale_(self, factor: float | Tensor) -> None:
         super().scale_(factor)
         self.told = None
 
