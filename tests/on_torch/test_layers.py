@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Piece, micro_batches
-from allranks.torch.model.layers import Scope
+from allranks.torch.batchnorm.running_statistics import RunningStatistics
+from allranks.torch.model.layers import Scope, shard_norms
 from allranks.torch.model.swapping import swap_layers
 
 SIZES = {0: 4, 1: 4, 2: 3, 3: 1}
@@ -121,7 +122,8 @@ def test_running_statistics_take_the_weighted_moments_once() -> None:
     data = torch.randn(12, 2, 3, 3, generator=torch.Generator().manual_seed(2))
     outputs(layer, scope, data, None)
     assert int(layer.num_batches_tracked) == 0, "nothing is updated before the step ends"
-    layer.update_running(scope.moments[layer.index])  # type: ignore[operator]
+    moments = scope.moments[layer.index]  # type: ignore[index]
+    RunningStatistics(shard_norms(layer), moments).update(moments)
     shards = [data[0:4], data[4:8], data[8:11]]
     mean = sum(len(s) * s.mean((0, 2, 3)) for s in shards) / 11
     var = sum(len(s) * s.var((0, 2, 3)) for s in shards) / 11

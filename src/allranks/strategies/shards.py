@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,27 @@ class Piece:
 
 
 Micro = tuple[Piece, ...]
+
+
+class Run(NamedTuple):
+    """`pieces` that follow each other, each of `samples`; of shards of one sample if `lone`."""
+
+    pieces: int
+    samples: int
+    lone: bool
+
+
+Runs = tuple[Run, ...]
+
+
+@lru_cache(maxsize=256)
+def runs_of(pieces: Micro) -> Runs:
+    """The runs of a micro-batch in the order of its samples: two, or three if some are lone."""
+
+    def kind(piece: Piece) -> tuple[int, bool]:
+        return piece.samples, piece.shard_size == 1
+
+    return tuple(Run(len(list(run)), *of) for of, run in groupby(pieces, kind))
 
 
 @lru_cache(maxsize=64)

@@ -33,10 +33,9 @@ from allranks.torch.keras.setting import check_types, of_keras_type
 from allranks.torch.keras.shards import is_keras, swap_keras_layers
 from allranks.torch.model.activation_checkpointing import recompute_blocks
 from allranks.torch.model.bounded_tables import swap_tables
-from allranks.torch.model.layers import OfShard, Scope
+from allranks.torch.model.layers import Scope
 from allranks.torch.model.precision import Precision
 from allranks.torch.model.reals import TensorFile
-from allranks.torch.model.shard_dropout import ShardDropout
 from allranks.torch.model.swapping import swap_layers
 from allranks.torch.state import model_state
 from allranks.torch.strategies.base import Strategy
@@ -184,36 +183,3 @@ def draws_by_function(job: Job, device: torch.device) -> bool:
     cut = spec.mesh.ranks != spec.mesh.size(DATA) or spec.mesh.size(EXPERT) > 1
     apart = cut or job.bitwise or job.compile or device.type != "cpu"
     return spec.name in WHOLE_PASSES and not apart
-
-
-def compiled(model: nn.Module, backend: str) -> tuple[Callable[..., Any], Callable[[], None]]:
-    """What a compiler makes of the model's forward, and what undoes the changes that it needs.
-
-    Layers that belong to a shard stay as they are, but dropout: what they do follows the step.
-    """
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise RequestError(
-            asked=f"--compile {backend}",
-            found="no backend of that name",
-            why=f"torch knows {', '.join(sorted(known))}",
-            do="--compile inductor",
-        )
-    if any(is_keras(module) for module in model.modules()):
-        raise RequestError(
-            asked=f"--compile {backend}",
-            found="a model with Keras layers",
-            why="the compiler gives up on most of what Keras does around a layer, without a word",
-            do="leave it out",
-        )
-    layers = [
-        m for m in model.modules() if isinstance(m, OfShard) and not isinstance(m, ShardDropout)
-    ]
-    for layer in layers:
-        layer.forward = torch.compiler.disable(layer.forward)
-
-    def undo() -> None:
-        for layer in layers:
-            del layer.forward
-
-    return torch.compile(model, backend=backend), undo

@@ -24,7 +24,8 @@ from allranks.job.job import Job
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.torch.ahead.steps import OnSteps, Steps
-from allranks.torch.build import Built, build_model, build_strategy, compiled, job_for
+from allranks.torch.batchnorm.whole_norm import whole_norm
+from allranks.torch.build import Built, build_model, build_strategy, job_for
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.task_data import TaskData
 from allranks.torch.joining import join
@@ -33,13 +34,13 @@ from allranks.torch.limits import check_limits
 from allranks.torch.loop import check_own_loop, no_batch, nothing_left, tell_ignored
 from allranks.torch.machine import device_of, flip_one_bit
 from allranks.torch.meetings import AT_THE_END, EVALUATE
+from allranks.torch.model.compiling import compile_passes
 from allranks.torch.model.flops import Meter, peak_of
 from allranks.torch.model.initialising import initialise
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.model_notes import notes_on
 from allranks.torch.model.precision import KERNELS, set_kernels
 from allranks.torch.model.swapping import restore_layers
-from allranks.torch.model.whole_norm import whole_norm
 from allranks.torch.optimizers.named import with_recipe
 from allranks.torch.saving import Saving
 from allranks.torch.state import copied, random_streams, set_random_streams
@@ -345,6 +346,5 @@ class Trainer(OnSteps):
         self.strategy.setup(built.model, self.task.optimizer, built.recorded)
         self._taken.undone_by(self.strategy.close)
         if self.job.compile:
-            self.strategy.step.call, undo = compiled(self.strategy.model, self.job.compile)
-            self._taken.undone_by(undo)
+            self._taken.undone_by(compile_passes(self.task, self.job, self.strategy))
         return built

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
+from allranks.torch.batchnorm.layer import NormOfShard, normalised
 from allranks.torch.keras.setting import KerasSetting
 from allranks.torch.model.layers import (
     Normalising,
@@ -28,8 +29,8 @@ from allranks.torch.model.layers import (
     Swapped,
     every_layer,
     full_type,
-    normalised,
     own_kind,
+    swapped_kind,
 )
 from allranks.torch.model.shard_dropout import dropped
 
@@ -63,7 +64,7 @@ def swap_keras_layers(model: nn.Module, scope: Scope, names: dict[str, list[str]
             continue
         is_norm = kind.__name__ == BATCH_NORM
         mixin = ShardKerasBatchNorm if is_norm else ShardKerasDropout
-        layer.__class__ = type(f"Shard{kind.__name__}", (mixin, kind), {})
+        layer.__class__ = swapped_kind(mixin, kind)
         layer.scope, layer.index = scope, index
         names["batchnorm" if is_norm else "dropout"].append(str(getattr(layer, "name", index)))
     for entry in _entries(model):
@@ -144,7 +145,7 @@ class ShardKerasDropout(OfShard):
         return shape
 
 
-class ShardKerasBatchNorm(OfShard):
+class ShardKerasBatchNorm(NormOfShard):
     """BatchNormalization of Keras over each shard by itself."""
 
     track_running_stats: ClassVar[bool] = True
@@ -170,7 +171,7 @@ class ShardKerasBatchNorm(OfShard):
             biased=True,
         )
         full = inputs.to(full_type(inputs.dtype)).movedim(layer.axis, 1)
-        output = normalised(self.scope, self.index, full, by).movedim(1, layer.axis)
+        output = normalised(self, full, by).movedim(1, layer.axis)
         return output.to(getattr(torch, layer.compute_dtype))
 
     @property
@@ -182,15 +183,9 @@ class ShardKerasBatchNorm(OfShard):
         layer: Any = self
         return [layer.moving_mean.value, layer.moving_variance.value]
 
-    @torch.no_grad()
-    def update_running(self, moments: Tensor) -> None:
-        """One update of the moving statistics from `moments`: (weight, weighted mean and var)."""
-        weight, layer = float(moments[0]), cast(Any, self)
-        if not weight:
-            return
-        found = (moments[1:] / weight).view(2, self.num_features)
-        for moving, new in zip(self.running_statistics(), found, strict=True):
-            moving.lerp_(new.to(moving), 1 - layer.momentum)
+    def running_rate(self) -> float:
+        layer: Any = self
+        return float(1 - layer.momentum)
 
 
 def _kind_of(layer: Any) -> str:

@@ -24,8 +24,7 @@ from allranks.torch.task import Task
 
 def recompute_blocks(task: Task, model: nn.Module, scope: Scope) -> Callable[[], None]:
     """Let the blocks of `model` compute their activations again; returns what undoes that."""
-    given = list(dict.fromkeys(task.blocks(model)))  # a shared block is named more than once
-    blocks = [b for b in given if not any(o in given for o in b.modules() if o is not b)]
+    blocks = repeated_blocks(task, model)
     if not blocks:
         raise RequestError(
             asked="--activation-checkpointing",
@@ -41,6 +40,12 @@ def recompute_blocks(task: Task, model: nn.Module, scope: Scope) -> Callable[[],
             del block.forward
 
     return undo
+
+
+def repeated_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
+    """The blocks that the task names, each once, and none that holds another one."""
+    given = list(dict.fromkeys(task.blocks(model)))  # a shared block is named more than once
+    return [b for b in given if not any(o in given for o in b.modules() if o is not b)]
 
 
 @dataclass

@@ -18,16 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
 
 import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
-from allranks.strategies.shards import Micro
+from allranks.strategies.shards import Micro, Runs, runs_of
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.draws.keys import Keys, rows_per_sample
 from allranks.training.order import random_key
@@ -61,6 +60,8 @@ class Scope:
 
     def __post_init__(self) -> None:
         self.keys = Keys(self)
+        self.runs: Runs = ()
+        self._laid_out: Micro = ()
 
     def enter(self, step: int, pieces: Micro, samples: int) -> None:
         """A micro-batch of `samples` samples, made of `pieces`, goes through the model next.
@@ -73,6 +74,12 @@ class Scope:
         self.keys.draw_here()
         first = pieces[0]
         self._seed(random_key(self.seed, step, first.shard, first.start, -1))
+
+    def lay_out(self) -> Runs:
+        """The runs of the pieces that go through now; code that is compiled reads `runs` alone."""
+        if self._laid_out is not self.pieces:
+            self._laid_out, self.runs = self.pieces, runs_of(self.pieces)
+        return self.runs
 
     def key_stage(self, stage: int) -> None:
         """What user code draws next belongs to a stage of what goes through the model."""
@@ -111,14 +118,10 @@ class Scope:
         finally:
             self.step, self.pieces, self.samples, self.calls, self.moments = now
 
-    def moments_of(self, index: int, input: Tensor, by: Normalising) -> Tensor:
-        """Where a layer adds up (weight, weighted mean and variance) of the shards it has seen."""
-        found = self.moments.get(index)
-        if found is None:
-            found = input.new_zeros(1 + 2 * by.features, dtype=full_type(input.dtype))
-            if by.running is not None:
-                self.moments[index] = found
-        return found
+    def add_moments(self, layer: int, found: Tensor) -> None:
+        """A layer has seen shards: (weight, weighted mean and variance), which it gives away."""
+        before = self.moments.get(layer)
+        self.moments[layer] = found if before is None else before.add_(found)
 
     def take_moments(self, own: Scope) -> None:
         """Add what another scope has collected from a part of these samples, which then has none.
@@ -126,8 +129,7 @@ class Scope:
         All of it is on the device of this scope afterwards.
         """
         for layer, found in own.moments.items():
-            moments, before = found.to(self.device), self.moments.get(layer)
-            self.moments[layer] = moments if before is None else before.add_(moments)
+            self.add_moments(layer, found.to(self.device))
         own.moments.clear()
 
     def rows(self, layer: str, tensor: Tensor) -> list[int]:
@@ -142,7 +144,7 @@ class Swapped:
 
 OF_SWAPPED = frozenset(
     {
-        *("scope", "index", "shared_dims", "slot", "adds_no_loss", "part_of"),
+        *("left", "scope", "index", "shared_dims", "slot", "adds_no_loss", "part_of"),
         *("exchange", "region", "regions", "between", "dims", "sizes"),
     }
 )
@@ -168,16 +170,16 @@ class ShardNorm(Protocol):
     def num_features(self) -> int: ...
 
     def running_statistics(self) -> list[Tensor]:
-        """The tensors that only the engine writes."""
+        """The tensors that only the engine writes: mean, variance, perhaps the count of updates."""
         ...
 
-    def update_running(self, moments: Tensor) -> None:
-        """One update from `moments`: (weight, weighted mean and variance)."""
+    def running_rate(self) -> float | None:
+        """How far an update goes to the new statistics; `None` for the mean of all updates."""
         ...
 
 
 class WholeNorm(Protocol):
-    """What normalises over the whole global batch in place of the shard (`whole_norm`)."""
+    """What normalises over the whole global batch in place of the shard (`batchnorm`)."""
 
     def begin(self, own_samples: int) -> None: ...
 
@@ -201,81 +203,19 @@ class Normalising:
     biased: bool = False
 
 
-def normalised(scope: Scope, index: int, input: Tensor, by: Normalising) -> Tensor:
-    """`input`, (rows, channels, …), normalised shard by shard; leaves the moments in `scope`.
-
-    Those of a layer that keeps no running statistics are of no use to anybody, and not left there.
-    """
-    if scope.whole is not None:
-        return scope.whole.normalised(scope, index, input, by)
-    moments = scope.moments_of(index, input, by)
-    rows = scope.rows("BatchNorm", input)
-    outputs = []
-    for piece, part in zip(scope.pieces, input.split(rows), strict=True):
-        if piece.shard_size == 1 and by.running is not None:
-            outputs.append(F.batch_norm(part, *by.running, by.weight, by.bias, False, 0.0, by.eps))
-            continue
-        if part.numel() == by.features:
-            raise no_variance(f"shard {piece.shard}")
-        found = moments.new_zeros(2, by.features)  # (mean, unbiased variance)
-        outputs.append(
-            F.batch_norm(part, found[0], found[1], by.weight, by.bias, True, 1.0, by.eps)
-        )
-        if by.biased:  # in a new tensor: backward takes the other one
-            values = part.numel() // by.features
-            found = torch.stack((found[0], found[1] * ((values - 1) / values)))
-        moments[0] += piece.samples
-        moments[1:].add_(found.flatten(), alpha=piece.samples)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def no_variance(what: str) -> RequestError:
-    """The refusal of a BatchNorm of one value per channel without running statistics."""
-    return RequestError(
-        asked="BatchNorm with track_running_stats=False",
-        found=f"one value for each channel in {what}",
-        why="one value has no variance, and no running statistics stand in for it",
-        do="--set last_batch=drop, fewer shards, or running statistics in that layer",
-    )
-
-
-class ShardBatchNorm(OfShard, _BatchNorm):
-    """BatchNorm over each shard by itself. Made from a BatchNorm layer by `swap_layers`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        scope = self.scope
-        if not (self.training and scope.pieces):
-            return super().forward(input)
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        running = None
-        if self.track_running_stats:
-            assert self.running_mean is not None and self.running_var is not None
-            running = self.running_mean, self.running_var
-        by = Normalising(self.num_features, running, self.weight, self.bias, self.eps)
-        return normalised(scope, self.index, input, by)
-
-    def running_statistics(self) -> list[Tensor]:
-        return list(self.buffers())
-
-    @torch.no_grad()
-    def update_running(self, moments: Tensor) -> None:
-        """One update of the running statistics from `moments`: (weight, weighted mean and var)."""
-        weight = float(moments[0])
-        if not weight or self.running_mean is None or self.running_var is None:
-            return
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        rate = self.momentum
-        if rate is None:
-            rate = 1.0 / float(self.num_batches_tracked)
-        mean, var = (moments[1:] / weight).view(2, self.num_features)
-        self.running_mean.lerp_(mean.to(self.running_mean), rate)
-        self.running_var.lerp_(var.to(self.running_var), rate)
-
-
 def full_type(kind: torch.dtype) -> torch.dtype:
     """The type for statistics over what is of this type: 16 bits would not hold them."""
     return torch.promote_types(kind, torch.float32)
+
+
+def swapped_kind(layer: Any, kind: Any) -> Any:
+    """The class of a layer of `kind` while it is swapped: one for all, so that one graph fits."""
+    return _swapped_kind(layer, kind)
+
+
+@cache
+def _swapped_kind(layer: Any, kind: Any) -> Any:
+    return type(f"Shard{kind.__name__}", (layer, kind), {})
 
 
 def own_kind(module: nn.Module) -> type:

@@ -42,6 +42,8 @@ class ShardDropout(OfShard, nn.Module):
     part_of: Callable[[Tensor], Part | None] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.p == 0:  # nothing to draw, and nothing that a compiler would have to know of
+            return input
         if not (self.training and self.scope.pieces):
             return super().forward(input)  # type: ignore[no-any-return]
         shape = list(input.shape)

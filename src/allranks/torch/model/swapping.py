@@ -6,15 +6,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
 
 from allranks.errors import RequestError
+from allranks.torch.batchnorm.layer import ShardBatchNorm
 from allranks.torch.draws.keys import slot_of
 from allranks.torch.expert_parallel.mixture import MixtureOfExperts, ShardMixture
 from allranks.torch.model.layers import (
     OF_SWAPPED,
     Scope,
-    ShardBatchNorm,
     Swapped,
     every_layer,
     own_kind,
+    swapped_kind,
 )
 from allranks.torch.model.shard_dropout import DROPOUTS, ShardDropout
 
@@ -40,14 +41,14 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
                 do="use the plain layer, with its sizes given",
             )
         if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            module.__class__ = type(f"Shard{kind.__name__}", (ShardBatchNorm, kind), {})
+            module.__class__ = swapped_kind(ShardBatchNorm, kind)
             names["batchnorm"].append(name)
         elif kind in DROPOUTS:
-            module.__class__ = type(f"Shard{kind.__name__}", (ShardDropout, kind), {})
+            module.__class__ = swapped_kind(ShardDropout, kind)
             module.shared_dims, module.slot = DROPOUTS[kind], slot_of(index)
             names["dropout"].append(name)
         elif isinstance(module, MixtureOfExperts):
-            module.__class__ = type(f"Shard{kind.__name__}", (ShardMixture, kind), {})
+            module.__class__ = swapped_kind(ShardMixture, kind)
         elif isinstance(module, _BatchNorm) or (
             isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
         ):

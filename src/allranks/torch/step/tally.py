@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import FaultKind, ProgramError
+from allranks.torch.batchnorm.running_statistics import RunningStatistics
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.model.layers import Scope, shard_norms
 from allranks.torch.model.reals import reals
@@ -79,6 +80,8 @@ class TallyLayout:
         for norm in self.norms:
             start, self.size = self.size, self.size + 1 + 2 * norm.num_features
             self.moments.append(slice(start, self.size))
+        self.all_moments = slice(self.counts.stop, self.size)
+        self.running = RunningStatistics(self.norms, self.like)
         self.rows = []
         for count in rows:
             start, self.size = self.size, self.size + count
@@ -203,11 +206,10 @@ class Tally:
 
     def update_norms(self, held: Tensor | None = None) -> None:
         """One update of all running statistics, from the moments of all shards; none if `held`."""
+        moments = self.tensor[self.layout.all_moments]
         if held is not None and self.layout.moments:
-            moments = slice(self.layout.moments[0].start, self.layout.moments[-1].stop)
-            self.tensor[moments].masked_fill_(held > 0, 0)  # of no weight
-        for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):
-            norm.update_running(self.tensor[where])
+            moments.masked_fill_(held > 0, 0)  # of no weight
+        self.layout.running.update(moments)
 
 
 def unused_of(flags: Sequence[float]) -> tuple[int, ...]:

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from allranks.errors import RequestError
+from allranks.torch.batchnorm.layer import no_variance
 from allranks.torch.comm import Comm
-from allranks.torch.model.layers import Normalising, Scope, full_type, no_variance
+from allranks.torch.model.layers import Normalising, Scope, full_type
 from allranks.torch.task import Task
 
 KIND = "batchnorm"
@@ -83,10 +84,10 @@ class WholeBatchNorm:
             return _by(full, *by.running, by).to(input.dtype)
         var = squares / count
         self._known[index, call] = mean, var
-        moments = scope.moments_of(index, full, by)
-        moments[0] += scope.samples
-        kept = squares / (count if by.biased else count - 1)
-        moments[1:].add_(torch.cat((mean, kept)), alpha=scope.samples)
+        if by.running is not None:
+            kept = squares / (count if by.biased else count - 1)
+            found = torch.cat((mean.new_ones(1), mean, kept))
+            scope.add_moments(index, found.mul_(scope.samples))
         if self.comm.size == 1:
             plain = F.batch_norm(full, None, None, by.weight, by.bias, True, 0.0, by.eps)
             return plain.to(input.dtype)

@@ -1,0 +1,106 @@
+"""BatchNorm layers that belong to shards, of torch here, of Keras in `keras.shards`.
+
+Each shard is normalised by its own moments, which are left in the scope: the running statistics
+take one update per step, from the sample-weighted moments of all shards of all ranks
+(`running_statistics`). A shard of one sample is normalised by the running statistics and adds
+nothing to them. With `batchnorm = "whole"` the global batch is normalised instead (`whole_norm`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
+
+from allranks.errors import RequestError
+from allranks.strategies.shards import Run
+from allranks.torch.batchnorm.by_shard import is_alone, normalised_runs
+from allranks.torch.draws.keys import rows_per_sample
+from allranks.torch.model.layers import Normalising, OfShard, full_type
+
+
+class NormOfShard(OfShard):
+    """A layer that is normalised; where it is compiled, its moments are `left` behind in it."""
+
+    left: list[Tensor]
+
+
+def normalised(layer: NormOfShard, input: Tensor, by: Normalising) -> Tensor:
+    """`input`, (rows, channels, …), normalised shard by shard; leaves the moments in the scope.
+
+    Those of a layer that keeps no running statistics are of no use to anybody, and not left there.
+    """
+    scope = layer.scope
+    if scope.whole is not None:
+        return scope.whole.normalised(scope, layer.index, input, by)
+    per_sample = rows_per_sample(input.shape, scope.samples, "BatchNorm")
+    runs = scope.runs if torch.compiler.is_compiling() else scope.lay_out()
+    for run in runs:
+        values = run.samples * per_sample * (input.numel() // (input.shape[0] * by.features))
+        if values == 1 and not is_alone(run, by):
+            raise no_variance(f"shard {scope.pieces[0].shard}")
+    moments: Tensor | None
+    if torch.compiler.is_compiling():
+        output, found = normalised_runs(input, runs, per_sample, by)
+        if by.running is not None:
+            layer.left.append(found)  # not in the scope: a number of the layer would be guarded
+        return output
+    if len(scope.pieces) == 1:
+        output, moments = _by_torch(input, runs[0], by)
+    else:
+        output, moments = normalised_runs(input, runs, per_sample, by)
+    if by.running is not None and moments is not None:
+        scope.add_moments(layer.index, moments)
+    return output
+
+
+def _by_torch(input: Tensor, run: Run, by: Normalising) -> tuple[Tensor, Tensor | None]:
+    """One shard alone: what a plain model computes, to the bit."""
+    if is_alone(run, by):
+        assert by.running is not None
+        plain = F.batch_norm(input, *by.running, by.weight, by.bias, False, 0.0, by.eps)
+        return plain, None
+    found = input.new_zeros(2, by.features, dtype=full_type(input.dtype))
+    output = F.batch_norm(input, found[0], found[1], by.weight, by.bias, True, 1.0, by.eps)
+    moments = found.new_full((1 + 2 * by.features,), run.samples)
+    torch.mul(found.flatten(), run.samples, out=moments[1:])
+    if by.biased:
+        values = input.numel() // by.features
+        moments[1 + by.features :] *= (values - 1) / values
+    return output, moments
+
+
+def no_variance(what: str) -> RequestError:
+    """The refusal of a BatchNorm of one value per channel without running statistics."""
+    return RequestError(
+        asked="BatchNorm with track_running_stats=False",
+        found=f"one value for each channel in {what}",
+        why="one value has no variance, and no running statistics stand in for it",
+        do="--set last_batch=drop, fewer shards, or running statistics in that layer",
+    )
+
+
+class ShardBatchNorm(NormOfShard, _BatchNorm):
+    """BatchNorm over each shard by itself. Made from a BatchNorm layer by `swap_layers`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        scope = self.scope
+        inside = scope.runs if torch.compiler.is_compiling() else scope.pieces
+        if not (self.training and inside):
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        running = None
+        if self.track_running_stats:
+            assert self.running_mean is not None and self.running_var is not None
+            running = self.running_mean, self.running_var
+        by = Normalising(self.num_features, running, self.weight, self.bias, self.eps)
+        return normalised(self, input, by)
+
+    def running_statistics(self) -> list[Tensor]:
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        return [self.running_mean, self.running_var, self.num_batches_tracked]
+
+    def running_rate(self) -> float | None:
+        return self.momentum

@@ -1,0 +1,127 @@
+"""A model in the hands of `torch.compile`, with the layers that belong to a shard inside of it.
+
+What a compiled graph reads of the scope is the layout of the samples (`Scope.runs`), which is the
+same in every step but the last of an epoch. BatchNorm leaves its moments in the layer, and they are
+put into the scope after the call: a graph that several blocks share knows no layer by its number.
+What draws, communicates or looks up follows the step, and cuts the graph: one function for all
+layers keeps them outside.
+
+Where gradients leave during backward the model is compiled block by block. Compiled as a whole, its
+backward is one function: the first gradient is there when the last one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.torch.batchnorm.layer import NormOfShard
+from allranks.torch.keras.shards import is_keras
+from allranks.torch.model.activation_checkpointing import repeated_blocks
+from allranks.torch.model.layers import OfShard, Scope
+from allranks.torch.model.shard_dropout import ShardDropout
+from allranks.torch.strategies.base import Strategy
+from allranks.torch.task import Task
+
+LAYOUTS = 8  # how many each block may be compiled for, before what is new runs as it is written
+
+
+def compile_passes(task: Task, job: Job, strategy: Strategy) -> Callable[[], None]:
+    """Let the forward passes of a strategy be compiled as the job says; returns what undoes it."""
+    given = task, strategy.model, job.compile, strategy.context.scope, strategy.comm.size
+    strategy.step.call, undo = compiled(*given)
+    return undo
+
+
+def compiled(
+    task: Task, model: nn.Module, backend: str, scope: Scope, ranks: int
+) -> tuple[Callable[..., Any], Callable[[], None]]:
+    """What a compiler makes of the model's forward, and what undoes the changes that it needs.
+
+    By blocks if several `ranks` exchange gradients and the model has some. No communication.
+    """
+    _check(model, backend)
+    undo = ExitStack()
+    modules: list[Any] = list(model.modules())
+    is_inside = task.batchnorm != "whole"
+    inside = [m for m in modules if is_inside and isinstance(m, NormOfShard)]
+    for norm in inside:
+        norm.left = []
+        undo.callback(vars(norm).pop, "left", None)
+    traced = *inside, *(m for m in modules if isinstance(m, ShardDropout))
+    outside = [m for m in modules if isinstance(m, OfShard) and m not in traced]
+    layer: Any
+    for layer in outside:
+        layer.forward = MethodType(_outside, layer)
+        undo.callback(vars(layer).pop, "forward", None)
+    call: Callable[..., Any] = model
+    blocks = repeated_blocks(task, model) if ranks > 1 else []
+    undo.enter_context(_room_for(len(blocks)))
+    for block in blocks:
+        before = vars(block).get("_compiled_call_impl")  # its owner may have compiled it
+        undo.callback(_uncompile, block, before)
+        block.compile(backend=backend)
+    if not blocks:
+        call = torch.compile(model, backend=backend)
+    return partial(_called, call, scope, inside), undo.close
+
+
+def _called(
+    call: Callable[..., Any], scope: Scope, norms: list[NormOfShard], /, *given: Any, **named: Any
+) -> Any:
+    scope.lay_out()
+    output = call(*given, **named)
+    for norm in norms:
+        for moments in norm.left:
+            scope.add_moments(norm.index, moments)
+        norm.left.clear()
+    return output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside(layer: nn.Module, *given: Any, **named: Any) -> Any:
+    return type(layer).forward(layer, *given, **named)
+
+
+def _uncompile(block: nn.Module, before: Any) -> None:
+    if before is None:
+        del block._compiled_call_impl
+    else:
+        block._compiled_call_impl = before
+
+
+def _room_for(blocks: int) -> Any:
+    """All blocks of a class share what is compiled of it, and each may have a shape of its own."""
+    limit = max(torch._dynamo.config.recompile_limit, LAYOUTS * blocks)
+    return torch._dynamo.config.patch(
+        recompile_limit=limit,
+        accumulated_recompile_limit=max(
+            torch._dynamo.config.accumulated_recompile_limit, 8 * limit
+        ),
+    )
+
+
+def _check(model: nn.Module, backend: str) -> None:
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise RequestError(
+            asked=f"--compile {backend}",
+            found="no backend of that name",
+            why=f"torch knows {', '.join(sorted(known))}",
+            do="--compile inductor",
+        )
+    if any(is_keras(module) for module in model.modules()):
+        raise RequestError(
+            asked=f"--compile {backend}",
+            found="a model with Keras layers",
+            why="the compiler gives up on most of what Keras does around a layer, without a word",
+            do="leave it out",
+        )

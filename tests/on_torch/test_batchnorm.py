@@ -1,0 +1,182 @@
+"""BatchNorm of many shards in one pass: beside each shard by itself, as torch computes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from allranks.errors import RequestError
+from allranks.strategies.shards import Micro, Piece
+from allranks.torch.batchnorm.running_statistics import RunningStatistics
+from allranks.torch.model.layers import Scope, shard_norms
+from allranks.torch.model.swapping import swap_layers
+
+EVEN = tuple(Piece(shard, 0, 4, 4) for shard in range(8))
+UNEVEN = (*(Piece(shard, 0, 3, 3) for shard in range(3)), *(Piece(s, 0, 2, 2) for s in (3, 4)))
+WITH_ONES = (*UNEVEN, Piece(5, 0, 1, 1), Piece(6, 0, 1, 1))
+PART = (Piece(0, 1, 4, 5), Piece(1, 0, 2, 4))
+IDS = ["even", "uneven", "ones", "part"]
+SHAPES = {1: (6,), 2: (3, 5), 3: (3, 4, 5), 4: (3, 2, 3, 4)}
+KINDS = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}
+
+
+def by_piece(layer: Any, pieces: Micro, data: Tensor) -> tuple[Tensor, Tensor]:
+    """The plain twin: torch's own kernel for each piece. The output, and the moments."""
+    moments = data.new_zeros(1 + 2 * layer.num_features)
+    outputs = []
+    per_sample = len(data) // sum(piece.samples for piece in pieces)
+    rows = [piece.samples * per_sample for piece in pieces]
+    for piece, part in zip(pieces, data.split(rows), strict=True):
+        given = layer.weight, layer.bias
+        if piece.shard_size == 1:
+            running = layer.running_mean, layer.running_var
+            outputs.append(F.batch_norm(part, *running, *given, False, 0.0, layer.eps))
+            continue
+        found = data.new_zeros(2, layer.num_features)
+        outputs.append(F.batch_norm(part, found[0], found[1], *given, True, 1.0, layer.eps))
+        moments[0] += piece.samples
+        moments[1:].add_(found.flatten(), alpha=piece.samples)
+    return torch.cat(outputs), moments
+
+
+def made(dims: int, affine: bool = True) -> Any:
+    layer = KINDS[dims](SHAPES[dims][0], affine=affine).double()
+    for values in layer.state_dict().values():
+        if values.is_floating_point():
+            values.uniform_(0.5, 1.5)
+    return layer
+
+
+def entered(layer: nn.Module, pieces: Micro) -> Scope:
+    scope = Scope(0, torch.device("cpu"))
+    swap_layers(layer.train(), scope)
+    scope.enter(0, pieces, sum(piece.samples for piece in pieces))
+    return scope
+
+
+@pytest.mark.parametrize(
+    "pieces", [EVEN, UNEVEN, WITH_ONES, PART], ids=["even", "uneven", "ones", "part"]
+)
+@pytest.mark.parametrize("dims", SHAPES)
+@pytest.mark.parametrize("last", [False, True], ids=["", "last"])
+def test_all_shards_in_one_pass_are_each_by_itself(pieces: Micro, dims: int, last: bool) -> None:
+    layer = made(dims, affine=dims != 3 or not last)
+    scope = entered(layer, pieces)
+    per_sample = 2 if dims == 1 else 1
+    count = per_sample * sum(piece.samples for piece in pieces)
+    data = torch.randn(count, *SHAPES[dims], dtype=torch.float64) * 3 + 5
+    if last and dims > 2:
+        data = data.to(memory_format=torch.channels_last if dims == 3 else torch.channels_last_3d)
+    elif last and dims == 2:
+        data = data.transpose(1, 2).contiguous().transpose(1, 2)  # neither is dense for torch
+    above = torch.randn(data.shape, dtype=torch.float64)
+    given = [data.requires_grad_(), *layer.parameters()]
+    wanted, moments = by_piece(layer, pieces, data)
+    gradients = torch.autograd.grad(wanted, given, above)
+    output = layer(data)
+    torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(scope.moments[layer.index], moments, rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(output, given, above)
+    for one, other in zip(found, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-11)
+    if data.is_contiguous() or dims > 2:
+        assert output.stride() == data.stride() == found[0].stride()
+
+
+def test_a_second_derivative() -> None:
+    layer = made(3)
+    entered(layer, WITH_ONES)
+    data = torch.randn(15, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+
+    def penalty(output: Tensor) -> list[Tensor]:
+        (first,) = torch.autograd.grad(output.pow(3).sum(), data, create_graph=True)
+        return list(torch.autograd.grad(first.pow(2).sum(), [data, layer.weight, layer.bias]))
+
+    for one, other in zip(
+        penalty(layer(data)), penalty(by_piece(layer, WITH_ONES, data)[0]), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_half_precision_has_its_statistics_in_fp32(kind: torch.dtype) -> None:
+    """As torch's own: the weights and the statistics are of fp32, the output is not."""
+    layer = nn.BatchNorm2d(3)
+    scope = entered(layer, EVEN)
+    data = (torch.randn(32, 3, 4, 4) + 3).to(kind).requires_grad_()
+    with torch.autocast("cpu", kind):
+        output = layer(data)
+    wanted, moments = by_piece(layer, EVEN, data.float())
+    assert output.dtype == kind and scope.moments[layer.index].dtype == torch.float32
+    torch.testing.assert_close(scope.moments[layer.index], moments)
+    torch.testing.assert_close(output, wanted.to(kind))
+    above = torch.randn_like(wanted).to(kind)
+    (found,) = torch.autograd.grad(output, data, above)
+    (gradient,) = torch.autograd.grad(wanted, data, above.float())
+    torch.testing.assert_close(found, gradient)
+
+
+class Kernels(TorchDispatchMode):
+    """How many operations came to a kernel; views do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = "view", "slice", "select", "detach", "empty", "transpose", "t.", "movedim", "alias"
+        self.count += not any(name in str(func) for name in (*views, "permute", "unsqueeze"))
+        return func(*args, **kwargs or {})
+
+
+def launched(shards: int) -> int:
+    layer = nn.BatchNorm2d(4)
+    entered(layer, tuple(Piece(shard, 0, 2, 2) for shard in range(shards)))
+    data = torch.randn(2 * shards, 4, 3, 3, requires_grad=True)
+    with Kernels() as kernels:
+        layer(data).sum().backward()
+    return kernels.count
+
+
+def test_the_kernels_of_a_layer_do_not_follow_its_shards() -> None:
+    assert launched(8) == launched(64) <= 45
+
+
+def test_running_statistics_of_all_layers_at_once() -> None:
+    """Layers with a rate of their own, without one, and one that nothing came through."""
+    norms = nn.ModuleList(
+        [nn.BatchNorm1d(2, momentum=0.3), nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(4)]
+    )
+    entered(norms, EVEN)
+    update = RunningStatistics(shard_norms(norms), torch.zeros(0, dtype=torch.float64))
+    means, variances = [], []
+    for step in range(3):
+        parts = []
+        for layer in norms:
+            weight = 0.0 if layer is norms[2] else 8.0
+            mean, var = torch.rand(2, layer.num_features, dtype=torch.float64) + step
+            parts += [torch.tensor([weight]).double(), weight * mean, weight * var]
+            if layer is norms[1]:
+                means.append(mean)
+                variances.append(var)
+        before = norms[0].running_mean.clone()
+        update.update(torch.cat(parts))
+        torch.testing.assert_close(
+            norms[0].running_mean, 0.7 * before + 0.3 * (parts[1] / 8).float()
+        )
+    torch.testing.assert_close(norms[1].running_mean.double(), torch.stack(means).mean(0))
+    torch.testing.assert_close(norms[1].running_var.double(), torch.stack(variances).mean(0))
+    assert norms[2].running_var.tolist() == [1.0] * 4
+    assert [int(layer.num_batches_tracked) for layer in norms] == [3, 3, 0]
+
+
+def test_a_part_of_one_value_is_refused() -> None:
+    layer = nn.BatchNorm1d(3)
+    entered(layer, (Piece(0, 0, 1, 4), Piece(1, 0, 4, 4)))
+    with pytest.raises(RequestError, match="no variance"):
+        layer(torch.randn(5, 3))

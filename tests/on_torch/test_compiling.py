@@ -1,0 +1,159 @@
+"""Compiled models: no break that the plain model has not, and gradients that leave in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from allranks.job.job import Job
+from allranks.programs.models.gpt import GPTShape, gpt
+from allranks.programs.models.resnet import Bottleneck, resnet20
+from allranks.torch import Task, Trainer
+from allranks.torch.model.compiling import compiled
+from allranks.torch.model.layers import Scope
+from allranks.torch.model.swapping import swap_layers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # of what the compiler looks at
+]
+SAMPLES = 40  # the last batch of an epoch is one of 8 in 16: other shards, some of one sample
+
+
+def bottlenecks() -> nn.Module:
+    first = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+    blocks = [Bottleneck(16, 4, 1), Bottleneck(16, 8, 2), Bottleneck(32, 8, 1)]
+    return nn.Sequential(first, nn.BatchNorm2d(16), *blocks, nn.Flatten(), nn.LazyLinear(10))
+
+
+def words() -> nn.Module:
+    return gpt(GPTShape(vocabulary=32, context=8, width=16, layers=3, heads=2))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Embedding(32, 8), nn.TransformerEncoder(layer, 2), nn.Linear(8, 32))
+
+
+def data_of(make: Callable[[], nn.Module]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    if make in (words, encoder):
+        text = torch.randint(32, (SAMPLES, 9), generator=generator)
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    images = torch.randn(SAMPLES, 3, 8, 8, generator=generator)
+    return images, torch.randint(10, (SAMPLES,), generator=generator)
+
+
+@dataclass
+class Compared(Task):
+    make: Any = resnet20
+
+    def model(self) -> nn.Module:
+        model: nn.Module = self.make()
+        if self.make is bottlenecks:
+            model(data_of(bottlenecks)[0][:2])  # gives the lazy layer its size
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train_data(self) -> tuple[Tensor, Tensor]:
+        return data_of(self.make)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        losses = F.cross_entropy(output.flatten(0, -2), batch[1].flatten(), reduction="none")
+        return losses.view(len(output), -1).mean(1)
+
+
+def task_of(make: Callable[[], nn.Module]) -> Task:
+    return Compared(make=make, batch_size=16, epochs=2)
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if find_spec("tqdm"):  # the compiler shows progress with it; no thread for that
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs_and_breaks() -> tuple[int, int]:
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("make", [resnet20, bottlenecks, words, encoder])
+def test_a_step_breaks_no_graph_that_the_plain_model_does_not(
+    make: Callable[[], nn.Module],
+) -> None:
+    task = task_of(make)
+    inputs, _ = data_of(make)
+    plain = torch.compile(task.model().train(), backend="eager")
+    for rows in (16, 16, 8, 16):
+        plain(inputs[:rows])
+    wanted = graphs_and_breaks()
+    counters.clear()
+    torch._dynamo.reset()
+    losses, graphs = [], []
+    with Trainer(task, Job(threads=1, compile="eager")) as trainer:
+        for batch in trainer.batches():
+            losses.append(trainer.step(batch).loss)
+            graphs.append(graphs_and_breaks())
+    assert graphs[-1] == wanted, "graphs, breaks"
+    assert graphs[2:] == graphs[-1:] * 4, "nothing is compiled anew in the second epoch"
+    with Trainer(task, Job(threads=1)) as trainer:
+        assert [trainer.step(batch).loss for batch in trainer.batches()] == pytest.approx(losses)
+
+
+def test_running_statistics_of_a_compiled_model_are_those_of_a_plain_one() -> None:
+    found = []
+    for backend in ("", "aot_eager"):
+        with Trainer(task_of(bottlenecks), Job(threads=1, compile=backend)) as trainer:
+            for batch in trainer.batches():
+                trainer.step(batch)
+            found.append(dict(trainer.weights()))
+    for name, values in found[0].items():
+        torch.testing.assert_close(found[1][name], values, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class Kernels(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "is_early"),
+    [(words, 1, False), (words, 2, True), (resnet20, 2, True)],
+)
+def test_gradients_leave_before_half_of_backward(
+    make: Callable[[], nn.Module], ranks: int, is_early: bool
+) -> None:
+    """Half of the parameters, in the order of backward, are there; compiled as a whole, none."""
+    task, scope = task_of(make), Scope(0, torch.device("cpu"))
+    model = task.model()
+    swap_layers(model, scope)
+    call, undo = compiled(task, model, "aot_eager", scope, ranks)
+    loss = call(data_of(make)[0]).sum()
+    kernels, there = Kernels(), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: there.append(kernels.count))
+    with kernels:
+        loss.backward()
+    before_half = sum(count < kernels.count / 2 for count in there) / len(there)
+    assert before_half > 0.3 if is_early else before_half < 0.1
+    undo()
+    assert not any("_compiled_call_impl" in vars(m) for m in model.modules())
+    assert not any(name in vars(m) for m in model.modules() for name in ("left", "forward"))
