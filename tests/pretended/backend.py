@@ -14,6 +14,7 @@ from torch.optim.optimizer import _foreach_supported_types as takes_foreach
 from torch.utils import backend_registration
 
 import allranks.torch.accelerator as accelerator
+from allranks.torch.batchnorm import by_shard
 from pretended import chip, collectives, streams
 from pretended.record import record
 from pretended.streams import NAME, Event, Stream
@@ -88,6 +89,7 @@ def install() -> None:
     torch.Tensor.is_pinned = chip.is_pinned
     torch.UntypedStorage.resize_ = partialmethod(_resized, torch.UntypedStorage.resize_)
     accelerator.pinned_zeros = _pinned_zeros
+    by_shard.MEAN_THEN_SQUARES.add(NAME)  # its arithmetic is that of the CPU
     collectives.install()
 
 

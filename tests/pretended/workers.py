@@ -64,7 +64,7 @@ def as_on_the_cpu(argument: dict[str, Any]) -> None:
     wanted = trained(argument, "cpu")
     found = trained(argument, NAME)
     assert repr(found) == repr(wanted), f"{found}\n{wanted}"
-    assert streams.given_away == []
+    assert streams.given_away == [], streams.given_away
 
 
 def goes_on(argument: dict[str, Any]) -> None:
