@@ -15,6 +15,7 @@ from context_tasks import Odd, turned
 from contract_tasks import Sentences
 
 __all__ = ["Odd", "Sentences"]
+PROVED = 4  # more passes than the proof makes
 WIDTH, HEADS, PAIRS, HIDDEN = 16, 4, 2, 24
 PLAN = {
     "*.query": ("column", WIDTH // HEADS),
@@ -43,6 +44,9 @@ class Gated(Sentences):
     def model(self) -> nn.Module:
         return _Gated(self.vocabulary, self.fault)
 
+    def eval_data(self) -> Tensor:
+        return self.train_data()[:10, : self.tokens]  # one position less
+
     def optimizer(self, model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
@@ -50,7 +54,8 @@ class Gated(Sentences):
         return PLAN
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
-        return F.cross_entropy(output.transpose(1, 2), batch[:, 1:], reduction="none")
+        target = batch[:, 1 : output.shape[1] + 1]
+        return F.cross_entropy(output.transpose(1, 2), target, reduction="none")
 
 
 class _Gated(nn.Module):
@@ -69,13 +74,17 @@ class _Gated(nn.Module):
             for block in self.blocks:
                 vars(block)["hidden"] = [bias]
         self.out = nn.Linear(WIDTH, vocabulary)
+        self.passes = 0
 
     def forward(self, text: Tensor) -> Tensor:
+        if self.fault == "as long later":
+            self.passes += 1
+            text = text[:, : 8 if self.passes > PROVED else None]
         x, length = self.embedding(text), text.shape[1]
         angles = torch.arange(length, dtype=x.dtype)[:, None] / torch.tensor([1.0, 10.0]).to(x)
         turns = angles.cos(), angles.sin()
         mask = torch.ones(length, length, dtype=torch.bool).tril()
-        first = length // 2 + 1 if self.fault == "as long" else 4
+        first = {"as long": length // 2 + 1, "as long later": 3}.get(self.fault, 4)
         memory = torch.tanh(self.summary(x[:, :first]))
         for block in self.blocks:
             x = block(x, turns, mask, memory)
@@ -104,7 +113,11 @@ class _Block(nn.Module):
             x = x + memory.mean(1, keepdim=True)
         elif self.fault == "a gate of zero":
             x = x + self.zero * memory.mean(1, keepdim=True)
+        elif self.fault == "a layer behind a gate of zero":
+            x = x + self.zero * self.column(memory.detach().mean(1, keepdim=True))
         else:
+            if self.fault == "as long later":
+                memory = torch.cat([memory, memory[:, :1]], 1)
             x = x + self.drop(self.look(hidden, memory, None, None))
         hidden = self.last_norm(x)
         x = x + self.down(self.drop(F.silu(self.gate(hidden)) * self.up(hidden)))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -100,6 +101,10 @@ class SequenceExchange(Exchange, ABC):
     def refusal(self, found: str) -> RequestError:
         """A block that is another one on a part of the sequence."""
         return RequestError(asked=self.asked, found=found, why=self.why, do=self.do)
+
+    def proved(self) -> AbstractContextManager[None]:
+        """Within, a pass is compared with a whole one; what later ones do must be the same."""
+        return nullcontext()
 
     def is_summed(self, weight: nn.Parameter) -> bool:
         """Whether the gradient of a block's weight is the sum of what the ranks have of it."""

@@ -43,6 +43,7 @@ ROUNDED = {torch.float64: (1e-8, 1e-11), torch.float32: (1e-3, 1e-5)}
 HALF = 5e-2, 5e-2
 """By type: how far a change may be off, by its own size and by that of what it is part of."""
 FULL = 4  # bytes of a float32
+SMALL = 0.1  # what stands for zeros is drawn so large
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Proof:
             raise nothing_to_cut(self.exchange.asked, f"blocks of other shapes, in {name}")
         cut = CutPass(self.exchange, whole.calls, self._prove)
         refused = _refused(self.refusal, f"the model {name}")
-        with refused, self.passes.passing(cut), _Between(cut, name):
+        with self.exchange.proved(), refused, self.passes.passing(cut), _Between(cut, name):
             output = run()
         cut.close()
         self._compare_outputs(wanted, output)
@@ -112,8 +113,9 @@ class Proof:
             given, own, whole_hidden, hidden = map_arguments(
                 exact, (given, own, whole_hidden, hidden.detach())
             )
-            whole = self._ran(block, None, given, whole_hidden, span)
-            cut = self._ran(block, span, own, hidden, span)
+            with _without_zeros(block.module):
+                whole = self._ran(block, None, given, whole_hidden, span)
+                cut = self._ran(block, span, own, hidden, span)
         self._compare(block, span, whole, cut)
 
     @torch.enable_grad()
@@ -289,6 +291,25 @@ def _is_trained(weight: nn.Parameter) -> bool:
 
 def _weights(block: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in block.parameters() if _is_trained(weight)]
+
+
+@contextmanager
+def _without_zeros(block: nn.Module) -> Iterator[None]:
+    """Within, weights that are all zero are drawn: a branch behind one shows no gradient.
+
+    Every rank draws the same for what is not cut.
+    """
+    generator, held = torch.Generator(), []
+    for number, weight in enumerate(_weights(block)):
+        if not weight.any():
+            drawn = torch.randn(weight.shape, generator=generator.manual_seed(number))
+            held.append((weight, weight.data))
+            weight.data = torch.empty_like(weight.data).copy_(drawn * SMALL)
+    try:
+        yield
+    finally:
+        for weight, zeros in held:
+            weight.data = zeros
 
 
 def _square(tensor: Tensor) -> Tensor:

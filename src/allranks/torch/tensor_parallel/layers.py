@@ -232,7 +232,7 @@ class ColumnLinear(CutLinear, nn.Linear):  # type: ignore[override]
         weight, bias = self.held("weight"), self.held("bias")
         assert weight is not None
         block, exchange = self.block, self.exchange
-        if isinstance(exchange, ScatteredExchange) and exchange.lies_along(input):
+        if isinstance(exchange, ScatteredExchange) and exchange.lies_along(self, input):
             rows = block.enter_rows(exchange, input) if block else exchange.rows_of_all(input)
             output = rows.linear(weight, bias)
             return output if block else self._own_positions(exchange, output)
@@ -267,7 +267,7 @@ class RowLinear(CutLinear, nn.Linear):  # type: ignore[override]
         block, exchange = self.block, self.exchange
         scatters = False
         if block is None:
-            if isinstance(exchange, ScatteredExchange) and exchange.lies_along(input):
+            if isinstance(exchange, ScatteredExchange) and exchange.lies_along(self, input):
                 assert exchange.span is not None
                 input, scatters = exchange.whole_rows(input, exchange.span, is_last=False), True
             input = exchange.own_part(input, -1)

@@ -15,6 +15,7 @@ arXiv 2205.05198, section 4.2.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 
 from allranks.torch.comm import Comm
 from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
+from allranks.torch.model.layers import own_kind
 from allranks.torch.tensor_parallel.exchange import part_sizes
 
 DIMS = 3  # (sample, position, feature)
@@ -50,15 +52,27 @@ class ScatteredExchange(SequenceExchange):
         super().__init__(comm)
         self.cut: frozenset[int] = frozenset()
         self.span: Span | None = None
+        self._is_proving = False
+        self._known: dict[tuple[int, int], bool] = {}
+        self._calls: Counter[int] = Counter()
 
     @contextmanager
     def within(self, span: Span) -> Iterator[None]:
         """Within, activations outside of regions are this rank's positions."""
         before, self.span = self.span, span
+        self._calls.clear()
         try:
             yield
         finally:
             self.span = before
+
+    @contextmanager
+    def proved(self) -> Iterator[None]:
+        before, self._is_proving = self._is_proving, True
+        try:
+            yield
+        finally:
+            self._is_proving = before
 
     def own_rows(self, whole: Tensor, span: Span, dim: int = POSITIONS) -> Tensor:
         """This rank's positions of what all ranks hold; backward gathers."""
@@ -71,11 +85,26 @@ class ScatteredExchange(SequenceExchange):
     def is_summed(self, weight: nn.Parameter) -> bool:
         return id(weight) not in self.cut
 
-    def lies_along(self, activations: Tensor) -> bool:
-        """Whether these are this rank's positions of a sequence."""
-        if self.span is None or activations.ndim != DIMS:
+    def lies_along(self, layer: nn.Module, activations: Tensor) -> bool:
+        """Whether the input of a layer is this rank's positions of a sequence.
+
+        Raises `RequestError` for one that only looks so: the same call was proved with another.
+        """
+        if self.span is None:
             return False
-        return activations.shape[POSITIONS] == self.span.own
+        shape, span = activations.shape, self.span
+        found = activations.ndim == DIMS and shape[POSITIONS] == span.own
+        call = id(layer), self._calls[id(layer)]
+        self._calls[id(layer)] += 1
+        if self._is_proving:
+            self._known[call] = found
+        elif found != self._known.get(call, found):
+            raise self.refusal(
+                f"a {own_kind(layer).__name__} that is given a tensor of shape {tuple(shape)}, "
+                f"where a rank has {span.own} of {span.whole} positions: in the first pass what "
+                f"it was given was {'not ' * found}the positions of a rank"
+            )
+        return found
 
     def rows_of_all(self, own: Tensor) -> AllRows:
         """The positions of all ranks, for columns; one all-gather."""
