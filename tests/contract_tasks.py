@@ -70,6 +70,19 @@ class Images(Task):
 
 
 @dataclass(kw_only=True)
+class Blocks(Images):
+    """Blocks, which are compiled by themselves, with BatchNorm and dropout in them and around."""
+
+    def model(self) -> nn.Module:
+        def block(channels: int) -> nn.Module:
+            first = nn.Conv2d(channels, 6, 3, padding=1, bias=False)
+            return nn.Sequential(first, nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(self.dropout))
+
+        head = nn.Flatten(), nn.Linear(6 * 36, 3)
+        return nn.Sequential(block(2), block(6), block(6), nn.BatchNorm2d(6), *head)
+
+
+@dataclass(kw_only=True)
 class Words(Task):
     """Token weights that differ from sample to sample, tied and frozen weights, a regularizer."""
 

@@ -88,19 +88,39 @@ def test_all_shards_in_one_pass_are_each_by_itself(pieces: Micro, dims: int, las
         assert output.stride() == data.stride() == found[0].stride()
 
 
-def test_a_second_derivative() -> None:
-    layer = made(3)
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_second_derivative(dims: int) -> None:
+    layer = made(dims)
     entered(layer, WITH_ONES)
-    data = torch.randn(15, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    given = torch.randn(15, 2, 4, 3, dtype=torch.float64, requires_grad=True)
+    data = given.movedim(3, 1) if dims == 3 else given.flatten(1, 2).transpose(1, 2)  # not dense
 
     def penalty(output: Tensor) -> list[Tensor]:
-        (first,) = torch.autograd.grad(output.pow(3).sum(), data, create_graph=True)
-        return list(torch.autograd.grad(first.pow(2).sum(), [data, layer.weight, layer.bias]))
+        (first,) = torch.autograd.grad(output.pow(3).sum(), given, create_graph=True)
+        return list(torch.autograd.grad(first.pow(2).sum(), [given, layer.weight, layer.bias]))
 
     for one, other in zip(
         penalty(layer(data)), penalty(by_piece(layer, WITH_ONES, data)[0]), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_a_transform_of_torch_func() -> None:
+    layer = made(3)
+    entered(layer, WITH_ONES)
+    data = torch.randn(15, 3, 2, 2, dtype=torch.float64)
+    found, wanted = (
+        torch.func.grad(lambda x, norm=norm: norm(x).pow(3).sum())(data)
+        for norm in (layer, lambda x: by_piece(layer, WITH_ONES, x)[0])
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_channels_that_it_has_not_are_refused() -> None:
+    layer = nn.BatchNorm2d(1, track_running_stats=False)
+    entered(layer, EVEN)
+    with pytest.raises(RequestError, match="BatchNorm over 1 channels"):
+        layer(torch.randn(32, 4, 2, 2))
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.programs.models.resnet import Bottleneck, resnet20
@@ -21,6 +24,7 @@ from allranks.torch import Task, Trainer
 from allranks.torch.model.compiling import compiled
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.swapping import swap_layers
+from conftest import Train
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,6 +43,17 @@ def words() -> nn.Module:
     return gpt(GPTShape(vocabulary=32, context=8, width=16, layers=3, heads=2))
 
 
+def dropping_words() -> nn.Module:
+    shape = GPTShape(vocabulary=32, context=8, width=16, layers=3, heads=2, dropout=0.1)
+    return gpt(shape)
+
+
+def dropping_images() -> nn.Module:
+    first = nn.Conv2d(3, 8, 3), nn.Dropout(0.2), nn.BatchNorm2d(8), nn.Dropout2d(0.1)
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(32, 10)
+    return nn.Sequential(*first, Bottleneck(8, 8, 1), *head)
+
+
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     return nn.Sequential(nn.Embedding(32, 8), nn.TransformerEncoder(layer, 2), nn.Linear(8, 32))
@@ -46,7 +61,7 @@ def encoder() -> nn.Module:
 
 def data_of(make: Callable[[], nn.Module]) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    if make in (words, encoder):
+    if make in (words, dropping_words, encoder):
         text = torch.randint(32, (SAMPLES, 9), generator=generator)
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
     images = torch.randn(SAMPLES, 3, 8, 8, generator=generator)
@@ -92,7 +107,9 @@ def graphs_and_breaks() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("make", [resnet20, bottlenecks, words, encoder])
+@pytest.mark.parametrize(
+    "make", [resnet20, bottlenecks, words, encoder, dropping_words, dropping_images]
+)
 def test_a_step_breaks_no_graph_that_the_plain_model_does_not(
     make: Callable[[], nn.Module],
 ) -> None:
@@ -157,3 +174,38 @@ def test_gradients_leave_before_half_of_backward(
     undo()
     assert not any("_compiled_call_impl" in vars(m) for m in model.modules())
     assert not any(name in vars(m) for m in model.modules() for name in ("left", "forward"))
+
+
+class Again(nn.Module):
+    """Its own code computes activations of a BatchNorm again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.part, images, use_reentrant=False)
+        logits: Tensor = self.head(found.mean((2, 3)))
+        return logits
+
+
+def test_moments_that_backward_would_count_twice_are_refused() -> None:
+    with (
+        Trainer(task_of(Again), Job(threads=1, compile="eager")) as trainer,
+        pytest.raises(RequestError, match="ran again during backward"),
+    ):
+        list(map(trainer.step, trainer.batches()))
+
+
+def test_compiled_blocks_are_equal_to_a_plain_model_on_one_rank(train: Train) -> None:
+    """Passes beside those of a step, as the witness makes, leave nothing in compiled blocks."""
+    job: Any = {"steps": 5, "precision": "fp64", "threads": 1}
+    wanted = train("contract_tasks:Blocks", **job)
+    found = train("contract_tasks:Blocks", ranks=3, compile="eager", **job)
+    assert found.summary["witness"]["found"] == []
+    plain, compiled = (
+        load_file(result.run_dir / "weights.safetensors") for result in (wanted, found)
+    )
+    for name, values in plain.items():
+        torch.testing.assert_close(compiled[name], values, rtol=1e-10, atol=1e-10, msg=name)

@@ -9,7 +9,8 @@ a dimension of their own, and every kernel runs once for all of them:
 
 Sizes of shards differ by at most one: a micro-batch has three runs at most, if some have one sample
 only. All write into slices of one output. Nothing is read on the host. Under a compiler the same
-is an expression that it can differentiate and fuse; so is what a second derivative goes through.
+is an expression that it can differentiate and fuse; so is what a second derivative goes through, or
+a transform of `torch.func`.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def normalised_runs(
     `per_sample` rows belong to each sample. The moments are the sums over the shards that have
     some, weighted by their samples, and have no gradient.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _expression(input, runs, per_sample, by)
-    apply: Any = _ByShard.apply
-    found: tuple[Tensor, Tensor] = apply(input, by.weight, by.bias, runs, per_sample, by)
+    apply: Any = _ByShard.apply  # a copy inside of it would have no second derivative
+    found: tuple[Tensor, Tensor] = apply(_dense(input), by.weight, by.bias, runs, per_sample, by)
     return found
 
 
@@ -61,7 +62,6 @@ class _ByShard(torch.autograd.Function):
         per_sample: int,
         by: Normalising,
     ) -> tuple[Tensor, Tensor]:
-        input = _dense(input)
         output = torch.empty_like(input)
         kept: list[Tensor] = []
         moments = []

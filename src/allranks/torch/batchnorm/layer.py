@@ -32,6 +32,8 @@ def normalised(layer: NormOfShard, input: Tensor, by: Normalising) -> Tensor:
     Those of a layer that keeps no running statistics are of no use to anybody, and not left there.
     """
     scope = layer.scope
+    if input.shape[1] != by.features:  # one feature would go along all channels
+        raise _other_channels(input, by)
     if scope.whole is not None:
         return scope.whole.normalised(scope, layer.index, input, by)
     per_sample = rows_per_sample(input.shape, scope.samples, "BatchNorm")
@@ -69,6 +71,15 @@ def _by_torch(input: Tensor, run: Run, by: Normalising) -> tuple[Tensor, Tensor 
         values = input.numel() // by.features
         moments[1 + by.features :] *= (values - 1) / values
     return output, moments
+
+
+def _other_channels(input: Tensor, by: Normalising) -> RequestError:
+    return RequestError(
+        asked=f"BatchNorm over {by.features} channels",
+        found=f"an input of shape {tuple(input.shape)}",
+        why="channels are dimension 1, and each has statistics of its own",
+        do=f"num_features={input.shape[1]}, or another layer before it",
+    )
 
 
 def no_variance(what: str) -> RequestError:

@@ -52,6 +52,10 @@ def words(*parts: int) -> tuple[int, int]:
     return key % WORD, key // WORD
 
 
+FAR = [signed(words(from_last, DRAWS)[0] | 1) for from_last in range(64)]
+"""What coordinates beyond the last two are multiplied by; torch has no more dimensions."""
+
+
 def keys_of(seed: int, step: int, pieces: Micro) -> Words:
     """The keys of the samples of a micro-batch, in the order of its rows: (samples, 2)."""
     shards, rows = _layout(tuple((p.shard, p.start, p.stop) for p in pieces))
@@ -185,7 +189,7 @@ def coordinates(
             if start + size <= 1 << SHORT:
                 continue
             at = at >> SHORT
-        far = at * signed(words(from_last, DRAWS)[0] | 1)
+        far = at * FAR[from_last]
         rest = far if rest is None else rest + far
     first = first.expand(sizes).reshape(-1)
     return first, None if rest is None else rest.expand(sizes).reshape(-1)

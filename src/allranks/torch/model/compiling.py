@@ -26,7 +26,7 @@ from allranks.job.job import Job
 from allranks.torch.batchnorm.layer import NormOfShard
 from allranks.torch.keras.shards import is_keras
 from allranks.torch.model.activation_checkpointing import repeated_blocks
-from allranks.torch.model.layers import OfShard, Scope
+from allranks.torch.model.layers import OfShard, Scope, computed_again
 from allranks.torch.model.shard_dropout import ShardDropout
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
@@ -62,28 +62,49 @@ def compiled(
     for layer in outside:
         layer.forward = MethodType(_outside, layer)
         undo.callback(vars(layer).pop, "forward", None)
-    call: Callable[..., Any] = model
     blocks = repeated_blocks(task, model) if ranks > 1 else []
     undo.enter_context(_room_for(len(blocks)))
+    if not blocks:
+        return partial(_called, torch.compile(model, backend=backend), scope, inside), undo.close
     for block in blocks:
         before = vars(block).get("_compiled_call_impl")  # its owner may have compiled it
         undo.callback(_uncompile, block, before)
-        block.compile(backend=backend)
-    if not blocks:
-        call = torch.compile(model, backend=backend)
-    return partial(_called, call, scope, inside), undo.close
+        within: set[Any] = set(block.modules())
+        own = [norm for norm in inside if norm in within]
+        plain = block._call_impl
+        made = partial(_called, torch.compile(plain, backend=backend), scope, own)
+        block._compiled_call_impl = partial(_in_step, scope, made, plain)
+    return partial(_by_blocks, model, scope), undo.close
+
+
+def _by_blocks(model: nn.Module, scope: Scope, /, *given: Any, **named: Any) -> Any:
+    scope.by_compiler = True
+    return model(*given, **named)
+
+
+def _in_step(
+    scope: Scope, call: Callable[..., Any], plain: Callable[..., Any], /, *given: Any, **named: Any
+) -> Any:
+    """A block in a pass of a step, compiled; as it is written for whoever else calls the model."""
+    return (call if scope.by_compiler else plain)(*given, **named)
 
 
 def _called(
     call: Callable[..., Any], scope: Scope, norms: list[NormOfShard], /, *given: Any, **named: Any
 ) -> Any:
+    """What is compiled, in the layout of now; its moments go to the scope, as those of others."""
     scope.lay_out()
-    output = call(*given, **named)
-    for norm in norms:
-        for moments in norm.left:
-            scope.add_moments(norm.index, moments)
-        norm.left.clear()
-    return output
+    try:
+        if any(norm.left for norm in norms):  # by a backward pass: after forward there is none
+            raise computed_again()
+        output = call(*given, **named)
+        for norm in norms:
+            for moments in norm.left:
+                scope.add_moments(norm.index, moments)
+        return output
+    finally:
+        for norm in norms:
+            norm.left.clear()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

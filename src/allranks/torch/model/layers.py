@@ -62,6 +62,7 @@ class Scope:
         self.keys = Keys(self)
         self.runs: Runs = ()
         self._laid_out: Micro = ()
+        self.by_compiler = False  # whether this pass goes through what a compiler made of blocks
 
     def enter(self, step: int, pieces: Micro, samples: int) -> None:
         """A micro-batch of `samples` samples, made of `pieces`, goes through the model next.
@@ -70,6 +71,7 @@ class Scope:
         code is then the shard's own wherever a shard goes through the model alone (`--bitwise`).
         """
         self.step, self.pieces, self.samples = step, pieces, samples
+        self.by_compiler = False
         self.calls.clear()
         self.keys.draw_here()
         first = pieces[0]
@@ -100,7 +102,7 @@ class Scope:
 
     def leave(self) -> None:
         """No step is in progress: the layers behave as torch's own."""
-        self.pieces = ()
+        self.pieces, self.by_compiler = (), False
 
     def moment(self) -> Moment:
         """What is going through the model right now, to come back to with `again`."""
