@@ -98,7 +98,7 @@ def run_all(names: list[str], setting: Setting, out: Path, seconds: float) -> No
             continue
         flags = ["--one", name, "--out", str(out), "--device", setting.device]
         command = [sys.executable, __file__, *flags, *(["--small"] if setting.small else [])]
-        begun, limit = time.monotonic(), min(check.limit_s * slower, left)
+        begun, limit = time.monotonic(), min(needs := check.limit_s * slower, left)
         with (out / LOG).open("a") as log:
             log.write(f"===== {name}\n")
             log.flush()
@@ -108,6 +108,9 @@ def run_all(names: list[str], setting: Setting, out: Path, seconds: float) -> No
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+                if limit < needs:  # that says nothing of it: the next call begins with it
+                    say(f"{name}: cut off after {limit:.0f} s, no time")
+                    continue
                 ended = f"ran past {limit:.0f} s"
         taken = time.monotonic() - begun
         if name not in rows_of(out, setting):

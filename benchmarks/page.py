@@ -23,6 +23,9 @@ BENCHMARKS = (
     "checkpoint",
     "restart",
     "witness",
+    "strategies",
+    "memory",
+    "branches",
     "split-sweep",
     "input",
     "pipeline_bubble",
@@ -52,7 +55,7 @@ def section(name: str, folder: Path) -> str:
     lines = [f"### {name}", "", _where(file, record), ""]
     lines += ["| what | measured | ratio or difference | interval | pairs | bar | met |"]
     lines += ["|---|---|---|---|---|---|---|", *map(_comparison, record["comparisons"]), ""]
-    tables = _tables(record.get("rows", []))  # ratios alone, of which no medians are beside others
+    tables = _tables([row for row in record.get("rows", []) if "what" in row])  # else ratios alone
     if tables:
         lines += ["Medians (they say something only beside each other):", ""]
     for metrics, rows in tables:

@@ -66,6 +66,8 @@ class Small(Task):
         """The kernels of a list, on both devices: on a CPU torch takes others by default."""
         if self.optimizer_name == "adamw":
             return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+        if self.optimizer_name == "fused":
+            return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
     def train_data(self) -> Any:

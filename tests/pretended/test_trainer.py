@@ -44,6 +44,19 @@ def test_two_ranks_train_as_on_the_cpu(on_device: OnDevice, words: str) -> None:
     on_device(2, "as_on_the_cpu", {"job": {"strategy": strategy, "bitwise": bool(bitwise)}})
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"inject": "nan@step=5", "on_bad_step": "skip"},
+        {"precision": "fp16", "loss_scale": "dynamic:initial=1e9,every=2"},
+    ],
+)
+def test_late_reading_changes_nothing(on_device: OnDevice, job: dict[str, Any]) -> None:
+    argument = {"fields": {"optimizer_name": "fused"}, "job": {"steps": 8, **job}}
+    on_device(1, "late_and_at_once", argument)
+
+
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_on_either(on_device: OnDevice, tmp_path: Path) -> None:
     on_device(1, "goes_on", {"run_dir": str(tmp_path / "run"), "fields": {"ema": 0.9}})

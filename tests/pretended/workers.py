@@ -16,6 +16,7 @@ import torch
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
+from allranks.torch.ahead import steps
 from allranks.torch.data.copying import Copying
 from allranks.torch.groups.pending import Pending
 from allranks.torch.model.digest import weights_sha256
@@ -46,16 +47,16 @@ def trained(argument: dict[str, Any], device: str, **job: Any) -> list[Any]:
         training.rehearse()
         if training.job.run_dir:
             training.resume()
-        losses = []
+        results = []
         for batch in training.batches():
             result = training.step(batch)
-            losses.append(result.loss)
+            results.append(result)
             if training.job.run_dir:
                 training.save_if_due(result)
         metrics = training.evaluate()
         if training.job.run_dir:
             training.finish()
-        return [weights_sha256(training.weights()), losses, metrics]
+        return [weights_sha256(training.weights()), [r.loss for r in results], metrics]
 
 
 def as_on_the_cpu(argument: dict[str, Any]) -> None:
@@ -65,6 +66,16 @@ def as_on_the_cpu(argument: dict[str, Any]) -> None:
     found = trained(argument, NAME)
     assert repr(found) == repr(wanted), f"{found}\n{wanted}"
     assert streams.given_away == [], streams.given_away
+
+
+def late_and_at_once(argument: dict[str, Any]) -> None:
+    """The same training on the device, its numbers read one step late and at once."""
+    install()
+    found = trained(argument, NAME)
+    steps.READ_AT_ONCE.add(NAME)
+    wanted = trained(argument, NAME)
+    assert repr(found) == repr(wanted), f"{found}\n{wanted}"
+    assert streams.given_away == []
 
 
 def goes_on(argument: dict[str, Any]) -> None:

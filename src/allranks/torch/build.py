@@ -24,6 +24,7 @@ from allranks.job.loss_scale import parse_loss_scale
 from allranks.launcher.world import World
 from allranks.strategies.mesh import DATA, EXPERT
 from allranks.strategies.resolve import resolved_strategy
+from allranks.torch.accelerator import is_accelerator
 from allranks.torch.comm import Comm
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.deferred_init.recorded import Recorded, fill, record
@@ -181,5 +182,5 @@ def draws_by_function(job: Job, device: torch.device) -> bool:
     """
     spec = job.strategy_spec
     cut = spec.mesh.ranks != spec.mesh.size(DATA) or spec.mesh.size(EXPERT) > 1
-    apart = cut or job.bitwise or job.compile or device.type != "cpu"
+    apart = cut or job.bitwise or job.compile or is_accelerator(device)
     return spec.name in WHOLE_PASSES and not apart

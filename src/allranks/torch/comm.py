@@ -19,6 +19,7 @@ from torch import Tensor
 
 from allranks.errors import PeerLost
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
+from allranks.torch.accelerator import is_accelerator
 from allranks.torch.groups.counting import (
     all_gather_single,
     counting_group,
@@ -92,7 +93,7 @@ class Comm:
             return Pending()
         kwargs.setdefault("group", self.group)
         work = self._begun(collective, *args, async_op=True, **kwargs)
-        looks = self.device.type == "cpu"  # elsewhere a wait is the device's
+        looks = not is_accelerator(self.device)  # elsewhere a wait is the device's
         return Pending(work, self.heartbeat, self.meetings if looks else None)
 
     def all_reduce(self, tensor: Tensor, kind: str = "gradients") -> Pending:
@@ -126,7 +127,7 @@ class Comm:
         is sent its parts instead, and adds them in rank order.
         """
         self._count(kind, (self.size - 1) / self.size * whole.nbytes)
-        if self.device.type != "cpu":
+        if is_accelerator(self.device):
             return self._begin(reduce_scatter_single, part, whole)
         received = torch.empty_like(whole).view(-1)
         pending = self._begin(dist.all_to_all_single, received, whole.view(-1))
@@ -328,7 +329,7 @@ class _OfTorch:
             comm.heartbeat.collective()
 
     def wait(self, work: Any, *, meets: bool) -> None:
-        looks = meets and self.comm.members is None and self.comm.device.type == "cpu"
+        looks = meets and self.comm.members is None and not is_accelerator(self.comm.device)
         Pending(work, self.comm.heartbeat, self.comm.meetings if looks else None).wait()
 
     def translated(self, error: RuntimeError) -> RuntimeError | PeerLost:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+import allranks.torch.accelerator as accelerator
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
-from allranks.torch.accelerator import is_accelerator, new_event, pinned_zeros
 
 SLOTS = 2
 
@@ -63,8 +63,10 @@ class Rows:
     def send(self, numbers: Tensor, computed: Any) -> Row:
         """Let numbers leave for the host, which goes on; `computed` is an event, or `None`."""
         if not self._slots or self._slots[0].shape != numbers.shape:
-            size, pin = numbers.numel(), is_accelerator(self.device)
-            self._slots = [pinned_zeros(size, numbers.dtype, pin=pin) for _ in range(SLOTS)]
+            size, pin = numbers.numel(), accelerator.is_accelerator(self.device)
+            self._slots = [
+                accelerator.pinned_zeros(size, numbers.dtype, pin=pin) for _ in range(SLOTS)
+            ]
         self._turn = (self._turn + 1) % SLOTS
         slot = self._slots[self._turn]
         slot.copy_(numbers, non_blocking=True)
@@ -73,9 +75,9 @@ class Rows:
 
 def recorded_event(device: torch.device) -> Any:
     """An event that comes when the device has done all that it was told; `None` on the host."""
-    if not is_accelerator(device):
+    if not accelerator.is_accelerator(device):
         return None
-    event = new_event(device)
+    event = accelerator.new_event(device)
     event.record()
     return event
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro
-from allranks.torch.accelerator import is_accelerator
+from allranks.torch.accelerator import is_accelerator, pinned
 from allranks.torch.draws.counter import (
     DRAWS,
     Finish,
@@ -155,7 +155,7 @@ def drawn(
 def _moved(keys: Words, device: torch.device) -> Tensor:
     host = torch.from_numpy(keys.view(np.int32))
     if is_accelerator(device):  # the host does not wait for a copy from pinned memory
-        host = host.pin_memory()
+        host = pinned(host)
     return host.to(device, non_blocking=True)
 
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from allranks.errors import RequestError
+from allranks.torch.accelerator import holds
 from allranks.torch.model.reals import real_type
 from allranks.torch.reducers.exact_norm import exact_norm
 
@@ -174,7 +175,7 @@ def together(norms: list[Tensor]) -> Tensor:
 
 def read(norms: list[Tensor]) -> float:
     """The norm of several; waits for the device once."""
-    if not norms or norms[0].device.type == "cpu":
+    if not norms or not holds(norms[0]):
         return math.hypot(*(norm.item() for norm in norms))
     return float(together(norms))
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR
 from allranks.strategies.reduction_tree import Span
+from allranks.torch.accelerator import is_accelerator
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.optimizers.layerwise import Layerwise
 from allranks.torch.reducers.base import Reducer
@@ -69,7 +70,7 @@ class FSDP(Single):
         self.is_cut = self.builds_deferred = self.comm.size > 1
         self.policy = OffloadPolicy()
         if context.options["offload"] == "cpu":
-            on_gpu = self.comm.device.type != "cpu"
+            on_gpu = is_accelerator(self.comm.device)
             self.can_run_ahead = False
             self.policy = CPUOffloadPolicy(pin_memory=on_gpu)
             self.builds_deferred = self.is_cut and not on_gpu  # assumed, not run on a GPU

@@ -78,9 +78,10 @@ class ModelParallel(Single):
             self._unchecked = check_first_batch(self.task, CUT)  # before data is opened
         self._holders: list[list[OfShard | Recomputed]] = [[] for _ in self.devices]
         self._here = threading.local()
+        needs_threads = self.split > 1 and not accelerator.is_accelerator(device)
         self._pieces = [
             InFlight(number, Scope(context.scope.seed, device), self._take_scopes)
-            for number in range(self.split if device.type == "cpu" and self.split > 1 else 0)
+            for number in range(self.split if needs_threads else 0)
         ]
 
     def _check_split(self) -> None:
