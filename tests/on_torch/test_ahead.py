@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import AdamW
 
 import ahead_workers
-from ahead_workers import Ahead, Unfreezes, Words, check_the_same, numbers_read, trained
+from ahead_workers import Ahead, Unfreezes, Words, check_the_same, numbers_read, told, trained
 from allranks.errors import BadStep
 from allranks.job.job import Job
 from allranks.torch import Trainer
+from allranks.torch.ahead.rows import can_be_held_back
+from allranks.torch.ahead.steps import Steps
 from allranks.training.progress import Asked
 
 OVERFLOWS = {"precision": "fp16", "loss_scale": "dynamic:initial=1e9,every=2"}
@@ -63,6 +66,87 @@ def test_what_a_rank_was_asked_for_is_heard_one_step_late() -> None:
             trainer.heartbeat._all[0] = float(batch.index == 4)
             heard.append(trainer.step(batch).asked)
     assert [asked == Asked(stop=True) for asked in heard] == [False] * 5 + [True, False]
+
+
+def test_what_a_rank_was_asked_for_in_a_step_that_is_held_back_is_heard() -> None:
+    """A request for a checkpoint is told once: the step that is made again tells it again."""
+    with (
+        numbers_read(late=True),
+        Trainer(Ahead(), Job(threads=1, on_bad_step="skip")) as trainer,
+    ):
+        heard = []
+        for batch in trainer.batches(steps=7):
+            if batch.index == 4:
+                trainer.strategy.step.poison_next()
+            trainer.heartbeat._all[1] += float(batch.index == 4)
+            heard.append(trainer.step(batch).asked)
+    assert heard.count(Asked(save=True)) == 1 and heard[5] == Asked(save=True)
+
+
+def test_a_step_that_is_read_at_once_waits_for_the_one_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is held back changes nothing after it, and averages round alike in either step."""
+    how: dict[str, Any] = {"bad": (5,), "on_bad_step": "skip"}
+    with numbers_read(late=True):
+        wanted = trained(Ahead(), **how)
+        can = Steps._can_stay_unread
+        monkeypatch.setattr(
+            Steps, "_can_stay_unread", lambda self, b: b.index not in (6, 9) and can(self, b)
+        )
+        found = trained(Ahead(), **how)
+    assert found.unread != wanted.unread
+    assert [told(result) for result in found.results] == [told(r) for r in wanted.results]
+    assert all(torch.equal(*pair) for pair in zip(found.weights, wanted.weights, strict=True))
+    assert found.average and wanted.average
+    assert all(torch.equal(found.average[name], wanted.average[name]) for name in found.average)
+
+
+def test_a_step_that_raises_leaves_the_one_before_it_to_be_read() -> None:
+    """Who catches it goes on as if numbers were read at once."""
+
+    def ended(late: bool) -> tuple[list[torch.Tensor], list[str]]:
+        results = []
+        with numbers_read(late=late), Trainer(Ahead(), job) as trainer:
+            for batch in trainer.batches(steps=9):
+                if batch.index == 4:
+                    trainer.strategy.step.poison_next()
+                if batch.index == 5:  # as where a device has no memory left
+                    patch.setattr(trainer.strategy.step, "apply", no_memory)
+                    with pytest.raises(MemoryError):
+                        trainer.step(batch)
+                    patch.undo()
+                results.append(trainer.step(batch))
+            return [t.clone() for _, t in trainer.weights()], [told(r) for r in results]
+
+    def no_memory(*ignored: Any) -> None:
+        raise MemoryError
+
+    job, patch = Job(threads=1, on_bad_step="skip"), pytest.MonkeyPatch()
+    (found, saw), (wanted, said) = ended(True), ended(False)
+    assert saw == said and all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+class Clamped(AdamW):
+    """Does more than torch's own after each update."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
+def test_what_is_not_held_back_is_read_at_once() -> None:
+    """A class of somebody else; and from its next step on, an optimizer that is hooked."""
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    assert can_be_held_back(AdamW(weights, fused=True))
+    assert not can_be_held_back(AdamW(weights, foreach=True))
+    assert not can_be_held_back(Clamped(weights, fused=True))
+    with numbers_read(late=True), Trainer(Ahead(), Job(threads=1)) as trainer:
+        is_read = []
+        for batch in trainer.batches(steps=9):
+            if batch.index == 7:
+                trainer.strategy.step.optimizer.register_step_post_hook(lambda *_: None)
+            is_read.append(trainer.step(batch).is_read)
+    assert is_read[4:] == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])

@@ -102,11 +102,12 @@ def _what_arrives_late() -> None:
 
 
 def _memory_given_away() -> None:
-    """Freed where another stream may still read it, unless that stream was recorded."""
+    """Freed where another stream may still read it, and taken again, unless recorded."""
     for is_recorded in (True, False):
         tensor = torch.ones(3, device=DEVICE)
         other, _ = on_other_stream(tensor)
         if is_recorded:
             tensor.record_stream(other)
         del tensor
+        torch.ones(3, device=DEVICE)  # takes what is free
         assert bool(streams.given_away) is not is_recorded

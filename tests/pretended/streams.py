@@ -101,15 +101,21 @@ class Memory:
             raise Misuse(f"{what} writes what another stream uses, without an event, at {line()}")
         self.written, self.read = (stream, stream.clock + 1), {}
 
+    def __post_init__(self) -> None:
+        """What its stream has freed may be given out again now."""
+        for use, where in _freed.pop(self.taken_by, ()):
+            if not self.taken_by.comes_after(*use):
+                given_away.append(where)
+
     def __del__(self) -> None:
         uses = [*self.read.items(), *([self.written] if self.written else [])]
-        for stream, clock in uses:
-            if stream not in self.recorded and not self.taken_by.comes_after(stream, clock):
-                given_away.append(line())
+        freed = [(use, line()) for use in uses if use[0] not in self.recorded]
+        _freed.setdefault(self.taken_by, []).extend(freed)
 
 
+_freed: dict[Stream, list[tuple[tuple[Stream, int], str]]] = {}
 given_away: list[str] = []
-"""Where memory was freed while a stream that it was not recorded for could still use it."""
+"""Where memory was freed that its stream took again while another could still use it."""
 
 
 def arrives_late(stream: Stream, copy: Callable[[], None]) -> None:

@@ -233,7 +233,7 @@ class Trainer(OnSteps):
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state that `state` returned, on any number of ranks; all call this."""
         _ = self.task_data.batches
-        self.settle()
+        self._steps.begin_anew()
         self.strategy.load_state(copied(state["strategy"]))
         self._between.load_rest(self, state)
         if state["random"]["ranks"] == self.comm.size:

@@ -107,5 +107,14 @@ def held_back(optimizer: Optimizer, held: Tensor) -> Iterator[None]:
 
 
 def can_be_held_back(optimizer: Optimizer) -> bool:
-    """Whether its update looks at `found_inf` on the device: those of torch with `fused=True`."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Whether its update looks at `found_inf` on the device: those of torch with `fused=True`.
+
+    A class of somebody else that calls such a step may do more in it, which is not held back.
+    """
+    is_of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
+    return is_of_torch and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether something is called around its update, which is not held back with it."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

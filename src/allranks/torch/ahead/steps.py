@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from allranks.job.job import Job
-from allranks.torch.ahead.rows import Rows, can_be_held_back
+from allranks.torch.ahead.rows import Rows, can_be_held_back, has_step_hooks
 from allranks.torch.ahead.sent import Sent
 from allranks.torch.data.batch import Batch
 from allranks.torch.strategies.base import Strategy
@@ -36,6 +36,7 @@ class Made:
 
     batch: Batch
     before: Progress
+    asked: Asked
     loss_scale: dict[str, Any] | None
     result: UnreadResult
     sent: Sent
@@ -59,12 +60,13 @@ class Steps:
         """One step; it may stay unread if `ahead`. What was unread until now is settled."""
         if self.strategy.step.rows is None:
             return self._train_with_rates(batch)
+        ahead = ahead and self._can_stay_unread(batch)
+        if not ahead:  # it would not be held back with the step before it
+            self.settle()
+        result = self._train(batch, ahead)  # if it raises, what is unread still is
         last, self._last = self._last, None
-        asked = self.strategy.step.asked
-        result = self._train(batch, ahead)
         if last is not None and self._is_again(last):
-            self.strategy.step.asked = asked
-            result = self._train(batch, ahead)
+            result = self._train(batch, ahead and self._can_stay_unread(batch))
         self.progress = self.progress.settled()
         heard, self._heard = self._heard, NOTHING
         if isinstance(result, UnreadResult):
@@ -82,24 +84,34 @@ class Steps:
             self._is_again(last)
             self.progress = self.progress.settled()
 
+    def begin_anew(self) -> None:
+        """Settle; a state is loaded next, whose optimizer may have none: every rank calls this."""
+        self.settle()
+        self.strategy.step.layout.was_updated = False
+
     def _train_with_rates(self, batch: Batch) -> StepResult:
         rates = self.strategy.step.rates
         rates.set(self.progress.updates_unless_bad, self._rate_factor())
         return self.strategy.train_step(batch)
 
-    def _train(self, batch: Batch, ahead: bool) -> StepResult:
+    def _can_stay_unread(self, batch: Batch) -> bool:
         step = self.strategy.step
         known = step.layout.leaves is not None and step.layout.was_updated
         is_usual = batch.sizes is not None and step.probe is None
+        return known and is_usual and not has_step_hooks(step.optimizer)
+
+    def _train(self, batch: Batch, ahead: bool) -> StepResult:
+        step = self.strategy.step
         self._scale_was = None if step.loss_scale is None else step.loss_scale.state()
-        self.rows.is_on = ahead and known and is_usual
+        self.rows.is_on = ahead
         try:
             return self._train_with_rates(batch)
         finally:
             self.rows.is_on = False
 
     def _made(self, batch: Batch, result: UnreadResult) -> Made:
-        return Made(batch, self.progress, self._scale_was, result, vars(result)["_read"])
+        asked = self.strategy.step.asked
+        return Made(batch, self.progress, asked, self._scale_was, result, vars(result)["_read"])
 
     def _is_again(self, last: Made) -> bool:
         """Take in what the row says; whether the step was made again, and all after it must be."""
@@ -114,7 +126,9 @@ class Steps:
         self.rows.held.zero_()
         if step.loss_scale is not None and last.loss_scale is not None:
             step.loss_scale.load_state(last.loss_scale)
+        asked, step.asked = step.asked, last.asked
         result = self._train(last.batch, ahead=False)
+        step.asked = asked
         last.result.take(result)
         self._hear(result.asked)
         self.progress = last.before.after(result, last.batch.epoch, last.batch.step_in_epoch)

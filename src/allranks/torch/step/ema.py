@@ -49,7 +49,10 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, held: Tensor | None = None) -> None:
-        """Take in the weights as they are after an update; none is `held`. No communication."""
+        """Take in the weights as they are after an update; none is `held`. No communication.
+
+        With a flag it rounds otherwise than without one: a training has it always, or never.
+        """
         with self._owned():
             pairs = zip(self._tensors, self._parameters, strict=True)
             taken = [

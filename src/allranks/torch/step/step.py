@@ -110,7 +110,7 @@ class SharedStep(Passes):
         norm = gradients.norm_unread(clips=self.task.clip_norm is not None, left_out=left_out)
         held = rows.hold_unless(sums.is_right & is_finite(loss) & is_finite(norm))
         with held_back(self.optimizer, held):
-            self._update(batch, norm, tally, gradients, held)
+            self._update(batch, norm, tally, gradients)
         tally.update_norms(held)
         self.user_buffers.undo_where(held)
         self._adapt_loss_scale(overflow=False, updated=True)
@@ -196,7 +196,6 @@ class SharedStep(Passes):
         norm: float | Tensor,
         tally: Tally,
         gradients: Gradients,
-        held: Tensor | None = None,
     ) -> None:
         if self.task.clip_norm is not None:
             gradients.clip_(self.task.clip_norm, norm)
@@ -207,8 +206,8 @@ class SharedStep(Passes):
         with self.parts.updating(gradients):
             update(self.optimizer)
             self.rates.see()
-        if self.average is not None:
-            self.average.update(held)
+        if self.average is not None:  # it rounds alike where a step is read at once, and late
+            self.average.update(None if self.rows is None else self.rows.held)
 
     def regularizer(self, batch: Batch) -> Tensor | None:
         """The regularizer of a step, the same on every rank; `None` if the task has none."""
