@@ -26,7 +26,7 @@ from allranks.job.job import Job
 from allranks.torch.batchnorm.layer import NormOfShard
 from allranks.torch.keras.shards import is_keras
 from allranks.torch.model.activation_checkpointing import repeated_blocks
-from allranks.torch.model.layers import OfShard, Scope, computed_again
+from allranks.torch.model.layers import OfShard, Scope
 from allranks.torch.model.shard_dropout import ShardDropout
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
@@ -95,8 +95,6 @@ def _called(
     """What is compiled, in the layout of now; its moments go to the scope, as those of others."""
     scope.lay_out()
     try:
-        if any(norm.left for norm in norms):  # by a backward pass: after forward there is none
-            raise computed_again()
         output = call(*given, **named)
         for norm in norms:
             for moments in norm.left:
