@@ -125,6 +125,9 @@ OwnGenerator = between(
     lambda m, x: x + 0.3 * torch.randn(x.shape, generator=m.draws, dtype=x.dtype),
     draws=lambda: torch.Generator().manual_seed(3),
 )
+OrdersInLoop = between(
+    "OrdersInLoop", lambda m, x: F.dropout(torch.stack([row[torch.randperm(16)] for row in x]), 0.2)
+)
 ScriptedDropout = between(
     "ScriptedDropout", lambda m, x: m.drop(x), drop=lambda: torch.jit.script(nn.Dropout(0.3))
 )

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import silent_tasks
 from allranks.errors import RequestError
+from allranks.job.job import Job
 from allranks.strategies.shards import Micro, Piece
+from allranks.torch import Trainer
 from allranks.torch.data.shares import samples_in
 from allranks.torch.draws.caught import catch
-from allranks.torch.draws.keys import Keys
+from allranks.torch.draws.keys import Keys, keys_here
 from allranks.torch.draws.readings import ALL, COLUMNS, ROWS, Readings
 from allranks.torch.model.layers import Scope
+from conftest import Train
 
 CPU = torch.device("cpu")
 SHARDS = (Piece(0, 0, 3, 3), Piece(1, 0, 4, 4), Piece(2, 0, 4, 4))
@@ -189,6 +195,72 @@ def test_a_generator_of_ones_own_and_what_cannot_be_keyed_stay_torchs(scope: Sco
     assert not torch.equal(torch.get_rng_state(), before), "the witness must see it"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: torch.bernoulli(x + 1.5),
+        lambda x: torch.bernoulli(x * math.nan),
+        lambda x: x.bernoulli_(x - 1),
+        lambda x: x.bernoulli_(1.5),
+        lambda x: x.uniform_(1, 0),
+        lambda x: x.normal_(0, -1),
+        lambda x: torch.normal(0.0, x - 1),
+        lambda x: x.exponential_(0.0),
+        lambda x: x.geometric_(1.0),
+        lambda x: x.cauchy_(0, -1),
+        lambda x: x.log_normal_(0, -1),
+        lambda x: torch.randint(5, 5, (11,)),
+        lambda x: torch.randint(0, 300, (11,), dtype=torch.uint8),
+        lambda x: torch.multinomial(x, 2, replacement=True),
+        lambda x: torch.multinomial(x - 1, 2, replacement=True),
+        lambda x: torch.multinomial(x * math.nan, 2, replacement=True),
+    ],
+)
+def test_what_torch_refuses_is_refused_in_its_words(wrong: Draws, scope: Scope) -> None:
+    with pytest.raises(RuntimeError) as plain:
+        wrong(torch.zeros(11, 3))
+    scope.enter(0, SHARDS, 11)
+    with pytest.raises(RuntimeError) as keyed:
+        wrong(torch.zeros(11, 3))
+    assert str(keyed.value) == str(plain.value)
+
+
+def test_numbers_that_forward_seeds_are_those_of_the_seed(scope: Scope) -> None:
+    """A projection that is fixed by its seed is the same in every step, as in plain torch."""
+    scope.enter(0, SHARDS, 11)
+    keyed = torch.randn(4, 4)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        drawn = torch.randn(4, 4)
+    torch.testing.assert_close(
+        drawn, torch.randn(4, 4, generator=torch.Generator().manual_seed(3)), rtol=0, atol=0
+    )
+    again = torch.randn(4, 4)
+    scope.enter(0, SHARDS, 11)
+    assert torch.equal(torch.randn(4, 4), keyed) and torch.equal(torch.randn(4, 4), again)
+
+
+def test_an_empty_tensor_draws_nothing_and_counts(scope: Scope) -> None:
+    found = []
+    for rows in (0, 11):
+        scope.enter(0, SHARDS, 11)
+        assert torch.rand(rows, 0).shape == (rows, 0) and F.dropout(torch.ones(0, 3)).shape == (
+            0,
+            3,
+        )
+        found.append(torch.rand(11))
+    assert torch.equal(*found)
+
+
+def test_a_permutation_of_as_many_as_there_are_samples_is_one_for_all(scope: Scope) -> None:
+    orders = []
+    for pieces, samples in ((SHARDS, 11), (SHARDS[:1], 3), ((Piece(1, 2, 3, 4),), 1)):
+        scope.enter(0, pieces, samples)
+        orders.append(torch.randperm(11))
+    assert all(torch.equal(order, orders[0]) for order in orders)
+    assert sorted(orders[0].tolist()) == [*range(11)]
+
+
 def test_the_loss_over_a_batch_and_stages_draw_what_is_keyed_for_them(scope: Scope) -> None:
     scope.enter(0, SHARDS, 11)
     for elsewhere in (lambda: scope.key(0, -4), lambda: scope.key_stage(1)):
@@ -216,6 +288,7 @@ def test_backward_that_computes_again_draws_the_same(scope: Scope) -> None:
         ([((5, 8, 3), 8), ((5, 7, 3), 8)], "5 along dimension 0"),
         ([((8, 4, 4), 4)], "both be the samples"),
         ([((4, 4, 6), 4), ((4, 3, 6), 3)], "4 along dimension 0"),
+        ([((5, 8), 8), ((5, 4), 4)], "(5, 8) for 8 samples"),
     ],
 )
 def test_what_can_be_read_in_two_ways_is_refused(
@@ -238,10 +311,31 @@ def test_readings() -> None:
         assert readings.read("a", 2, (), samples) == ALL
         assert readings.read("a", 3, (13, 2), samples) == ALL
         assert bool(readings.untried()) == (samples == 8), "rows for one number of samples only"
-    other = {"draw 1, 3 dimensions": ROWS}
     with pytest.raises(RequestError, match="as ranks see it"):
-        readings.agree(lambda own: [own, json.dumps(other)])
-    readings.agree(lambda own: [own, "{}"])
+        readings.agree(lambda own: [own, told(known=[[1, 3, ROWS, 8, [8, 1, 1]]])])
+    with pytest.raises(RequestError, match="more with more"):
+        readings.agree(lambda own: [own, told(known=[[3, 2, ALL, 4, [13, 1]]])])
+    assert readings.agree(lambda own: [own, told()]) == []
+
+
+def told(known: Any = (), draws: Any = (), orders: Any = ()) -> str:
+    return json.dumps({"known": known, "draws": draws, "orders": orders})
+
+
+def test_what_no_second_look_sees_is_named_by_the_draws_themselves() -> None:
+    """Under `fsdp` no shard is computed again: an order of samples, and a loop over them."""
+    readings = Readings()
+    readings.read_order("randperm()", 0, 16, 8)
+    assert "randperm() of shape (16,) for 8 samples" in readings.untried()
+    readings.read_order("randperm()", 0, 16, 4)
+    assert readings.agree(lambda own: [own]) == [] and not readings.untried()
+    readings.read_order("randperm()", 1, 8, 8)
+    [found] = readings.agree(lambda own: [own, told(known=[[1, -1, ALL, 3, [3]]])])
+    assert "an order of the samples" in found
+    readings.read_order("randperm()", 1, 3, 3)
+    readings.end_pass(3)
+    count, order = readings.agree(lambda own: [own, told(draws=[3, 4])])
+    assert "an order of the samples" in order and "draws 3 or 4 times in a pass" in count
 
 
 def test_keys_of_no_sample_differ_from_all_of_samples() -> None:
@@ -251,3 +345,28 @@ def test_keys_of_no_sample_differ_from_all_of_samples() -> None:
     shared = keys.of_all(1)
     scope.calls.clear()
     assert not (keys.of_rows(1, (11,), "") == shared).all(1).any()
+
+
+def test_a_loop_over_samples_is_named_where_no_shard_is_computed_again(train: Train) -> None:
+    result = train("silent_tasks:OrdersInLoop", ranks=2, steps=2, strategy="fsdp")
+    found = result.summary["witness"]["found"]
+    assert any("times in a pass" in text for text in found), found
+
+
+class Fails(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        F.dropout(input, 0.3)
+        raise ZeroDivisionError
+
+
+class Failing(silent_tasks.Base):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(silent_tasks.FEATURES, 3), Fails())
+
+
+def test_after_a_failed_step_the_process_draws_from_torch_again() -> None:
+    with pytest.raises(ZeroDivisionError), Trainer(Failing(), Job()) as trainer:
+        trainer.step(next(iter(trainer.batches())))
+    before = torch.get_rng_state()
+    torch.rand(22, 2)
+    assert keys_here() is None and not torch.equal(torch.get_rng_state(), before)

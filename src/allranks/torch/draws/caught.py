@@ -4,7 +4,9 @@ Kernels of `aten` for the CPU are replaced (`torch.library`): whoever draws come
 here, also torch's own C++ below `F.dropout`, attention and recurrent layers, and no other operation
 is any slower. Outside of a pass, with a `torch.Generator` of one's own, and where numbers cannot be
 keyed (`random_` over more than 2^31 numbers, `poisson`, `binomial`, gamma), the kernel that was
-replaced is called; what it draws from torch's generator the witness names.
+replaced is called; what it draws from torch's generator the witness names. So it is for arguments
+that torch refuses, in its own words, and after `torch.manual_seed` in forward: numbers that
+somebody seeds are those of the seed.
 """
 
 from __future__ import annotations
@@ -20,11 +22,10 @@ from torch import Tensor
 
 from allranks.torch.draws import keys as keyed
 from allranks.torch.draws.counter import HALF, Finish
-from allranks.torch.draws.keys import Keys
+from allranks.torch.draws.keys import BY_FUNCTION, Keys
 from allranks.torch.draws.readings import ALL, ROWS
 from allranks.torch.draws.sampling import kept, normal, threshold, uniform, unit, whole_numbers
 
-BY_FUNCTION = -6  # the number of what draws without being a layer
 MOST = 1 << 31
 Draw = Callable[..., Any]
 
@@ -45,7 +46,7 @@ def catch() -> torch.library.Library:
 def _caught(name: str, draw: Draw, before: Any, keyset: Any, *args: Any, **keywords: Any) -> Any:
     here = keyed.keys_here()
     own = any(isinstance(value, torch.Generator) for value in (*args, *keywords.values()))
-    if here is not None and here.by_function and not own:
+    if here is not None and here.by_function and not own and not here.seeded_by_user():
         keywords.pop("generator", None)
         found = draw(partial(_bits, here, name), *args, **keywords)
         if found is not NotImplemented:
@@ -53,13 +54,23 @@ def _caught(name: str, draw: Draw, before: Any, keyset: Any, *args: Any, **keywo
     return before.call_boxed(keyset, *args, **keywords)
 
 
-def _bits(here: Keys, name: str, like: Tensor, finish: Finish, shape: Any = None) -> Tensor:
-    """What `finish` makes of random bits in this shape, by default that of `like`."""
+def _bits(
+    here: Keys, name: str, like: Tensor, finish: Finish, shape: Any = None, shared: bool = False
+) -> Tensor:
+    """What `finish` makes of random bits in this shape, by default that of `like`.
+
+    What is `shared` is the same for all samples, an order of as many as dimension 0 has.
+    """
     sizes = tuple(like.shape if shape is None else shape)
     samples = here.scope.samples
+    if 0 in sizes:  # no number is drawn; the next draw is the next all the same
+        here.next_call(BY_FUNCTION)
+        return finish(like.new_empty(sizes, dtype=torch.int32))
     call = here.scope.calls.get(BY_FUNCTION, 0)
     what = f"{name.partition('.')[0].strip('_')}()"
-    kind = here.readings.read(what, call, sizes, samples)
+    if shared:
+        here.readings.read_order(what, call, sizes[0], samples)
+    kind = ALL if shared else here.readings.read(what, call, sizes, samples)
     if kind == ROWS:
         of_rows = here.of_rows(BY_FUNCTION, sizes, what)
         return keyed.drawn(of_rows, sizes[1:], (0,) * (len(sizes) - 1), finish, like)
@@ -71,57 +82,90 @@ def _bits(here: Keys, name: str, like: Tensor, finish: Finish, shape: Any = None
     return keyed.drawn(of_samples, rest, (0,) * len(rest), finish, like).transpose(0, 1)
 
 
-def _bernoulli_float(bits: Draw, out: Tensor, p: float = 0.5) -> Tensor:
+def _are_probabilities(p: Tensor) -> bool:
+    return not p.numel() or bool(((p >= 0) & (p <= 1)).all())  # not so of NaN
+
+
+def _bernoulli_float(bits: Draw, out: Tensor, p: float = 0.5) -> Any:
+    if not 0 <= p <= 1:
+        return NotImplemented
     below = threshold(p)
     return out.copy_(bits(out, lambda b: b.lt(below) if p < 1 else torch.ones_like(b)))
 
 
-def _bernoulli_tensor(bits: Draw, out: Tensor, p: Tensor) -> Tensor:
+def _bernoulli_tensor(bits: Draw, out: Tensor, p: Tensor) -> Any:
+    if not _are_probabilities(p):
+        return NotImplemented
     return out.copy_(bits(out, unit) < p)
 
 
-def _bernoulli_out(bits: Draw, p: Tensor, out: Tensor) -> Tensor:
+def _bernoulli_out(bits: Draw, p: Tensor, out: Tensor) -> Any:
+    if not _are_probabilities(p):
+        return NotImplemented
     return out.resize_(p.shape).copy_(bits(p, unit) < p)
 
 
 def _uniform(bits: Draw, out: Tensor, low: float = 0.0, high: float = 1.0) -> Any:
+    if not 0 <= high - low <= torch.finfo(out.dtype).max:
+        return NotImplemented
     return out.copy_(bits(out, uniform(low, high, out.dtype)))
 
 
 def _normal(bits: Draw, out: Tensor, mean: float = 0.0, std: float = 1.0) -> Any:
-    if out.is_complex():
+    if out.is_complex() or not std >= 0:
         return NotImplemented
     return out.copy_(bits(out, normal).mul_(std).add_(mean))
 
 
 def _normal_of(bits: Draw, mean: Any, std: Any = 1.0) -> Any:
+    if not bool((torch.as_tensor(std) >= 0).all()) or torch.is_complex(torch.as_tensor(mean)):
+        return NotImplemented
     like = torch.as_tensor(mean) + torch.as_tensor(std)
     return (bits(like, normal) * std + mean).to(like.dtype)
 
 
-def _exponential(bits: Draw, out: Tensor, rate: float = 1.0) -> Tensor:
+def _exponential(bits: Draw, out: Tensor, rate: float = 1.0) -> Any:
+    if not 0 < rate < math.inf:
+        return NotImplemented
     return out.copy_(bits(out, lambda b: unit(b).log_().div_(-rate)))
 
 
-def _geometric(bits: Draw, out: Tensor, p: float) -> Tensor:
+def _geometric(bits: Draw, out: Tensor, p: float) -> Any:
+    if not 0 < p < 1:
+        return NotImplemented
     return out.copy_(bits(out, lambda b: unit(b).log_().div_(math.log1p(-p)).ceil_()))
 
 
-def _cauchy(bits: Draw, out: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+def _cauchy(bits: Draw, out: Tensor, median: float = 0.0, sigma: float = 1.0) -> Any:
+    if not sigma > 0:
+        return NotImplemented
+
     def finish(b: Tensor) -> Tensor:
         return unit(b).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median)
 
     return out.copy_(bits(out, finish))
 
 
-def _log_normal(bits: Draw, out: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+def _log_normal(bits: Draw, out: Tensor, mean: float = 1.0, std: float = 2.0) -> Any:
+    if not std > 0:
+        return NotImplemented
     return out.copy_(bits(out, lambda b: normal(b).mul_(std).add_(mean).exp_()))
 
 
 def _random_from(bits: Draw, out: Tensor, low: int, high: int | None = None) -> Any:
-    if high is None or high - low > MOST:
+    if high is None or not 0 < high - low <= MOST or not _holds(out.dtype, low, high - 1):
         return NotImplemented
     return out.copy_(bits(out, whole_numbers(low, high)))
+
+
+def _holds(dtype: torch.dtype, low: int, high: int) -> bool:
+    """Whether each whole number of [low, high] is one of this type; torch says where it is not."""
+    if dtype == torch.bool:
+        return low >= 0 and high <= 1
+    if dtype.is_floating_point:
+        return max(-low, high) <= 2 / torch.finfo(dtype).eps
+    limits = torch.iinfo(dtype)
+    return limits.min <= low and high <= limits.max
 
 
 def _random_to(bits: Draw, out: Tensor, high: int) -> Any:
@@ -132,14 +176,22 @@ def _randperm(bits: Draw, n: int, out: Tensor) -> Tensor:
     def finish(b: Tensor) -> Tensor:
         return b.to(torch.int64)
 
-    both = bits(out, finish, (1, n, 2)) if n else out.new_empty(1, 0, 2, dtype=torch.int64)
-    order = (both[0, :, 0] * (2 * HALF) + both[0, :, 1] + HALF).argsort(stable=True)
+    both = bits(out, finish, (n, 2), shared=True)
+    order = (both[:, 0] * (2 * HALF) + both[:, 1] + HALF).argsort(stable=True)
     return out.resize_(n).copy_(order)
+
+
+def _are_weights(p: Tensor) -> bool:
+    return bool((p >= 0).all()) and bool(
+        ((total := p.double().sum(-1)) > 0).all() & total.isfinite().all()
+    )
 
 
 def _multinomial(bits: Draw, p: Tensor, samples: int, replacement: bool = False) -> Any:
     if not replacement or samples == 1:
         return NotImplemented  # torch draws from the exponential distribution for it
+    if not _are_weights(p):
+        return NotImplemented
     sums = p.double().cumsum(-1)
     numbers = bits(p, unit, (*p.shape[:-1], samples)) * sums[..., -1:]
     return torch.searchsorted(sums, numbers.contiguous(), right=True).clamp_(max=p.shape[-1] - 1)

@@ -35,6 +35,7 @@ from allranks.torch.draws.readings import Readings
 
 CPU = torch.device("cpu")
 NO_SHARD = -1
+BY_FUNCTION = -6  # the number of what draws without being a layer
 
 
 class Pass(Protocol):
@@ -54,6 +55,7 @@ class Keys:
         self.scope = scope
         self.by_function = False  # whether random functions of torch draw from these keys, too
         self.readings = Readings()
+        self.seed_of_torch = 0  # what the generator of the process was seeded by for this pass
         self._of: tuple[int, Micro] = (-1, ())
         self._of_samples: Words | None = None
 
@@ -74,6 +76,10 @@ class Keys:
             yield
         finally:
             _HERE.keys = before
+
+    def seeded_by_user(self) -> bool:
+        """Whether torch's generator has another seed than the pass gave it."""
+        return torch.default_generator.initial_seed() != self.seed_of_torch
 
     def next_call(self, index: int) -> int:
         """How often a layer has drawn in this pass; once more from now on."""

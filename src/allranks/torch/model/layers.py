@@ -96,6 +96,7 @@ class Scope:
 
     def _seed(self, key: int) -> None:
         seed_generators(key)
+        self.keys.seed_of_torch = key
         accelerator.seed(self.device, key)
         for device in self.more_devices:
             accelerator.seed(device, key ^ device.index)

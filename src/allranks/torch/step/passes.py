@@ -159,7 +159,11 @@ class Passes:
             self.parts.lay_out()
 
     def close(self) -> None:
-        """Take the hooks off the parameters: the model is the user's own again."""
+        """Take the hooks off the parameters: the model is the user's own again.
+
+        Nothing goes through it, also where a step has failed on its way.
+        """
+        self.scope.leave()
         for hook in self._hooks:
             hook.remove()
 

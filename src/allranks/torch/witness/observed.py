@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
+from allranks.torch.draws.keys import BY_FUNCTION
 from allranks.torch.model.bounded_tables import BoundedTable
 from allranks.torch.step.step import SharedStep
 from allranks.torch.witness.plain_state import Roots, Token, read
@@ -80,6 +81,9 @@ class Observer:
     def _end_of_pass(self) -> None:
         if not self._passes:
             return
+        scope = self.step.scope
+        if scope.keys.by_function:
+            scope.keys.readings.end_pass(scope.calls.get(BY_FUNCTION, 0))
         if self.step.task.loss_over == "sample":
             self._drawn(LOSS)
         now = read(self.roots())

@@ -189,7 +189,7 @@ class Witness:
         gather = self.strategy.comm.gather_texts
         found = list(told_alike(own, gather).values())
         readings = self.strategy.step.scope.keys.readings
-        readings.agree(gather)
+        found += readings.agree(gather)
         if self.job.bitwise and found:
             raise RequestError(
                 asked="--bitwise",
