@@ -36,6 +36,7 @@ LEAST = {  # of each number: the bound, and whether it is allowed itself
     "spike": (1, False),
 }
 WORD = re.compile(r"[a-z][a-z0-9_]*")
+NO_DEVICE = "gpu"  # which kind of it?
 MISSPELT = 0.7  # "cude" for "cuda"; "npu" and "hpu" are further from "cpu" and "xpu" than that
 METRIC = re.compile(r"(max|min):\S+")
 
@@ -89,7 +90,11 @@ def _check_device(job: Job) -> None:
     """Torch may know others: a word that is none of these misspelt is asked of it, by the ranks."""
     if job.engine != TORCH:
         _check_name("device", job.device, DEVICES_OF_ALL_ENGINES)
-    elif not WORD.fullmatch(job.device) or get_close_matches(job.device, DEVICES, 1, MISSPELT):
+    elif (
+        job.device == NO_DEVICE
+        or not WORD.fullmatch(job.device)
+        or get_close_matches(job.device, DEVICES, 1, MISSPELT)
+    ):
         _check_name("device", job.device, DEVICES)
 
 

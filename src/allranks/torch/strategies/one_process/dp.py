@@ -64,7 +64,7 @@ class Replica:
     drawn: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:  # always the same thread: libraries keep memory for each
-        self.thread = ThreadPoolExecutor(1, f"replica-{self.number}")
+        self.thread = ThreadPoolExecutor(1, f"replica-{self.number}", torch.get_num_threads)
 
     def enter(self, step: int, share: Micro) -> None:
         """The samples of `share` go through next; what the device draws is keyed by them."""

@@ -64,7 +64,8 @@ class InFlight:
     def __init__(self, number: int, scope: Scope, entered: Callable[[InFlight, int], None]) -> None:
         self.number, self.scope, self._entered = number, scope, entered
         self._name = f"piece-{number}"
-        self.thread = ThreadPoolExecutor(1, self._name)  # always the same one, as for `dp`
+        # always the same one, as for `dp`; until it is asked, its first product has other threads
+        self.thread = ThreadPoolExecutor(1, self._name, torch.get_num_threads)
         self.part: int | None = None
         self.turns: Turns | None = None
         self.is_forward = True
