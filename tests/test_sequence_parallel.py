@@ -18,7 +18,7 @@ __all__ = ["check", "references"]
 FP64: dict[str, Any] = {"precision": "fp64", "steps": STEPS}
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "strategy", "ranks", "how"),
     [
@@ -69,7 +69,7 @@ def test_blocks_keep_their_share_of_activations(on_ranks: Callable[..., Any]) ->
     on_ranks(4, "sequence_workers:kept_activations", {})
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["Gated", "Odd"])
 def test_checkpoints_cross_over(task: str, train: Train, references: dict[str, Any]) -> None:
     """In parts of sequences on 2 ranks, one process, fsdp on 2, in parts on 4: 20 steps of one."""
@@ -106,7 +106,7 @@ def test_a_checkpoint_keeps_the_bits(train: Train) -> None:
     assert len({run.summary["weights_sha256"] for run in runs}) == 1
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_check_calls_it_equal(ranks: int, check: Check) -> None:
     strategy = "tensor:sequence=yes" if ranks == 2 else "tensor:data=2,sequence=yes"
