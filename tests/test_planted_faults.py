@@ -86,8 +86,8 @@ FAULTS = {
     ),
     "clip before reduce": Fault(
         "torch/step/passes.py",
-        "        self.scope.leave()\n",
-        "        self.scope.leave()\n"
+        "        self.user_buffers.end(batch)\n",
+        "        self.user_buffers.end(batch)\n"
         "        torch.nn.utils.clip_grads_with_norm_(\n"
         "            self.parameters,\n"
         "            0.1,\n"
@@ -101,8 +101,8 @@ FAULTS = {
     ),
     "average of the weights before": Fault(
         "torch/step/ema.py",
-        "[p for _, p in held], 1 - self.decay)",
-        f"[p for _, p in held], (1 - self.decay) / {RANKS})",
+        "_foreach_lerp_(averages, weights, 1 - self.decay)",
+        f"_foreach_lerp_(averages, weights, (1 - self.decay) / {RANKS})",
         step=0,
         stage="average",
         tensor="0.weight",
@@ -111,8 +111,8 @@ FAULTS = {
     ),
     "norm of one rank's rows": Fault(
         "torch/sharding/gradient_parts.py",
-        "math.sqrt(self._everywhere(own).sum())",
-        "math.sqrt(own.sum())",
+        "self._everywhere(own).sum().sqrt()",
+        "own.sum().sqrt()",
         step=0,
         stage="gradient norm",
         tensor=None,
@@ -141,8 +141,8 @@ FAULTS = {
     ),
     "norm of the parts of one rank": Fault(
         "torch/sharding/gradient_parts.py",
-        "math.sqrt(self._everywhere(own).sum())",
-        "math.sqrt(own.sum())",
+        "self._everywhere(own).sum().sqrt()",
+        "own.sum().sqrt()",
         step=0,
         stage="gradient norm",
         tensor=None,
@@ -341,7 +341,7 @@ FAULTS = {
     ),
     "a norm undercounted over a mesh": Fault(
         "torch/pipelining/stage_gradients.py",
-        '            self.parts.all_reduce(squares, "control").wait()\n',
+        '                self.parts.all_reduce(squares, "control").wait()\n',
         "",
         step=0,
         stage="gradient norm",
