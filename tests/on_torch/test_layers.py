@@ -89,9 +89,10 @@ def test_batchnorm_without_running_statistics_normalises_its_shard_and_leaves_no
     wanted = torch.cat([plain(data[:4]), plain(data[4:])])
     torch.testing.assert_close(layer(data), wanted)
     assert not scope.moments
-    scope.enter(0, (Piece(0, 0, 1, 1),), 1)
-    with pytest.raises(RequestError, match="no variance"):
-        layer(data[:1])
+    scope.enter(0, (Piece(0, 0, 2, 2), Piece(1, 0, 1, 1)), 3)
+    with pytest.raises(RequestError, match="no variance") as error:
+        layer(data[:3])
+    assert error.value.found == "one value for each channel in shard 1"
     image = nn.BatchNorm2d(3, track_running_stats=False)
     scoped(image).enter(0, (Piece(0, 0, 1, 1),), 1)
     assert image(torch.randn(1, 3, 4, 4)).isfinite().all()

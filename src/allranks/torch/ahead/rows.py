@@ -90,9 +90,11 @@ def in_exchange(
     if computed is not None:
         computed.synchronize()
     before = "" if heartbeat is None else heartbeat.enter("exchange")
-    yield
-    if heartbeat is not None:
-        heartbeat.enter(before)
+    try:
+        yield
+    finally:
+        if heartbeat is not None:
+            heartbeat.enter(before)
 
 
 @contextmanager

@@ -38,10 +38,12 @@ def normalised(layer: NormOfShard, input: Tensor, by: Normalising) -> Tensor:
         return scope.whole.normalised(scope, layer.index, input, by)
     per_sample = rows_per_sample(input.shape, scope.samples, "BatchNorm")
     runs = scope.runs if torch.compiler.is_compiling() else scope.lay_out()
+    at = 0
     for run in runs:
         values = run.samples * per_sample * (input.numel() // (input.shape[0] * by.features))
         if values == 1 and not is_alone(run, by):
-            raise no_variance(f"shard {scope.pieces[0].shard}")
+            raise no_variance(f"shard {scope.pieces[at].shard}")
+        at += run.pieces
     moments: Tensor | None
     if torch.compiler.is_compiling():
         output, found = normalised_runs(input, runs, per_sample, by)

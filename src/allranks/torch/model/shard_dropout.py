@@ -77,8 +77,6 @@ def without(
     input: Tensor, rate: float, keys: Words | Tensor, shape: Sequence[int], part: Part | None
 ) -> Tensor:
     """`input` times a mask of this shape: a row of it for each key."""
-    if rate == 0:
-        return input
     starts = [0] * len(shape)
     if part is not None:
         starts[part.dim] = part.start
