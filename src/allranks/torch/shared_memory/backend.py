@@ -1,0 +1,156 @@
+"""The backend "shared_memory" of torch: what it makes of ranks that share a host, or do not.
+
+Every rank says where it runs and whether it has the library; all decide alike. Ranks of one host
+get a `SharedMemoryGroup`; those of several hosts a `HierarchicalGroup`, if some share one. Where
+the memory cannot be had, all use Gloo, and `outcome_of` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from allranks.torch.shared_memory import attaching
+from allranks.torch.shared_memory.attaching import Attached
+from allranks.torch.shared_memory.cards import Card, exchanged, hosts_of, own_card, told_to_all
+from allranks.torch.shared_memory.group import SharedMemoryGroup
+from allranks.torch.shared_memory.hierarchical import HierarchicalGroup
+from allranks.torch.shared_memory.library import NOT_BUILT, library
+from allranks.torch.shared_memory.posting import BACKEND
+
+SHARED, HIERARCHICAL, GLOO = BACKEND, "hierarchical", "gloo"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was asked for a group, what was done, and why it differs ("" if it does not)."""
+
+    asked: str
+    did: str
+    why: str = ""
+
+    def to_data(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def register(given: int = attaching.NOT_GIVEN) -> None:
+    """Make the name known to torch, once in a process; `init_process_group(BACKEND)` works then.
+
+    The first group of all ranks that is made of it uses the file in memory that is `given`.
+    """
+    attaching.hand_over(given)
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
+
+
+def outcome_of(group: Any = None) -> Outcome | None:
+    """What became of a group that was made of this backend; of the job's own if none is given."""
+    group = group or dist.group.WORLD
+    return _outcomes.get(group.group_name)
+
+
+def told_of(group: Any) -> dict[str, str]:
+    """What was asked for any group of torch's, what was done, and why it differs: for records.
+
+    Of no group, as one rank has, nothing.
+    """
+    if group is None:
+        return {}
+    outcome, name = outcome_of(group), dist.get_backend(group)
+    return (outcome or Outcome(name, name)).to_data()
+
+
+def library_group_of(group: Any = None) -> Any:
+    """The library's group behind one of torch's, for direct calls; `None` where Gloo does it."""
+    group = group or dist.group.WORLD
+    return group.library_group if isinstance(group, SharedMemoryGroup) else None
+
+
+def _make(options: Any, backend_options: Any) -> Any:
+    """What torch calls on every rank of a new group."""
+    size = options.group_size
+    ranks = list(options.global_ranks_in_group) or list(range(size))
+    is_of_all = not options.global_ranks_in_group
+    given = attaching.take_given() if is_of_all else attaching.NOT_GIVEN
+    group, outcome = made(options.store, options.group_rank, size, options.timeout, ranks, given)
+    _outcomes[str(options.group_id)] = outcome
+    return group
+
+
+def made(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    ranks: Sequence[int],
+    given: int = attaching.NOT_GIVEN,
+) -> tuple[Any, Outcome]:
+    """A group of `ranks` of the job, and what it is; each of them calls this with a `store`.
+
+    `given` is a file in memory that the launcher gave to all ranks of this host for it.
+    """
+    cannot = NOT_BUILT if library() is None else ""
+    bell = "" if cannot else attaching.enter()
+    card = own_card(bell, cannot, given)
+    cards = exchanged(store, rank, size, card)
+    why = next((f"rank {ranks[i]}: {one.cannot}" for i, one in enumerate(cards) if one.cannot), "")
+    hosts = hosts_of(cards)
+    if not why and len(hosts) == size > 1:
+        why = f"its {size} ranks run on {size} hosts"
+    if why:
+        attaching.drop(given)
+    else:
+        attached, why = _attached(store, rank, hosts, cards, ranks, given)
+    if why:
+        if bell:
+            attaching.leave()
+        return ProcessGroupGloo(store, rank, size, timeout), Outcome(SHARED, GLOO, why)
+    host = next(host for host in hosts if rank in host)
+    inside = None
+    if attached is None:
+        attaching.leave()
+    else:
+        own, members = host.index(rank), [ranks[one] for one in host]
+        inside = SharedMemoryGroup(attached, own, store, timeout, members)
+    if inside is not None and len(hosts) == 1:
+        return inside, Outcome(SHARED, SHARED)
+    why = f"its {size} ranks run on {len(hosts)} hosts"
+    group = HierarchicalGroup(inside, hosts, rank, PrefixStore("hosts", store), timeout)
+    return group, Outcome(SHARED, HIERARCHICAL, why)
+
+
+def _attached(
+    store: Any,
+    rank: int,
+    hosts: list[list[int]],
+    cards: Sequence[Card],
+    ranks: Sequence[int],
+    given: int,
+) -> tuple[Attached | None, str]:
+    """The memory of this host, if every rank has got its own, and else why not.
+
+    One that is alone on its host, of several, needs none.
+    """
+    index = next(i for i, host in enumerate(hosts) if rank in host)
+    attached, failed = None, ""
+    of_host = PrefixStore(f"host-{index}", store)
+    try:
+        if len(hosts) == 1 or len(hosts[index]) > 1:
+            attached = attaching.attached(of_host, rank, hosts[index], cards, given)
+        else:
+            attaching.drop(given)
+    except (OSError, RuntimeError) as error:
+        failed = f"rank {ranks[rank]}: {error}"
+    said = told_to_all(store, "attached", rank, len(cards), failed)
+    if attached is not None:
+        attached.segment.hide()
+    why = next((text for text in said if text), "")
+    return (None if why else attached), why
+
+
+_outcomes: dict[str, Outcome] = {}

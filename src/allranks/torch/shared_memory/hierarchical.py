@@ -1,0 +1,307 @@
+"""A process group over several hosts: shared memory inside of each, Gloo between their leaders.
+
+All-reduce, broadcast, barrier and all-gather go in two levels: the ranks of a host meet in memory,
+one of them, its leader, meets the leaders of the other hosts over the network, and tells the rest.
+So a host sends and receives each value once, not once per rank. Messages between two ranks of one
+host go through memory. Everything else goes over Gloo among all ranks.
+
+The two levels follow each other, so one thread of the group makes them, call by call in the order
+of the program; torch waits for it. Sums are those of the hosts, in the order in which Gloo adds.
+"""
+
+# mypy: disable-error-code="override, assignment"
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined]
+
+from allranks.torch.shared_memory.futures import future_of
+from allranks.torch.shared_memory.group import SharedMemoryGroup
+from allranks.torch.shared_memory.operands import (
+    flat,
+    is_reducible,
+    listed,
+    of_truth,
+    operation_of,
+    root_of,
+)
+from allranks.torch.shared_memory.posting import Named, gloo_group
+from allranks.torch.shared_memory.work import FOR_EVER, SAYS
+
+LEADER = 0  # of the ranks of a host, counted there
+
+
+class StagedWork(dist.Work):
+    """A call that the thread of its group makes; `tensors` are what it gives back."""
+
+    def __init__(self, done: Future[None], tensors: list[Tensor], seconds: float) -> None:
+        super().__init__()
+        self._done, self.tensors, self.seconds = done, tensors, seconds
+
+    def wait(self, timeout: timedelta = FOR_EVER) -> bool:
+        seconds = timeout.total_seconds() or self.seconds
+        try:
+            self._done.result(seconds)
+        except NotYet:
+            if self._done.done():
+                raise
+            raise RuntimeError(f"{SAYS}timed out waiting {seconds:g} s; it goes on") from None
+        return True
+
+    def drive(self, seconds: float) -> bool:
+        with suppress(NotYet, RuntimeError):
+            self._done.result(seconds)
+        return self._done.done()
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def is_success(self) -> bool:
+        return self._done.done() and self._done.exception() is None
+
+    def exception(self) -> Any:
+        return self._done.exception() if self._done.done() else None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self.tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Any:
+        return future_of(self, self.result)
+
+
+class _Line:
+    """A thread that makes the calls that it is given, one after the other, until `end`.
+
+    Once one has failed none is made any more: the ranks of this host are not in step, and what they
+    waited for would meet something else. `broken` is called then.
+    """
+
+    def __init__(self, broken: Callable[[], object]) -> None:
+        self._broken = broken
+        self._error: BaseException | None = None
+        self._calls: queue.SimpleQueue[tuple[list[Callable[[], object]], Future[None]] | None]
+        self._calls = queue.SimpleQueue()
+        name = "allranks-hierarchical"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def add(self, calls: list[Callable[[], object]]) -> Future[None]:
+        done: Future[None] = Future()
+        self._calls.put((calls, done))
+        return done
+
+    def end(self) -> None:
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            calls, done = asked
+            try:
+                self._make(calls)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            del asked, calls, done  # what they hold is not kept until the next call
+
+    def _make(self, calls: list[Callable[[], object]]) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            with torch.no_grad():
+                for call in calls:
+                    call()
+        except BaseException as error:
+            self._error = error
+            self._broken()
+            raise
+
+
+class HierarchicalGroup(Named):
+    """The ranks of several hosts. `hosts` are lists of ranks; `inside` is the group of this one's.
+
+    `inside` is nothing where a rank is alone on its host.
+    """
+
+    def __init__(
+        self,
+        inside: SharedMemoryGroup | None,
+        hosts: Sequence[Sequence[int]],
+        rank: int,
+        store: Any,
+        timeout: timedelta,
+    ) -> None:
+        size = sum(len(host) for host in hosts)
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.inside, self.hosts, self.seconds = inside, hosts, timeout.total_seconds()
+        self.host = next(i for i, host in enumerate(hosts) if rank in host)
+        self.own, self.count = rank, size
+        self._is_left, self._line = False, _Line(self._leave_host)
+        leads = hosts[self.host][LEADER] == rank
+        between, among_all = PrefixStore("leaders", store), PrefixStore("all", store)
+        self.leaders: Any = None
+        if leads:
+            self.leaders = gloo_group(between, self.host, len(hosts), timeout)
+        self.gloo = gloo_group(among_all, rank, size, timeout)
+
+    def _leave_host(self) -> None:
+        """The other ranks of this host hear that nothing more comes from this one."""
+        if self.inside is not None:
+            self.inside.shutdown()
+
+    def _staged(self, calls: list[Callable[[], object]], tensors: list[Tensor]) -> StagedWork:
+        return StagedWork(self._line.add(calls), tensors, self.seconds)
+
+    def _tell_host(self, tensor: Tensor, root: int = LEADER) -> None:
+        """What `root` of this host has, on all of its ranks."""
+        if self.inside is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            self.inside.broadcast([tensor], options).wait()
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        tensors, operation = listed(tensors), operation_of(opts)
+        if not all(is_reducible(tensor, operation) for tensor in tensors):
+            return self.gloo.allreduce(tensors, opts)
+        return self._staged([partial(self._sum, t, operation) for t in tensors], tensors)
+
+    def _sum(self, tensor: Tensor, operation: str) -> None:
+        memory = flat(tensor)
+        if memory.dtype == torch.bool:
+            memory, operation = memory.view(torch.uint8), of_truth(operation)
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(ReduceOp, {"mean": "SUM"}.get(operation, operation.upper()))
+        if self.inside is not None:
+            self.inside.allreduce([memory], options).wait()
+        if self.leaders is not None and memory.numel():
+            real = torch.view_as_real(memory) if memory.is_complex() else memory
+            self.leaders.allreduce([real], options).wait()
+        self._tell_host(memory)
+        if operation == "mean":
+            memory.div_(self.count)
+        if memory.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(memory.view(tensor.dtype))
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        tensors, root = listed(tensors), root_of(opts)
+        return self._staged([partial(self._tell_all, t, root) for t in tensors], tensors)
+
+    def _tell_all(self, tensor: Tensor, root: int) -> None:
+        memory = flat(tensor)
+        host = next(i for i, ranks in enumerate(self.hosts) if root in ranks)
+        if host == self.host:
+            self._tell_host(memory, self.hosts[host].index(root))
+        if self.leaders is not None and memory.nbytes:
+            options = dist.BroadcastOptions()
+            options.rootRank = host
+            self.leaders.broadcast([memory.view(-1).view(torch.uint8)], options).wait()
+        if host != self.host:
+            self._tell_host(memory)
+        if memory.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(memory)
+
+    def barrier(self, opts: Any = None) -> Any:
+        came = torch.zeros(1)
+        return self._staged([partial(self._sum, came, "sum")], [])
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        gather = partial(self._gather, output.view(self.count, -1), input)
+        return self._staged([gather], [output])
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        (wholes,), (part,) = outputs, inputs
+
+        def gather() -> None:
+            rows = part.new_empty(self.count, part.numel())
+            self._gather(rows, part)
+            for whole, row in zip(wholes, rows, strict=True):
+                whole.detach().copy_(row.view(whole.shape))
+
+        return self._staged([gather], list(wholes))
+
+    def _gather(self, rows: Tensor, part: Tensor) -> None:
+        """Every rank's `part` as its row; hosts may have different numbers of ranks."""
+        part = flat(part).view(-1)
+        most = max(len(host) for host in self.hosts)
+        mine = part.new_zeros(most, part.numel())
+        own = mine[: len(self.hosts[self.host])]
+        if self.inside is not None:
+            self.inside._allgather_base(own.view(-1), part).wait()
+        else:
+            own[0] = part
+        every = part.new_empty(len(self.hosts), most, part.numel())
+        if self.leaders is not None and part.nbytes:
+            bytes_of = [host.reshape(-1).view(torch.uint8) for host in every]
+            self.leaders.allgather([bytes_of], [mine.view(-1).view(torch.uint8)]).wait()
+        self._tell_host(every)
+        for host, ranks in enumerate(self.hosts):
+            for index, rank in enumerate(ranks):
+                rows[rank].copy_(every[host, index])
+
+    def _way_to(self, rank: int) -> tuple[Any, int]:
+        """The group through which messages go to and from a rank, and its number there."""
+        host = self.hosts[self.host]
+        if self.inside is not None and rank in host:
+            return self.inside, host.index(rank)
+        return self.gloo, rank
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+        group, to = self._way_to(dstRank)
+        return group.send(tensors, to, tag)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+        group, source = self._way_to(srcRank)
+        return group.recv(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        raise RuntimeError(
+            f"{SAYS}a message of any rank may come through memory or over the network, and this "
+            "group waits for one of them: name the rank that sends"
+        )
+
+    def shutdown(self) -> None:
+        if self._is_left:
+            return
+        self._is_left = True
+        self._line.end()
+        self._leave_host()
+        self.leaders = self.gloo = None
+
+    def abort(self) -> None:
+        self.shutdown()
+
+
+def _of_gloo(name: str) -> Callable[..., Any]:
+    def call(self: HierarchicalGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.gloo, name)(*args, **kwargs)
+
+    return call
+
+
+OF_GLOO = (
+    *("allreduce_coalesced", "reduce", "allgather_coalesced", "gather", "scatter"),
+    *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    *("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single"),
+    *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    *("alltoall", "alltoall_base", "all_to_all_single", "monitored_barrier"),
+)
+for _name in OF_GLOO:
+    if hasattr(dist.ProcessGroup, _name):  # torch renames them from version to version
+        setattr(HierarchicalGroup, _name, _of_gloo(_name))
+if hasattr(dist.ProcessGroup, "all_gather_single"):  # since torch 2.13
+    HierarchicalGroup.all_gather_single = HierarchicalGroup._allgather_base

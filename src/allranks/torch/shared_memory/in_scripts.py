@@ -1,0 +1,51 @@
+"""In a script of `allranks run --shared-memory`: torch's process group is one of shared memory.
+
+The script is unchanged: its `init_process_group("gloo")`, or without a backend where there is no
+accelerator, makes a group of this backend. Groups that it makes of that one are alike; one that it
+asks for by the name of Gloo is Gloo's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+import allranks.torch.accelerator as accelerator
+from allranks.torch.shared_memory.backend import outcome_of, register
+from allranks.torch.shared_memory.posting import BACKEND
+
+GLOO = ("gloo", "cpu:gloo")
+
+
+def in_place_of_gloo(outcome: str) -> None:
+    """Put it there, before the script begins; rank 0 writes what was made into a file `outcome`."""
+    register()
+    own = dist.init_process_group
+
+    @functools.wraps(own)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not _is_meant(backend, kwargs):
+            own(backend, *args, **kwargs)
+            return
+        own(BACKEND, *args, **kwargs)
+        made = outcome_of()
+        if dist.get_rank() == 0 and made is not None:
+            with open(f"{outcome}.part", "w") as file:
+                json.dump(made.to_data(), file)
+            os.replace(f"{outcome}.part", outcome)
+
+    for module in list(sys.modules.values()):  # parts of torch have it by its name already
+        if getattr(module, "__dict__", {}).get("init_process_group") is own:
+            module.init_process_group = init_process_group  # type: ignore[attr-defined]
+
+
+def _is_meant(backend: Any, more: dict[str, Any]) -> bool:
+    if backend is None:
+        has_device = any(accelerator.count(kind) for kind in accelerator.kinds())
+        return not has_device and more.get("device_id") is None
+    return str(backend).lower() in GLOO

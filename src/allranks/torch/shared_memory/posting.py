@@ -1,0 +1,156 @@
+"""What all calls of a shared-memory group share: their work, their time, and Gloo beside it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from allranks.torch.shared_memory import attaching
+from allranks.torch.shared_memory.attaching import Attached
+from allranks.torch.shared_memory.operands import Call, seconds_of
+from allranks.torch.shared_memory.work import SharedMemoryWork
+
+BACKEND = "shared_memory"
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Gloo among some ranks, each of which calls this, as a group with all of torch's methods."""
+    group: Any = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    gloo = ProcessGroupGloo(store, rank, size, timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+class Named(dist.ProcessGroup):
+    """What torch asks of a group: its name, devices and backend."""
+
+    _name = _desc = ""
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]  # torch's own asks for a backend
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def getBackendName(self) -> str:  # torch calls it so
+        return BACKEND
+
+
+class Posting(Named):
+    """The ranks of a group in one host. `library_group` is the library's, for direct calls.
+
+    `ranks` are its members as the job counts them. `under_way` holds each work until it is over.
+    """
+
+    def __init__(
+        self, attached: Attached, rank: int, store: Any, timeout: timedelta, ranks: Sequence[int]
+    ) -> None:
+        super().__init__(rank, len(attached.ranks))  # type: ignore[call-arg]
+        self.library = attaching.loaded()
+        self.lost_class = self.library.PeerLost
+        self.library_group = attached.group
+        self._attached: Attached | None = attached
+        self.ranks, self.under_way = tuple(ranks), set[Any]()
+        self.own, self.count = rank, len(attached.ranks)  # rank() and size() cross into C++
+        self.seconds = timeout.total_seconds()
+        self._store, self._pid, self._is_left = store, os.getpid(), False
+        self._gloo: Any = None
+        self._lock, self._coalesced = threading.Lock(), threading.local()
+        _alive.add(self)
+
+    def _posted(self, call: Call, tensors: list[Tensor], opts: Any = None) -> Any:
+        """The work of a call; inside of `_start_coalescing` it is a part of a larger one."""
+        work = SharedMemoryWork(
+            self,
+            call.ops,
+            tensors,
+            call.kept,
+            call.afterwards,
+            seconds_of(opts, self.seconds),
+        )
+        if (together := getattr(self._coalesced, "works", None)) is not None:
+            together.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced.works = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        """One work for all calls of this thread since `_start_coalescing`."""
+        works, self._coalesced.works = self._coalesced.works, None
+        call = Call(
+            [op for work in works for op in work.ops],
+            works,
+            [work.wait for work in works],
+        )
+        return self._posted(call, [tensor for work in works for tensor in work.tensors])
+
+    def gloo(self) -> Any:
+        """Gloo among the same ranks, for what the library lacks; all ranks call this alike."""
+        with self._lock:
+            if self._gloo is None:
+                store = PrefixStore("gloo", self._store)
+                timeout = timedelta(seconds=self.seconds)
+                self._gloo = gloo_group(store, self.own, self.count, timeout)
+            return self._gloo
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.seconds = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Leave: whoever still waits for this rank hears of it at once. Memory is given back."""
+        if self._is_left or self._pid != os.getpid():
+            return
+        self._is_left = True
+        self.library_group.leave()
+        self._gloo = None
+        for work in list(self.under_way):  # all are over now, well or not
+            work.drive(0)
+        self.library_group = _Left()
+        attached, self._attached = self._attached, None
+        attaching.leave(attached)
+
+    def abort(self) -> None:
+        self.shutdown()
+
+
+class _Left:
+    """In place of the library's group once this process has left it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("this process has left the shared-memory group")
+
+
+_alive: WeakSet[Posting] = WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """A program that ends without leaving its groups leaves them now: the others hear of it."""
+    for group in list(_alive):
+        group.shutdown()

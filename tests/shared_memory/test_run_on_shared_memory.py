@@ -1,0 +1,57 @@
+"""`allranks run --shared-memory`: a script that asks for Gloo, unchanged, in shared memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from allranks.job.run_folder import read_rows
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def run(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "allranks.cli.main", "run", "--ranks", "2", *flags]
+    return subprocess.run(
+        [*command, "--run-dir", str(folder), str(SCRIPTS / script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def losses(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"loss (\S+) -> (\S+)", done.stdout)
+
+
+def test_a_script_that_asks_for_gloo_trains_alike_in_shared_memory(tmp_path: Path) -> None:
+    for script in ("ddp.py", "fsdp2.py"):
+        there, over_gloo = tmp_path / f"{script}-shared", tmp_path / f"{script}-gloo"
+        found = losses(run(there, script, "--shared-memory"))
+        assert found and found == losses(run(over_gloo, script, "--warm=torch"))
+        rows = read_rows(there / "events.jsonl")
+        (told,) = [row for row in rows if row["event"] == "collectives"]
+        assert (told["asked"], told["did"], told["why"]) == ("shared_memory", "shared_memory", "")
+        assert not (there / "collectives.json").exists()
+        assert "shared_memory = true" in (there / "job.toml").read_text()
+
+
+def test_without_a_name_it_is_that_of_a_cpu(tmp_path: Path) -> None:
+    script = tmp_path / "unnamed.py"
+    script.write_text(
+        "import torch.distributed as dist\nfrom torch.distributed import init_process_group\n"
+        "init_process_group()\nprint(dist.get_backend(), dist.new_group(backend='gloo').name())\n"
+        "dist.barrier()\n"  # nobody leaves while the others still connect to it
+        "dist.destroy_process_group()\n"
+    )
+    done = run(tmp_path / "run", str(script), "--shared-memory")
+    assert done.stdout == "shared_memory gloo\n", done.stderr
+
+
+def test_it_is_of_torch(tmp_path: Path) -> None:
+    done = run(tmp_path / "run", "ddp.py", "--shared-memory", "--warm", "tensorflow")
+    assert done.returncode == 2
+    assert "leave one of the two away" in done.stderr
