@@ -295,14 +295,39 @@ def test_a_loop_in_c_that_holds_the_interpreter_is_named(train: Train, tmp_path:
 def test_one_collective_more_is_told_with_its_rank_and_line(
     train: Train, tmp_path: Path, ranks: int
 ) -> None:
-    """Gloo ends a rank that waits for something else; what it says stands in the report."""
-    with pytest.raises(ProgramError) as error:
-        train("failure_tasks:OneMore", ranks=ranks, steps=20, run_dir=str(tmp_path / "run"))
-    text = str(error.value)
+    """In shared memory it is told what each of two ranks makes."""
+    text = one_more(train, tmp_path, ranks=ranks)
+    whole = "all_reduce of 5000 float32"
+    told = re.findall(
+        r"rank (\d) makes another collective \((.*?)\) than rank (\d) \((.*?)\)", text
+    )
+    assert told and all(
+        (who == "1", than == "1") == (what == whole, other == whole)
+        for who, what, than, other in told
+    )
+    assert any("1" in (who, than) for who, _, than, _ in told)
+    found = re.findall(r"([^\s\"]*failure_tasks.py)\"?,? line \d+,? in (\w+)", text)
+    assert (str(Path(__file__).with_name("failure_tasks.py")), "loss") in found
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gloo_s_words_of_one_collective_more_stand_in_the_report(
+    train: Train, tmp_path: Path, ranks: int
+) -> None:
+    """Gloo ends a rank that waits for something else."""
+    text = one_more(train, tmp_path, ranks=ranks, backend="gloo")
     assert "killed by SIGABRT: " in text and "Received data size doesn't match" in text
     assert "no traceback" not in text and "Extension" not in text
     found = re.findall(r"rank (\d) was in another collective: (\S+) line \d+ in (\w+)", text)
     assert found == [("1", str(Path(__file__).with_name("failure_tasks.py")), "loss")]
+
+
+def one_more(train: Train, tmp_path: Path, **flags: Any) -> str:
+    """What the report says of a task of which rank 1 makes a collective more."""
+    with pytest.raises(ProgramError) as error:
+        train("failure_tasks:OneMore", steps=20, run_dir=str(tmp_path / "run"), **flags)
+    return str(error.value)
 
 
 def test_a_rank_that_leaves_out_a_collective_is_found(train: Train, tmp_path: Path) -> None:
@@ -631,7 +656,7 @@ def test_ctrl_c_commits_too_and_is_130(
 def test_ctrl_c_twice_does_not_wait_for_a_rank_that_hangs(
     launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
-    going = launch("bad_tasks:Good", *FOR_EVER, "--inject", "hang@rank=1,step=400")
+    going = launch("bad_tasks:Good", *FOR_EVER, "--inject", "hang@rank=1,step=20000")
     until(lambda: _stands_still(going.ranks), "rank 0 waits")
     going.signal(signal.SIGINT)
     time.sleep(0.5)
@@ -648,12 +673,12 @@ def _stands_still(pids: list[int]) -> bool:
     """Whether one of the processes did not run while another did: it waits for that one.
 
     In training no rank runs for so long without the others. One that is only not given a
-    processor keeps the others waiting.
+    processor keeps the others waiting. Who waits looks around ten times a second.
     """
     before = [_ran_s(pid) for pid in pids]
     time.sleep(0.3)
     ran = [_ran_s(pid) - was_s for pid, was_s in zip(pids, before, strict=True)]
-    return min(ran) == 0.0 and max(ran) > 0.05
+    return min(ran) < 0.01 and max(ran) > 0.05
 
 
 def _ran_s(pid: int) -> float:

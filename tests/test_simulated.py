@@ -122,8 +122,9 @@ def test_a_rank_of_another_node_that_hangs_is_named_with_its_stack(
 def test_a_rank_of_another_node_that_is_killed_is_started_again(
     train_on: Callable[..., Result], on_one_rank: str
 ) -> None:
+    inject = "slow@rank=1,seconds=0.1 kill@rank=3,step=25"  # a save takes longer than ten steps
     flags = {"bitwise": True, "steps": STEPS, "checkpoint_every": 10, "max_restarts": 1}
-    summary = train_on("digits", **flags, inject="kill@rank=3,step=25").summary
+    summary = train_on("digits", **flags, inject=inject).summary
     assert summary["weights_sha256"] == on_one_rank
     assert (summary["restarts"], summary["resumed_from_step"], summary["world_size"]) == (1, 20, 4)
 

@@ -18,11 +18,14 @@ what to do. Errors cross from a rank to the supervisor as plain data (`to_data`,
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
 LONGEST_PART = 2000  # characters of one part of a request's error that are shown
+LONGEST_QUOTE = 200  # characters of another's error in one of ours
 LONGEST_NAME = 60  # no name of ours is longer, and looking for the nearest takes its time
 
 EXIT_DONE = 0
@@ -162,3 +165,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def printable(line: str) -> str:
     """A line that cannot steer a terminal: control characters are shown, not sent."""
     return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)
+
+
+@contextmanager
+def explained(pattern: re.Pattern[str], refusal: Callable[[str], RequestError]) -> Iterator[None]:
+    """Within, an error of torch that fits is what `refusal` makes of its first line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not pattern.search(str(error)):
+            raise
+        raise refusal(str(error).splitlines()[0][:LONGEST_QUOTE]) from error

@@ -7,6 +7,8 @@ import pytest
 from allranks.errors import BadStep, FaultKind, PeerLost, PlaceError, ProgramError, RequestError
 from allranks.launcher.processes.foreign import classify, is_said
 
+LOST = "shared memory: peer lost: rank 2 has left the group"
+OTHERS = "shared memory: collective mismatch: rank 2 makes another collective than this rank"
 SIZES = "data size (800) doesn't match expected size (400)"
 
 
@@ -43,6 +45,10 @@ def test_every_failure_has_a_kind(error: BaseException, kind: FaultKind) -> None
         (FaultKind.PEER_LOST, SIZES, False),
         (FaultKind.COLLECTIVE_MISMATCH, SIZES, True),
         (FaultKind.COLLECTIVE_MISMATCH, "recv: Broken pipe", False),
+        (FaultKind.PEER_LOST, LOST, True),
+        (FaultKind.COLLECTIVE_MISMATCH, LOST, False),
+        (FaultKind.COLLECTIVE_MISMATCH, OTHERS, True),
+        (FaultKind.PEER_LOST, OTHERS, False),
         (FaultKind.TIMED_OUT, "Timed out waiting 1800000ms for recv", True),
         (FaultKind.TIMED_OUT, SIZES, False),
         (FaultKind.TWO_TYPES, "expected scalar type Double but found Float", True),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -141,3 +144,17 @@ def test_every_gradient_begins_where_one_of_its_own_could(kind: torch.dtype) -> 
     assert starts == sorted(starts, reverse=True) and starts[-1] == 0
     for number, parameter in enumerate(given):
         assert parameter.grad is not None and bool((reals(parameter.grad) == number + 1.0).all())
+
+
+def test_the_memory_of_buckets_goes_with_them() -> None:
+    """Others may be laid out in mid-run: the old ones do not wait for the collector of cycles."""
+    buckets, _ = made(ONE)
+    buckets.begin()
+    buckets.release(range(8))
+    there = weakref.ref(buckets)
+    gc.disable()
+    try:
+        del buckets
+        assert there() is None
+    finally:
+        gc.enable()

@@ -100,7 +100,7 @@ def test_a_rank_of_nccl_says_on_which_device_it_is(
         with pytest.raises(RuntimeError, match="far enough"):
             joining.join(world, where)
         assert given["device_id"] == bound
-    assert given["backend"] == "gloo"
+    assert given["backend"] == "shared_memory"
 
 
 def test_trainers_one_after_the_other_meet_at_one_store(on_ranks: OnRanks) -> None:

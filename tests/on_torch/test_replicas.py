@@ -128,8 +128,7 @@ def test_one_collective_left_out_shows_in_the_tally(ranks: int, rank: int, train
 def test_a_collective_left_out_never_ends_well(
     ranks: int, strategy: str, step: int, rank: int, train: Train
 ) -> None:
-    """Also in the last step. Messages of other sizes make Gloo abort the process,
-    without a word."""
+    """Also in the last step."""
     text = left_out(step, rank, train, ranks=ranks, strategy=strategy)
-    seen = ("not at the same step", "SIGABRT", "no sign of life")
+    seen = ("not at the same step", "collective mismatch", "has left the group", "no sign of life")
     assert any(words in text for words in seen), text

@@ -38,6 +38,10 @@ SHARED_OPTIONS: Options = (
     (("--engine",), {"help": f"{' or '.join(ENGINES)} (default: what program and strategy need)."}),
     (("--device",), {"help": "cpu, cuda (ROCm too), xpu, or another backend of torch."}),
     (("--devices",), {"help": "Numbers of the devices to use, as 0,1,4,5."}),
+    (
+        ("--backend",),
+        {"help": "What ranks talk over: shared_memory (default on CPUs), gloo."},
+    ),
     (("--precision",), {"help": "fp32, tf32, bf16, fp16 or fp64."}),
     (("--loss-scale",), {"help": "Of fp16: dynamic (default), or a number."}),
     (("--channels-last",), {"is_flag": True, "default": None, "help": "Images in NHWC order."}),

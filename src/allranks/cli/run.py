@@ -46,7 +46,6 @@ from allranks.launcher.scripts.plan import (
 from allranks.launcher.scripts.run import (
     CommandResult,
     CommandWatcher,
-    check_warm,
     name_of,
     run_command,
     run_dir_of,
@@ -55,6 +54,7 @@ from allranks.launcher.scripts.run import (
 from allranks.launcher.scripts.topology import DEFAULT_ROLE, parse_roles
 from allranks.launcher.scripts.torchrun import FLAGS, Asked, processes_from, understand
 from allranks.launcher.scripts.variables import DEFAULT_FAMILIES, parse_families
+from allranks.launcher.scripts.warm import check_warm, modules_for
 from allranks.launcher.start import new_run_dir
 from allranks.launcher.world import Visible
 
@@ -91,6 +91,11 @@ def torchrun_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     flag_value="torch",
     default="",
     help="Start Python scripts from one that has imported torch, or tensorflow.",
+)
+@click.option(
+    "--shared-memory",
+    is_flag=True,
+    help="Torch's collectives in memory, between ranks of one host, in place of Gloo.",
 )
 @click.option(
     "--hang-timeout",
@@ -145,7 +150,7 @@ def _run(request: CommandRequest, wanted: NodeRequest, watcher: CommandWatcher) 
     if not isinstance(find_place(wanted.place, wanted.rendezvous), AgentPlace):
         return run_command(request, watcher=watcher)
     request = dataclasses.replace(request, run_dir=run_dir_of(request))
-    shared, modules = Path(request.run_dir).parent, WARM.get(request.warm, ())
+    shared, modules = Path(request.run_dir).parent, modules_for(request)
     wanted = dataclasses.replace(wanted, shared=shared, modules=modules)
     with gathered(wanted) as cluster:
         return run_command(request, cluster.server, cluster.hosts, watcher)
@@ -156,7 +161,8 @@ def request_from(
 ) -> CommandRequest:
     """The request that a command line describes; raises `RequestError` for what cannot be."""
     roles = parse_roles(flags["roles"])
-    warm = _warm(flags["warm"])  # before the command: it may have taken its first word
+    # before the command: the flag may have taken its first word
+    warm = _warm(flags["warm"], flags["shared_memory"])
     command = _command(words, asked)
     return CommandRequest(
         command=command,
@@ -166,6 +172,7 @@ def request_from(
         families=parse_families(flags["variables"]) or DEFAULT_FAMILIES,
         local_rank_argument=_local_rank_argument(flags["local_rank_argument"]),
         warm=warm,
+        shared_memory=flags["shared_memory"],
         max_restarts=asked.max_restarts or 0,
         hang_timeout_s=flags["hang_timeout"],
         time_limit_s=flags["time_limit"],
@@ -274,7 +281,8 @@ def _local_rank_argument(text: str) -> str:
     return text
 
 
-def _warm(text: str) -> str:
+def _warm(text: str, shared_memory: bool) -> str:
+    """The framework that is imported before the fork; shared memory needs that of torch."""
     if text and text not in WARM:
         raise RequestError(
             asked=f"--warm {text}",
@@ -282,7 +290,14 @@ def _warm(text: str) -> str:
             why="the fork server imports a framework that stands a fork after it",
             do=f"--warm torch -- COMMAND; {nearest(text, WARM)}",
         )
-    return text
+    if shared_memory and text not in ("", "torch"):
+        raise RequestError(
+            asked=f"--shared-memory with --warm {text}",
+            found=f"scripts of {text}",
+            why="it is torch whose collectives can go through shared memory",
+            do="leave one of the two away",
+        )
+    return "torch" if shared_memory else text
 
 
 def _shown(text: str) -> str:

@@ -62,7 +62,8 @@ class Where:
     names ("hosts"), nodes that are made here ("simulated:link=1gbit"), or those of a Slurm job
     ("slurm"); `nodes` is how many of them. `devices` are the numbers of the devices to use
     ("0,1,4,5"); `threads` are the intra-op threads of a rank (None: the cores shared out, 1 under
-    `bitwise`).
+    `bitwise`). `backend` is what ranks talk over ("": memory that those of a host share, or NCCL
+    between GPUs; "gloo": sockets).
     """
 
     strategy: str = ""
@@ -71,6 +72,7 @@ class Where:
     place: str = LOCAL
     device: str = "cpu"
     devices: str = ""
+    backend: str = ""
     threads: int | None = None
 
 

@@ -35,6 +35,8 @@ LEAST = {  # of each number: the bound, and whether it is allowed itself
     "time_limit": (0, False),
     "spike": (1, False),
 }
+BACKENDS_OF_HOST = ("shared_memory", "gloo")
+BACKENDS = (*BACKENDS_OF_HOST, "nccl")
 WORD = re.compile(r"[a-z][a-z0-9_]*")
 NO_DEVICE = "gpu"  # which kind of it?
 MISSPELT = 0.7  # "cude" for "cuda"; "npu" and "hpu" are further from "cpu" and "xpu" than that
@@ -84,6 +86,24 @@ def _check_names(job: Job) -> None:
     for name, value in asked:
         _check_name(name, value, known[name])
     _check_device(job)
+    _check_backend(job)
+
+
+def _check_backend(job: Job) -> None:
+    """What ranks talk over, where somebody asks for it: the memory of the host, or that of GPUs."""
+    if not job.backend:
+        return
+    _check_name("backend", job.backend, BACKENDS)
+    on_host = job.device == "cpu"
+    if job.engine != TORCH or on_host != (job.backend in BACKENDS_OF_HOST):
+        what = f"--device {job.device}" if job.engine == TORCH else f"--engine {job.engine}"
+        raise RequestError(
+            asked=f"--backend {job.backend}",
+            found=what,
+            why="a backend of torch moves the tensors of one kind of device: nccl those of GPUs, "
+            "the others those of the processor",
+            do="leave --backend out: each device has one of its own",
+        )
 
 
 def _check_device(job: Job) -> None:

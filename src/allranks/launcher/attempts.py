@@ -40,7 +40,7 @@ from allranks.launcher.fault_report import (
 from allranks.launcher.heartbeat import Beat, HeartbeatTable
 from allranks.launcher.log_tail import last_words
 from allranks.launcher.plan import STORE, Plan, RankPlan
-from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD
+from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD, SEGMENT_FD
 from allranks.launcher.processes.oom import Kills
 from allranks.launcher.processes.process import Exit, Process
 from allranks.launcher.resources import Resources
@@ -182,6 +182,7 @@ class Attempts:
             attempt=attempt,
             restarts=attempt - self.first,
             heartbeat=HEARTBEAT_FD,
+            segment=SEGMENT_FD,
             listener=LISTENER_FD if hosts_store else -1,
         )
         log = rank_log_path(self.folder.path, world.rank)

@@ -215,6 +215,9 @@ def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
         lines += told_of_mismatch(words.error, words.text, _stacks(fault, ended, run_dir))
     if event.get("traceback"):
         lines += ["", folded(event["traceback"].rstrip()), ""]
+        lines += told_of_mismatch(
+            event["traceback"], event["traceback"], _stacks(fault, ended, run_dir)
+        )
     known = {fault.rank, *fault.alike, *ended.spared}
     others = sorted(rank for rank in ended.exits if rank not in known)
     done = [rank for rank in others if ended.exits[rank].code == 0]

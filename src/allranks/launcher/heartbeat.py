@@ -127,14 +127,20 @@ class SaveThreadHeartbeat:
 
 @dataclass
 class HeartbeatTable:
-    """The supervisor's end, for one attempt of `ranks` ranks; hand `fd` to each of them."""
+    """The supervisor's end, for one attempt of `ranks` ranks; hand `fd` to each of them.
+
+    `segment_fd` is handed to them, too: an empty file in memory, with no name, that they share to
+    exchange tensors. It goes with the last of them.
+    """
 
     ranks: int
     fd: int = field(init=False)
+    segment_fd: int = field(init=False)
     is_closed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.fd = os.memfd_create("allranks-heartbeat")
+        self.segment_fd = os.memfd_create("allranks-segment")
         os.ftruncate(self.fd, _size(self.ranks))
         self._memory = memoryview(mmap.mmap(self.fd, _size(self.ranks))).cast("d")
         for rank in range(self.ranks):
@@ -193,5 +199,6 @@ class HeartbeatTable:
 
     def close(self) -> None:
         os.close(self.fd)
+        os.close(self.segment_fd)
         self._memory.release()
         self.is_closed = True

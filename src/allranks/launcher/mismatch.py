@@ -1,7 +1,8 @@
-"""Ranks that met in different collectives: which of them stood where, when one died of it.
+"""Ranks that met in different collectives: which of them stood where, when one failed of it.
 
-Gloo ends a rank that gets a message of another size than it waits for, and that rank is seldom the
-one to blame. The others are asked for their stacks before they are stopped. Pure.
+In shared memory each says what the other makes. Gloo ends a rank that gets a message of another
+size than it waits for, and that rank is seldom the one to blame. The others are asked for their
+stacks before they are stopped. Pure.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def place_of_users_collective(stack: str) -> str:
         frames = [match.groupdict() for match in _FRAME.finditer(thread)]
         if "most recent call last" in thread:
             frames.reverse()
-        if not any("/torch/distributed/" in frame["file"] for frame in frames):
-            continue
-        for frame in frames:
+        of_torch = [i for i, frame in enumerate(frames) if "/torch/distributed/" in frame["file"]]
+        callers = frames[of_torch[0] :] if of_torch else []  # what torch calls may be of ours
+        for frame in callers:
             if any(part in frame["file"] for part in _INSTALLED):
                 continue
             if frame["file"].startswith(_PACKAGE_FOLDER):

@@ -28,7 +28,8 @@ class World:
     `MASTER_ADDR` (a script started by another launcher), or when there is only one. `attempt`
     counts the attempts of the job in its run folder, `restarts` those since it was last started by
     hand; `heartbeat` is the file descriptor of the memory that this rank
-    shares with its supervisor, -1 if it has none. Ranks of several nodes meet at `rendezvous`
+    shares with its supervisor, and `segment` that of memory that all ranks of this node were given,
+    empty, to exchange tensors in it; -1 if it has none. Ranks of several nodes meet at `rendezvous`
     ("address:port"), where rank 0 listens at the socket that it was given, `listener`. `on_machine`
     ranks share its processors: those of this node, and of others that are simulated beside it.
 
@@ -45,6 +46,7 @@ class World:
     attempt: int = 0
     restarts: int = 0
     heartbeat: int = -1
+    segment: int = -1
     rendezvous: str = ""
     listener: int = -1
     on_machine: int = 0
@@ -68,6 +70,7 @@ class World:
             "ALLRANKS_ATTEMPT": str(self.attempt),
             "ALLRANKS_RESTARTS": str(self.restarts),
             "ALLRANKS_HEARTBEAT": str(self.heartbeat),
+            "ALLRANKS_SEGMENT": str(self.segment),
             "ALLRANKS_RENDEZVOUS": self.rendezvous,
             "ALLRANKS_LISTENER": str(self.listener),
             "ALLRANKS_ON_MACHINE": str(self.on_machine),
@@ -80,8 +83,7 @@ class World:
         given = os.environ if environment is None else environment
         given = {**standard_variables(given), **given}  # as srun or mpirun says it, without RANK
         try:
-            size = int(given.get("WORLD_SIZE", "1"))
-            rank = int(given.get("RANK", "0"))
+            size, rank = int(given.get("WORLD_SIZE", "1")), int(given.get("RANK", "0"))
             world = cls(
                 rank=rank,
                 size=size,
@@ -92,6 +94,7 @@ class World:
                 attempt=int(given.get("ALLRANKS_ATTEMPT", "0")),
                 restarts=int(given.get("ALLRANKS_RESTARTS", "0")),
                 heartbeat=int(given.get("ALLRANKS_HEARTBEAT", "-1")),
+                segment=int(given.get("ALLRANKS_SEGMENT", "-1")),
                 rendezvous=given.get("ALLRANKS_RENDEZVOUS", ""),
                 listener=int(given.get("ALLRANKS_LISTENER", "-1")),
                 on_machine=int(given.get("ALLRANKS_ON_MACHINE", "0")),

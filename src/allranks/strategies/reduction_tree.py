@@ -63,6 +63,25 @@ def are_siblings(left: Span, right: Span, shards: int) -> bool:
 
 
 @cache
+def merges(spans: tuple[Span, ...], shards: int) -> bytes:
+    """How many nodes are complete after each of `spans`, which cover the tree from left to right.
+
+    Whoever keeps a stack, puts each span on it, and then as often adds the upper two, has added
+    along the tree: 4 shards one by one are 0 1 0 2.
+    """
+    stack: list[Span] = []
+    complete = []
+    for span in spans:
+        count = 0
+        while stack and are_siblings(stack[-1], span, shards):
+            span, count = (stack.pop()[0], span[1]), count + 1
+        stack.append(span)
+        complete.append(count)
+    assert stack == [(0, shards)], stack
+    return bytes(complete)
+
+
+@cache
 def rounds_of_pairs(shards: int, ranks: int) -> int | None:
     """In how many rounds of pairs the ranks can finish the tree, `None` if they cannot.
 

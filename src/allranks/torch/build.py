@@ -181,6 +181,9 @@ def draws_by_function(job: Job, device: torch.device) -> bool:
     on an accelerator, may draw within.
     """
     spec = job.strategy_spec
-    cut = spec.mesh.ranks != spec.mesh.size(DATA) or spec.mesh.size(EXPERT) > 1
-    apart = cut or job.bitwise or job.compile or is_accelerator(device)
-    return spec.name in WHOLE_PASSES and not apart
+    if job.bitwise or job.compile or is_accelerator(device):
+        return False
+    if spec.name == "tensor":  # it says itself where activations are parts
+        return not spec.options["sequence"]
+    is_cut = spec.mesh.ranks != spec.mesh.size(DATA) or spec.mesh.size(EXPERT) > 1
+    return spec.name in WHOLE_PASSES and not is_cut

@@ -29,8 +29,10 @@ from allranks.torch.groups.counting import (
 from allranks.torch.groups.flattened import messages_of, packed, unpack
 from allranks.torch.groups.lent import borrow, end, give_back, new_group
 from allranks.torch.groups.pending import TIMEOUT, Pending, translated
+from allranks.torch.groups.texts import texts_of_all
 from allranks.torch.meetings import Meetings
 from allranks.torch.model.reals import reals
+from allranks.torch.shared_memory.in_place import share_memory, shared_zeros, sum_in_place
 
 CPU = torch.device("cpu")
 KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")
@@ -101,7 +103,22 @@ class Comm:
         if self.size == 1:
             return Pending()
         self._count(kind, 2 * (self.size - 1) / self.size * tensor.nbytes)
-        return self._begin(dist.all_reduce, reals(tensor))
+        in_place = sum_in_place(self.of_torch, tensor)
+        return self._begin(in_place) if in_place else self._begin(dist.all_reduce, reals(tensor))
+
+    def begin_sum(self, collective: Callable[..., Any], sent: float) -> Pending:
+        """Make a collective of all these ranks that is none of torch's; each calls this."""
+        self._count("gradients", sent)
+        return self._begin(collective)
+
+    @property
+    def of_torch(self) -> Any:
+        """The process group of these ranks, as torch knows it."""
+        return self.group if self.group is not None or self.size == 1 else dist.group.WORLD
+
+    def zeros(self, count: int, like: Tensor) -> Tensor:
+        """`count` zeros, in memory of all ranks where they share some; every rank calls this."""
+        return shared_zeros(self.of_torch, count, like, self._begin)
 
     def pair(self, partner: int) -> Any:
         """The group of this rank and `partner`; both call this, before they `add_in_pair`."""
@@ -123,11 +140,11 @@ class Comm:
     def reduce_scatter(self, part: Tensor, whole: Tensor, kind: str = "gradients") -> Pending:
         """The sum over all ranks of their `whole`, cut evenly; `part` is this rank's.
 
-        Sends (N-1)/N of the whole. That of Gloo all-reduces a copy of the whole: on CPU each rank
+        Sends (N-1)/N of the whole. That of Gloo all-reduces a copy of the whole: there each rank
         is sent its parts instead, and adds them in rank order.
         """
         self._count(kind, (self.size - 1) / self.size * whole.nbytes)
-        if is_accelerator(self.device):
+        if is_accelerator(self.device) or share_memory(self.of_torch):
             return self._begin(reduce_scatter_single, part, whole)
         received = torch.empty_like(whole).view(-1)
         pending = self._begin(dist.all_to_all_single, received, whole.view(-1))
@@ -238,18 +255,7 @@ class Comm:
         """Every rank's text on every rank, in order; sends a size and N-1 times the longest."""
         if self.size == 1:
             return [text]
-        data = text.encode()
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        own = torch.tensor([len(data)], device=self.device)
-        self.all_gather(sizes, own, "control").wait()
-        part = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8, device=self.device)
-        part[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
-            : len(data)
-        ]
-        whole = part.new_empty(self.size * part.numel())
-        self.all_gather(whole, part, "control").wait()
-        rows = whole.cpu().numpy().reshape(self.size, -1)
-        return [bytes(row[:size]).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
+        return texts_of_all(text, self.size, self.device, partial(self.all_gather, kind="control"))
 
     def among(self, ranks: tuple[int, ...]) -> Comm:
         """Some of these ranks, this one too, on a group of their own; each of `ranks` calls this.
@@ -303,7 +309,7 @@ class Comm:
         heartbeat = (
             self.heartbeat.for_save_thread() if isinstance(self.heartbeat, Heartbeat) else None
         )
-        group = self._new_group("gloo")
+        group = self._new_group("gloo" if is_accelerator(self.device) else None)
         return Comm(self.rank, self.size, CPU, owns_group=True, group=group, heartbeat=heartbeat)
 
     def _new_group(self, backend: str | None = None) -> Any:

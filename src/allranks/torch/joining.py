@@ -16,6 +16,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 import allranks.torch.accelerator as accelerator
+import allranks.torch.shared_memory.backend as shared_memory
 from allranks.errors import RequestError
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World, master_endpoint
@@ -27,8 +28,13 @@ from allranks.torch.meetings import Meetings
 _joins, _trainings = itertools.count(), itertools.count()
 
 
-def join(world: World, device: torch.device, heartbeat: Heartbeat | None = None) -> Comm:
+def join(
+    world: World, device: torch.device, heartbeat: Heartbeat | None = None, backend: str = ""
+) -> Comm:
     """Meet the other ranks of `world`; every rank calls this, and `leave` at the end.
+
+    `backend` is that of torch's process group; by itself it is the device's, and on the host
+    memory that the ranks share, where they can.
 
     A process group that is there already is used as it is, and left to whoever made it. A process
     keeps the store of its first join, and each join has keys of its own in it: a second one finds
@@ -50,8 +56,9 @@ def join(world: World, device: torch.device, heartbeat: Heartbeat | None = None)
     try:
         keys = f"attempt-{world.attempt}/join-{next(_joins)}"
         store = PrefixStore(keys, _store_of(world))
-        backend = accelerator.backend_of(device)
+        backend = backend or _backend_of(device)
         check_own_device(device, world, store)
+        shared_memory.register(world.segment)
         dist.init_process_group(
             backend,
             rank=world.rank,
@@ -66,6 +73,11 @@ def join(world: World, device: torch.device, heartbeat: Heartbeat | None = None)
     return Comm(
         world.rank, world.size, device, owns_group=True, heartbeat=heartbeat, meetings=meetings
     )
+
+
+def _backend_of(device: torch.device) -> str:
+    on_host = not accelerator.is_accelerator(device)
+    return shared_memory.SHARED if on_host else accelerator.backend_of(device)
 
 
 def _meetings_in(store: Any, world: World) -> Meetings:

@@ -153,15 +153,14 @@ class Trainer(OnSteps):
         self.heartbeat.at_step(batch.index)
         self.heartbeat.enter("compute")
         self.faults.reach("step", batch.index)
-        if not self.progress.batch_index and self.task.overrides("initialise"):
+        done = self.progress
+        if not done.batch_index and self.task.overrides("initialise"):
             initialise(self.strategy, batch)
         step = self.strategy.step
         step.asked = Asked.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         if self._saving is not None:
             self._saving.look_at_rates()
-        if self.witness.looks_again_at(batch):
-            self.settle()
-        self.witness.before_step(batch, self.task_data.opened)
+        self.witness.before_step(batch, self.task_data.opened, self.settle)
         with self.meter.watching(batch.own_samples), KERNELS:
             result = self._steps.make(batch, ahead=not self.witness.observes)
         if len(step.user_buffers.written) != len(self.user_buffers):
@@ -172,10 +171,10 @@ class Trainer(OnSteps):
             self.task_data.batches.exhausted = True
             self.progress = self.progress.at_epoch(self.progress.epoch + 1)
             return result
-        self.progress = self.progress.after(result, batch.epoch, batch.step_in_epoch)
+        self.progress = done = self.progress.after(result, batch.epoch, batch.step_in_epoch)
         self.witness.after_step()
         every = self.job.verify_every
-        if every is not None and self.progress.batch_index % every == 0:
+        if every is not None and done.batch_index % every == 0:
             verify(self.strategy)
         self.faults.reach("stepped", batch.index)
         return result
@@ -309,7 +308,7 @@ class Trainer(OnSteps):
         """Join the ranks, and make what the training needs; the last made is the first to leave."""
         taken, task, job = self._taken, self.task, self.job
         taken.undone_by(set_kernels(job))
-        self.comm = join(self.world, self.device, self.heartbeat)
+        self.comm = join(self.world, self.device, self.heartbeat, self.job.backend)
         taken.left_by(self.comm.leave)
         self._scope = Scope(job.seed, self.device)
         self.strategy = build_strategy(task, job, self.comm, self._scope)

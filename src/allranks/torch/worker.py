@@ -18,6 +18,7 @@ from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.placement import RecordPlacement, update_by_nothing
 from allranks.torch.model.weights_file import WeightsFile
 from allranks.torch.profiling import Profiling
+from allranks.torch.shared_memory.backend import told_of
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
 from allranks.torch.witness.trace import Trace
@@ -104,6 +105,7 @@ class TorchRank(RankProgram[Trainer]):
             "sent_bytes": {kind: round(sent) for kind, sent in trainer.comm.sent.items()},
             "card_bytes_per_step": trainer.strategy.promised_bytes(),
             "model_notes": trainer.model_notes,
+            "backend": told_of(trainer.comm.of_torch),
             "bitwise": self.job.bitwise,
             "witness": trainer.witness.testimony.to_data(),
         }

@@ -44,9 +44,14 @@ class NodeRanks:
         self._own[ticket] = self.server.spawn(process, heartbeats, listener)
 
     def _heartbeats_of(self, process: Process, ticket: int) -> HeartbeatTable:
-        """The memory in which the ranks of this attempt beat; that of the last one is given up."""
+        """The memory in which the ranks of this attempt beat; that of the last one is given up.
+
+        Another job on this node begins with the same number of an attempt, once no rank of the one
+        before is left: what that one wrote is not for it.
+        """
+        is_first = not self._worlds
         world = self._worlds[ticket] = World.from_environment(process.environment)
-        if world.attempt not in self._heartbeats:
+        if is_first or world.attempt not in self._heartbeats:
             self._forget_heartbeats()
             self._kills = Kills.now()
             self._heartbeats[world.attempt] = HeartbeatTable(world.local_size)

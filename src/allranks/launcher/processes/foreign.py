@@ -41,6 +41,7 @@ _SAID = {
         re.IGNORECASE,
     ),
 }
+_TRANSPORTS = ("gloo/transport", "shared memory: peer lost")
 
 
 def is_said(kind: FaultKind, text: str) -> bool:
@@ -50,7 +51,8 @@ def is_said(kind: FaultKind, text: str) -> bool:
 
 def is_of_transport(text: str) -> bool:
     """Whether a collective lost a peer, whoever called it: a program's own sockets say it too."""
-    return "gloo/transport" in text and is_said(FaultKind.PEER_LOST, text)
+    is_collective = any(transport in text for transport in _TRANSPORTS)
+    return is_collective and is_said(FaultKind.PEER_LOST, text)
 
 
 def classify(error: BaseException) -> FaultKind:

@@ -10,7 +10,8 @@ supervisor is done or dead, it kills every process it started and everything tha
 
 A process gets standard output, standard error, a file for its stacks, which it writes at
 `STACKS_SIGNAL` from wherever it stands, and, if it has one, the memory of its heartbeat as
-`HEARTBEAT_FD`, and as `LISTENER_FD` the socket at which the ranks of all nodes meet.
+`HEARTBEAT_FD`, with it the memory in which the ranks of this node exchange tensors, `SEGMENT_FD`,
+and as `LISTENER_FD` the socket at which the ranks of all nodes meet.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from allranks.launcher.processes.linux import (
 
 MESSAGE_LIMIT = 1 << 17  # the kernel's default for a socket is 208 KiB
 STACKS_SIGNAL = signal.SIGRTMIN + 1
-STACKS_FD, HEARTBEAT_FD, LISTENER_FD = 3, 4, 5
-MOST_FILES = 5
+STACKS_FD, HEARTBEAT_FD, SEGMENT_FD, LISTENER_FD = 3, 4, 5, 6
+MOST_FILES = 6
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PATIENCE_S = 2.0
 

@@ -90,7 +90,8 @@ class ForkServer:
         """Ask for a process; never waits. Returns the ticket by which its exit is told.
 
         Its standard output and error are appended to its log, raw. With `heartbeats` it gets their
-        memory, and a file for its stacks. `listener` is the file descriptor of a socket for it.
+        memory, that for collectives, and a file for its stacks. `listener` is the file descriptor
+        of a socket for it.
         """
         ticket = next(self._tickets)
         request = {
@@ -106,7 +107,7 @@ class ForkServer:
             files = [file.fileno()] * 3
             if heartbeats is not None:
                 self._stacks[ticket] = os.memfd_create(f"allranks-stacks-{process.rank}")
-                files[2:] = [self._stacks[ticket], heartbeats.fd]
+                files[2:] = [self._stacks[ticket], heartbeats.fd, heartbeats.segment_fd]
                 files += [listener] if listener >= 0 else []
             self._send(request, files)
         return ticket

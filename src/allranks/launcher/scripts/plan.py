@@ -28,7 +28,8 @@ class CommandRequest:
 
     `command` is what each process becomes, word by word. `processes` are those of one node;
     `local_rank_argument` ("--local_rank") is put behind the script, with the local rank. `warm`
-    names the framework that the fork server imports beforehand. After a signal the processes have
+    names the framework that the fork server imports beforehand; `shared_memory` asks for torch's
+    collectives in memory where they would go over Gloo. After a signal the processes have
     `grace_s` to leave. No output of any of them for `hang_timeout_s` (0: for ever) is a hang.
     `shown` are the local ranks whose output is shown: "0,2", "all" or "none".
     """
@@ -40,6 +41,7 @@ class CommandRequest:
     families: tuple[str, ...] = DEFAULT_FAMILIES
     local_rank_argument: str = ""
     warm: str = ""
+    shared_memory: bool = False
     max_restarts: int = 0
     hang_timeout_s: float = 0.0
     time_limit_s: float | None = None

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import socket
-import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -26,7 +24,6 @@ from allranks.errors import (
     Interrupted,
     PlaceError,
     ProgramError,
-    RequestError,
     Stopped,
 )
 from allranks.job.job_file import SCHEMA, write_toml
@@ -37,7 +34,6 @@ from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.processes.process import Process, Processes
 from allranks.launcher.scripts.connections import Connections
 from allranks.launcher.scripts.plan import (
-    WARM,
     CommandPlan,
     CommandRequest,
     plan_command,
@@ -58,6 +54,7 @@ from allranks.launcher.scripts.supervise import (
 )
 from allranks.launcher.scripts.topology import Host
 from allranks.launcher.scripts.variables import step_variables
+from allranks.launcher.scripts.warm import argument_of, check_warm, modules_for, outcome_in
 from allranks.launcher.start import new_run_dir, recorded_environment
 from allranks.launcher.supervisor import NEVER
 
@@ -130,7 +127,7 @@ def run_command(
         folder = RunFolder(run_dir, resumes=_is_of(request, run_dir))
         stack.callback(folder.close)
         if server is None:
-            server = stack.enter_context(ForkServer(WARM.get(request.warm, ())))
+            server = stack.enter_context(ForkServer(modules_for(request)))
         write_job(folder, plan, server.hash_seed)
         runs = _Runs(request, server, hosts, folder, watcher, signals, started_at)
         return CommandResult(folder.path, runs.run())
@@ -139,28 +136,6 @@ def run_command(
 def run_dir_of(request: CommandRequest) -> str:
     """The whole path of the run folder; a new name where none is asked for."""
     return os.path.abspath(request.run_dir or new_run_dir(name_of(request.command)))
-
-
-def check_warm(request: CommandRequest) -> None:
-    """Raise `RequestError` for a command that cannot run in the fork of a warm server.
-
-    It must be started by this very Python, because the server is one.
-    """
-    if not request.warm:
-        return
-    python = shutil.which(request.command[0]) or request.command[0]
-    is_ours = os.path.dirname(os.path.abspath(python)) == os.path.dirname(sys.executable)
-    name = request.command[0].rpartition("/")[2]
-    options = request.command[1 : script_position(request.command)]
-    odd = [word for word in options if word not in ("-u", "-m")]
-    if not name.startswith("python") or not is_ours or odd or len(request.command) < 2:
-        raise RequestError(
-            asked=f"--warm {request.warm}",
-            found=" ".join([python, *odd]),
-            why=f"a script that runs in a fork of {sys.executable} is started by it, "
-            "with no options",
-            do="allranks run --warm torch … -- train.py, or leave --warm away",
-        )
 
 
 @dataclass
@@ -238,10 +213,19 @@ class _Runs:
             )
             kills = Kills.now()
             processes = [
-                _process(request, plan, rank.rank, logs[rank.rank][0]) for rank in plan.ranks
+                _process(request, plan, rank.rank, logs[rank.rank][0], path) for rank in plan.ranks
             ]
             ended = supervise_script(self.server, processes, policy, self.signals, self._tick)
+            self._tell_collectives()
             return plan, ended, logs, Kills.now().since(kills)
+
+    def _tell_collectives(self) -> None:
+        """What became of `--shared-memory` in this attempt."""
+        outcome = outcome_in(self.folder.path) if self.request.shared_memory else {}
+        if outcome:
+            self.folder.events.event("collectives", **outcome)
+        if outcome.get("why"):
+            self.watcher.told(f"collectives: {outcome['did']}, because {outcome['why']}")
 
     def _tick(self) -> None:
         if isinstance(self.server, ForkServer) and not self.request.roles:
@@ -294,7 +278,9 @@ def _told(code: int) -> str:
     return name_of_signal(-code) if code < 0 else str(code)
 
 
-def _process(request: CommandRequest, plan: CommandPlan, rank: int, log: Path) -> Process:
+def _process(
+    request: CommandRequest, plan: CommandPlan, rank: int, log: Path, run_dir: Path
+) -> Process:
     """What the fork server is asked for: the command, and how its environment is to be."""
     one = plan.ranks[rank]
     argument: dict[str, Any] = {
@@ -307,12 +293,7 @@ def _process(request: CommandRequest, plan: CommandPlan, rank: int, log: Path) -
     }
     if not request.warm:
         return Process(rank, COMMAND, argument, one.environment, log)
-    position = script_position(one.command)
-    argument |= {
-        "script": one.command[position],
-        "words": list(one.command[position + 1 :]),
-        "is_module": "-m" in one.command[1:position],
-    }
+    argument |= argument_of(request, one, run_dir)
     return Process(rank, WARM_SCRIPT, argument, one.environment, log)
 
 

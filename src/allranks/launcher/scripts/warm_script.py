@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import importlib
 import os
 import runpy
 import signal
@@ -25,6 +26,9 @@ def main(argument: dict[str, Any]) -> int:
     prepare(argument)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python does when it starts
     _set_threads()
+    for target, told in argument["before"].items():
+        module, _, name = target.partition(":")
+        getattr(importlib.import_module(module), name)(told)
     script, is_module = argument["script"], argument["is_module"]
     if not is_module and not os.path.exists(script):
         print(f"{sys.executable}: can't open file {script!r}", file=sys.stderr)

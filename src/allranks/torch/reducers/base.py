@@ -42,6 +42,10 @@ class Reducer(ABC):
         """The number of elements of a bucket must be a multiple of this."""
         return 1
 
+    def room(self, count: int, like: Tensor) -> Tensor:
+        """Zeros for the `flat` of a bucket that has to hold so many; every rank calls this."""
+        return like.new_zeros(-(-count // self.multiple) * self.multiple, requires_grad=False)
+
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Learn the buckets, whenever they change; what was not sent yet is loaded after it."""
         self.buckets = buckets
@@ -63,7 +67,7 @@ class Reducer(ABC):
         Every rank calls this, between the sums of two steps. The buckets are to be prepared again.
         """
         size = leaves[0][1].numel()
-        flat = leaves[0][1].new_zeros(-(-size // self.multiple) * self.multiple)
+        flat = self.room(size, leaves[0][1])
         self.prepare([Bucket(flat, flat)])
         for span, tensor in leaves:
             flat[:size].copy_(tensor)

@@ -41,8 +41,7 @@ class Buckets:
             extra = tally_size if bucket == len(groups) - 1 else 0
             sizes = [_room_for(parameters[position]) for position in positions]
             size = sum(sizes)
-            padded = -(-(size + extra) // reducer.multiple) * reducer.multiple
-            flat = reals(parameters[positions[0]].detach()).new_zeros(padded)
+            flat = reducer.room(size + extra, reals(parameters[positions[0]].detach()))
             parts = flat[:size].split(sizes)
             views = {}
             for position, part in zip(positions, parts, strict=True):
@@ -52,8 +51,8 @@ class Buckets:
             self.buckets.append(Bucket(flat, flat[:size], views))
         self.tally = self.buckets[-1].flat[size : size + tally_size]
         reducer.prepare(self.buckets)
-        self._order = InOrder(self._bucket_of, self._launch, held_back=1)
-        self._shards = range(0)
+        self._leave = _Leave(reducer)
+        self._order = InOrder(self._bucket_of, self._leave, held_back=1)
 
     @property
     def flats(self) -> list[Tensor]:
@@ -80,7 +79,7 @@ class Buckets:
 
     def release(self, shards: range) -> None:
         """The next backward pass is the last: a bucket may leave once it is finished."""
-        self._shards = shards
+        self._leave.shards = shards
         self._order.release()
 
     def gradient_finished(self, position: int) -> None:
@@ -94,15 +93,24 @@ class Buckets:
 
     def leave(self, shards: range) -> None:
         """Let the rest leave."""
-        self._shards = shards
+        self._leave.shards = shards
         self._order.finish()
         for parameter, view in self._views:
             if parameter.grad is not view:
                 raise gradient_taken(parameter)
 
-    def _launch(self, bucket: int) -> None:
-        shards = self._shards
-        self.reducer.launch(bucket, (shards.start, shards.stop), last=True)
+
+class _Leave:
+    """Gives a bucket to the reducer with the last of this rank's `shards`.
+
+    It does not know the buckets: when others are laid out their memory goes at once.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer, self.shards = reducer, range(0)
+
+    def __call__(self, bucket: int) -> None:
+        self.reducer.launch(bucket, (self.shards.start, self.shards.stop), last=True)
 
 
 def _room_for(parameter: Tensor) -> int:

@@ -6,6 +6,8 @@ process up to rounding.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.comm import Comm
 from allranks.torch.groups.pending import Pending
@@ -18,6 +20,9 @@ class Mean(Reducer):
     def __init__(self, comm: Comm, shards: int) -> None:
         super().__init__(comm, shards)
         self._under_way: list[Pending] = []
+
+    def room(self, count: int, like: Tensor) -> Tensor:
+        return self.comm.zeros(count, like)
 
     def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
         assert last, "gradients of all shards add up in the bucket: one leaf per rank"

@@ -1,8 +1,9 @@
 """Sums along one fixed binary tree over all shards, whoever owns them: equal bits on any ranks.
 
 Inside a rank, shard gradients are added as soon as both children of a node are there. The ranks
-finish the tree from the roots of the complete subtrees that they hold, in one of two ways:
+finish the tree from the roots of the complete subtrees that they hold, in one of three ways:
 
+* in place, where ranks share memory: each adds up its chunk of all roots and writes it to all;
 * in pairs, where ranks are siblings in the tree and the bucket is small: round k sums over two
   ranks, 2^k apart, and log2(N) rounds are all there is to wait for;
 * in chunks otherwise: an all-to-all gives chunk r of every root of every rank to rank r, which
@@ -13,6 +14,7 @@ Nothing is divided here: 1/3 is not exact.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +30,16 @@ from allranks.strategies.reduction_tree import (
 from allranks.strategies.shards import owned_shards
 from allranks.torch.comm import Comm
 from allranks.torch.groups.pending import Pending
-from allranks.torch.reducers.base import Reducer
+from allranks.torch.reducers.base import Bucket, Reducer
+from allranks.torch.reducers.tree_in_place import TreeInPlace
+from allranks.torch.shared_memory.in_place import share_memory
 
 
 class TreeSum:
     """Adds what belongs to the nodes of the tree, given from left to right.
 
     Holds at most one partial sum per level of the tree. What is added is `borrowed`, and copied
-    where it must be kept, or given away.
+    where it must be kept, or given away: then the node that it completes lies there.
     """
 
     def __init__(self, shards: int) -> None:
@@ -45,9 +49,10 @@ class TreeSum:
     def add(self, span: Span, tensors: list[Tensor], *, borrowed: bool = True) -> None:
         while self.roots and are_siblings(self.roots[-1][0], span, self.shards):
             (low, _), left = self.roots.pop()
-            for total, tensor in zip(left, tensors, strict=True):
-                total.add_(tensor)
-            span, tensors, borrowed = (low, span[1]), left, False
+            into, other = (left, tensors) if borrowed else (tensors, left)
+            for total, tensor in zip(into, other, strict=True):
+                total.add_(tensor)  # of two numbers the order is free
+            span, tensors, borrowed = (low, span[1]), into, False
         self.roots.append((span, [t.clone() for t in tensors] if borrowed else tensors))
 
     def total(self) -> list[Tensor]:
@@ -95,12 +100,22 @@ class Tree(Reducer):
         self._trees: dict[int, TreeSum] = {}
         self._under_way: list[_Exchange] = []
         self._chunks = TreeChunks(comm, shards)
+        self._in_place = TreeInPlace(comm, shards) if share_memory(comm.of_torch) else None
         rounds = rounds_of_pairs(shards, comm.size) or 0
-        self._pairs = [comm.pair(comm.rank ^ (1 << k)) for k in range(rounds)]
+        pairs = 0 if self._in_place else rounds
+        self._pairs = [comm.pair(comm.rank ^ (1 << k)) for k in range(pairs)]
 
     @property
     def multiple(self) -> int:
         return self.comm.size
+
+    def room(self, count: int, like: Tensor) -> Tensor:
+        return self.comm.zeros(-(-count // self.multiple) * self.multiple, like)
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        super().prepare(buckets)
+        if self._in_place:
+            self._in_place.prepare([bucket.flat for bucket in buckets])
 
     def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
         flat = self.buckets[bucket].flat
@@ -112,13 +127,15 @@ class Tree(Reducer):
         if tree is None:  # this rank owns one shard: its root is the bucket itself
             roots = [flat]
         else:
-            tree.add(leaf, [flat])
+            tree.add(leaf, [flat], borrowed=False)
             roots = [tensors[0] for _, tensors in tree.roots]
         if self.comm.size == 1:
             exchange = _Exchange(flat, roots[0], Pending())
-        elif uses_pairs(self.shards, self.comm.size, flat.nbytes):
+        elif self._in_place and self._in_place.has(bucket):
+            exchange = _Exchange(flat, flat, self._in_place.begin(bucket, roots), is_whole=True)
+        elif self._pairs and uses_pairs(self.shards, self.comm.size, flat.nbytes):
             first = self.comm.add_in_pair(roots[0], self._pairs[0])
-            exchange = _Exchange(flat, roots[0], first, in_pairs=True)
+            exchange = _Exchange(flat, roots[0], first, in_pairs=True, is_whole=True)
         else:
             exchange = _Exchange(flat, *self._chunks.give(roots))
         self._under_way.append(exchange)
@@ -126,7 +143,7 @@ class Tree(Reducer):
     def finish(self) -> None:
         for exchange in self._under_way:
             exchange.pending.wait()
-            if self.comm.size > 1 and not exchange.in_pairs:
+            if self.comm.size > 1 and not exchange.is_whole:
                 chunk = exchange.flat.numel() // self.comm.size
                 total = self._chunks.total(exchange.held, chunk)
                 exchange.pending = self.comm.all_gather(exchange.flat, total)
@@ -138,16 +155,20 @@ class Tree(Reducer):
                 exchange.pending.wait()
         for exchange in self._under_way:
             exchange.pending.wait()
-            if (self.comm.size == 1 or exchange.in_pairs) and exchange.held is not exchange.flat:
+            if exchange.in_pairs and exchange.held is not exchange.flat:
                 exchange.flat.copy_(exchange.held)
         self._under_way.clear()
 
 
 @dataclass
 class _Exchange:
-    """A bucket under way: `held` is this rank's root, or what it received of all roots."""
+    """A bucket under way: `held` is this rank's root, or what it received of all roots.
+
+    Where it `is_whole` the sum comes whole, not by chunks.
+    """
 
     flat: Tensor
     held: Tensor
     pending: Pending
     in_pairs: bool = False
+    is_whole: bool = False

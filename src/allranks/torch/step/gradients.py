@@ -175,6 +175,8 @@ def together(norms: list[Tensor]) -> Tensor:
 
 def read(norms: list[Tensor]) -> float:
     """The norm of several; waits for the device once."""
+    if len(norms) == 1:
+        return norms[0].item()
     if not norms or not holds(norms[0]):
         return math.hypot(*(norm.item() for norm in norms))
     return float(together(norms))

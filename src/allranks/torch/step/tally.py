@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,7 @@ FLAGS = 9  # where in the tally those of the parameters begin
 POSITIONS = 16  # small, so that the counts of a usual step come from a small cache
 
 
-@dataclass(frozen=True)
-class Totals:
+class Totals(NamedTuple):
     """What the tally says once it is summed over all ranks."""
 
     loss: float
@@ -206,8 +206,10 @@ class Tally:
 
     def update_norms(self, held: Tensor | None = None) -> None:
         """One update of all running statistics, from the moments of all shards; none if `held`."""
+        if not self.layout.norms:
+            return
         moments = self.tensor[self.layout.all_moments]
-        if held is not None and self.layout.moments:
+        if held is not None:
             moments.masked_fill_(held > 0, 0)  # of no weight
         self.layout.running.update(moments)
 

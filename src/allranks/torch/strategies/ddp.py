@@ -143,8 +143,7 @@ class LateDDP(DDP):
         )
         self.late.load_state(before)
         layout = self.step.layout
-        size = -(-layout.size // self.counts.multiple) * self.counts.multiple
-        flat = layout.like.new_zeros(size)
+        flat = self.counts.room(layout.size, layout.like)
         self.counts.prepare([Bucket(flat, flat[:0])])
         self.tally = layout.tally(flat[: layout.size])
 

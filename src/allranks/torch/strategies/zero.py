@@ -114,8 +114,7 @@ class ZeRO1(Strategy):
             )
 
     def _flat(self, size: int, like: Tensor) -> Tensor:
-        multiple = self.summed.multiple
-        return reals(like.detach()).new_zeros(-(-size // multiple) * multiple)
+        return self.summed.room(size, reals(like.detach()))
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         return self.summed.sum_apart(leaves)  # everything is laid out anew after this

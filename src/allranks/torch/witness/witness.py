@@ -144,8 +144,10 @@ class Witness:
         is_due = self.steps == 1 or (self.steps > 1 and batch.index % WITNESS_EVERY == 0)
         return self.is_on and self.looks_again and is_due
 
-    def before_step(self, batch: Batch, batches: GlobalBatches | None) -> None:
-        """A step begins. Communicates where one is computed again.
+    def before_step(
+        self, batch: Batch, batches: GlobalBatches | None, settle: Callable[[], None]
+    ) -> None:
+        """A step begins. Communicates where one is computed again, once it is settled.
 
         `batches` is what it was read from; `None` where the batch was made by hand.
         """
@@ -158,8 +160,10 @@ class Witness:
             self._observer.contents = self.steps == 0
             self.strategy.step.reached = self._reached
         self._at = batch.index
-        if self.looks_again_at(batch) and batches is not None:
-            self._look_again(batch, batches)
+        if self.looks_again_at(batch):
+            settle()
+            if batches is not None:
+                self._look_again(batch, batches)
 
     def after_step(self) -> None:
         """A step is done. Communicates after the first two: 32 bytes to each other rank."""

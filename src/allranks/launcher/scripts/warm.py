@@ -1,0 +1,70 @@
+"""What `--warm` and `--shared-memory` ask of a command: a Python script, in the fork of a server.
+
+The fork server has imported the framework, so a script starts in milliseconds; and what stands
+between it and the framework can be put there before its first line, with the script unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.launcher.scripts.plan import WARM, CommandRequest, RankCommand, script_position
+
+IN_SCRIPTS = "allranks.torch.shared_memory.in_scripts"
+IN_PLACE_OF_GLOO = f"{IN_SCRIPTS}:in_place_of_gloo"
+OUTCOME = "collectives.json"
+
+
+def modules_for(request: CommandRequest) -> tuple[str, ...]:
+    """What the fork server imports before it starts the first rank."""
+    return WARM.get(request.warm, ()) + ((IN_SCRIPTS,) if request.shared_memory else ())
+
+
+def check_warm(request: CommandRequest) -> None:
+    """Raise `RequestError` for a command that cannot run in the fork of a warm server.
+
+    It must be started by this very Python, because the server is one.
+    """
+    if not request.warm:
+        return
+    python = shutil.which(request.command[0]) or request.command[0]
+    is_ours = os.path.dirname(os.path.abspath(python)) == os.path.dirname(sys.executable)
+    name = request.command[0].rpartition("/")[2]
+    options = request.command[1 : script_position(request.command)]
+    odd = [word for word in options if word not in ("-u", "-m")]
+    if not name.startswith("python") or not is_ours or odd or len(request.command) < 2:
+        raise RequestError(
+            asked="--shared-memory" if request.shared_memory else f"--warm {request.warm}",
+            found=" ".join([python, *odd]),
+            why=f"a script that runs in a fork of {sys.executable} is started by it, "
+            "with no options",
+            do="allranks run --warm torch … -- train.py, or leave the option away",
+        )
+
+
+def argument_of(request: CommandRequest, one: RankCommand, run_dir: Path) -> dict[str, Any]:
+    """What `warm_script` is told: the script, its words, and what is called before it."""
+    position = script_position(one.command)
+    return {
+        "script": one.command[position],
+        "words": list(one.command[position + 1 :]),
+        "is_module": "-m" in one.command[1:position],
+        "before": {IN_PLACE_OF_GLOO: str(run_dir / OUTCOME)} if request.shared_memory else {},
+    }
+
+
+def outcome_in(run_dir: Path) -> dict[str, str]:
+    """What became of `--shared-memory`, as rank 0 said it: asked, did, why. Told once."""
+    path = run_dir / OUTCOME
+    try:
+        outcome: dict[str, str] = json.loads(path.read_text())
+    except (OSError, ValueError):  # no process group was made, or it died at it
+        return {}
+    path.unlink()
+    return outcome
