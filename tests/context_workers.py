@@ -12,7 +12,7 @@ from allranks.launcher.world import World
 from allranks.torch.comm import CPU
 from allranks.torch.context_parallel import ring
 from allranks.torch.context_parallel.attention import Intercepted, attention_of
-from allranks.torch.context_parallel.exchange import ROWS, ContextExchange, Span
+from allranks.torch.context_parallel.exchange import ROWS, ContextExchange
 from allranks.torch.joining import join
 
 SAMPLES, FEATURES = 2, 5
@@ -35,8 +35,9 @@ def attention_is_that_of_one_process(argument: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     ring.TILE = 3  # so that the rows of a rank are more than one tile
     comm = join(World.from_environment(), CPU)
-    exchange, length = ContextExchange(comm), argument["length"]
-    span = Span.of(length, comm)
+    exchange = ContextExchange(comm, folds=argument["by"] == "zig-zag")
+    length = argument["length"]
+    span = exchange.span_of(length)
     for case in CASES:
         options = dict(case)
         heads, fewer = 2 * comm.size, comm.size if options.get("enable_gqa") else 2 * comm.size
@@ -59,4 +60,29 @@ def attention_is_that_of_one_process(argument: dict[str, Any]) -> None:
         for one, all_of_it in zip((found, *parts), (wanted, *grads), strict=True):
             off = (one - span.own_part(all_of_it, ROWS)).norm() / all_of_it.norm()
             assert off < 1e-12, (case, argument, float(off))
+    comm.leave()
+
+
+def scores_are_counted(argument: dict[str, Any]) -> None:
+    """Of rank r of P, in forward and backward: r + 1 blocks round a ring, and 2P + 1 of a quarter
+    of their size where the sequence lies folded. Blocks on the diagonal are computed whole."""
+    comm, length, counted = join(World.from_environment(), CPU), 64, [0]
+    folds = argument["by"] == "zig-zag"
+    exchange = ContextExchange(comm, folds=folds)
+    span, plain = exchange.span_of(length), ring.Scoring.of
+
+    def counting(*given: Any) -> Tensor:
+        scores = plain(*given)
+        counted[0] += scores.numel()
+        return scores
+
+    own = [drawn(seed, 1, 1, span.own, FEATURES).requires_grad_() for seed in range(3)]
+    ring.Scoring.of = counting  # type: ignore[method-assign]
+    try:
+        attention_of(argument["by"], exchange, span)(*own, is_causal=True).sum().backward()
+    finally:
+        ring.Scoring.of = plain  # type: ignore[method-assign]
+    part = span.own // 2 if folds else span.own
+    blocks = 2 * comm.size + 1 if folds else comm.rank + 1
+    assert counted[0] == 2 * blocks * part * part, (comm.rank, counted)
     comm.leave()

@@ -143,6 +143,25 @@ class Sentences(Rows):
         return [p for p in model.parameters() if id(p) not in ids]
 
 
+class Encoder(Rows):
+    """Torch's own encoder: attention by its heads, and norms that are cut by no `tensor`."""
+
+    def model(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True)
+        return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def train_data(self) -> Any:
+        x = torch.randn(SAMPLES, 2, WIDTH, generator=torch.Generator().manual_seed(0))
+        return x, x
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        return (output - batch[1]).square().mean((1, 2))
+
+    def cut(self, model: Any) -> list[nn.Parameter]:
+        names = ("norm1", "norm2", "out_proj.bias", "linear2.bias")
+        return [p for name, p in model.named_parameters() if not any(n in name for n in names)]
+
+
 def stores_what_the_card_says(argument: dict[str, Any]) -> None:
     """Between two steps. With `keeps` somebody holds the whole weights beside: too much."""
     task, strategy = globals()[argument["task"]](), argument["job"]["strategy"]

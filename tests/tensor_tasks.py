@@ -81,16 +81,31 @@ class Gated(Stack):
 
 
 class _Gated(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, *, by_function: bool = False, inside: bool = False) -> None:
         super().__init__()
+        self.by_function, self.inside = by_function, inside
         self.gate, self.up = nn.Linear(IN, hidden), nn.Linear(IN, hidden)
         self.down = nn.Linear(hidden, OUT)
         self.drop = nn.Dropout(0.2)
 
     def forward(self, input: Tensor) -> Tensor:
         input = self.drop(input)
+        if self.by_function:
+            input = F.dropout(input, 0.2, self.training)
         hidden = self.drop(F.silu(self.gate(input)) * self.up(input))
+        if self.inside:
+            hidden = F.dropout(hidden, 0.2, self.training)
         return self.drop(self.down(hidden))
+
+
+@dataclass(kw_only=True)
+class ByFunction(Gated):
+    """Dropout by function, of what goes into the block, or of what is `inside` of it."""
+
+    inside: bool = False
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(_Gated(self.hidden, by_function=True, inside=self.inside))
 
 
 @dataclass(kw_only=True)
@@ -141,7 +156,8 @@ class Letters(Task):
 
 @dataclass(kw_only=True)
 class Encoder(Letters):
-    """Torch's own encoder layers: their feed-forward part is a block, attention is not cut."""
+    """Torch's own encoder layers: their feed-forward part is a block, and attention where ranks
+    divide its two heads."""
 
     clip_norm: float | None = None
 
@@ -161,6 +177,58 @@ class _Encoder(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         found: Tensor = self.out(self.layers(self.token_embedding(text)))
         return found
+
+
+@dataclass(kw_only=True)
+class Heads(Letters):
+    """Torch's attention in all its forms, cut by heads; dropout of its weights, and masks."""
+
+    clip_norm: float | None = None
+    heads: int = 4
+
+    def model(self) -> nn.Module:
+        return _Heads(self.vocabulary, self.heads)
+
+    def regularizer(self, model: nn.Module) -> Tensor:
+        named: Any = model.get_submodule("encoder.layers.0.self_attn")
+        weight: Tensor = named.in_proj_weight
+        return 1e-2 * weight[1:7].square().sum().sqrt()
+
+
+class _Heads(nn.Module):
+    """Packed and apart, samples first and second, by itself and by another sequence."""
+
+    def __init__(self, vocabulary: int, heads: int) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocabulary, 16)
+        common: dict[str, Any] = {"dropout": 0.2, "batch_first": True}
+        layer = nn.TransformerEncoderLayer(16, heads, 16, norm_first=True, **common)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.apart = nn.MultiheadAttention(16, heads, kdim=4, vdim=6, bias=False, **common)
+        self.second = nn.MultiheadAttention(16, heads, 0.2)
+        self.out = nn.Linear(16, vocabulary, bias=False)
+        with torch.no_grad():  # torch begins with zeros, behind which no fault of a bias shows
+            for name, parameter in self.named_parameters():
+                if name.endswith("bias"):
+                    parameter.uniform_(-0.3, 0.3)
+
+    def forward(self, text: Tensor) -> Tensor:
+        hidden = self.token_embedding(text)
+        ahead = torch.ones(text.shape[1], text.shape[1], dtype=torch.bool).triu(1)
+        padding = (text == 3) & (torch.arange(text.shape[1]) > 0)
+        found = self.encoder(hidden, mask=ahead, src_key_padding_mask=padding)
+        found = self.encoder(found, mask=ahead, is_causal=True)
+        apart, mean = self.apart(found, hidden[..., :4], hidden[..., 4:10])
+        moved = found.transpose(0, 1)
+        all_heads = ahead.expand(len(text) * self.second.num_heads, -1, -1)
+        second, each = self.second(
+            moved, moved, moved, attn_mask=all_heads, average_attn_weights=False
+        )
+        slopes = torch.arange(1.0, each.shape[1] + 1, dtype=each.dtype).view(-1, 1, 1)
+        told = mean.square().mean((1, 2)) + (each * slopes).square().mean((1, 2, 3))
+        total = found + apart + second.transpose(0, 1) * (1 + told).view(-1, 1, 1)
+        logits: Tensor = self.out(total)
+        return logits
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from test_every_strategy import STEPS, difference
 
 __all__ = ["check"]
 
-WAYS = ["ulysses", "ring"]
+WAYS = ["ulysses", "ring", "zig-zag"]
 Results = dict[str, Any]
 
 
@@ -36,13 +36,24 @@ def reference(task: str, train: Train, alone: Results) -> tuple[Any, Any]:
 
 @pytest.mark.slow(but=2)
 @pytest.mark.parametrize("length", [12, 11])
-@pytest.mark.parametrize(("by", "ranks"), [("ulysses", 2), ("ring", 3), ("ring", 4)])
+@pytest.mark.parametrize(
+    ("by", "ranks"), [("ulysses", 2), ("ring", 3), ("ring", 4), ("zig-zag", 2), ("zig-zag", 4)]
+)
 def test_attention_over_parts_is_attention(
     by: str, ranks: int, length: int, on_ranks: Callable[..., Any]
 ) -> None:
     """Forward and backward in float64 at 1e-12: causal, masks, groups of heads, uneven parts."""
     argument = {"by": by, "length": length}
     on_ranks(ranks, "context_workers:attention_is_that_of_one_process", argument)
+
+
+def test_a_folded_sequence_gives_each_rank_as_much_to_compute(
+    on_ranks: Callable[..., Any],
+) -> None:
+    """Scores under a causal mask, counted where they are computed, on 4 ranks: 1, 2, 3 and 4 blocks
+    of 16 by 16 positions round a ring; 9 of 8 by 8 on each where the sequence lies folded."""
+    for by in ("ring", "zig-zag"):
+        on_ranks(4, "context_workers:scores_are_counted", {"by": by})
 
 
 @pytest.mark.slow(but=3)
@@ -53,6 +64,7 @@ def test_attention_over_parts_is_attention(
         *(("Rotary", "ulysses", 2), ("Rotary", "ring", 3)),
         *(("Between", "ring", 2), ("Halved", "ulysses", 2), ("Coupled", "ring", 2)),
         *(("Encoder", "ulysses", 2), ("Encoder", "ring", 3)),
+        *(("Odd", "zig-zag", 3), ("Rotary", "zig-zag", 2), ("Between", "zig-zag", 2)),
     ],
 )
 def test_equal_to_one_process(task: str, by: str, ranks: int, train: Train, alone: Results) -> None:
@@ -137,14 +149,14 @@ def test_checkpoints_cross_over(by: str, train: Train, alone: Results) -> None:
 def test_a_bad_step_is_skipped_and_a_killed_rank_replaced(train: Train) -> None:
     """Who is to blame is searched in whole passes; the moving average follows good steps alone."""
     common: dict[str, Any] = {"precision": "fp64", "steps": 8, "on_bad_step": "skip"}
-    nan, kill = "nan@rank=0,step=3", "kill@rank=1,step=5"
+    nan, kill = "nan@rank=0,step=3", "kill@rank=1,step=5"  # once the step of the NaN is saved
     one = train("context_tasks:Sentences", "ema=0.9", strategy="single", inject=nan, **common)
     many = train(
         "context_tasks:Sentences",
         "ema=0.9",
         strategy="context:data=2",
         ranks=4,
-        inject=f"{nan} {kill}",
+        inject=f"{nan} {kill} slow@rank=2,seconds=0.2",
         checkpoint_every=2,
         max_restarts=1,
         **common,

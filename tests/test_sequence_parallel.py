@@ -147,7 +147,7 @@ def test_what_is_another_model_on_a_part_is_refused(fault: str, message: str, tr
         ("contract_tasks:Words", "tensor:sequence=yes", 2, "no blocks in _Tied"),
         ("contract_tasks:Sentences", "tensor:sequence=yes,exact=yes", 2, "parts of a sequence"),
         ("contract_tasks:Sentences", "tensor:sequence=yes", 3, "in the block 'blocks.0'"),
-        ("tensor_tasks:Encoder", "tensor:sequence=yes", 2, "in the block 'layers.layers.0'"),
+        ("tensor_tasks:Encoder", "tensor:sequence=yes", 3, "in the block 'layers.layers.0'"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(

@@ -32,6 +32,7 @@ CASES = [
     ("interleaved", 2, "Rows"),
     ("zero-bubble", 2, "Rows"),
     ("tensor", 2, "Sentences"),
+    ("tensor", 4, "Encoder"),
     ("tensor:sequence=yes", 2, "Sentences"),
     ("context", 2, "Sentences"),
     ("mesh:tensor=2,pipeline=2", 4, "Rows"),

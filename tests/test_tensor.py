@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 from torch import nn
 
+from allranks.cli.display.progress import follows_ranks
 from allranks.errors import ProgramError, RequestError
 from allranks.torch.tensor_parallel.plan import default_plan
 from conftest import Train
@@ -17,7 +18,7 @@ from test_every_strategy import STEPS, difference, reference_for, references
 
 __all__ = ["check", "references"]
 
-TASKS = ["Stack", "Planned", "Gated", "Letters", "Encoder"]
+TASKS = ["Stack", "Planned", "Gated", "Letters", "Encoder", "Heads"]
 NO_BLOCKS = ["ByIndex", "OwnForward", "Hooked", "OneDropout", "Marked"]
 
 
@@ -64,8 +65,10 @@ def test_a_block_is_a_plain_chain_that_nobody_looks_into() -> None:
     assert blocks(nn.Sequential(*again, nn.Softmax(-1), *again)) == set()
     norm, first, relu, last = nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)
     assert blocks(nn.Sequential(norm, first, relu, norm, last)) == set()
-    assert blocks(nn.TransformerEncoderLayer(8, 2, 16)) == {"linear1"}
-    assert blocks(nn.TransformerEncoderLayer(8, 2, 16, activation=nn.Softmax(-1))) == set()
+    assert blocks(nn.TransformerEncoderLayer(8, 2, 16)) == {"self_attn", "linear1"}
+    assert blocks(nn.TransformerEncoderLayer(8, 1, 16)) == {"linear1"}
+    assert blocks(nn.TransformerEncoderLayer(8, 2, 16, activation=nn.Softmax(-1))) == {"self_attn"}
+    assert blocks(nn.MultiheadAttention(8, 2, add_bias_kv=True)) == set()
 
 
 def test_small_layers_by_themselves_are_whole_where_they_save_little() -> None:
@@ -142,7 +145,7 @@ def test_a_block_sends_its_output_and_the_gradient_of_its_input(train: Train) ->
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("task", ["Letters", "Planned"])
+@pytest.mark.parametrize("task", ["Heads", "Letters", "Planned"])
 def test_checkpoints_cross_over(task: str, train: Train, references: dict[str, Any]) -> None:
     """ddp on 2 ranks, tensor on 2, tensor on 4 in two copies, one process: 20 steps of one."""
     _, weights = reference_for(task, train, references, "tensor_tasks")
@@ -175,6 +178,33 @@ def test_a_checkpoint_keeps_the_bits_of_weights_and_optimizer(train: Train) -> N
         for run in (one, two)
     ]
     assert both[0].summary["weights_sha256"] == both[1].summary["weights_sha256"]
+
+
+def test_heads_that_are_cut_twice_cross_over(train: Train) -> None:
+    """Query, key and value of one weight lie in runs on a rank, and are saved as one process has
+    them, with their moments: no strategy that takes the state up changes the step after it."""
+    program, common = "tensor_tasks:Heads", {"precision": "fp64", "checkpoint_every": 2}
+    run = first = train(program, strategy="single", steps=2, **common)
+    for strategy, ranks in (("tensor", 4), ("fsdp:tensor=2", 4), ("mesh(tensor=2)", 2)):
+        resume = str(run.run_dir)
+        run = train(program, strategy=strategy, ranks=ranks, steps=2, resume=resume, **common)
+        assert run.summary["weights_sha256"] == first.summary["weights_sha256"]
+    both = [
+        train(program, strategy="single", ranks=1, steps=3, resume=str(one.run_dir), **common)
+        for one in (first, run)
+    ]
+    assert both[0].summary["weights_sha256"] == both[1].summary["weights_sha256"]
+
+
+def test_a_block_that_draws_by_function_is_told(train: Train, references: dict[str, Any]) -> None:
+    """What is drawn for whole activations is that of one process; parts have no such numbers."""
+    _, weights = reference_for("ByFunction", train, references, "tensor_tasks")
+    common: dict[str, Any] = {"strategy": "tensor", "ranks": 2, "precision": "fp64"}
+    whole = train("tensor_tasks:ByFunction", steps=STEPS, **common)
+    assert difference(load_file(whole.run_dir / "weights.safetensors"), weights) < 1e-10
+    inside = train("tensor_tasks:ByFunction", "inside=True", steps=2, **common)
+    told = [str(follows_ranks(run.summary)) for run in (whole, inside)]
+    assert ["forward draws from torch's own generator" in text for text in told] == [False, True]
 
 
 @pytest.mark.slow(but=1)
@@ -220,6 +250,7 @@ def test_ranks_that_make_no_copies_are_refused(train: Train) -> None:
     [
         ("Letters", ("heads=8",)),
         ("Letters", ("heads=12",)),
+        ("Heads", ("heads=8",)),
         ("Stack", ()),
         ("CutLogits", ("vocabulary=16", "tied=True")),
         ("CutLogits", ("vocabulary=16", "tied=False")),

@@ -104,11 +104,11 @@ CONTEXT_CARD = Card(
     guarantee=Exact(),
     bytes_sent=_context_bytes,
     bytes_formula="per attention and sample, A = T/P · width · bytes of a number: ulysses "
-    "8(P-1)/P · A (queries, keys, values and output, forward and backward); ring 6(P-1) · A (keys "
-    "and values, again in backward, and their gradients); (P-1) · A where sequences are gathered, "
-    "2(P-1) · A more where blocks follow; + 2(N-1)/N · (gradients + tally); D = data, P = N/D, "
-    "T positions, of which each rank has as many",
-    memory="weights + gradients + optimizer on every rank; activations of the blocks 1/P; ring: "
+    "8(P-1)/P · A (queries, keys, values and output, forward and backward); ring and zig-zag "
+    "6(P-1) · A (keys and values, again in backward, and their gradients); (P-1) · A where "
+    "sequences are gathered, 2(P-1) · A more where blocks follow; + 2(N-1)/N · (gradients + "
+    "tally); D = data, P = N/D, T positions, of which each rank has as many",
+    memory="weights + gradients + optimizer on every rank; activations of the blocks 1/P; rings: "
     "scores of 1024 · T/P per head and sample",
     stored=EVERYTHING,
     many_ranks=True,
@@ -116,8 +116,9 @@ CONTEXT_CARD = Card(
         Option(
             "attention",
             "ulysses",
-            "how attention sees all positions: by heads, or keys and values round a ring",
-            ("ulysses", "ring"),
+            "how attention sees all positions: by heads, or keys and values round a ring, which is "
+            "balanced under a causal mask where the sequence lies folded on the ranks (zig-zag)",
+            ("ulysses", "ring", "zig-zag"),
         ),
         Option("data", 1, "copies of the model, each on samples of its own", at_least=1),
         Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),

@@ -2,6 +2,9 @@
 
 Loaded only for such a state (`plan`): importing it takes a second, which no launch should pay that
 holds its weights whole. Only plans are made here; nothing of it reads, writes or pickles.
+
+That planner knows of one box of each tensor on a rank. Where a rank has several runs of rows, as of
+query, key and value in one weight, each run is a part by itself.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from allranks.checkpoint.manifest import SavedTensor
 from allranks.torch.checkpoint.parts import SHARD, WHOLE, Part, Read, holds
+from allranks.torch.checkpoint.runs import is_in_runs, runs_of
 from allranks.torch.checkpoint.tree import DTYPES, NAMES
 
 KINDS = {WHOLE: WriteItemType.TENSOR, SHARD: WriteItemType.SHARD}
@@ -29,10 +33,15 @@ KINDS = {WHOLE: WriteItemType.TENSOR, SHARD: WriteItemType.SHARD}
 
 def local_parts(tensors: dict[str, Tensor]) -> dict[Part, Tensor]:
     """What this rank holds, part by part."""
-    planner = _save_planner(tensors)
+    in_runs = {path: tensor for path, tensor in tensors.items() if is_in_runs(tensor)}
+    planner = _save_planner({path: t for path, t in tensors.items() if path not in in_runs})
     found: dict[Part, Any] = {
         _part(item): planner.resolve_data(item) for item in planner.create_local_plan().items
     }
+    for path, tensor in in_runs.items():
+        dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
+        for run in runs_of(tensor):
+            found[Part(path, dtype, shape, run.offsets, tuple(run.held.shape), SHARD)] = run.held
     return {part: tensor.detach() for part, tensor in found.items()}
 
 
@@ -45,10 +54,18 @@ def global_parts(ranks: list[list[Part]]) -> list[list[Part]]:
 
 def reads(saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> list[Read]:
     """The reads that fill `targets`, each from one chunk."""
-    metadata = Metadata({path: _metadata(tensor) for path, tensor in saved.items()})
+    in_runs = {path: target for path, target in targets.items() if is_in_runs(target)}
+    found = [
+        Read(path, chunk, *overlap)
+        for path, target in in_runs.items()
+        for chunk in filter(holds, saved[path].chunks)
+        for run in runs_of(target)
+        if (overlap := run.overlap(chunk.offsets, chunk.sizes)) is not None
+    ]
+    targets = {path: target for path, target in targets.items() if path not in in_runs}
+    metadata = Metadata({path: _metadata(saved[path]) for path in targets})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), metadata)
-    found = []
     for item in planner.create_local_plan().items:
         path, at = item.storage_index.fqn, tuple(item.storage_index.offset or ())
         chunk = next(c for c in saved[path].chunks if c.offsets == at and holds(c))

@@ -6,6 +6,7 @@ While a block works on a rank's positions, this function is taken out of its han
 
     ulysses   all-to-all to some heads of all positions, torch's own kernel, all-to-all back
     ring      keys and values travel round the ranks                                   `ring`
+    zig-zag   the same, of a sequence that lies folded on them                         `Span.of`
 
 Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509.
 """
@@ -65,7 +66,7 @@ def attention_of(by: str, exchange: ContextExchange, span: Span) -> Attention:
         enable_gqa: bool = False,
     ) -> Tensor:
         _check(by, span, (query, key, value), attn_mask, dropout_p)
-        if by == "ring":
+        if by != "ulysses":
             scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
             scoring = Scoring(exchange, span, scale, is_causal, attn_mask)
             return ring_attention(scoring, query, key, value)
@@ -136,7 +137,7 @@ def _check_mask(by: str, span: Span, mask: Tensor) -> None:
             f"{span.own} positions, knows nothing of the others",
             "is_causal=True, or hand the whole mask to each block",
         )
-    if by == "ring" and mask.requires_grad:
+    if by != "ulysses" and mask.requires_grad:
         raise _refused(
             "a mask that is trained",
             "the ring sends keys, values and their gradients, and none of masks",

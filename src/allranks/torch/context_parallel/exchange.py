@@ -18,7 +18,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from operator import itemgetter
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,17 +34,43 @@ HEADS, ROWS = 1, 2  # dimensions of what attention is given: (sample, head, posi
 POSITIONS = 1  # the dimension of what a block is given: (sample, position, feature)
 
 
+class Stretch(NamedTuple):
+    """Positions that follow each other: from `start` on in the sequence, from `at` on where the
+    rank has them."""
+
+    start: int
+    length: int
+    at: int
+
+
 @dataclass(frozen=True)
 class Span:
-    """How a sequence lies on the ranks: so many positions on each; those of `rank` are here."""
+    """How a sequence lies on the ranks: the stretches of each; those of `rank` are here."""
 
-    sizes: tuple[int, ...]
+    stretches: tuple[tuple[Stretch, ...], ...]
     rank: int
 
     @classmethod
-    def of(cls, length: int, comm: Comm) -> Span:
-        """That of a sequence: longer parts first, as `torch.chunk` cuts."""
-        return cls(tuple(part_sizes(length, comm.size)), comm.rank)
+    def of(cls, length: int, comm: Comm, *, folded: bool = False) -> Span:
+        """That of a sequence: longer parts first, as `torch.chunk` cuts.
+
+        Where it is `folded`, rank r of P has the parts r and 2P - 1 - r of 2P: under a causal mask
+        what an early position does not see a late one does, and each rank has as much to compute.
+        """
+        ranks, parts = comm.size, (2 if folded else 1) * comm.size
+        sizes = part_sizes(length, parts)
+        found = []
+        for rank in range(ranks):
+            first = Stretch(sum(sizes[:rank]), sizes[rank], 0)
+            last = parts - 1 - rank
+            second = Stretch(sum(sizes[:last]), sizes[last], first.length)
+            found.append((first, second) if folded else (first,))
+        return cls(tuple(found), comm.rank)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many positions each rank has."""
+        return tuple(sum(one.length for one in held) for held in self.stretches)
 
     @property
     def whole(self) -> int:
@@ -53,13 +80,28 @@ class Span:
     def own(self) -> int:
         return self.sizes[self.rank]
 
-    def start_of(self, rank: int) -> int:
-        """The first position of a rank."""
-        return sum(self.sizes[:rank])
+    def part_of(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
+        """The positions of a rank; a view where they are one stretch."""
+        parts = [tensor.narrow(dim, one.start, one.length) for one in self.stretches[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def own_part(self, tensor: Tensor, dim: int) -> Tensor:
-        """The positions of this rank, as a view."""
-        return tensor.narrow(dim, self.start_of(self.rank), self.own)
+        """The positions of this rank; a view where they are one stretch."""
+        return self.part_of(tensor, dim, self.rank)
+
+    def put_own(self, whole: Tensor, dim: int, own: Tensor) -> None:
+        """Write the positions of this rank where they are in the whole."""
+        for start, length, at in self.stretches[self.rank]:
+            whole.narrow(dim, start, length).copy_(own.narrow(dim, at, length))
+
+    def joined(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """The whole, of what each rank has of it; they may have more behind that."""
+        pieces = [
+            (start, part.narrow(dim, at, length))
+            for part, held in zip(parts, self.stretches, strict=True)
+            for start, length, at in held
+        ]
+        return torch.cat([piece for _, piece in sorted(pieces, key=itemgetter(0))], dim)
 
 
 @dataclass(frozen=True)
@@ -89,6 +131,14 @@ class SequenceExchange(Exchange, ABC):
     cuts_arguments: ClassVar[bool] = True
     """Whether other arguments of a block are cut along positions, too. Where not they are whole,
     and their gradients as well."""
+
+    def span_of(self, length: int) -> Span:
+        """How a sequence of this length lies on the ranks."""
+        return Span.of(length, self.comm)
+
+    def all_rows(self, own: Tensor, span: Span) -> Tensor:
+        """The positions of all ranks, (sample, position, …). No gradient; one all-gather."""
+        return self.all(own, POSITIONS, span.whole)
 
     @abstractmethod
     def own_rows(self, whole: Tensor, span: Span, dim: int = POSITIONS) -> Tensor:
@@ -124,9 +174,26 @@ class ContextExchange(SequenceExchange):
     )
     do = "hand positions to each block as an argument, use nn.Dropout, or --strategy fsdp"
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, *, folds: bool = False) -> None:
         super().__init__(comm)
+        self.folds = folds
         self.swapped = self.passed_on = 0
+
+    def span_of(self, length: int) -> Span:
+        return Span.of(length, self.comm, folded=self.folds)
+
+    def all_rows(self, own: Tensor, span: Span) -> Tensor:
+        if not self.folds:
+            return super().all_rows(own, span)
+        most, ranks = max(span.sizes), self.comm.size
+        rows = own.movedim(POSITIONS, 0)
+        padded = rows.new_zeros(most, *rows.shape[1:])
+        padded[: span.own] = rows
+        all_of_them = padded.new_empty(ranks * most, *rows.shape[1:])
+        if self.kind == "gradients":
+            self.gathered += all_of_them.nbytes
+        self.comm.all_gather(all_of_them, padded, self.kind).wait()
+        return span.joined(all_of_them.split(most), 0).movedim(0, POSITIONS).contiguous()
 
     def own_rows(self, whole: Tensor, span: Span, dim: int = POSITIONS) -> Tensor:
         """This rank's positions of what all ranks hold. Sends nothing."""
@@ -201,7 +268,7 @@ class _OwnRows(torch.autograd.Function):
         shape = list(gradient.shape)
         shape[ctx.dim] = ctx.span.whole
         whole = gradient.new_zeros(shape)
-        ctx.span.own_part(whole, ctx.dim).copy_(gradient)
+        ctx.span.put_own(whole, ctx.dim, gradient)
         return whole, None, None
 
 
@@ -211,7 +278,7 @@ class _WholeRows(torch.autograd.Function):
         ctx: Any, exchange: ContextExchange, own: Tensor, span: Span, is_last: bool
     ) -> Tensor:
         ctx.exchange, ctx.span, ctx.is_last = exchange, span, is_last
-        return exchange.all(own, POSITIONS, span.whole)
+        return exchange.all_rows(own, span)
 
     @staticmethod
     @once_differentiable

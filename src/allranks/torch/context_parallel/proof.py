@@ -107,7 +107,7 @@ class Proof:
         hidden = hidden_of(own)
         assert hidden is not None
         with self.exchange.opened("control"):
-            whole_hidden = self.exchange.all(hidden.detach(), POSITIONS, span.whole)
+            whole_hidden = self.exchange.all_rows(hidden.detach(), span)
         refused = _refused(self.refusal, f"the block {block.name!r}")
         with refused, _exactly(self.scope.device) as exact:
             given, own, whole_hidden, hidden = map_arguments(

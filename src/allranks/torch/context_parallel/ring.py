@@ -4,10 +4,14 @@ Each rank has its own queries, and keeps for each a maximum and a sum of exponen
 it has found so far is scaled when a larger score comes. In backward keys and values travel once
 more, and their gradients go with them, gathering what each rank adds, until they are at home. A
 message is under way while the block before it is computed. With a causal mask blocks above the
-diagonal are passed on and not computed: the last rank has the most to do.
+diagonal are passed on and not computed. Then the last rank has the most to do, but where the
+sequence lies folded (`zig-zag`): a rank has an early part of it and a late one, and of the keys of
+any other rank its queries see half.
 
 Sums are made in float32 for half types. Liu et al. 2023, Ring Attention, arXiv 2310.01889; the
-softmax: Milakov and Gimelshein 2018, arXiv 1805.02867.
+softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; a sequence that is balanced: Brandon et al.
+2023, Striped Attention, arXiv 2311.09431, and Llama 3, arXiv 2407.21783, section 3.3.2, from which
+the two parts of a rank are.
 """
 
 from __future__ import annotations
@@ -21,7 +25,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from allranks.torch.context_parallel.exchange import HEADS, ContextExchange, OnItsWay, Span
+from allranks.torch.context_parallel.exchange import (
+    HEADS,
+    ROWS,
+    ContextExchange,
+    OnItsWay,
+    Span,
+    Stretch,
+)
 
 KEYS, GRADIENTS = 1, 2  # tags of messages
 TILE = 1024  # queries whose scores by the keys of a rank are there at once
@@ -37,21 +48,28 @@ class Scoring:
     is_causal: bool
     mask: Tensor | None
 
-    def sees(self, source: int) -> bool:
-        """Whether this rank's queries may see keys of rank `source`."""
-        return source <= self.span.rank or not self.is_causal
+    def pairs(self, source: int) -> list[tuple[Stretch, Stretch]]:
+        """Of this rank's queries and of the keys of rank `source` what may see each other."""
+        ours, others = (
+            [one for one in self.span.stretches[rank] if one.length]
+            for rank in (self.span.rank, source)
+        )
+        return [
+            (mine, theirs)
+            for mine in ours
+            for theirs in others
+            if theirs.start <= mine.start or not self.is_causal
+        ]
 
-    def of(self, query: Tensor, key: Tensor, source: int, rows: slice) -> Tensor:
-        """Those `rows` of this rank's queries by the keys of rank `source`."""
-        span = self.span
-        scores = (query @ key.transpose(-2, -1)) * self.scale  # (n, heads, rows, t/P)
-        if self.is_causal and source == span.rank:
+    def of(self, query: Tensor, key: Tensor, rows: Stretch, theirs: Stretch) -> Tensor:
+        """The scores of some queries, those of the positions `rows`, by keys of `theirs`."""
+        scores = (query @ key.transpose(-2, -1)) * self.scale  # (n, heads, rows, keys)
+        if self.is_causal and rows.start < theirs.start + theirs.length:
             ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-            scores = scores.masked_fill_(ahead.triu_(rows.start + 1), -math.inf)
+            scores = scores.masked_fill_(ahead.triu_(rows.start - theirs.start + 1), -math.inf)
         if self.mask is None:
             return scores
-        mask = _part(_part(self.mask, -2, span, span.rank), -1, span, source)
-        mask = mask if mask.shape[-2] == 1 else mask[..., rows, :]
+        mask = _part(_part(self.mask, -2, rows), -1, theirs)
         if mask.dtype == torch.bool:
             return scores.masked_fill_(mask.logical_not(), -math.inf)
         return scores + mask
@@ -87,11 +105,9 @@ class Scoring:
         return keys.view(self.shape(key, rank)), values.view(self.shape(value, rank))
 
 
-def _part(mask: Tensor, dim: int, span: Span, rank: int) -> Tensor:
-    """The part of a mask that belongs to a rank; one that is the same everywhere stays."""
-    if mask.shape[dim] == 1:
-        return mask
-    return mask.narrow(dim, span.start_of(rank), span.sizes[rank])
+def _part(mask: Tensor, dim: int, some: Stretch) -> Tensor:
+    """The part of a mask for some positions; one that is the same everywhere stays."""
+    return mask if mask.shape[dim] == 1 else mask.narrow(dim, some.start, some.length)
 
 
 def ring_attention(scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -127,18 +143,20 @@ def _forward(scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> tup
     most = wide.new_full((*query.shape[:-1], 1), -math.inf)
     total = torch.zeros_like(most)
     for source, keys, values in scoring.blocks(key, value):
-        if not scoring.sees(source):
-            continue
-        keys, values = _repeated(keys, groups), _repeated(values, groups)
-        for rows in _tiles(wide):
-            scores = scoring.of(wide[..., rows, :], keys, source, rows)
-            before = most[..., rows, :]
-            larger = torch.maximum(before, scores.amax(-1, keepdim=True))
-            reference = larger.masked_fill(larger == -math.inf, 0.0)  # nothing to be seen so far
-            weights, factor = (scores - reference).exp_(), (before - reference).exp_()
-            total[..., rows, :] = total[..., rows, :] * factor + weights.sum(-1, keepdim=True)
-            output[..., rows, :] = output[..., rows, :] * factor + weights @ values
-            most[..., rows, :] = larger
+        pairs = scoring.pairs(source)
+        if pairs:
+            keys, values = _repeated(keys, groups), _repeated(values, groups)
+        for mine, theirs in pairs:
+            some_keys, some_values = _of(keys, theirs), _of(values, theirs)
+            for rows in _tiles(mine):
+                scores = scoring.of(_of(wide, rows), some_keys, rows, theirs)
+                before = _of(most, rows)
+                larger = torch.maximum(before, scores.amax(-1, keepdim=True))
+                reference = larger.masked_fill(larger == -math.inf, 0.0)  # nothing seen so far
+                weights, factor = (scores - reference).exp_(), (before - reference).exp_()
+                _of(total, rows).mul_(factor).add_(weights.sum(-1, keepdim=True))
+                _of(output, rows).mul_(factor).add_(weights @ some_values)
+                before.copy_(larger)
     seen = total.masked_fill(total == 0, 1.0)
     return output / seen, most + seen.log()
 
@@ -159,18 +177,21 @@ def _backward(
     logs = logs.masked_fill(logs == -math.inf, math.inf)  # who sees nothing has weights of 0
     of_query, own, coming = torch.zeros_like(wide), wide.new_empty(0), None
     for source, keys, values in scoring.blocks(key, value):
-        added = wide.new_zeros(keys.numel() + values.numel())
-        if scoring.sees(source):
-            wide_keys, wide_values = _repeated(keys, groups), _repeated(values, groups)
-            of_keys, of_values = torch.zeros_like(wide_keys), torch.zeros_like(wide_values)
-            for rows in _tiles(wide):
-                ours, theirs = wide[..., rows, :], gradient[..., rows, :]
-                weights = scoring.of(ours, wide_keys, source, rows).sub_(logs[..., rows, :]).exp_()
-                of_scores = theirs @ wide_values.transpose(-2, -1) - share[..., rows, :]
-                of_scores = of_scores.mul_(weights).mul_(scoring.scale)
-                of_query[..., rows, :] += of_scores @ wide_keys
-                of_keys += of_scores.transpose(-2, -1) @ ours
-                of_values += weights.transpose(-2, -1) @ theirs
+        added, pairs = wide.new_zeros(keys.numel() + values.numel()), scoring.pairs(source)
+        if pairs:
+            keys, values = _repeated(keys, groups), _repeated(values, groups)
+            of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
+            for mine, theirs in pairs:
+                some_keys, some_values = _of(keys, theirs), _of(values, theirs)
+                for rows in _tiles(mine):
+                    ours, gradients = _of(wide, rows), _of(gradient, rows)
+                    scores = scoring.of(ours, some_keys, rows, theirs)
+                    weights = scores.sub_(_of(logs, rows)).exp_()
+                    of_scores = gradients @ some_values.transpose(-2, -1) - _of(share, rows)
+                    of_scores = of_scores.mul_(weights).mul_(scoring.scale)
+                    _of(of_query, rows).add_(of_scores @ some_keys)
+                    _of(of_keys, theirs).add_(of_scores.transpose(-2, -1) @ ours)
+                    _of(of_values, theirs).add_(weights.transpose(-2, -1) @ gradients)
             parts = [_summed(part, groups).reshape(-1) for part in (of_keys, of_values)]
             added = torch.cat(parts)
         if source == scoring.span.rank:
@@ -193,10 +214,16 @@ def _to_the_next(
     return scoring.exchange.pass_on(added, size, GRADIENTS)
 
 
-def _tiles(query: Tensor) -> Iterator[slice]:
+def _tiles(mine: Stretch) -> Iterator[Stretch]:
     """Runs of queries."""
-    for start in range(0, query.shape[-2], TILE):
-        yield slice(start, min(start + TILE, query.shape[-2]))
+    for first in range(0, mine.length, TILE):
+        length = min(TILE, mine.length - first)
+        yield Stretch(mine.start + first, length, mine.at + first)
+
+
+def _of(tensor: Tensor, some: Stretch) -> Tensor:
+    """What a rank has for some of its positions, as a view: (n, heads, positions, …)."""
+    return tensor.narrow(ROWS, some.at, some.length)
 
 
 def _wide(tensor: Tensor) -> Tensor:

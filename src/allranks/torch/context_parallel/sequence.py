@@ -252,7 +252,8 @@ class BlockPasses:
                 "along dimension 1",
                 do="dropout on (sample, position, feature), or --strategy ddp",
             )
-        return Part(POSITIONS, span.start_of(span.rank), span.whole)
+        held = span.stretches[span.rank]
+        return Part(POSITIONS, held[0].start, span.whole, tuple(one[:2] for one in held))
 
     def restore(self) -> None:
         """The model's own blocks again."""
@@ -292,8 +293,8 @@ def with_hidden(asked: str, output: Any, hidden: Tensor) -> Any:
 
 def span_of(hidden: Tensor, exchange: SequenceExchange) -> Span:
     """How the sequence lies on the ranks; raises `RequestError` where one would have none of it."""
-    span = Span.of(hidden.shape[POSITIONS], exchange.comm)
-    if not span.sizes[-1]:
+    span = exchange.span_of(hidden.shape[POSITIONS])
+    if 0 in span.sizes:
         raise no_positions(exchange.asked, span)
     return span
 

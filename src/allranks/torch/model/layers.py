@@ -63,6 +63,7 @@ class Scope:
         self.runs: Runs = ()
         self._laid_out: Micro = ()
         self.by_compiler = False  # whether this pass goes through what a compiler made of blocks
+        self._has_generator = accelerator.is_accelerator(self.device)
 
     def enter(self, step: int, pieces: Micro, samples: int) -> None:
         """A micro-batch of `samples` samples, made of `pieces`, goes through the model next.
@@ -97,7 +98,8 @@ class Scope:
     def _seed(self, key: int) -> None:
         seed_generators(key)
         self.keys.seed_of_torch = key
-        accelerator.seed(self.device, key)
+        if self._has_generator:
+            accelerator.seed(self.device, key)
         for device in self.more_devices:
             accelerator.seed(device, key ^ device.index)
 

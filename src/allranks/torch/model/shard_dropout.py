@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,11 +23,15 @@ DROPOUTS: dict[type[nn.Module], int] = {
 
 
 class Part(NamedTuple):
-    """What a tensor is of a larger one: along `dim`, from `start` on, of `whole` elements."""
+    """What a tensor is of a larger one: along `dim`, from `start` on, of `whole` elements.
+
+    Or, one behind the other, several `stretches` of it: (start, length) of each.
+    """
 
     dim: int
     start: int
     whole: int
+    stretches: tuple[tuple[int, int], ...] = ()
 
 
 class ShardDropout(OfShard, nn.Module):
@@ -77,6 +82,20 @@ def without(
     input: Tensor, rate: float, keys: Words | Tensor, shape: Sequence[int], part: Part | None
 ) -> Tensor:
     """`input` times a mask of this shape: a row of it for each key."""
+    if part is not None and len(part.stretches) > 1:
+        ends = itertools.accumulate(length for _, length in part.stretches)
+        pieces = [
+            without(
+                input.narrow(part.dim, end - length, length),
+                rate,
+                keys,
+                [length if dim == part.dim else size for dim, size in enumerate(shape)],
+                Part(part.dim, start, part.whole),
+            )
+            for end, (start, length) in zip(ends, part.stretches, strict=True)
+            if length
+        ]
+        return torch.cat(pieces, part.dim)
     starts = [0] * len(shape)
     if part is not None:
         starts[part.dim] = part.start

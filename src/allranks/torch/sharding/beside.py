@@ -28,8 +28,7 @@ class Beside:
         self.reducer, self.copies = reducer, copies
         self.uncut = [p for p in parameters if not p.ndim]
         size = layout.size + len(self.uncut) + NUMBERS
-        padded = -(-size // reducer.multiple) * reducer.multiple
-        self.flat = layout.like.new_zeros(padded, requires_grad=False)
+        self.flat = reducer.room(size, layout.like)
         self.tally = layout.tally(self.flat[: layout.size])
         self._gradients = self.flat[layout.size : size - NUMBERS]
         self._calls = self.flat[size - NUMBERS : size]

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from allranks.torch.comm import Comm
+from allranks.torch.tensor_parallel.exchange import Along
 
 __all__ = ["Replicate", "Shard", "device_mesh", "distribute_tensor", "dtensor", "mesh_of"]
 
@@ -38,6 +40,13 @@ def mesh_of(
     grid = torch.arange(ranks).view([comm.size for _, comm in axes])
     names = tuple(name for name, _ in axes)
     return DeviceMesh.from_group(groups, axes[0][1].device.type, grid, mesh_dim_names=names)
+
+
+def shard_of(along: Along) -> Placement:
+    """How a tensor that is cut so lies on the ranks."""
+    return (
+        Shard(along.dim) if along.runs == 1 else _StridedShard(along.dim, split_factor=along.runs)
+    )
 
 
 def dtensor(

@@ -20,7 +20,8 @@ from allranks.strategies.mesh import SHARD, TENSOR
 from allranks.torch.comm import Comm
 from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import groups_of_whole
-from allranks.torch.sharding.dtensors import dtensor
+from allranks.torch.sharding.dtensors import dtensor, shard_of
+from allranks.torch.state import whole
 from allranks.torch.tensor_parallel.cutting import CutModel
 from allranks.torch.tensor_parallel.exchange import Exchange
 
@@ -45,10 +46,10 @@ class TwoAxes:
         """What stands in a state for a DTensor of `fully_shard`; anything else is whole."""
         if not isinstance(held, DTensor):
             return held
-        dim = self.cut.dims.get(name)
-        places: list[Placement] = [Replicate() if dim is None else Shard(dim), Shard(0)]
-        whole = torch.empty(self.cut.shapes[name], dtype=held.dtype, device="meta")
-        return dtensor(held.to_local(), self.mesh, places, whole)
+        along = self.cut.dims.get(name)
+        places: list[Placement] = [Replicate() if along is None else shard_of(along), Shard(0)]
+        like = torch.empty(self.cut.shapes[name], dtype=held.dtype, device="meta")
+        return dtensor(held.to_local(), self.mesh, places, like)
 
     def held(self, name: str, saved: Tensor, like: DTensor) -> Tensor:
         """What `saved` was given, or what it would be given of a whole tensor."""
@@ -57,9 +58,16 @@ class TwoAxes:
         part = self.part(name, saved)
         return distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None)
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
+    def full(self, name: str, held: Tensor) -> Tensor:
+        """The whole of what `saved` is given: over shards, then over the tensor axis."""
+        along, part = self.cut.dims.get(name), whole(held)
+        if along is None or not isinstance(held, DTensor):
+            return part
+        return self.exchange.all(part, along, self.cut.shapes[name][along.dim])
+
+    def part(self, name: str, given: Tensor) -> Tensor:
         """What the ranks of a shard axis hold together of a whole tensor."""
-        return self.cut.part_of(name, whole, self.exchange)
+        return self.cut.part_of(name, given, self.exchange)
 
     def check_updates(self, optimizer: Optimizer, asked: str) -> None:
         """Raise `RequestError` for an optimizer that needs a parameter whole, on both axes.

@@ -22,31 +22,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.errors import RequestError
-from allranks.strategies.shards import rows_of
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm import Comm
 from allranks.torch.model.reals import real_type, reals
 from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import groups_of_whole
 from allranks.torch.sharding.state import known_to_all
+from allranks.torch.tensor_parallel.exchange import Along, part_sizes
+
+ROWS = Along(0)
 
 
 @dataclass(frozen=True)
 class Divided:
-    """A parameter of this whole `shape`, of which ranks hold parts along `dim`, as torch.chunk."""
+    """A parameter of this whole `shape`, of which ranks hold parts, as torch.chunk cuts."""
 
     parameter: nn.Parameter
     shape: torch.Size
-    dim: int = 0
+    along: Along = ROWS
 
     def part(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
-        """The part of a `rank`: a view."""
-        rows = rows_of(self.shape[self.dim], ranks, rank)
-        return whole.narrow(self.dim, rows.start, len(rows))
+        """The part of a `rank`: a view, in the order of what the rank holds."""
+        return self.along.own(whole, ranks, rank)
 
     def part_nbytes(self, ranks: int, rank: int) -> int:
-        rows = len(rows_of(self.shape[self.dim], ranks, rank))
-        of_a_row = self.shape.numel() // max(1, self.shape[self.dim])
+        dim, runs = self.along
+        rows = runs * part_sizes(self.shape[dim] // runs, ranks)[rank]
+        of_a_row = self.shape.numel() // max(1, self.shape[dim])
         return rows * of_a_row * self.parameter.element_size()
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from allranks.errors import RequestError
+from allranks.errors import RequestError, explained
 from allranks.strategies.mesh import BRANCH
 from allranks.torch.branching.calls import Calls
 from allranks.torch.branching.exchange import Exchange
@@ -106,7 +106,7 @@ class Branches(Staged):
     def _whole(self, *args: Any, **keywords: Any) -> Any:
         """The output of the model; all branches that were called have run."""
         self.calls.begin()
-        with _explained():
+        with explained(ELSEWHERE, _on_another_rank):
             output = self.step.call(*args, **keywords)
             self.calls.close()
             return real(output)
@@ -148,17 +148,10 @@ class Branches(Staged):
         super().close()
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Within, torch's error over a tensor that is on another rank says what to do about it."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not ELSEWHERE.search(str(error)):
-            raise
-        raise RequestError(
-            asked="--strategy branches",
-            found=f"weights of a branch of another rank: {str(error).splitlines()[0][:200]}",
-            why="a branch is called as a whole, and what it holds is used there alone",
-            do="call the module that branches(model) names, or name the parts that are called",
-        ) from error
+def _on_another_rank(line: str) -> RequestError:
+    return RequestError(
+        asked="--strategy branches",
+        found=f"weights of a branch of another rank: {line}",
+        why="a branch is called as a whole, and what it holds is used there alone",
+        do="call the module that branches(model) names, or name the parts that are called",
+    )

@@ -38,7 +38,8 @@ class ContextParallel(DDP):
     can_be_compiled = False
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        self.steps, self.exchange = 0, ContextExchange(self._own_axis())
+        folds = self.context.options["attention"] == "zig-zag"
+        self.steps, self.exchange = 0, ContextExchange(self._own_axis(), folds=folds)
         self.blocks: CutBlocks | None = None
         if self.exchange.comm.size > 1:
             found = blocks_of(self.task, model, self.exchange.asked)

@@ -36,7 +36,7 @@ from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.tensor_parallel.cutting import held_part
-from allranks.torch.tensor_parallel.exchange import Exchange
+from allranks.torch.tensor_parallel.exchange import Along, Exchange
 
 NAME = "--strategy expert"
 
@@ -177,7 +177,7 @@ class Experts(Strategy):
         with self.weights.remembered():
             for module, name, experts in self.slots:
                 part: Any = module._parameters[name]
-                gathered: Any = self.weights.whole_weight(part, 0, experts)
+                gathered: Any = self.weights.whole_weight(part, Along(0), experts)
                 module._parameters[name] = gathered
         try:
             yield

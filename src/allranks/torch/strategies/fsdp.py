@@ -323,7 +323,8 @@ class FSDP(Single):
         return tensor if self.two_axes is None else self.two_axes.saved(name, tensor)
 
     def full(self, name: str, tensor: Tensor) -> Tensor:
-        return super().full(name, tensor.to(self.comm.device))  # where ranks exchange it
+        whole = super().full if self.two_axes is None else self.two_axes.full
+        return whole(name, tensor.to(self.comm.device))  # where ranks exchange it
 
     def as_held(self, name: str, saved: Tensor) -> Tensor:
         held = dict(self.model.named_parameters())[name]

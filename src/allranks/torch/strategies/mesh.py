@@ -29,7 +29,7 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.pipelining.stage_gradients import StagedGradients
 from allranks.torch.reducers.tree import Tree, TreeSum
-from allranks.torch.sharding.dtensors import Shard, device_mesh, dtensor
+from allranks.torch.sharding.dtensors import device_mesh, dtensor, shard_of
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -141,33 +141,32 @@ class ThreeAxes(Pipeline):
 
     def full(self, name: str, tensor: Tensor) -> Tensor:
         """Put together along the tensor axis where its home is, and sent along the line."""
-        dim = self.cut.dims.get(name)
-        if dim is not None:
+        along = self.cut.dims.get(name)
+        if along is not None:
             shape = self.cut.shapes[name]
             if self.home[name] == self.line.rank:
-                tensor = self.exchange.all(tensor.detach(), dim, shape[dim])
+                tensor = self.exchange.all(tensor.detach(), along, shape[along.dim])
             else:
                 tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")
         return super().full(name, tensor)
 
     def whole_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
-        found, dim = super().whole_weight(name, parameter), self.cut.dims.get(name)
-        if dim is None or name not in self.held:
+        found, along = super().whole_weight(name, parameter), self.cut.dims.get(name)
+        if along is None or name not in self.held:
             return found
-        return self.exchange.whole(parameter, dim, self.cut.shapes[name][dim])
+        return self.exchange.whole(parameter, along, self.cut.shapes[name][along.dim])
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        dim = self.cut.dims.get(name)
-        if dim is None:
+        along = self.cut.dims.get(name)
+        if along is None:
             return tensor
         whole = torch.empty(self.cut.shapes[name], dtype=tensor.dtype, device="meta")
-        return whole if tensor.is_meta else dtensor(tensor, self.parts, [Shard(dim)], whole)
+        return whole if tensor.is_meta else dtensor(tensor, self.parts, [shard_of(along)], whole)
 
     def as_held(self, name: str, saved: Tensor) -> Tensor:
         if isinstance(saved, DTensor):
             return saved.to_local()
-        held, dim = super().as_held(name, saved), self.cut.dims.get(name)
-        return held if dim is None else self.exchange.own(held, dim).contiguous()
+        return self.cut.part_of(name, super().as_held(name, saved), self.exchange)
 
     def placement(self, *, updated: bool) -> list[Placed]:
         return self.cut.placed(super().placement(updated=updated))

@@ -28,7 +28,7 @@ from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.comm import Comm
 from allranks.torch.context_parallel.blocks import CutBlocks, blocks_of
 from allranks.torch.data.batch import Batch
-from allranks.torch.sharding.dtensors import Replicate, Shard, dtensor, mesh_of
+from allranks.torch.sharding.dtensors import Replicate, dtensor, mesh_of, shard_of
 from allranks.torch.sharding.gradient_parts import SomeCut, squares_of
 from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
 from allranks.torch.sharding.with_tally import summed_with_tally
@@ -81,8 +81,10 @@ class Tensors(Strategy):
 
     def prepare(self) -> None:
         self.step.forward = self._forward
+        regions = self.cut.regions
+        self.context.scope.keys.is_part = lambda: any(region.is_open for region in regions)
         named = dict(self.model.named_parameters())
-        cut = {n: Divided(named[n], self.cut.shapes[n], dim) for n, dim in self.cut.dims.items()}
+        cut = {n: Divided(named[n], self.cut.shapes[n], how) for n, how in self.cut.dims.items()}
         asked = "--strategy tensor"
         self.wholes = WholeUpdates(self.axis(TENSOR), self.step.optimizer, cut, asked)
 
@@ -177,12 +179,18 @@ class Tensors(Strategy):
         return self.wholes.told(super().state())
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        dim = self.cut.dims.get(name)
-        if dim is None or self.device_mesh is None:
+        along = self.cut.dims.get(name)
+        if along is None or self.device_mesh is None:
             return tensor
-        places = [Replicate()] * (len(self.mesh.axes) - 1) + [Shard(dim)]
+        places = [Replicate()] * (len(self.mesh.axes) - 1) + [shard_of(along)]
         whole = torch.empty(self.cut.shapes[name], device="meta")
         return dtensor(tensor, self.device_mesh, places, whole)
+
+    def full(self, name: str, tensor: Tensor) -> Tensor:
+        along = self.cut.dims.get(name)
+        if along is None:
+            return tensor
+        return self.exchange.all(tensor.detach(), along, self.cut.shapes[name][along.dim])
 
     def as_held(self, name: str, saved: Tensor) -> Tensor:
         if is_dtensor(saved):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from allranks.errors import RequestError
 from allranks.job.placement import Placed
@@ -18,7 +19,9 @@ from allranks.torch.model.layers import own_kind
 from allranks.torch.model.shard_dropout import ShardDropout
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.task import Task
-from allranks.torch.tensor_parallel.exchange import Exchange
+from allranks.torch.tensor_parallel.attention import HeadsOfAttention, HeadsOutput
+from allranks.torch.tensor_parallel.cut import COLUMN, DIMS, HEADS, ROW, VOCABULARY
+from allranks.torch.tensor_parallel.exchange import Along, Exchange
 from allranks.torch.tensor_parallel.layers import (
     Between,
     ByLeaves,
@@ -29,29 +32,23 @@ from allranks.torch.tensor_parallel.layers import (
     RowLinear,
     VocabularyEmbedding,
 )
-from allranks.torch.tensor_parallel.plan import (
-    COLUMN,
-    DIMS,
-    ELEMENTWISE,
-    ROW,
-    VOCABULARY,
-    Plan,
-    default_plan,
-    given_plan,
-)
+from allranks.torch.tensor_parallel.plan import ELEMENTWISE, Plan, default_plan, given_plan
 
-KINDS: dict[str, type[nn.Module]] = {
-    COLUMN: ColumnLinear,
-    ROW: RowLinear,
-    VOCABULARY: VocabularyEmbedding,
+KINDS: dict[tuple[str, type[nn.Module]], type[nn.Module]] = {
+    (COLUMN, nn.Linear): ColumnLinear,
+    (ROW, nn.Linear): RowLinear,
+    (ROW, NonDynamicallyQuantizableLinear): HeadsOutput,
+    (VOCABULARY, nn.Embedding): VocabularyEmbedding,
+    (HEADS, nn.MultiheadAttention): HeadsOfAttention,
 }
+"""By the way that a layer is cut, and its class: its class while it is."""
 
 
 @dataclass
 class CutModel:
-    """What became of the parameters: by name, the dimension along which each is cut."""
+    """What became of the parameters: by name, how each is cut."""
 
-    dims: dict[str, int] = field(default_factory=dict)
+    dims: dict[str, Along] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     layers: list[CutLayer] = field(default_factory=list)
@@ -63,8 +60,8 @@ class CutModel:
 
     def part_of(self, name: str, whole: Tensor, exchange: Exchange) -> Tensor:
         """What this rank holds of a whole parameter: all of one that is not cut."""
-        dim = self.dims.get(name)
-        return whole if dim is None else exchange.own(whole, dim).contiguous()
+        along = self.dims.get(name)
+        return whole if along is None else exchange.own(whole, along).contiguous()
 
     def placed(self, rows: Iterable[Placed]) -> list[Placed]:
         """What this rank holds, where it is a part with the shape of the whole."""
@@ -118,21 +115,21 @@ def cut_model(
                 regions[cut.block] = block
             region = regions[cut.block]
         dims = {
-            name: dim
-            for name, dim in DIMS[cut.way].items()
+            name: along
+            for name, along in DIMS[cut.way].items()
             if module._parameters.get(name) is not None
         }
         module.dims, module.sizes = dims, {}
-        for name, dim in dims.items():
+        for name, along in dims.items():
             own = names[module, name]
             if own not in found.dims:
-                found.dims[own] = dim
-                part = held_part(module._parameters[name], dim, exchange)
+                found.dims[own] = along
+                part = held_part(module._parameters[name], along, exchange)
                 for holder, attribute in slots[own]:
                     holder._parameters[attribute] = part
-            module.sizes[name] = found.shapes[own][dim]
+            module.sizes[name] = found.shapes[own][along.dim]
         module.exchange, module.region = exchange, region
-        module.__class__ = KINDS[cut.way]
+        module.__class__ = KINDS[cut.way, own_kind(module)]
         found.layers.append(module)
     _tell_what_is_between(model, plan, regions, exchange)
     found.regions = list(regions.values())
@@ -150,9 +147,9 @@ def _slots(*models: nn.Module) -> dict[str, set[tuple[nn.Module, str]]]:
     return found
 
 
-def held_part(whole: Tensor, dim: int, exchange: Exchange) -> nn.Parameter:
+def held_part(whole: Tensor, along: int | Along, exchange: Exchange) -> nn.Parameter:
     """This rank's part of a weight, as a parameter of its own."""
-    part = exchange.own(whole.detach(), dim).clone(memory_format=torch.contiguous_format)
+    part = exchange.own(whole.detach(), along).clone(memory_format=torch.contiguous_format)
     held = nn.Parameter(part, requires_grad=whole.requires_grad)
     vars(held).update(vars(whole))  # what the optimizer of the task may ask for
     return held
@@ -167,6 +164,8 @@ def _tell_what_is_between(
     """
     between: dict[int, Between] = {}
     for name, region in regions.items():
+        if plan.cuts[name].way == HEADS:
+            continue  # nothing is between its columns and its row but what it does itself
         parent: Any = model.get_submodule(name.rpartition(".")[0])
         inside = list(parent.modules())
         if isinstance(parent, nn.Sequential):

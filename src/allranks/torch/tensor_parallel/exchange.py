@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,24 @@ def part_sizes(size: int, ranks: int) -> list[int]:
     """How much of a dimension each rank holds: as `torch.chunk` cuts, and DTensor expects."""
     most = -(-size // ranks)
     return [max(0, min(most, size - rank * most)) for rank in range(ranks)]
+
+
+class Along(NamedTuple):
+    """How a tensor is cut: along `dim`, and each of `runs` of the same length there by itself.
+
+    The rows of query, key and value in one weight are 3 runs: a rank has its heads of each.
+    """
+
+    dim: int
+    runs: int = 1
+
+    def own(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
+        """The part of a `rank`, as a view: with the runs in a dimension of their own."""
+        dim = self.dim
+        if self.runs > 1:
+            whole, dim = whole.unflatten(dim, (self.runs, -1)), dim + 1
+        sizes = part_sizes(whole.shape[dim], ranks)
+        return whole.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
@@ -89,10 +107,14 @@ class Exchange:
         self.comm.all_gather(sums, own.view(-1), self.kind).wait()
         return tree_sum(sums.view(self.comm.size, *own.shape).unbind())
 
-    def all(self, part: Tensor, dim: int, size: int) -> Tensor:
-        """The whole of what ranks hold parts of along `dim`, which has `size` elements."""
+    def all(self, part: Tensor, along: int | Along, size: int) -> Tensor:
+        """The whole of what ranks hold parts of along a dimension, which has `size` elements."""
+        dim, runs = along if isinstance(along, Along) else (along, 1)
         if self.comm.size == 1:
             return part.clone(memory_format=torch.contiguous_format)
+        if runs > 1:
+            found = self.all(part.unflatten(dim, (runs, -1)), dim + 1, size // runs)
+            return found.flatten(dim, dim + 1)
         sizes = part_sizes(size, self.comm.size)
         part = part.movedim(dim, 0)
         if part.shape[0] != sizes[self.comm.rank]:
@@ -105,10 +127,11 @@ class Exchange:
         self.comm.all_gather(whole, own, self.kind).wait()
         return whole[:size].movedim(0, dim).contiguous()
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor along `dim`, as a view."""
-        sizes = part_sizes(whole.shape[dim], self.comm.size)
-        return whole.narrow(dim, sum(sizes[: self.comm.rank]), sizes[self.comm.rank])
+    def own(self, whole: Tensor, along: int | Along) -> Tensor:
+        """This rank's part of a tensor; a view where it is one run."""
+        along = along if isinstance(along, Along) else Along(along)
+        part = along.own(whole, self.comm.size, self.comm.rank)
+        return part if along.runs == 1 else part.flatten(along.dim, along.dim + 1)
 
     def copied(self, input: Tensor) -> Tensor:
         """The input of layers of which each rank computes a part."""
@@ -126,16 +149,16 @@ class Exchange:
         """The sum of the leaves of all ranks, along the tree."""
         return _call(_SummedLeaves, self, *parts)
 
-    def whole(self, part: Tensor, dim: int, size: int) -> Tensor:
-        """The parts of all ranks put together along `dim`."""
-        return _call(_Gathered, self, part, dim, size)
+    def whole(self, part: Tensor, along: int | Along, size: int) -> Tensor:
+        """The parts of all ranks put together along a dimension."""
+        return _call(_Gathered, self, part, along, size)
 
-    def whole_weight(self, part: Tensor, dim: int, size: int) -> Tensor:
+    def whole_weight(self, part: Tensor, along: Along, size: int) -> Tensor:
         """The whole of a weight; while it is remembered, always the same tensor."""
         if self._weights is None:
-            return self.whole(part, dim, size)
+            return self.whole(part, along, size)
         if id(part) not in self._weights:
-            self._weights[id(part)] = self.whole(part, dim, size)
+            self._weights[id(part)] = self.whole(part, along, size)
         return self._weights[id(part)]
 
     def own_part(self, whole: Tensor, dim: int) -> Tensor:
@@ -219,14 +242,16 @@ class Joined(torch.autograd.Function):
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, part: Tensor, dim: int, size: int) -> Tensor:
-        ctx.exchange, ctx.dim = exchange, dim
-        return exchange.all(part, dim, size)
+    def forward(
+        ctx: Any, exchange: Exchange, part: Tensor, along: int | Along, size: int
+    ) -> Tensor:
+        ctx.exchange, ctx.along = exchange, along
+        return exchange.all(part, along, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.exchange.own(gradient, ctx.dim).contiguous(), None, None
+        return None, ctx.exchange.own(gradient, ctx.along).contiguous(), None, None
 
 
 class _OwnPart(torch.autograd.Function):

@@ -28,7 +28,7 @@ from allranks.errors import RequestError
 from allranks.torch.context_parallel.exchange import POSITIONS
 from allranks.torch.model.layers import Swapped
 from allranks.torch.model.shard_dropout import Part
-from allranks.torch.tensor_parallel.exchange import Exchange, Joined, part_sizes
+from allranks.torch.tensor_parallel.exchange import Along, Exchange, Joined, part_sizes
 from allranks.torch.tensor_parallel.scattered import AllRows, ScatteredExchange
 
 ATTENTION_DIMS = 4  # (sample, head, position, feature or position)
@@ -134,7 +134,7 @@ class CutLayer(Swapped):
 
     exchange: Exchange
     region: Region | None
-    dims: dict[str, int]
+    dims: dict[str, Along]
     sizes: dict[str, int]
     _parameters: dict[str, nn.Parameter | None]
 
@@ -154,10 +154,6 @@ class CutLayer(Swapped):
         if held is None or name not in self.dims or not self.exchange.is_open:
             return held
         return self.exchange.whole_weight(held, self.dims[name], self.sizes[name])
-
-    @property
-    def weight(self) -> Any:
-        return self.shown("weight")
 
 
 def aligned(leaf: Tensor) -> Tensor:
@@ -219,6 +215,10 @@ class CutLinear(CutLayer):
 
     in_features: int
     out_features: int
+
+    @property
+    def weight(self) -> Any:
+        return self.shown("weight")
 
     @property
     def bias(self) -> Any:
@@ -293,11 +293,15 @@ class RowLinear(CutLinear, nn.Linear):  # type: ignore[override]
         return self.exchange.summed_leaves(parts)
 
 
-class VocabularyEmbedding(CutLayer, nn.Embedding):  # type: ignore[override]
+class VocabularyEmbedding(CutLayer, nn.Embedding):
     """Rows of the table: those tokens are looked up that this rank has; the rest adds zero.
 
     A token that no row is for is the first rank's, or the last one's, where torch refuses it.
     """
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        return self.shown("weight")
 
     def forward(self, input: Tensor) -> Tensor:
         weight, comm = self.held("weight"), self.exchange.comm

@@ -1,12 +1,12 @@
 """Which layers of a model are cut over the tensor axis, and how: said by the task, or found.
 
-A plan maps names of modules (with `*`) to `column`, `row` or `vocabulary`, or to (way, unit) where
-`unit` features belong together, as those of a head. The default cuts every `nn.Linear` and
-`nn.Embedding` that can be: as blocks of columns and a row where a module says so itself
-(`tensor_plan`, as attention does) and where a plain `nn.Sequential` has two Linear with nothing
-but element-wise layers in between; all others by themselves, with whole inputs and outputs, but the
-smallest ones, which cost more messages than they save. No block has a layer with hooks, which would
-see a part, or a Linear that is in several places.
+A plan maps names of modules (with `*`) to `column`, `row`, `vocabulary` or `heads`, or to (way,
+unit) where `unit` features belong together, as those of a head. The default cuts every `nn.Linear`,
+`nn.Embedding` and `nn.MultiheadAttention` that can be: as blocks of columns and a row where a
+module says so itself (`tensor_plan`), in attention by its heads, and where a plain `nn.Sequential`
+has two Linear with nothing but element-wise layers in between; all others by themselves, with whole
+inputs and outputs, but the smallest ones, which cost more messages than they save. No block has a
+layer with hooks, which would see a part, or a Linear that is in several places.
 """
 
 from __future__ import annotations
@@ -23,20 +23,17 @@ from torch.nn import functional as F
 
 from allranks.errors import RequestError
 from allranks.torch.model.layers import has_hooks, is_chain, own_kind
-from allranks.torch.tensor_parallel.exchange import part_sizes
-
-COLUMN, ROW, VOCABULARY = "column", "row", "vocabulary"
-WAYS: dict[str, type[nn.Module]] = {
-    COLUMN: nn.Linear,
-    ROW: nn.Linear,
-    VOCABULARY: nn.Embedding,
-}
-DIMS = {
-    COLUMN: {"weight": 0, "bias": 0},
-    ROW: {"weight": 1},
-    VOCABULARY: {"weight": 0},
-}
-"""By way: the dimension along which each parameter is cut."""
+from allranks.torch.tensor_parallel.cut import (
+    COLUMN,
+    HEADS,
+    ROW,
+    VOCABULARY,
+    WAYS,
+    Cut,
+    by_heads,
+    can_be_cut,
+    has_heads,
+)
 
 FEED_FORWARD = {"linear1": COLUMN, "linear2": ROW}
 BLOCKS: dict[type[nn.Module], Mapping[str, Any]] = {
@@ -55,36 +52,6 @@ ELEMENTWISE = (
 LEAST_SHARE = 20
 """Layers by themselves that are less than 1/20 of what a rank holds are whole on every rank."""
 
-Table = nn.Linear | nn.Embedding
-
-
-@dataclass
-class Cut:
-    """One layer to be cut. `block` is the first layer of its block, if it is of one."""
-
-    name: str
-    module: Table
-    way: str
-    unit: int = 1
-    block: str | None = None
-
-    @property
-    def size(self) -> int:
-        """How many features or rows there are along the dimension that is cut."""
-        if isinstance(self.module, nn.Embedding):
-            return self.module.num_embeddings
-        return self.module.out_features if self.way == COLUMN else self.module.in_features
-
-    @property
-    def units(self) -> int:
-        return self.size // self.unit
-
-    def fits(self, ranks: int, *, even: bool = False) -> bool:
-        """Whether every rank gets a part, an `even` one if asked, and no unit is torn apart."""
-        if (even or self.unit > 1) and (self.size % self.unit or self.units % ranks):
-            return False
-        return part_sizes(self.size, ranks)[-1] > 0
-
 
 @dataclass
 class Plan:
@@ -97,8 +64,8 @@ class Plan:
     def add_block(self, cuts: list[Cut]) -> bool:
         """Take columns and a row as a block, if they go together; returns whether they did."""
         units = {cut.units for cut in cuts}
-        ways = [cut.way for cut in cuts]
-        if len(units) > 1 or COLUMN not in ways or ROW not in ways:
+        ways = {cut.way for cut in cuts}
+        if len(units) > 1 or ROW not in ways or ways == {ROW}:
             return False
         if not all(cut.fits(self.ranks, even=self.even) for cut in cuts):
             return False
@@ -106,16 +73,6 @@ class Plan:
             cut.block = cuts[0].name
             self.cuts[cut.name] = cut
         return True
-
-
-def can_be_cut(module: nn.Module) -> bool:
-    """Whether a layer is a plain Linear or Embedding, which nobody has changed."""
-    if own_kind(module) not in (nn.Linear, nn.Embedding) or "forward" in vars(module):
-        return False
-    if not isinstance(module._parameters.get("weight"), nn.Parameter):
-        return False  # weight normalisation keeps it under another name
-    special = ("max_norm", "sparse", "scale_grad_by_freq")
-    return not any(getattr(module, name, None) for name in special)
 
 
 def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> Plan:
@@ -176,18 +133,21 @@ def given_plan(
             cuts[name] = _checked(name, model.get_submodule(name), how, plan)
     for name, parent in model.named_modules():
         own = [cuts[n] for n, _ in _children(name, parent) if n in cuts]
+        own = [cut for cut in own if cut.way in (COLUMN, ROW)]
         rows = [cut for cut in own if cut.way == ROW]
         if isinstance(parent, nn.Sequential):
             for pair in _pairs_in(name, parent, {n: cut.way for n, cut in cuts.items()}):
                 if _can_be_block(pair, parent, uses):
                     plan.add_block([cuts[cut.name] for cut in pair])
-        elif rows and len(own) > len(rows):
-            block = [cut for cut in own if cut.way != VOCABULARY]
-            if _can_be_block(block, parent, uses) and not plan.add_block(block):
-                found = ", ".join(f"{cut.name}: {cut.way} of {cut.units}" for cut in block)
-                why = "the columns and the row of a block are cut into the same parts"
-                raise refused(found, why, "give them the same number of features or heads")
+        elif 0 < len(rows) < len(own) and _can_be_block(own, parent, uses):
+            if plan.add_block(own):
+                continue
+            found = ", ".join(f"{cut.name}: {cut.way} of {cut.units}" for cut in own)
+            why = "the columns and the row of a block are cut into the same parts"
+            raise refused(found, why, "give them the same number of features or heads")
     for name, cut in cuts.items():
+        if cut.way == HEADS:
+            plan.add_block(by_heads(name, cut.module))
         plan.cuts.setdefault(name, cut)
     _check_tied(model, plan)
     return plan
@@ -209,12 +169,14 @@ def refused(found: str, why: str, do: str) -> RequestError:
 
 
 def _checked(name: str, module: Any, how: Any, plan: Plan) -> Cut:
-    way, unit = how if isinstance(how, tuple) else (how, 1)
+    way, unit = how if isinstance(how, tuple) else (how, getattr(module, "head_dim", 1))
     if way not in WAYS:
         raise refused(f"{name}: {how!r}", f"a way is one of {', '.join(WAYS)}", "name one of them")
-    if own_kind(module) is not WAYS[way] or not can_be_cut(module):
+    can = has_heads(module) if way == HEADS else can_be_cut(module)
+    if own_kind(module) is not WAYS[way] or not can:
         found = f"{name}: {way}, which is a {own_kind(module).__name__}"
-        why = f"it cuts an nn.{WAYS[way].__name__} without max_norm, sparse or a forward of its own"
+        without = "add_bias_kv, add_zero_attn" if way == HEADS else "max_norm, sparse"
+        why = f"it cuts an nn.{WAYS[way].__name__} without {without} or a forward of its own"
         raise refused(found, why, "leave it out: it is then the same on every rank")
     cut = Cut(name, module, way, unit)
     if not cut.fits(plan.ranks, even=plan.even):
@@ -266,6 +228,9 @@ def _blocks_in(name: str, parent: nn.Module) -> Iterator[list[Cut]]:
     if isinstance(parent, nn.Sequential):
         yield from _pairs_in(name, parent)
         return
+    if has_heads(parent):
+        yield by_heads(name, parent)
+        return
     said: Any = getattr(parent, "tensor_plan", None) or BLOCKS.get(own_kind(parent))
     if not isinstance(said, Mapping):
         return
@@ -276,7 +241,7 @@ def _blocks_in(name: str, parent: nn.Module) -> Iterator[list[Cut]]:
         return
     if all(can_be_cut(module) for _, module, _ in found):
         pairs = [(p, m, how if isinstance(how, tuple) else (how, 1)) for p, m, how in found]
-        yield [Cut(path, module, *how) for path, module, how in pairs]  # type: ignore[arg-type]
+        yield [Cut(path, module, *how) for path, module, how in pairs]
 
 
 def _is_elementwise(function: Any) -> bool:

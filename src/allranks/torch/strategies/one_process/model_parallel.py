@@ -19,8 +19,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import allranks.torch.accelerator as accelerator
-from allranks.errors import RequestError
+from allranks.errors import RequestError, explained
 from allranks.job.placement import Placed
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.nested import map_arguments, tensors_in
@@ -215,11 +214,11 @@ class ModelParallel(Single):
             self.step.forward = self._in_pieces
 
     def forward_backward(self, batch: Batch) -> Tally:
-        with _explained():
+        with explained(TWO_DEVICES, _on_two_devices):
             return super().forward_backward(batch)
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        with _explained():
+        with explained(TWO_DEVICES, _on_two_devices):
             return super().eval_step(data, forward)
 
     def _in_pieces(self, data: Any) -> Any:
@@ -285,19 +284,12 @@ class ModelParallel(Single):
         super().close()
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Within, torch's error over tensors on two devices says what to do about it."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not TWO_DEVICES.search(str(error)):
-            raise
-        raise RequestError(
-            asked="--strategy model-parallel",
-            found=f"tensors on two devices: {str(error).splitlines()[0][:200]}",
-            why="what goes into a placed module is brought to its device, and the output to the "
-            "first one; what forward or loss puts together itself is not",
-            do="move one beside the other there (x.to(y.device)), or place what makes them in one "
-            "part: device_map(model) of the task",
-        ) from error
+def _on_two_devices(line: str) -> RequestError:
+    return RequestError(
+        asked="--strategy model-parallel",
+        found=f"tensors on two devices: {line}",
+        why="what goes into a placed module is brought to its device, and the output to the "
+        "first one; what forward or loss puts together itself is not",
+        do="move one beside the other there (x.to(y.device)), or place what makes them in one "
+        "part: device_map(model) of the task",
+    )
