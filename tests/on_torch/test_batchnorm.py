@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -103,6 +105,42 @@ def test_a_second_derivative(dims: int) -> None:
         penalty(layer(data)), penalty(by_piece(layer, WITH_ONES, data)[0]), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by the compiler
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", ""])
+@pytest.mark.parametrize(("pieces", "runs"), [(EVEN, 1), (UNEVEN, 2)], ids=["even", "uneven"])
+def test_a_compiler_is_given_a_derivative_of_two_sums(
+    pieces: Micro, runs: int, affine: bool
+) -> None:
+    """Autograd alone finds four over all samples, each a loop over memory of its own."""
+    sums: list[int] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nodes = [n for n in graph.graph.nodes if n.target is torch.ops.aten.sum.dim_IntList]
+        sizes = [node.all_input_nodes[0].meta["val"].shape for node in nodes]
+        sums.append(sum(len(size) == 5 and size[-1] > 1 for size in sizes))
+        return make_boxed_func(graph.forward)
+
+    torch.manual_seed(0)
+    layer, twin = made(3, affine), made(3, affine)
+    twin.load_state_dict(layer.state_dict())
+    scope = entered(layer, pieces)
+    scope.lay_out()
+    layer.left = []
+    given = torch.randn(scope.samples, *SHAPES[3], dtype=torch.float64, requires_grad=True)
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=keep)
+    output = torch.compile(layer, backend=backend)(given)
+    expected, moments = by_piece(twin, pieces, given)
+    above = torch.randn_like(output)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(layer.left[0], moments)
+    found = torch.autograd.grad(output, [given, *layer.parameters()], above)
+    wanted = torch.autograd.grad(expected, [given, *twin.parameters()], above)
+    torch.testing.assert_close(found, wanted)
+    assert sums == [2 * runs]
 
 
 def test_a_transform_of_torch_func() -> None:

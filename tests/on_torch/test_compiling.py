@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from conftest import Train
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The .grad attribute"),  # of what the compiler looks at
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # by the compiler
 ]
 SAMPLES = 40  # the last batch of an epoch is one of 8 in 16: other shards, some of one sample
 
@@ -94,13 +94,8 @@ def task_of(make: Callable[[], nn.Module]) -> Task:
 
 
 @pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if find_spec("tqdm"):  # the compiler shows progress with it; no thread for that
-        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-    torch._dynamo.reset()
+def _forget(compiler: None) -> None:
     counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def graphs_and_breaks() -> tuple[int, int]:

@@ -8,9 +8,8 @@ a dimension of their own, and every kernel runs once for all of them:
     backward   dx = scale * (dy - mean(dy) - (x - mean) * mean(dy * (x - mean)) / (var + eps))
 
 Sizes of shards differ by at most one: a micro-batch has three runs at most, if some have one sample
-only. All write into slices of one output. Nothing is read on the host. Under a compiler the same
-is an expression that it can differentiate and fuse; so is what a second derivative goes through, or
-a transform of `torch.func`.
+only. All write into slices of one output. Nothing is read on the host. Compilers, second
+derivatives and transforms of `torch.func` get an `expression` of the same.
 """
 
 from __future__ import annotations
@@ -22,16 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.strategies.shards import Run, Runs
+from allranks.strategies.shards import Runs
+from allranks.torch.batchnorm.expression import expression
+from allranks.torch.batchnorm.moments import (
+    along,
+    is_alone,
+    joined,
+    running_moments,
+    summed,
+    weighted_moments,
+)
 from allranks.torch.model.layers import Normalising, full_type
 
 MEAN_THEN_SQUARES = {"cpu"}
 """The devices on which a mean, and then the squares around it, take a tenth of Welford's time."""
-
-
-def is_alone(run: Run, by: Normalising) -> bool:
-    """Whether its samples are normalised by the running statistics."""
-    return run.lone and by.running is not None
 
 
 def normalised_runs(
@@ -43,7 +46,7 @@ def normalised_runs(
     some, weighted by their samples, and have no gradient.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return _expression(input, runs, per_sample, by)
+        return expression(input, runs, per_sample, by)
     apply: Any = _ByShard.apply  # a copy inside of it would have no second derivative
     found: tuple[Tensor, Tensor] = apply(_dense(input), by.weight, by.bias, runs, per_sample, by)
     return found
@@ -67,16 +70,18 @@ class _ByShard(torch.autograd.Function):
         moments = []
         for run, source, target in _split(runs, per_sample, input, output):
             if is_alone(run, by):
-                both = _running(by, full_type(input.dtype))
+                both = running_moments(by, full_type(input.dtype), source.ndim)
             else:
                 both = _statistics(source, target)
-                moments.append(_moments(run, source, both, by))
-            inverse = (both[1] + by.eps).rsqrt_()
-            _affine(source, both[0], inverse, weight, bias, target)
-            kept += both, inverse
+                values = source.shape[1] * source.shape[3]
+                moments.append(weighted_moments(run, values, both, by))
+            mean, var = both.unbind()
+            inverse = (var + by.eps).rsqrt_()
+            _affine(source, mean, inverse, weight, bias, target)
+            kept += mean, inverse
         ctx.layout, ctx.by = (runs, per_sample), by
         ctx.save_for_backward(input, weight, bias, *kept)
-        found = _joined(moments, by, kept[0])
+        found = joined(moments, by, kept[0])
         ctx.mark_non_differentiable(found)
         ctx.set_materialize_grads(False)
         return output, found
@@ -94,28 +99,29 @@ class _ByShard(torch.autograd.Function):
         targets = above if found is None else found  # not written then
         sums = []
         split = _split(*ctx.layout, input, above, targets)
-        for (run, source, gradient, target), both, inverse in zip(
+        for (run, source, gradient, target), mean, inverse in zip(
             split, kept[::2], kept[1::2], strict=True
         ):
-            around = source - both[0]
-            buffer = target if found is not None and found.dtype == both.dtype else None
+            around = source - mean
+            buffer = target if found is not None and found.dtype == mean.dtype else None
             product = torch.mul(gradient, around, out=buffer)
-            means = both.new_empty(2, len(source), 1, source.shape[2], 1)
-            torch.mean(product, (1, 3), keepdim=True, out=means[0]).mul_(inverse)
-            torch.mean(gradient, (1, 3), keepdim=True, dtype=both.dtype, out=means[1])
+            means = mean.new_empty(2, len(source), 1, source.shape[2], 1)
+            along_it, plain = means.unbind()
+            torch.mean(product, (1, 3), keepdim=True, out=along_it).mul_(inverse)
+            torch.mean(gradient, (1, 3), keepdim=True, dtype=mean.dtype, out=plain)
             values = source.shape[1] * source.shape[3]
             sums.append(means.sum((1, 2, 4)).mul_(values))
             if found is None:
                 continue
-            scale = inverse if weight is None else inverse * _channels(weight)
+            scale = inverse if weight is None else inverse * along(weight, source)
             torch.mul(gradient, scale, out=product)
             if not is_alone(run, ctx.by):
                 means.mul_(scale)
-                means[0].mul_(inverse)
-                product.sub_(around.mul_(means[0]).add_(means[1]))
+                along_it.mul_(inverse)
+                product.sub_(around.mul_(along_it).add_(plain))
             if buffer is None:
                 target.copy_(product)
-        of_weight, of_bias = _summed(sums)
+        of_weight, of_bias = summed(sums)
         return (
             found,
             None if weight is None else of_weight.to(weight.dtype),
@@ -131,31 +137,11 @@ def _statistics(source: Tensor, target: Tensor) -> Tensor:
         var, mean = torch.var_mean(source.to(kind), (1, 3), correction=0, keepdim=True)
         return torch.stack((mean, var))
     both = source.new_empty(2, source.shape[0], 1, source.shape[2], 1, dtype=kind)
-    mean = torch.mean(source, (1, 3), keepdim=True, dtype=kind, out=both[0])
+    mean, var = both.unbind()
+    torch.mean(source, (1, 3), keepdim=True, dtype=kind, out=mean)
     around = torch.sub(source, mean, out=target) if target.dtype == kind else source - mean
-    torch.mean(around.square_(), (1, 3), keepdim=True, out=both[1])
+    torch.mean(around.square_(), (1, 3), keepdim=True, out=var)
     return both
-
-
-def _running(by: Normalising, kind: torch.dtype) -> Tensor:
-    assert by.running is not None
-    return torch.stack(by.running).to(kind).view(2, 1, 1, -1, 1)
-
-
-def _moments(run: Run, source: Tensor, both: Tensor, by: Normalising) -> Tensor:
-    """(weight, weighted mean and variance), summed over the pieces of a run."""
-    values = source.shape[1] * source.shape[3]
-    found = torch.cat((both.new_full((1,), run.pieces), both.sum((1, 2, 4)).flatten()))
-    found.mul_(run.samples)
-    if not by.biased:
-        found[1 + by.features :].mul_(values / (values - 1))
-    return found
-
-
-def _joined(moments: list[Tensor], by: Normalising, like: Tensor) -> Tensor:
-    if not moments:
-        return like.new_zeros(1 + 2 * by.features, dtype=full_type(like.dtype))
-    return _summed(moments)
 
 
 def _affine(
@@ -167,11 +153,11 @@ def _affine(
     target: Tensor,
 ) -> None:
     """`target` = (source - mean) * inverse * weight + bias, which is one scale and one shift."""
-    scale = inverse if weight is None else inverse * _channels(weight)
+    scale = inverse if weight is None else inverse * along(weight, source)
     if bias is None:
         shift = (mean * scale).neg_()
     else:
-        shift = torch.addcmul(_channels(bias), mean, scale, value=-1)
+        shift = torch.addcmul(along(bias, source), mean, scale, value=-1)
     if target.dtype == scale.dtype:
         torch.mul(source, scale, out=target).add_(shift)
     else:
@@ -184,45 +170,10 @@ def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
     by = replace(ctx.by, weight=given[1], bias=given[2])
     runs, per_sample = ctx.layout
-    output, _ = _expression(given[0], runs, per_sample, by)
+    output, _ = expression(given[0], runs, per_sample, by)
     wanted = [tensor for tensor, need in zip(given, needs, strict=True) if need]
     found = iter(torch.autograd.grad(output, wanted, gradient, create_graph=True))
     return tuple(next(found) if need else None for need in needs)
-
-
-def _expression(
-    input: Tensor, runs: Runs, per_sample: int, by: Normalising
-) -> tuple[Tensor, Tensor]:
-    """The whole of it as one expression of tensors."""
-    outputs, moments = [], []
-    kind, at = full_type(input.dtype), 0
-    for run in runs:
-        size = run.pieces * run.samples * per_sample
-        part, at = input[at : at + size], at + size
-        source = part.to(kind).unflatten(0, (run.pieces, -1))
-        source = source.flatten(3) if source.ndim > 3 else source.unsqueeze(3)
-        # (pieces, rows, channels, positions), one if there are none
-        if is_alone(run, by):
-            mean, var = _running(by, kind).unbind()
-        else:
-            var, mean = torch.var_mean(source, (1, 3), correction=0, keepdim=True)
-            both = torch.stack((mean.detach(), var.detach()))
-            moments.append(_moments(run, source, both, by))
-        found = (source - mean) * (var + by.eps).rsqrt()
-        if by.weight is not None:
-            found = found * _channels(by.weight)
-        if by.bias is not None:
-            found = found + _channels(by.bias)
-        outputs.append(found.to(input.dtype).flatten(0, 1).view(part.shape))
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output, _joined(moments, by, input)
-
-
-def _summed(parts: list[Tensor]) -> Tensor:
-    first, *rest = parts
-    for part in rest:
-        first.add_(part)
-    return first
 
 
 def _split(runs: Runs, per_sample: int, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -235,7 +186,7 @@ def _split(runs: Runs, per_sample: int, *tensors: Tensor) -> Iterator[tuple[Any,
     for run in runs:
         rows = run.samples * per_sample
         end = at + run.pieces * rows
-        own = (tensor[at:end] for tensor in tensors)
+        own = tensors if rows * run.pieces == len(tensors[0]) else [t[at:end] for t in tensors]
         if last:
             yield run, *(t.movedim(1, -1).view(run.pieces, -1, t.shape[1], 1) for t in own)
         else:
@@ -253,8 +204,3 @@ def _format(tensor: Tensor) -> torch.memory_format:
 
 def _dense(tensor: Tensor, format: torch.memory_format | None = None) -> Tensor:
     return tensor.contiguous(memory_format=format or _format(tensor))
-
-
-def _channels(values: Tensor) -> Tensor:
-    """(channels,) -> (channels, 1), which goes along (shards, samples, channels, positions)."""
-    return values.view(-1, 1)

@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d a
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Run
-from allranks.torch.batchnorm.by_shard import is_alone, normalised_runs
+from allranks.torch.batchnorm.by_shard import normalised_runs
+from allranks.torch.batchnorm.moments import is_alone
 from allranks.torch.draws.keys import rows_per_sample
 from allranks.torch.model.layers import Normalising, OfShard, full_type
 

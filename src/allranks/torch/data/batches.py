@@ -211,14 +211,12 @@ class GlobalBatches:
 
     def _filled(self, plan: Batch, data: Iterator[Any]) -> Batch:
         """The batch with the data of what is read for it, in order."""
-        leaves = tuple(
-            Leaf(
-                leaf.shards, tuple(MicroBatch(m.pieces, m.samples, next(data)) for m in leaf.micros)
-            )
-            for leaf in plan.leaves
-        )
+        leaves = []
+        for leaf in plan.leaves:
+            micros = [MicroBatch(m.pieces, m.samples, next(data)) for m in leaf.micros]
+            leaves.append(Leaf(leaf.shards, tuple(micros)))
         spare = plan.spare and replace(plan.spare, data=next(data))
-        return replace(plan, leaves=leaves, spare=spare)
+        return plan.with_data(tuple(leaves), spare)
 
     def _from_loader(
         self, source: WholeLoader, done: Progress, epochs: int, steps: int | None

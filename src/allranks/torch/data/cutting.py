@@ -36,6 +36,7 @@ class Cutting:
     counts_passes: bool = False
     needs_spare: bool = False
     collates_alone: bool = False
+    _cuts: dict[int, tuple[Sizes, int, int]] = field(default_factory=dict)
     _leaves: dict[Sizes, tuple[Leaf, ...]] = field(default_factory=dict)
     _passes: dict[Sizes, int] = field(default_factory=dict)
 
@@ -50,8 +51,11 @@ class Cutting:
 
     def cut(self, samples: int) -> tuple[Sizes, int, int]:
         """The sizes of all shards of a batch; its first sample on this rank, and how many."""
-        sizes = even_sizes(samples, self.shards)
-        return sizes, sum(sizes[: self.owned.start]), sum(sizes[k] for k in self.owned)
+        if samples not in self._cuts:
+            sizes = even_sizes(samples, self.shards)
+            own = sum(sizes[k] for k in self.owned)
+            self._cuts[samples] = sizes, sum(sizes[: self.owned.start]), own
+        return self._cuts[samples]
 
     def leaves(self, sizes: Sizes) -> tuple[Leaf, ...]:
         """The leaves of this rank for shards of these sizes, data still missing."""

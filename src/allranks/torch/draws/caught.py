@@ -2,18 +2,18 @@
 
 Kernels of `aten` for the CPU are replaced (`torch.library`): whoever draws comes by
 here, also torch's own C++ below `F.dropout`, attention and recurrent layers, and no other operation
-is any slower. Outside of a pass, with a `torch.Generator` of one's own, and where numbers cannot be
-keyed (`random_` over more than 2^31 numbers, `poisson`, `binomial`, gamma), the kernel that was
-replaced is called; what it draws from torch's generator the witness names. So it is for arguments
-that torch refuses, in its own words, and after `torch.manual_seed` in forward: numbers that
-somebody seeds are those of the seed.
+is any slower. Outside of a pass, with a `torch.Generator` of one's own, where activations are parts
+of those of one process (`is_part`), and where numbers cannot be keyed (`random_` over more than
+2^31 numbers, `poisson`, `binomial`, gamma), the kernel that was replaced is called; what it draws
+from torch's generator the witness names. So it is for arguments that torch refuses, in its own
+words, and after `torch.manual_seed` in forward: numbers that somebody seeds are those of the seed.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -46,7 +46,8 @@ def catch() -> torch.library.Library:
 def _caught(name: str, draw: Draw, before: Any, keyset: Any, *args: Any, **keywords: Any) -> Any:
     here = keyed.keys_here()
     own = any(isinstance(value, torch.Generator) for value in (*args, *keywords.values()))
-    if here is not None and here.by_function and not own and not here.seeded_by_user():
+    is_keyed = here is not None and here.by_function and not here.is_part()
+    if here is not None and is_keyed and not own and not here.seeded_by_user():
         keywords.pop("generator", None)
         found = draw(partial(_bits, here, name), *args, **keywords)
         if found is not NotImplemented:
@@ -80,6 +81,23 @@ def _bits(
     of_samples = here.of_rows(BY_FUNCTION, (samples,), what)
     rest = (sizes[0], *sizes[2:])
     return keyed.drawn(of_samples, rest, (0,) * len(rest), finish, like).transpose(0, 1)
+
+
+def bernoulli_of_part(like: Tensor, p: float, whole: Sequence[int], start: int = 0) -> Tensor:
+    """What `bernoulli_(p)` draws in one process in the shape `whole`, for the part that is `like`.
+
+    That has all samples, dimension 0, and of dimension 1 what begins at `start`. On an accelerator,
+    where nobody else's draws are keyed, ranks draw apart for their parts all the same.
+    """
+    here = keyed.keys_here()
+    is_keyed = here is not None and (here.by_function or not like.is_cpu)
+    if here is None or not is_keyed or here.seeded_by_user():
+        return torch.empty_like(like).bernoulli_(p)
+    below, what = threshold(p), "bernoulli()"
+    here.readings.read(what, here.scope.calls.get(BY_FUNCTION, 0), whole, here.scope.samples)
+    keys = here.of_rows(BY_FUNCTION, whole, what)
+    starts = (start, *[0] * (like.dim() - 2))
+    return keyed.drawn(keys, like.shape[1:], starts, lambda b: b.lt(below), like).to(like.dtype)
 
 
 def _are_probabilities(p: Tensor) -> bool:

@@ -8,7 +8,7 @@ the step nor the number of a layer or call is a constant of the graph, so nothin
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -54,6 +54,7 @@ class Keys:
     def __init__(self, scope: Pass) -> None:
         self.scope = scope
         self.by_function = False  # whether random functions of torch draw from these keys, too
+        self.is_part: Callable[[], bool] = lambda: False  # whether activations are parts right now
         self.readings = Readings()
         self.seed_of_torch = 0  # what the generator of the process was seeded by for this pass
         self._of: tuple[int, Micro] = (-1, ())
