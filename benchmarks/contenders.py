@@ -78,7 +78,28 @@ class Raw(Contender):
             self.optimizer.step()
 
 
-class DDPLocal(Contender):
+class Loop(Contender):
+    """The loop of every tutorial; `prepare` makes its `model` and `optimizer`."""
+
+    model: Any
+    optimizer: Any
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def logged(self, loss: torch.Tensor) -> float:
+        return loss.item()
+
+    def run(self, steps: int) -> None:
+        for inputs, labels in islice(self.batches, steps):
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self.model(inputs), labels)
+            self.backward(loss)
+            self.optimizer.step()
+            self.losses.append(self.logged(loss))
+
+
+class DDPLocal(Loop):
     """As in the tutorial of torch, with the rank's own loss."""
 
     options: ClassVar[dict[str, Any]] = {}
@@ -87,27 +108,14 @@ class DDPLocal(Contender):
         self.model = DistributedDataParallel(self.workload.model(), **self.options)
         self.optimizer = self.workload.optimizer(self.model)
 
-    def run(self, steps: int) -> None:
-        for inputs, labels in islice(self.batches, steps):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.model(inputs), labels)
-            loss.backward()
-            self.optimizer.step()
-            self.losses.append(loss.item())
-
 
 class DDPGlobal(DDPLocal):
     """As in the tutorial of torch, with the mean loss over all ranks."""
 
-    def run(self, steps: int) -> None:
-        for inputs, labels in islice(self.batches, steps):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.model(inputs), labels)
-            loss.backward()
-            self.optimizer.step()
-            mean = loss.detach()
-            dist.all_reduce(mean)
-            self.losses.append(mean.item() / self.world.size)
+    def logged(self, loss: torch.Tensor) -> float:
+        mean = loss.detach()
+        dist.all_reduce(mean)
+        return mean.item() / self.world.size
 
 
 class DDPTuned(DDPGlobal):
@@ -119,7 +127,7 @@ class DDPTuned(DDPGlobal):
     }
 
 
-class FabricLocal(Contender):
+class FabricLocal(Loop):
     """Lightning Fabric, as in its guide."""
 
     def prepare(self) -> None:
@@ -128,16 +136,8 @@ class FabricLocal(Contender):
         model = self.workload.model()
         self.model, self.optimizer = self.fabric.setup(model, self.workload.optimizer(model))
 
-    def logged(self, loss: torch.Tensor) -> float:
-        return loss.item()
-
-    def run(self, steps: int) -> None:
-        for inputs, labels in islice(self.batches, steps):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.model(inputs), labels)
-            self.fabric.backward(loss)
-            self.optimizer.step()
-            self.losses.append(self.logged(loss))
+    def backward(self, loss: torch.Tensor) -> None:
+        self.fabric.backward(loss)
 
 
 class FabricGlobal(FabricLocal):
@@ -148,7 +148,7 @@ class FabricGlobal(FabricLocal):
         return float(mean)
 
 
-class AccelerateLocal(Contender):
+class AccelerateLocal(Loop):
     """Accelerate, as in its guide."""
 
     def prepare(self) -> None:
@@ -158,16 +158,8 @@ class AccelerateLocal(Contender):
         optimizer = self.workload.optimizer(model)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
-    def logged(self, loss: torch.Tensor) -> float:
-        return loss.item()
-
-    def run(self, steps: int) -> None:
-        for inputs, labels in islice(self.batches, steps):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.model(inputs), labels)
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.losses.append(self.logged(loss))
+    def backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss)
 
 
 class AccelerateGlobal(AccelerateLocal):

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from contenders import DEFAULT_SHARDS, Contender, DDPGlobal
+from contenders import DEFAULT_SHARDS, Contender, DDPGlobal, Loop
 from sharded_contenders import OfStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,7 +44,7 @@ class OfWholeBatches(Contender):
         self.batches = batches(replace(workload, batch=workload.batch * world.size), 0, 1)
 
 
-class TensorByHand(OfWholeBatches):
+class TensorByHand(OfWholeBatches, Loop):
     """As in the tutorial of torch."""
 
     def prepare(self) -> None:
@@ -57,14 +57,6 @@ class TensorByHand(OfWholeBatches):
             plan |= {first: ColwiseParallel(), second: RowwiseParallel()}
         self.model = parallelize_module(model, mesh, plan)
         self.optimizer = self.workload.optimizer(self.model)
-
-    def run(self, steps: int) -> None:
-        for inputs, labels in islice(self.batches, steps):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.model(inputs), labels)
-            loss.backward()
-            self.optimizer.step()
-            self.losses.append(loss.item())
 
 
 class PipelineByHand(OfWholeBatches):
@@ -118,7 +110,6 @@ def _part(children: list[nn.Module], parts: int) -> list[list[nn.Module]]:
     return found
 
 
-Ours = partial(OfStrategy, shards=DEFAULT_SHARDS)
 OURS = ("tensor", "gpipe", "1f1b")
 CONTENDERS: dict[str, Callable[[Workload, World], Contender]] = {
     "ddp": DDPGlobal,

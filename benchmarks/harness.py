@@ -46,7 +46,7 @@ class Interval:
 class Comparison:
     """One contender beside another, from pairs: `kind` is `ratio` or `difference_us`.
 
-    A `value_s` stands beside nothing but its bar; `over` is empty.
+    A `value_s` or `value_us` stands beside nothing but its bar; `over` is empty.
 
     `met` is `yes` if the whole interval is within the bar, `no` if none of it is, otherwise (and
     where the pairs are too few for an interval) `undecided`; `null` where no bar was set.
@@ -109,6 +109,11 @@ def value_s(what: str, metric: str, of: str, values: list[float], bar: float | N
     return Comparison(what, "value_s", metric, of, "", median_interval(values), bar)
 
 
+def value_us(what: str, metric: str, of: str, values: list[float], bar: float | None) -> Comparison:
+    """The median of `values`, in microseconds, against a bar that is in microseconds itself."""
+    return Comparison(what, "value_us", metric, of, "", median_interval(values), bar)
+
+
 def order_of(names: list[str], turn: int) -> list[str]:
     """Who goes first in round `turn`: every second round backwards, and rotated from two to two."""
     shift = (turn // 2) % len(names)
@@ -165,7 +170,7 @@ def in_words(comparison: Comparison) -> str:
     """One comparison on one line."""
     i, unit = (
         comparison.interval,
-        {"difference_us": " us", "value_s": " s"}.get(comparison.kind, ""),
+        {"difference_us": " us", "value_s": " s", "value_us": " us"}.get(comparison.kind, ""),
     )
     digits = 0 if comparison.kind == "difference_us" else 3
     sign = {"difference_us": f" - {comparison.over}", "ratio": f" / {comparison.over}"}

@@ -18,6 +18,9 @@ BEGIN = "<!-- the records begin here; written by page.py -->"
 END = "<!-- the records end here -->"
 BENCHMARKS = (
     "launch",
+    "collectives",
+    "two_processes",
+    "backends",
     "step",
     "bitwise",
     "checkpoint",
@@ -97,6 +100,7 @@ def _comparison(c: dict[str, Any]) -> str:
         "ratio": (3, "", f" / {c['over']}"),
         "difference_us": (0, " µs", f" − {c['over']}"),
         "value_s": (2, " s", ""),
+        "value_us": (2, " µs", ""),
     }[c["kind"]]
     bar = "" if c["bar"] is None else f"≤ {c['bar']:g}{unit}"
     cells = (

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
+from allranks.programs.models.gpt import GPTShape, gpt
+from allranks.programs.models.resnet import resnet20
 from allranks.torch import Task
 from allranks.training.order import Order
 
 SEED = 0
 CLASSES = 10
+GPT_OF_TEXT = GPTShape(vocabulary=256, context=128, width=128, layers=4, heads=4)  # `text`'s own
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,32 @@ class Workload:
         flat = inputs.flatten(1)
         rule = torch.randn(flat.shape[1], CLASSES, generator=generator)
         return inputs, (flat @ rule).argmax(dim=1)
+
+
+@dataclass(frozen=True)
+class Tokens(Workload):
+    """Random tokens below `vocabulary`, `shape[0]` to a sample; the next is to be told from each.
+
+    Each is the one before it plus a number of the sample's own: there is something to learn.
+    """
+
+    vocabulary: int = 256
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(SEED)
+        first, step = torch.randint(
+            self.vocabulary, (2, self.samples, 1), generator=generator
+        ).unbind()
+        text = (first + step * torch.arange(self.shape[0] + 1)) % self.vocabulary
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def losses_of(output: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each sample, (n,); of tokens their mean."""
+    if output.dim() == 2:
+        return F.cross_entropy(output, labels, reduction="none")
+    losses = F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.view(len(output), -1).mean(1)
 
 
 def batches(workload: Workload, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -85,7 +114,7 @@ def task_of(workload: Workload, ranks: int, shards: int) -> Task:
             return workload.data()
 
         def loss(self, output: Tensor, batch: Any) -> Tensor:
-            return F.cross_entropy(output, batch[1], reduction="none")
+            return losses_of(output, batch[1])
 
     return Measured(batch_size=workload.batch * ranks, shards=shards, last_batch="drop")
 
@@ -127,5 +156,9 @@ WORKLOADS = {
             is_adamw=True,
         ),
         Workload("17 M MLP", 8, 1024, (1024,), lambda: _deep_mlp(1024, 16), is_adamw=True),
+        Workload("small MLP", 128, 8192, (64,), lambda: _mlp(64, 256)),
+        Workload("wide MLP", 128, 2048, (2048,), lambda: _mlp(2048, 2048)),
+        Workload("ResNet-20", 64, 1024, (3, 32, 32), resnet20, has_batchnorm=True),
+        Tokens("GPT", 16, 1024, (128,), lambda: gpt(GPT_OF_TEXT), is_adamw=True),
     )
 }
