@@ -24,6 +24,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,16 @@ def _left(before: Any, after: Any) -> Any:
             name: after.get(name) for name in before | after if before.get(name) != after.get(name)
         }
     return None if before == after else (before, after)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`torch.compile` knows nothing yet, and shows no progress, which would start a thread."""
+    if find_spec("tqdm"):
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def pytest_unconfigure() -> None:
