@@ -1,0 +1,108 @@
+"""Outer optimizers: how the global weights move by what learners have found in a block of steps.
+
+All are one family. Every learner begins a block at `start`, makes H steps of its own and ends at
+w_k; d is the mean of `start - w_k` over the learners: old minus new, a gradient that points uphill
+as any other does.
+
+    average          w <- w - d                                             local SGD, Stich 2019
+    nesterov         b <- m b + d;  w <- w - lr (d + m b)                  DiLoCo, arXiv 2311.08105
+    slowmo           u <- beta u + d / g;  w <- w - alpha g u  (g: the inner rate)    1910.00643
+    block-momentum   v <- m v + z d;  w <- w - v         Chen and Huo 2016; the next block begins at
+                     paper: w - m v (Nesterov); classical: w; cntk: w, which moves by (1 + m) v
+
+Of `cntk`, as its code and fairseq's have it, the documents call it the paper's Nesterov form; it is
+the classical one with another block rate. All of them work number by number, so a part of the
+weights moves as it would in the whole.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+PAPER, CLASSICAL, CNTK = "paper", "classical", "cntk"
+FORMS = (PAPER, CLASSICAL, CNTK)
+
+
+class OuterOptimizer(ABC):
+    """Moves one flat tensor of global weights; `momentum` is what it keeps of it, if anything."""
+
+    keeps: int = 1
+    """How many numbers it keeps for each weight."""
+
+    def __init__(self) -> None:
+        self.momentum: Tensor | None = None
+
+    @abstractmethod
+    def step(self, weights: Tensor, found: Tensor, rate: float) -> None:
+        """Move `weights` in place by `found`, the mean of old minus new; both (n,).
+
+        `rate` is that of the inner optimizer in the last step of the block. Nothing is sent: every
+        learner calls this with the same numbers, and ends with the same.
+        """
+
+    def start(self, weights: Tensor) -> Tensor:
+        """Where the learners begin the next block: `weights` itself, or a new tensor."""
+        return weights
+
+    def _gathered(self, found: Tensor, momentum: float, factor: float = 1.0) -> Tensor:
+        """What it keeps, after `found` has come in: m times what it was, plus `factor` times d."""
+        if self.momentum is None:
+            self.momentum = found.new_zeros(found.shape)
+        return self.momentum.mul_(momentum).add_(found, alpha=factor)
+
+
+class Average(OuterOptimizer):
+    """The mean of the learners' weights."""
+
+    keeps = 0
+
+    def step(self, weights: Tensor, found: Tensor, rate: float) -> None:
+        weights.sub_(found)
+
+
+class Nesterov(OuterOptimizer):
+    """SGD with Nesterov momentum, as torch's: DiLoCo. With lr = 1 and no momentum the mean."""
+
+    def __init__(self, lr: float = 0.7, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.lr, self.factor = lr, momentum
+        self.keeps = int(momentum != 0)
+
+    def step(self, weights: Tensor, found: Tensor, rate: float) -> None:
+        if self.factor:
+            kept = self._gathered(found, self.factor)
+            weights.sub_(kept, alpha=self.lr * self.factor)
+        weights.sub_(found, alpha=self.lr)
+
+
+class SlowMo(OuterOptimizer):
+    """Momentum in units of the inner rate, so that a schedule does not change what is kept."""
+
+    def __init__(self, alpha: float = 1.0, beta: float = 0.7) -> None:
+        super().__init__()
+        self.alpha, self.beta = alpha, beta
+
+    def step(self, weights: Tensor, found: Tensor, rate: float) -> None:
+        if rate == 0:  # nothing has moved
+            return
+        kept = self._gathered(found, self.beta, 1 / rate)
+        weights.sub_(kept, alpha=self.alpha * rate)
+
+
+class BlockMomentum(OuterOptimizer):
+    """BMUF. `momentum` 1 - 1/K for K learners makes each block count as much as in plain SGD."""
+
+    def __init__(self, momentum: float, rate: float = 1.0, form: str = PAPER) -> None:
+        super().__init__()
+        self.factor, self.rate, self.form = momentum, rate, form
+
+    def step(self, weights: Tensor, found: Tensor, rate: float) -> None:
+        kept = self._gathered(found, self.factor, self.rate)
+        weights.sub_(kept, alpha=1 + self.factor if self.form == CNTK else 1.0)
+
+    def start(self, weights: Tensor) -> Tensor:
+        if self.form != PAPER or self.momentum is None:
+            return weights
+        return weights.sub(self.momentum, alpha=self.factor)
