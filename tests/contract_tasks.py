@@ -425,3 +425,10 @@ class _RandomStream(UnevenStream):
     def open(self, shard: int, epoch: int, seed: int, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
         for sample, target in super().open(shard, epoch, seed, skip):
             yield sample + torch.rand(4) * random.random() * np.random.random(), target
+
+
+class Descent(Plain):
+    """Under plain SGD, where means of weights are means of gradients."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.1)

@@ -138,7 +138,7 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(RequestError) as refused:
         card_for(Choice("ddp-plane"))
     assert refused.value.do.startswith(
-        "did you mean 'ddp-plain'? known: 1f1b, branches, central-storage, context, ddp, ddp-plain"
+        "did you mean 'ddp-plain'? known: 1f1b, block-momentum, branches, central-storage"
     )
 
 
@@ -216,7 +216,7 @@ def test_the_card_says_what_bitwise_sets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refused.value.do == "leave strict out, or drop --bitwise"
 
 
-@pytest.mark.parametrize("name", ["ps", "diloco", "slowmo", "ps:x=1"])
+@pytest.mark.parametrize("name", ["ps", "deepspeed", "ps:x=1"])
 def test_a_strategy_that_is_to_come_is_not_taken_for_another(name: str) -> None:
     with pytest.raises(RequestError) as refused:
         card_for(parse_choice(name))

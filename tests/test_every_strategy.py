@@ -63,7 +63,12 @@ SETTINGS = {
         *("mesh:pipeline=2,schedule=interleaved(chunks=2)", "mesh:data=2,pipeline=2,reduce=tree"),
     ],
     "expert": ["expert", "expert:replicas=2,bucket_mb=0.0005"],
+    "local-sgd": ["local-sgd:every=2"],
+    "slowmo": ["slowmo:every=2"],
+    "block-momentum": ["block-momentum:every=2"],
+    "diloco": ["diloco:every=2,fragments=2,overlap=1"],
 }
+OUTER = [s for name in ("local-sgd", "slowmo", "block-momentum", "diloco") for s in SETTINGS[name]]
 STAGES = {
     "Images": 5,
     "Words": 4,
@@ -140,9 +145,9 @@ def test_every_card_has_a_setting() -> None:
     assert SETTINGS.keys() == {name for name, card in CARDS.items() if "torch" in card.engines}
     rest = {s for settings in SETTINGS.values() for s in settings} - set(EXACT)
     # Equal to a simulation: `independent` and late ones below, the others in
-    # tests/on_torch/test_half_reducers.py.
+    # tests/on_torch/test_half_reducers.py and tests/test_outer.py.
     half = {"ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"}
-    assert rest == {"independent", *half, *LATE}
+    assert rest == {"independent", *half, *LATE, *OUTER}
 
 
 NOTHING_TO_CUT = {  # of 4 features

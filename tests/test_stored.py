@@ -38,6 +38,10 @@ CASES = [
     ("mesh:tensor=2,pipeline=2", 4, "Rows"),
     ("expert", 2, "Mixed"),
     ("branches", 2, "Towers"),
+    ("local-sgd:every=2", 2, "Rows"),
+    ("slowmo:every=2", 2, "Rows"),
+    ("block-momentum:every=2,state=keep", 2, "Rows"),
+    ("diloco:every=2", 2, "Rows"),
 ]
 
 

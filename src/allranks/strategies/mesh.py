@@ -17,9 +17,10 @@ from allranks.errors import RequestError
 
 REPLICATE, SHARD, DATA, TENSOR = "replicate", "shard", "data", "tensor"
 PIPELINE, CONTEXT, EXPERT, BRANCH = "pipeline", "context", "expert", "branch"
-FLATTENED = {DATA: (REPLICATE, SHARD, EXPERT)}
+LEARNER = "learner"
+FLATTENED = {DATA: (LEARNER, REPLICATE, SHARD, EXPERT)}
 """Axes that are several in one: the ranks of a sharded model each read data of their own, and so
-do those that hold different experts."""
+do those that hold different experts, and learners that train apart."""
 
 
 @dataclass(frozen=True)

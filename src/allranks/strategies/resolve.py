@@ -10,6 +10,7 @@ from typing import Any
 from allranks.catalog import ENGINES
 from allranks.errors import RequestError, nearest
 from allranks.strategies.card import Card, Guarantee, Picked
+from allranks.strategies.cards.outer import of_nodes
 from allranks.strategies.choice import Choice, parse_choice
 from allranks.strategies.mesh import Mesh
 from allranks.strategies.reductions.option import groups_of_nodes
@@ -17,7 +18,6 @@ from allranks.strategies.roles import ProcessSet
 from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
-    **dict.fromkeys(("local-sgd", "diloco", "slowmo", "bmuf"), "training with rare exchanges"),
     **dict.fromkeys(("ps", "async"), "a parameter server for torch"),
     "deepspeed": "DeepSpeed as a strategy",
 }
@@ -30,6 +30,9 @@ CALLED_OTHERWISE = {
     **dict.fromkeys(("context-parallel", "cp", "ulysses", "sequence"), "context"),
     "ring": "context:attention=ring",
     **dict.fromkeys(("expert-parallel", "ep", "moe"), "expert"),
+    **dict.fromkeys(("model-averaging", "post-local-sgd"), "local-sgd"),
+    "bmuf": "block-momentum",
+    "streaming-diloco": "diloco:fragments=4,overlap=1,mix=0.5",
 }
 """Names that people know -> those of the same here."""
 
@@ -152,6 +155,9 @@ def resolved_strategy(
     reduce = spec.options.get("reduce")
     if per_node is not None and isinstance(reduce, Picked):
         more = groups_of_nodes(reduce, per_node, ranks)
+        choice = Choice(choice.name, {**choice.options, **more})
+        spec = _spec(str(choice), choice, ranks)
+    if per_node is not None and (more := of_nodes(spec.options, per_node, ranks)):
         choice = Choice(choice.name, {**choice.options, **more})
         spec = _spec(str(choice), choice, ranks)
     if not bitwise:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from allranks.strategies.activation_cards import CONTEXT_CARD, TENSOR_CARD
 from allranks.strategies.card import (
     Card,
     Contents,
@@ -21,11 +20,15 @@ from allranks.strategies.card import (
     Stored,
     replicas_of,
 )
-from allranks.strategies.card_bytes import EVERYTHING, RING, no_bytes, ring_bytes
-from allranks.strategies.fsdp_cards import FSDP_CARDS
+from allranks.strategies.cards.activation import CONTEXT_CARD, TENSOR_CARD
+from allranks.strategies.cards.bytes_sent import EVERYTHING, RING, no_bytes, ring_bytes
+from allranks.strategies.cards.fsdp import FSDP_CARDS
+from allranks.strategies.cards.outer import outer_cards
+from allranks.strategies.cards.pipeline import MESH_CARD, PIPELINE_CARDS
+from allranks.strategies.cards.placed import PLACED_CARDS
+from allranks.strategies.cards.sharded import SHARDED_CARDS
+from allranks.strategies.cards.tensorflow import TENSORFLOW_CARDS
 from allranks.strategies.mesh import Agreement
-from allranks.strategies.pipeline_cards import MESH_CARD, PIPELINE_CARDS
-from allranks.strategies.placed_cards import PLACED_CARDS
 from allranks.strategies.reductions.option import (
     FORMULAS,
     LATE,
@@ -34,8 +37,6 @@ from allranks.strategies.reductions.option import (
     mesh_of_groups,
     reduced_bytes,
 )
-from allranks.strategies.sharded_cards import SHARDED_CARDS
-from allranks.strategies.tensorflow_cards import TENSORFLOW_CARDS
 
 
 def _replicas(has: Contents, options: Mapping[str, Any]) -> float:
@@ -128,3 +129,4 @@ CARDS = {
         *TENSORFLOW_CARDS,
     )
 }
+CARDS |= {card.name: card for card in outer_cards(CARDS.values())}

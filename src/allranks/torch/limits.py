@@ -11,6 +11,7 @@ from allranks.strategies.shards import even_sizes, largest_shard
 from allranks.torch.data.rows import rows_of_ranks
 from allranks.torch.expert_parallel.mixture import MixtureOfExperts
 from allranks.torch.model.layers import normalising_layers, shard_norms
+from allranks.torch.outer.limits import for_learners
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
 
@@ -190,5 +191,6 @@ RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _norm_of_a_cut_shard,
     _late_gradients,
     _mixture_of_a_cut_shard,
+    for_learners,
 )
 """Each finds one thing that cannot be; what the first one finds is raised."""

@@ -88,9 +88,8 @@ class Trainer(OnSteps):
         self.evaluation_plan = EvaluationPlan(self.job, task.plateau())
         self.callbacks, self.user_buffers = [*callbacks, *task.callbacks()], list[str]()
         self._has_given, self._came_to_an_end, self._called = False, True, set[str]()
-        self.heartbeat = Heartbeat(
-            self.world.heartbeat, self.world.local_rank, self.world.local_size
-        )
+        here = self.world
+        self.heartbeat = Heartbeat(here.heartbeat, here.local_rank, here.local_size)
         self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
         self.meter = Meter(self.job, peak_of(self.job, self.device))
         self._taken = Taken()
@@ -145,6 +144,8 @@ class Trainer(OnSteps):
             gave, self._has_given, self._came_to_an_end = True, True, False
             yield batch
         self._came_to_an_end = True
+        if self.strategy.finish():
+            self.evaluation_plan.forget()
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step on one global batch; all ranks call this. Sends what the card says."""
@@ -175,7 +176,7 @@ class Trainer(OnSteps):
         self.witness.after_step()
         every = self.job.verify_every
         if every is not None and done.batch_index % every == 0:
-            verify(self.strategy)
+            verify(self.strategy.learner)
         self.faults.reach("stepped", batch.index)
         return result
 
@@ -195,7 +196,8 @@ class Trainer(OnSteps):
         if self.strategy.agreement.is_one_training:
             self.comm.meet(EVALUATE)
         average = self.strategy.step.average
-        with nullcontext() if average is None else average.in_place(), KERNELS:
+        averaged = average.in_place() if average else nullcontext()
+        with self.strategy.agreed_weights(), averaged, KERNELS:
             metrics = self.task_data.evaluate(data)
         self.heartbeat.enter(before)
         return metrics
@@ -321,13 +323,13 @@ class Trainer(OnSteps):
         if whole is not None:
             taken.left_by(whole.leave)
         self.model_notes = notes_on(self.strategy.model, task, self.built.why_whole)
-        self.guard = guard_of(self.strategy, job, self.world.rank)
+        self.guard = guard_of(self.strategy.learner, job, self.world.rank)
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
         self.faults.leave_out = self.comm.leave_out_one
         self.faults.poison = step.poison_next
         self.task_data = TaskData(task, job, self.strategy)
         taken.undone_by(self.task_data.close)
-        self.witness = Witness(self.strategy, job, report)
+        self.witness = Witness(self.strategy.learner, job, report)
         self._saving: Saving | None = None
         if job.run_dir:
             attempt, reach = self.world.attempt, self.faults.reach

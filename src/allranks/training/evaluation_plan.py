@@ -57,6 +57,10 @@ class EvaluationPlan:
         if self._plateau is not None:
             self._plateau.take(metrics)
 
+    def forget(self) -> None:
+        """The weights are other ones than when they were evaluated."""
+        self.found_at = -1
+
     def metrics_of(self, done: Progress) -> dict[str, float] | None:
         """The metrics of the weights as they are now, if they are known."""
         return self.found if self.found_at == done.batch_index else None

@@ -7,13 +7,11 @@ card, its ranks from `comm`, and the parts of a step that all share from `Shared
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from types import MappingProxyType
-from typing import Any, ClassVar, final
+from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -48,6 +46,7 @@ from allranks.torch.step.passes import StepParts
 from allranks.torch.step.step import SharedStep
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
+from allranks.torch.strategies.traits import Traits
 from allranks.torch.witness.same_model import check_same_groups
 from allranks.training.progress import StepResult
 
@@ -55,39 +54,12 @@ NOTHING = nullcontext()
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
-class Strategy(ABC):
+class Strategy(Traits, ABC):
     """One optimizer step on one global batch, carried out by all ranks together.
 
     A step is `forward_backward`, then `reduce`,
     then what all strategies share (`SharedStep.apply`).
     """
-
-    name: ClassVar[str]
-    can_be_compiled: ClassVar[bool] = True
-    """Whether forward passes may go through what a compiler made of the model."""
-    has_one_model: ClassVar[bool] = True
-    """Whether a rank has one model: copies in threads meet in no forward."""
-    can_run_ahead: bool = False
-    """Whether a step that updates nothing leaves nothing behind, and no host reads its norm."""
-    cuts_micro_batches: bool = False  # whether they go through the model piece by piece
-    equal_passes: ClassVar[bool] = False
-    """Whether all ranks make the same number of passes, because a pass communicates.
-
-    A strategy that sums gradients within a pass brings in zeros while `step.for_others.is_on`.
-    """
-    passes_meet_readers: ClassVar[bool] = True
-    """Whether such a pass communicates with ranks that read other samples."""
-    counts_passes: ClassVar[bool] = False
-    """Whether batches say how many passes the rank with the most makes, though not all make so
-    many."""
-    cuts_by_shard: ClassVar[bool] = False
-    """Whether each shard is a micro-batch of its own, where nobody says `--micro-batch`."""
-    tally_type: torch.dtype | None = None
-    """The type of the tally, where it is a message of its own; else it rides on gradients."""
-    kept_whole: Mapping[str, bool] = MappingProxyType({})
-    """The parameters that one rank each updates whole: whether this one does."""
-    builds_deferred: bool = False
-    """Whether `parallelize` may be given a model on meta, whose weights come one by one."""
 
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
@@ -115,6 +87,14 @@ class Strategy(ABC):
     def data(self) -> Comm:
         """The ranks that read the global batch together, each its own part."""
         return self.axis(DATA)
+
+    @property
+    def learner(self) -> Strategy:
+        """The strategy of the ranks that make every update together: this one, for all of them.
+
+        Another one where learners train apart between two exchanges.
+        """
+        return self
 
     @property
     def shard_alone(self) -> bool:
@@ -210,6 +190,10 @@ class Strategy(ABC):
         """Within, the parameters of the model are whole, for a loss that every rank computes."""
         return nullcontext()
 
+    def agreed_weights(self) -> AbstractContextManager[None]:
+        """Within, the model has the weights and buffers that all ranks agree on. Sends nothing."""
+        return NOTHING
+
     def owned(self, *, writes: bool = False) -> AbstractContextManager[None]:
         """Within, each parameter is what this rank updates of it, in the memory of the whole.
 
@@ -229,7 +213,7 @@ class Strategy(ABC):
         """One step; every rank calls this with its part of the global batch."""
         local = self.forward_backward(batch)
         sums, gradients = self.reduce(batch, local)
-        return self.step.apply(batch, sums, gradients)
+        return self.after_update(batch, self.step.apply(batch, sums, gradients))
 
     def forward_backward(self, batch: Batch) -> Tally:
         """Forward and backward of this rank's part; the gradients are left in `.grad`."""
@@ -242,6 +226,14 @@ class Strategy(ABC):
     @abstractmethod
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         """The sums over all ranks of the tally and of the gradients; every rank calls this."""
+
+    def after_update(self, batch: Batch, result: StepResult) -> StepResult:
+        """What is done with the weights that an update has left; every rank calls this."""
+        return result
+
+    def finish(self) -> bool:
+        """The last step was made. Returns whether weights are other ones now; all ranks call it."""
+        return False
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """The output of the model for evaluation data of this rank alone. No communication."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.job.placement import Placed
-from allranks.strategies.activation_cards import LEAVES
+from allranks.strategies.cards.activation import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.comm import Comm

@@ -7,7 +7,7 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
-from allranks.strategies.card_bytes import ring_bytes, tree_bytes
+from allranks.strategies.cards.bytes_sent import ring_bytes, tree_bytes
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR, Agreement, Mesh
 
 

@@ -14,7 +14,7 @@ from allranks.strategies.card import (
     Workload,
     parts_of,
 )
-from allranks.strategies.card_bytes import EVERYTHING, no_bytes
+from allranks.strategies.cards.bytes_sent import EVERYTHING, no_bytes
 from allranks.strategies.mesh import BRANCH, Agreement, Mesh
 
 

@@ -18,7 +18,7 @@ from allranks.strategies.card import (
     Workload,
     replicas_of,
 )
-from allranks.strategies.card_bytes import tree_bytes, tree_roots
+from allranks.strategies.cards.bytes_sent import tree_bytes, tree_roots
 from allranks.strategies.mesh import EXPERT, Agreement, Mesh, in_copies
 
 

@@ -1,0 +1,246 @@
+"""The cards of outer optimizers: learners train apart, and meet every so many steps.
+
+A learner is one rank, or several that train by a strategy of their own (`inner`). What the meeting
+makes of the learners' weights is the outer optimizer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.strategies.card import Approximate, Card, Contents, Option, Picked, Stored, Workload
+from allranks.strategies.mesh import LEARNER, Mesh
+
+ALONE = "single"
+INNER = ("ddp", "zero1", "zero2", "fsdp", "tensor")
+"""The strategies of which a learner of several ranks may train by one."""
+PLAIN_SGD = "the task's optimizer is SGD without momentum, and clips nothing"
+
+
+def learners_of(ranks: int, options: Mapping[str, Any]) -> int:
+    """How many learners so many ranks are; raises `RequestError` where they do not fit."""
+    inner: Picked = options["inner"]
+    learners = int(options["learners"]) or ranks
+    asked = f"learners={options['learners']},inner={inner} on {ranks} ranks"
+    if ranks % learners:
+        raise RequestError(
+            asked=asked,
+            found=f"{ranks} ranks for {learners} learners",
+            why="each learner has as many ranks as any other",
+            do=f"--ranks {-(-ranks // learners) * learners}",
+        )
+    if (ranks == learners) != (inner.name == ALONE) and ranks > 1:
+        several = ranks // learners
+        raise RequestError(
+            asked=asked,
+            found=f"{several} rank{'s' * (several > 1)} in a learner",
+            why="one rank trains alone (inner=single), and several by a strategy of their own",
+            do=f"learners={ranks // 2},inner=ddp" if ranks > 2 else "leave learners and inner out",
+        )
+    return learners
+
+
+def learner_options(options: Mapping[str, Any]) -> Picked:
+    """The strategy of the ranks of one learner, with its options."""
+    inner: Picked = options["inner"]
+    return inner
+
+
+def _check_periods(options: Mapping[str, Any]) -> None:
+    every, near = int(options["every"]), int(options.get("near", 0))
+    if near and (every % near or near == every):
+        raise RequestError(
+            asked=f"every={every},near={near}",
+            found=f"{every} steps, which are no {near} several times",
+            why="learners that are near each other meet so and so often between two meetings of "
+            "all",
+            do=f"every={max(2, -(-every // near)) * near}, or leave near out",
+        )
+    pieces, overlap = int(options.get("fragments", 1)), int(options.get("overlap", 0))
+    if pieces > every or overlap >= every:
+        raise RequestError(
+            asked=f"every={every},fragments={pieces},overlap={overlap}",
+            found=f"{pieces} fragments, each under way for {overlap} steps, in {every} steps",
+            why="a fragment comes back before it is sent again, and one at most is sent in a step",
+            do=f"at most {every} fragments, an overlap below {every}",
+        )
+
+
+def near_of(ranks: int, options: Mapping[str, Any]) -> int:
+    """How many learners are near each other: 1 where all exchanges are of all."""
+    learners = learners_of(ranks, options)
+    if not int(options.get("near", 0)):
+        return 1
+    group = int(options["group"]) or learners
+    if learners % group:
+        raise RequestError(
+            asked=f"near={options['near']},group={group} with {learners} learners",
+            found=f"{learners} learners, which are no whole groups of {group}",
+            why="each meets with as many as any other",
+            do="a group that divides the learners, or leave near out",
+        )
+    return group
+
+
+def of_nodes(options: Mapping[str, Any], per_node: int, ranks: int) -> dict[str, str]:
+    """What is left open and follows from `per_node`, how many ranks each node has (0: unlike).
+
+    A learner of several ranks is a node, and learners of one node are near each other.
+    """
+    found: dict[str, str] = {}
+    if "inner" not in options or per_node in (0, ranks):
+        return found
+    learners = int(options["learners"]) or ranks
+    if learner_options(options).name != ALONE and not options["learners"]:
+        learners = ranks // per_node
+        found["learners"] = str(learners)
+    if options.get("near") and not options["group"] and per_node % (ranks // learners) == 0:
+        found["group"] = str(max(1, per_node // (ranks // learners)))
+    return found
+
+
+def _mesh(inner: Mapping[str, Card]) -> Any:
+    def mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
+        _check_periods(options)
+        near_of(ranks, options)
+        learners, own = learners_of(ranks, options), options["inner"]
+        within = inner[own.name].mesh(ranks // learners, own.options)
+        return Mesh(((LEARNER, learners), *within.axes))
+
+    return mesh
+
+
+def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
+    """Those of the inner strategy in each step, and of all weights in each block."""
+    within, weights, said = work.messages
+    every, near = int(options["every"]), int(options.get("near", 0))
+    learners = learners_of(work.ranks, options)
+    sent = within + 2 * (learners - 1) / learners * (weights + said) / every
+    if near:
+        group = near_of(work.ranks, options)
+        sent += 2 * (group - 1) / group * weights * (1 / near - 1 / every)
+    return round(sent)
+
+
+def _stored(keeps: int) -> Stored:
+    """What a learner of one rank has, the global weights, what is sent, and what moves them."""
+
+    def of(has: Contents, options: Mapping[str, Any]) -> float:
+        return (4 + keeps + has.kept) * (has.cut + has.rest)
+
+    return Stored(f"({4 + keeps} + k)(C + R), learners of one rank", of)
+
+
+def outer_cards(others: Iterable[Card]) -> tuple[Card, ...]:
+    """The cards; `others` are those that a learner may train by."""
+    inner = {card.name: card for card in others if card.name in (ALONE, *INNER)}
+    common = (
+        Option("learners", 0, "how many learners; 0: every rank is one", at_least=0),
+        Option(
+            "inner",
+            ALONE,
+            "how the ranks of a learner train together",
+            {name: inner[name].options for name in (ALONE, *INNER)},
+        ),
+        Option("after", 0, "steps in which gradients are summed over all first", at_least=0),
+    )
+    both: dict[str, Any] = {
+        "bytes_sent": _bytes,
+        "bytes_formula": "those of `inner` + 2(L-1)/L · (weights + buffers + 56)/every; near: + "
+        "2(g-1)/g · (weights + buffers) · (1/near - 1/every)",
+        "memory": "what `inner` has + the global weights + what is sent (+ momentum)",
+        "many_ranks": True,
+        "mesh": _mesh(inner),
+    }
+    makes = (_local_sgd, _slowmo, _block_momentum, _diloco)
+    return tuple(make(common, both) for make in makes)
+
+
+def _local_sgd(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
+    return Card(
+        name="local-sgd",
+        summary="Learners train apart, and take the mean of their weights every few steps.",
+        guarantee=Approximate(f"every=1, and {PLAIN_SGD}"),
+        stored=_stored(0),
+        options=(_every(16), *common, *NEAR, STATE),
+        paper="Stich 2019, Local SGD, arXiv 1805.09767; Lin et al. 2020 (post-local: after=…), "
+        "arXiv 1808.07217",
+        **both,
+    )
+
+
+def _slowmo(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
+    return Card(
+        name="slowmo",
+        summary="local-sgd whose means move the global weights with a slow momentum.",
+        guarantee=Approximate(f"every=1, alpha=1, beta=0, and {PLAIN_SGD}"),
+        stored=_stored(1),
+        options=(
+            _every(12),
+            Option("alpha", 1.0, "slow rate", above=0),
+            Option("beta", 0.7, "slow momentum", at_least=0, below=1),
+            *common,
+            *NEAR,
+            STATE,
+        ),
+        paper="Wang et al. 2020, SlowMo, arXiv 1910.00643",
+        **both,
+    )
+
+
+def _block_momentum(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
+    forms = ("paper", "classical", "cntk")
+    return Card(
+        name="block-momentum",
+        summary="BMUF: the mean step of a block moves the global weights with momentum.",
+        guarantee=Approximate(f"every=1, momentum=0, block_rate=1, and {PLAIN_SGD}"),
+        stored=_stored(2),
+        options=(
+            _every(16),
+            Option("momentum", -1.0, "of blocks; -1: 1 - 1/learners", at_least=-1, below=1),
+            Option("block_rate", 1.0, "what a block's mean step is times", above=0),
+            Option("form", "paper", "paper: Nesterov; classical; cntk: as its code has it", forms),
+            *common,
+            *NEAR,
+            Option("state", "reset", STATE.meaning, ("keep", "reset")),
+        ),
+        paper="Chen and Huo 2016, BMUF, ICASSP",
+        **both,
+    )
+
+
+def _diloco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
+    return Card(
+        name="diloco",
+        summary="Learners make many steps apart; SGD with Nesterov momentum joins what they found.",
+        guarantee=Approximate(f"every=1, lr=1, momentum=0, and {PLAIN_SGD}"),
+        stored=_stored(1),
+        options=(
+            _every(50),
+            Option("lr", 0.7, "outer rate", above=0),
+            Option("momentum", 0.9, "outer momentum", at_least=0, below=1),
+            Option("fragments", 1, "parts of the model, sent at times of their own", at_least=1),
+            Option("overlap", 0, "steps that a fragment is under way", at_least=0),
+            Option("mix", 0.0, "share of its own weights a learner keeps", at_least=0, below=1),
+            *common,
+            STATE,
+        ),
+        paper="Douillard et al. 2023, DiLoCo, arXiv 2311.08105; 2025, Streaming DiLoCo "
+        "(fragments, overlap, mix), arXiv 2501.18512",
+        **both,
+    )
+
+
+def _every(steps: int) -> Option:
+    return Option("every", steps, "steps of a learner between two meetings", at_least=1)
+
+
+STATE = Option(
+    "state", "keep", "what a meeting makes of the inner optimizers' state", ("keep", "reset")
+)
+NEAR = (
+    Option("near", 0, "steps between averages among learners of a group; 0: none", at_least=0),
+    Option("group", 0, "learners in such a group; 0: those of a node", at_least=0),
+)

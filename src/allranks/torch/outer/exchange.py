@@ -1,0 +1,213 @@
+"""The meetings of learners: what each has found of a fragment leaves, and comes back as the mean.
+
+Every learner makes the same calls with the same step numbers. Numbers are counted from the first
+step in which learners train apart, which is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.torch.comm import Comm
+from allranks.torch.groups.pending import Pending
+from allranks.torch.outer.global_weights import Flat, GlobalWeights
+from allranks.training.progress import NOTHING, Asked, StepResult
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a learner says beside its weights, or the sum of it over all learners.
+
+    `trained` is the weight of what it has trained on since it last took part; loss, weight and
+    samples are those of its last step, `rate` is the inner rate of that step.
+    """
+
+    trained: float = 0
+    loss: float = 0
+    weight: float = 0
+    samples: float = 0
+    rate: float = 0
+    stop: float = 0
+    save: float = 0
+
+    @staticmethod
+    def of(result: StepResult, trained: float = 0, asked: Asked = NOTHING) -> Said:
+        """What a learner says after a step."""
+        weight = result.weight if result.updated and result.weight > 0 else 0.0
+        loss = result.loss * weight if weight else 0.0
+        rate, asks = result.learning_rate, (asked.stop, asked.save)
+        return Said(trained, loss, weight, result.samples, rate, *asks)
+
+    def tensor(self, comm: Comm) -> Tensor:
+        """All of it, in the order of the fields."""
+        numbers = [self.trained, self.loss, self.weight, self.samples]
+        numbers += [self.rate, self.stop, self.save]
+        return torch.tensor(numbers, dtype=torch.float64, device=comm.device)
+
+    @property
+    def asked(self) -> Asked:
+        """What the supervisor wants of any of them."""
+        return Asked.of(self.stop > 0, self.save > 0)
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.weight if self.weight else nan
+
+
+SAID_BYTES = 7 * 8
+
+
+def of_all(comm: Comm, result: StepResult) -> Said:
+    """The numbers of a step of all learners; every one calls this."""
+    numbers = Said.of(result).tensor(comm)
+    comm.all_reduce(numbers).wait()
+    return Said(*numbers.tolist())
+
+
+@dataclass
+class UnderWay:
+    """The sum over the learners of what they have found of some flats, taken at step `until`."""
+
+    fragment: int
+    until: int
+    said: Tensor
+    pending: list[Pending]
+
+    def wait(self) -> Said:
+        """The sums are here, and what all have said together."""
+        for pending in self.pending:
+            pending.wait()
+        self.pending = []
+        return Said(*self.said.tolist())
+
+
+class Exchange:
+    """Sends 2(L-1)/L of the bytes of a fragment, and of `Said`, at each meeting of L learners.
+
+    `moved` is called after the weights of this learner have become other ones.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        weights: GlobalWeights,
+        *,
+        every: int,
+        overlap: int = 0,
+        mix: float = 0.0,
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.comm, self.weights, self.every = comm, weights, every
+        self.overlap, self.mix = overlap, mix if overlap else 0.0
+        self._moved = moved
+        self._trained = [0.0] * len(weights.fragments)
+        self._under_way: list[UnderWay] = []
+
+    def meet(self, at: int, result: StepResult, asked: Asked) -> Said | None:
+        """After step `at`, which gave `result`: send and take what is due.
+
+        Returns what all learners said, if something was taken.
+        """
+        if result.updated:
+            self._trained = [before + result.weight for before in self._trained]
+        said = self._take(at)
+        for number in self._due(at):
+            self._send(number, at + self.overlap, result, asked)
+            said = self._take(at) or said
+        return said
+
+    def asks(self, at: int) -> bool:
+        """Whether something is sent after step `at`."""
+        return bool(self._due(at))
+
+    def meet_for_good(self, at: int, rate: float) -> bool:
+        """Take all that is under way, and meet over what was trained since; step `at` is the last.
+
+        Returns whether that has moved the weights.
+        """
+        moved = self._take(at + self.overlap) is not None
+        nothing = StepResult(at, 0, nan, 0, 0.0, rate, updated=False)
+        for number in range(len(self._trained)):
+            if at and number not in self._due(at):
+                self._send(number, at, nothing, NOTHING)
+                moved = self._take(at) is not None or moved
+        return moved
+
+    def _due(self, at: int) -> list[int]:
+        fragments = self.weights.fragments
+        return [n for n, one in enumerate(fragments) if at % self.every == one.offset]
+
+    def _flats(self, fragment: int) -> Sequence[Flat]:
+        flats = self.weights.fragments[fragment].flats
+        is_last = fragment == len(self.weights.fragments) - 1
+        return (*flats, *self.weights.buffers) if is_last else flats
+
+    def _send(self, fragment: int, until: int, result: StepResult, asked: Asked) -> None:
+        trained, self._trained[fragment] = self._trained[fragment], 0.0
+        said = Said.of(result, trained, asked).tensor(self.comm)
+        with torch.no_grad():
+            found = [flat.find(trained) for flat in self._flats(fragment)]
+        pending = [self.comm.all_reduce(one) for one in (*found, said)]
+        self._under_way.append(UnderWay(fragment, until, said, pending))
+
+    def _take(self, at: int) -> Said | None:
+        """Move the global weights by the means that are due, and this learner's to them."""
+        said = None
+        for one in [one for one in self._under_way if one.until <= at]:
+            self._under_way.remove(one)
+            said = one.wait()
+            if said.trained:
+                with torch.no_grad():
+                    for flat in self._flats(one.fragment):
+                        mean = flat.found.div_(said.trained)
+                        flat.take(mean, said.rate / self.comm.size, self.mix)
+                self._moved()
+        return said
+
+    # --- state ----------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any]:
+        """What of it is this learner's alone."""
+        return {"trained": self._trained}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Take up what `own_state` returned, where there are as many fragments as then."""
+        if len(state["trained"]) == len(self._trained):
+            self._trained = [float(one) for one in state["trained"]]
+
+    def state(self) -> list[dict[str, Any]]:
+        """What is under way, summed over all: the same on every learner; waits for it."""
+        return [
+            {
+                "fragment": one.fragment,
+                "until": one.until,
+                "said": list(vars(one.wait()).values()),
+                "found": self._found(one.fragment),
+            }
+            for one in self._under_way
+        ]
+
+    def load_state(self, state: list[dict[str, Any]]) -> None:
+        """Take up what `state` returned; what is of other fragments than here is left out."""
+        self._under_way = []
+        for one in state:
+            number = int(one["fragment"])
+            if (
+                number >= len(self.weights.fragments)
+                or self._found(number).keys() != one["found"].keys()
+            ):
+                continue
+            for name, view in self._found(number).items():
+                view.copy_(one["found"][name])
+            said = Said(*one["said"]).tensor(self.comm)
+            self._under_way.append(UnderWay(number, int(one["until"]), said, []))
+
+    def _found(self, fragment: int) -> dict[str, Tensor]:
+        flats = self._flats(fragment)
+        return {n: v for f in flats for n, v in zip(f.names, f.views(f.found), strict=True)}

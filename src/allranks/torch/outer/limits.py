@@ -1,0 +1,56 @@
+"""What a task and a job cannot have where learners train apart between two meetings."""
+
+from __future__ import annotations
+
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.strategies.mesh import LEARNER
+from allranks.torch.model.layers import normalising_layers
+from allranks.torch.strategies.base import Strategy
+from allranks.torch.task import Task
+
+
+def for_learners(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    """The error for what needs all ranks in each step; `None` for any other job."""
+    if strategy.mesh.size(LEARNER) == 1:
+        return None
+    whole = task.batchnorm == "whole" and bool(normalising_layers(strategy.model))
+    found = {
+        'loss_over = "batch"': (
+            task.loss_over == "batch",
+            "the loss would need the outputs of all learners in every step",
+        ),
+        'batchnorm = "whole"': (
+            whole,
+            "the statistics would need the activations of all learners in every step",
+        ),
+        "a moving average of the weights (ema)": (
+            task.ema is not None,
+            "it would be that of one learner: the outer optimizer averages over all",
+        ),
+        "--precision fp16": (
+            job.precision == "fp16",
+            "each learner would have a loss scale of its own, and a checkpoint holds one",
+        ),
+        "initialise()": (
+            task.overrides("initialise"),
+            "it is given the whole first batch, of which a learner has its part",
+        ),
+    }
+    for what, (is_there, why) in found.items():
+        if is_there:
+            return RequestError(
+                asked=f"--strategy {job.strategy}", found=what, why=why, do="--strategy ddp"
+            )
+    return None
+
+
+def check_stream(task: Task, strategy: Strategy) -> None:
+    """Raise `RequestError` for a stream of which the rest of an epoch is to be dropped."""
+    if task.last_batch == "drop" and strategy.mesh.size(LEARNER) > 1:
+        raise RequestError(
+            asked=f'--strategy {strategy.name} with last_batch = "drop"',
+            found="a stream",
+            why="no learner knows how many samples the others have left",
+            do="--set last_batch=keep, or --strategy ddp",
+        )

@@ -1,0 +1,1 @@
+"""Strategies whose ranks train apart: for ever, or between two meetings."""

@@ -1,0 +1,51 @@
+"""Learners that meet every few steps, by the outer optimizer that joins what they found."""
+
+from __future__ import annotations
+
+from allranks.torch.outer.optimizers import (
+    Average,
+    BlockMomentum,
+    Nesterov,
+    OuterOptimizer,
+    SlowMo,
+)
+from allranks.torch.strategies.apart.outer import Outer
+
+
+class LocalSGD(Outer):
+    """Learners take the mean of their weights."""
+
+    name = "local-sgd"
+
+    def made_optimizer(self) -> OuterOptimizer:
+        return Average()
+
+
+class SlowMomentum(Outer):
+    """Means move the global weights with a slow momentum."""
+
+    name = "slowmo"
+
+    def made_optimizer(self) -> OuterOptimizer:
+        return SlowMo(self.options["alpha"], self.options["beta"])
+
+
+class BlockMomentumFiltering(Outer):
+    """Blocks move the global weights with momentum."""
+
+    name = "block-momentum"
+
+    def made_optimizer(self) -> OuterOptimizer:
+        momentum = self.options["momentum"]
+        if momentum < 0:
+            momentum = 1 - 1 / self.learners.size
+        return BlockMomentum(momentum, self.options["block_rate"], self.options["form"])
+
+
+class DiLoCo(Outer):
+    """What learners found is a gradient of an outer SGD with Nesterov momentum."""
+
+    name = "diloco"
+
+    def made_optimizer(self) -> OuterOptimizer:
+        return Nesterov(self.options["lr"], self.options["momentum"])

@@ -1,0 +1,306 @@
+"""Learners that train apart and meet: one wrapper for every outer optimizer, around any strategy.
+
+    a step       of a learner: by its `inner` strategy, on its part of the global batch
+    a meeting    every H steps: the mean of what learners have found, weighted by what each has
+                 trained on, moves the global weights (`outer.optimizers`), and learners go on from
+                 there; what a supervisor wants of a rank rides on it
+    near         between two meetings learners of a node take the mean of their weights
+    after        before, gradients are summed over all learners in every step, as `ddp` does
+    fragments    parts of the model meet at times of their own, and may be under way for some steps
+
+All agree on the global weights: these are evaluated, saved and exported. The weights of a learner
+between two meetings, and what its optimizer keeps, are its own, and saved beside them; on other
+ranks a training goes on from its last meeting. Shards, rates and epochs are those of any strategy:
+a step is a step of all. Of streams nobody knows how long they are, so learners hear in each of
+these steps whether any of them has samples left, and end their epoch together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.catalog import STRATEGIES, TORCH, load
+from allranks.job.placement import Placed
+from allranks.strategies.card import Workload
+from allranks.strategies.cards.outer import learner_options, near_of
+from allranks.strategies.mesh import LEARNER, Agreement
+from allranks.torch.checkpoint.tree import local
+from allranks.torch.data.batch import Batch
+from allranks.torch.deferred_init.recorded import Recorded
+from allranks.torch.outer.exchange import SAID_BYTES, Exchange, Said, of_all
+from allranks.torch.outer.global_weights import GlobalWeights
+from allranks.torch.outer.learner_state import as_it_was, as_parts
+from allranks.torch.outer.limits import check_stream
+from allranks.torch.outer.optimizers import Average, OuterOptimizer
+from allranks.torch.state import copied
+from allranks.torch.step.changes import unfrozen_on_the_way
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.base import MakeOptimizer, Strategy
+from allranks.torch.strategies.context import StrategyContext
+from allranks.training.progress import NOTHING, Asked, StepResult
+
+OF_THE_INNER = (
+    *("built_with", "equal_passes", "passes_meet_readers", "counts_passes", "cuts_by_shard"),
+    *("can_be_compiled", "builds_deferred", "cuts_micro_batches", "has_one_model"),
+)
+
+
+class Outer(Strategy):
+    """Train by `inner` in each learner, and meet every so many steps."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self.options, within = context.options, learner_options(context.options)
+        size = self.comm.size // self.mesh.size(LEARNER)
+        first = self.comm.rank // size * size
+        line = self.comm.among(tuple(range(first, first + size)))
+        self._line = line if line is self.comm else replace(line, meetings=None)
+        self._groups = [] if line is self.comm else [self._line]
+        kind = load(STRATEGIES[TORCH][within.name])
+        self.inner: Strategy = kind(replace(context, comm=self._line, options=within.options))
+        for name in OF_THE_INNER:
+            setattr(self, name, getattr(self.inner, name))
+        self.after, self.near = int(self.options["after"]), int(self.options.get("near", 0))
+        self.fragments = int(self.options.get("fragments", 1))
+        self.steps = 0
+        self._exchange: Exchange | None = None
+        self._asked = NOTHING
+
+    def made_optimizer(self) -> OuterOptimizer:
+        """What moves one flat tensor of the global weights."""
+        raise NotImplementedError
+
+    @property
+    def agreement(self) -> Agreement:
+        return self.inner.agreement
+
+    @property
+    def learner(self) -> Strategy:
+        return self.inner
+
+    @property
+    def shard_alone(self) -> bool:
+        return self.inner.shard_alone
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        sums, gradients = self.inner.reduce(batch, local)
+        if self.steps < self.after and self.learners.size > 1:
+            for parameter in self.step.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            for tensor in (sums.tensor, *gradients.tensors()):
+                assert tensor is not None
+                self.learners.all_reduce(tensor).wait()
+        return sums, gradients
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        if batch.sizes is None:
+            check_stream(self.task, self)
+        if self.steps >= self.after and self._exchange is None:
+            self._exchange = self._made_exchange()
+            self.step.layout.leaves = None  # those of the learner alone, from here on
+        return self.inner.forward_backward(batch)
+
+    def after_update(self, batch: Batch, result: StepResult) -> StepResult:
+        """Meet where it is time. Sends what the card says; of a stream, 56 bytes in each step."""
+        if self._exchange is None:
+            self.steps += result.taken
+            return result
+        if self.step.names != self._names:
+            raise unfrozen_on_the_way(self.name)
+        asked = result.asked
+        self._asked = Asked.of(self._asked.stop or asked.stop, self._asked.save or asked.save)
+        if batch.sizes is None and not of_all(self.learners, result).samples:
+            return replace(result, asked=NOTHING)  # for all alike: an epoch is over
+        self.steps += 1
+        at, sends = self.steps - self.after, self._exchange.asks(self.steps - self.after)
+        said = self._exchange.meet(at, result, self._asked)
+        if sends:
+            self._asked = NOTHING
+        elif self.near and at % self.near == 0:
+            self._average_near()
+        return _told(result, said)
+
+    def finish(self) -> bool:
+        if self._exchange is None:
+            return False
+        rate = float(self.step.optimizer.param_groups[0]["lr"])
+        return self._exchange.meet_for_good(self.steps - self.after, rate)
+
+    def _average_near(self) -> None:
+        """The mean of the weights and buffers of the learners of a node; they all call this."""
+        assert self._exchange is not None
+        with torch.no_grad():
+            for flat in self._exchange.weights.flats:
+                torch.cat([live.flatten() for live in flat.live], out=flat.found)
+                self._neighbours.all_reduce(flat.found.div_(self._neighbours.size)).wait()
+                for live, mean in zip(flat.live, flat.views(flat.found), strict=True):
+                    live.copy_(mean)
+
+    # --- the model ------------------------------------------------------------------------
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
+    ) -> None:
+        inner = self.inner
+        inner.setup(model, make_optimizer, recorded)
+        self.model, self.step, self.made = inner.model, inner.step, inner.made
+        self.kept_whole, self._names = inner.kept_whole, list(inner.step.names)
+        self.learners = self.axis(LEARNER)
+        beside = int(self.options.get("overlap", 0)) and self.learners.size > 1
+        self._meeting = self.learners.beside() if beside else self.learners
+        group = near_of(self.comm.size, self.options)
+        first = self.learners.rank // group * group
+        self._neighbours = self.learners.among(tuple(range(first, first + group)))
+        made = (self._meeting, self._neighbours)
+        self._groups += [comm for comm in made if comm is not self.learners]
+        held = [local(t.detach()) for t in (*self.model.parameters(), *self.model.buffers())]
+        with torch.no_grad():
+            self.learners.broadcast(*(tensor for tensor in held if not tensor.is_meta))
+
+    def _agreed(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+        """The parameters and buffers that learners agree on, as far as this rank holds them."""
+        parameters = zip(self.step.names, self.step.parameters, strict=True)
+        buffers = [(n, b) for n, b in self.model.named_buffers() if b.is_floating_point()]
+        return (
+            [(n, local(p.detach())) for n, p in parameters if not p.is_meta],
+            [(n, b) for n, b in buffers if not b.is_meta],
+        )
+
+    def _made_exchange(self) -> Exchange:
+        """Begin to train apart; every rank calls this, where all learners hold the same."""
+        every, count = int(self.options["every"]), self.fragments
+        weights = GlobalWeights(
+            *self._agreed(),
+            self.made_optimizer,
+            Average,
+            offsets=[at * every // count for at in range(count)],
+            zeros=self._meeting.zeros,
+        )
+        return Exchange(
+            self._meeting,
+            weights,
+            every=every,
+            overlap=int(self.options.get("overlap", 0)),
+            mix=float(self.options.get("mix", 0.0)),
+            moved=self._reset if self.options.get("state") == "reset" else lambda: None,
+        )
+
+    def _reset(self) -> None:
+        self.step.optimizer.state.clear()
+
+    @contextmanager
+    def agreed_weights(self) -> Iterator[None]:
+        if self._exchange is None:
+            yield
+            return
+        weights = self._exchange.weights
+        weights.swap()
+        try:
+            yield
+        finally:
+            weights.swap()
+
+    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
+        return self.inner.eval_step(data, forward)
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        return self.inner.placement(updated=updated)
+
+    def messages(self) -> tuple[int, ...]:
+        agreed = sum(tensor.nbytes for named in self._agreed() for _, tensor in named)
+        return self.inner.promised_bytes(), agreed, SAID_BYTES * self.fragments
+
+    def promised_bytes(self) -> int:
+        work = Workload(self.messages(), self.comm.size, self.task.shards)
+        return self.card.bytes_sent(work, self.options)
+
+    # --- state ----------------------------------------------------------------------------
+
+    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
+        return self.inner.as_saved(name, tensor)
+
+    def full(self, name: str, tensor: Tensor) -> Tensor:
+        return self.inner.full(name, tensor)
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        with self.agreed_weights():
+            yield from self.inner.full_state()
+
+    def state(self) -> dict[str, Any]:
+        if self._exchange is None:
+            return {**self.inner.state(), "outer": {"steps": self.steps}}
+        weights = self._exchange.weights
+        with self.agreed_weights():
+            state = self.inner.state()
+            state["model"] = copied(state["model"])
+        outer: dict[str, Any] = {"steps": self.steps, "under_way": self._exchange.state()}
+        if weights.has_momentum:
+            with weights.momentum_in_place():
+                model = self.inner.state()["model"]
+                outer["momentum"] = copied({n: t for n, t in model.items() if n in self._names})
+        return {**state, "outer": outer}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """From another strategy: the weights are those of a meeting. Every rank calls this."""
+        outer = state.get("outer", {"steps": self.after})
+        self.steps, inner = int(outer["steps"]), self.inner
+        self._exchange = None
+        if self.steps > self.after or "momentum" in outer:
+            self._exchange = self._made_exchange()
+            weights = self._exchange.weights
+            if "momentum" in outer:
+                inner.load_state({**state, "model": {**state["model"], **outer["momentum"]}})
+                weights.take_momentum()
+        inner.load_state(state)
+        if self._exchange is not None:
+            self._exchange.weights.begin_anew()
+            self._exchange.load_state(outer.get("under_way", []))
+
+    def own_state(self) -> dict[str, Any]:
+        own: dict[str, Any] = {"inner": self.inner.own_state()}
+        if self._exchange is not None:
+            own["exchange"] = self._exchange.own_state()
+            own["live"] = self._exchange.weights.live()
+            own["optimizer"] = as_parts(self.inner.state()["optimizer"])
+        return own
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        self.inner.load_own_state(state["inner"])
+        if self._exchange is None or "live" not in state:
+            return
+        if self._exchange.weights.take_live(state["live"]):
+            self._exchange.load_own_state(state["exchange"])
+            now = self.inner.state()
+            optimizer = as_it_was(state["optimizer"], now["optimizer"])
+            live = self._exchange.weights.live()
+            self.inner.load_state({**now, "optimizer": optimizer})
+            self._exchange.weights.take_live(live)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def leave(self, *, failed: bool = False) -> None:
+        self.inner.leave(failed=failed)
+        for comm in self._groups:
+            comm.leave(failed=failed)
+        super().leave(failed=failed)
+
+
+def _told(result: StepResult, said: Said | None) -> StepResult:
+    """What there is to say of a step of all: its loss is that of this learner between meetings."""
+    result = replace(result, asked=NOTHING if said is None else said.asked)
+    if not result.taken:  # the others had samples
+        result = replace(result, updated=True, loss=0.0, weight=0.0)
+    if said is not None and said.weight:
+        result = replace(result, loss=said.mean_loss, weight=said.weight)
+    return result
