@@ -59,6 +59,10 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("context", ""): (0, 5200, 6720, 7480, 8620),
     ("mesh", ""): (0, 160, 213, 240, 280),  # one of each axis: nothing but the tally
     ("expert", ""): (0, 3360, 4480, 5040, 5880),  # of which no row goes to another rank
+    ("local-sgd", ""): (0, 204, 271, 305, 356),  # every 16 steps, those of the next one every 12
+    ("slowmo", ""): (0, 271, 362, 407, 475),
+    ("block-momentum", ""): (0, 204, 271, 305, 356),
+    ("diloco", ""): (0, 65, 87, 98, 114),
 }
 MESSAGES = {
     **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
@@ -76,6 +80,7 @@ MESSAGES = {
         TALLY,
     ),  # and before them what crosses between stages
     "expert": (0, GRADIENTS + TALLY, 1600),  # rows, what is whole, experts
+    **dict.fromkeys(("local-sgd", "slowmo", "block-momentum", "diloco"), (0, GRADIENTS, 56)),
 }
 """Of strategies whose tally is a message of its own."""
 

@@ -12,7 +12,6 @@ script or a notebook, and nothing that the command does is out of its reach:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -195,9 +194,7 @@ class Trainer(OnSteps):
         self.settle()
         if self.strategy.agreement.is_one_training:
             self.comm.meet(EVALUATE)
-        average = self.strategy.step.average
-        averaged = average.in_place() if average else nullcontext()
-        with self.strategy.agreed_weights(), averaged, KERNELS:
+        with self.strategy.evaluated_weights(), KERNELS:
             metrics = self.task_data.evaluate(data)
         self.heartbeat.enter(before)
         return metrics

@@ -190,9 +190,10 @@ class Strategy(Traits, ABC):
         """Within, the parameters of the model are whole, for a loss that every rank computes."""
         return nullcontext()
 
-    def agreed_weights(self) -> AbstractContextManager[None]:
-        """Within, the model has the weights and buffers that all ranks agree on. Sends nothing."""
-        return NOTHING
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Within, the model has the weights that are evaluated: their average, if one is kept."""
+        average = self.step.average
+        return NOTHING if average is None else average.in_place()
 
     def owned(self, *, writes: bool = False) -> AbstractContextManager[None]:
         """Within, each parameter is what this rank updates of it, in the memory of the whole.

@@ -197,7 +197,8 @@ class Outer(Strategy):
         self.step.optimizer.state.clear()
 
     @contextmanager
-    def agreed_weights(self) -> Iterator[None]:
+    def evaluated_weights(self) -> Iterator[None]:
+        """Within, the live weights and buffers are the global ones. Sends nothing."""
         if self._exchange is None:
             yield
             return
@@ -231,14 +232,14 @@ class Outer(Strategy):
         return self.inner.full(name, tensor)
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        with self.agreed_weights():
+        with self.evaluated_weights():
             yield from self.inner.full_state()
 
     def state(self) -> dict[str, Any]:
         if self._exchange is None:
             return {**self.inner.state(), "outer": {"steps": self.steps}}
         weights = self._exchange.weights
-        with self.agreed_weights():
+        with self.evaluated_weights():
             state = self.inner.state()
             state["model"] = copied(state["model"])
         outer: dict[str, Any] = {"steps": self.steps, "under_way": self._exchange.state()}
