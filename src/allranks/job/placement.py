@@ -17,7 +17,7 @@ from allranks.checkpoint.files import as_json, write_whole
 
 FOLDER = "placement"
 PARAMETER, BUFFER, AVERAGE = "parameter", "buffer", "average"
-OPTIMIZER, GATHERED = "optimizer", "gathered"
+OPTIMIZER, GATHERED, GLOBAL = "optimizer", "gathered", "global"
 SHAPES = ("shape", "whole")
 
 
@@ -26,8 +26,9 @@ class Placed:
     """One tensor on one device, and what belongs to it: its gradient, and what the optimizer keeps.
 
     `replica` counts the copies of the model in one process, `part` the parts of one that is on
-    several devices; `kind` is `parameter`, `buffer`,
-    `average` (of the weights), `optimizer` (kept for no weight), or `gathered` (of a micro-batch).
+    several devices; `kind` is `parameter`, `buffer`, `average` (of the weights), `global` (weights
+    that learners agree on, with what they send of them and its momentum), `optimizer` (kept for no
+    weight), or `gathered` (of a micro-batch).
     Where ranks hold a part each, `whole` is the shape of all of it.
     """
 

@@ -97,6 +97,7 @@ class BlockMomentum(OuterOptimizer):
     def __init__(self, momentum: float, rate: float = 1.0, form: str = PAPER) -> None:
         super().__init__()
         self.factor, self.rate, self.form = momentum, rate, form
+        self.keeps = 2 if form == PAPER else 1  # with where the next block begins
 
     def step(self, weights: Tensor, found: Tensor, rate: float) -> None:
         kept = self._gathered(found, self.factor, self.rate)

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from allranks.catalog import STRATEGIES, TORCH, load
-from allranks.job.placement import Placed
+from allranks.job.placement import GLOBAL, Placed
 from allranks.strategies.card import Workload
 from allranks.strategies.cards.outer import learner_options, near_of
 from allranks.strategies.mesh import LEARNER, Agreement
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.recorded import Recorded
+from allranks.torch.model.placement import row
 from allranks.torch.outer.exchange import SAID_BYTES, Exchange, Said, of_all
 from allranks.torch.outer.global_weights import GlobalWeights
 from allranks.torch.outer.learner_state import as_it_was, as_parts
@@ -69,7 +70,7 @@ class Outer(Strategy):
             setattr(self, name, getattr(self.inner, name))
         self.after, self.near = int(self.options["after"]), int(self.options.get("near", 0))
         self.fragments = int(self.options.get("fragments", 1))
-        self.steps = 0
+        self._at = 0  # the step that was made last, from the first apart on
         self._exchange: Exchange | None = None
         self._asked = NOTHING
 
@@ -91,7 +92,7 @@ class Outer(Strategy):
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         sums, gradients = self.inner.reduce(batch, local)
-        if self.steps < self.after and self.learners.size > 1:
+        if self._exchange is None and self.learners.size > 1:
             for parameter in self.step.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, requires_grad=False)
@@ -103,7 +104,7 @@ class Outer(Strategy):
     def forward_backward(self, batch: Batch) -> Tally:
         if batch.sizes is None:
             check_stream(self.task, self)
-        if self.steps >= self.after and self._exchange is None:
+        if batch.index >= self.after and self._exchange is None:
             self._exchange = self._made_exchange()
             self.step.layout.leaves = None  # those of the learner alone, from here on
         return self.inner.forward_backward(batch)
@@ -111,28 +112,28 @@ class Outer(Strategy):
     def after_update(self, batch: Batch, result: StepResult) -> StepResult:
         """Meet where it is time. Sends what the card says; of a stream, 56 bytes in each step."""
         if self._exchange is None:
-            self.steps += result.taken
             return result
         if self.step.names != self._names:
             raise unfrozen_on_the_way(self.name)
         asked = result.asked
         self._asked = Asked.of(self._asked.stop or asked.stop, self._asked.save or asked.save)
-        if batch.sizes is None and not of_all(self.learners, result).samples:
+        heard = of_all(self.learners, result) if batch.sizes is None else None
+        if heard is not None and not heard.samples:
             return replace(result, asked=NOTHING)  # for all alike: an epoch is over
-        self.steps += 1
-        at, sends = self.steps - self.after, self._exchange.asks(self.steps - self.after)
+        self._at = at = batch.index + 1 - self.after
+        sends = self._exchange.asks(at)
         said = self._exchange.meet(at, result, self._asked)
         if sends:
             self._asked = NOTHING
         elif self.near and at % self.near == 0:
             self._average_near()
-        return _told(result, said)
+        return _of_all(batch, result, said, heard)
 
     def finish(self) -> bool:
         if self._exchange is None:
             return False
         rate = float(self.step.optimizer.param_groups[0]["lr"])
-        return self._exchange.meet_for_good(self.steps - self.after, rate)
+        return self._exchange.meet_for_good(self._at, rate)
 
     def _average_near(self) -> None:
         """The mean of the weights and buffers of the learners of a node; they all call this."""
@@ -213,7 +214,14 @@ class Outer(Strategy):
         return self.inner.eval_step(data, forward)
 
     def placement(self, *, updated: bool) -> list[Placed]:
-        return self.inner.placement(updated=updated)
+        """Beside what `inner` has: the global weights, what is sent of them, and their momentum."""
+        keeps = self.made_optimizer().keeps
+        rows = [row(GLOBAL, name, tensor) for named in self._agreed() for name, tensor in named]
+        more = [
+            replace(one, gradient_bytes=one.bytes, optimizer_bytes=keeps * (one.bytes or 0))
+            for one in rows
+        ]
+        return [*self.inner.placement(updated=updated), *more]
 
     def messages(self) -> tuple[int, ...]:
         agreed = sum(tensor.nbytes for named in self._agreed() for _, tensor in named)
@@ -237,12 +245,12 @@ class Outer(Strategy):
 
     def state(self) -> dict[str, Any]:
         if self._exchange is None:
-            return {**self.inner.state(), "outer": {"steps": self.steps}}
+            return self.inner.state()
         weights = self._exchange.weights
         with self.evaluated_weights():
             state = self.inner.state()
             state["model"] = copied(state["model"])
-        outer: dict[str, Any] = {"steps": self.steps, "under_way": self._exchange.state()}
+        outer: dict[str, Any] = {"at": self._at, "under_way": self._exchange.state()}
         if weights.has_momentum:
             with weights.momentum_in_place():
                 model = self.inner.state()["model"]
@@ -251,19 +259,18 @@ class Outer(Strategy):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """From another strategy: the weights are those of a meeting. Every rank calls this."""
-        outer = state.get("outer", {"steps": self.after})
-        self.steps, inner = int(outer["steps"]), self.inner
-        self._exchange = None
-        if self.steps > self.after or "momentum" in outer:
-            self._exchange = self._made_exchange()
-            weights = self._exchange.weights
-            if "momentum" in outer:
-                inner.load_state({**state, "model": {**state["model"], **outer["momentum"]}})
-                weights.take_momentum()
+        inner, outer = self.inner, state.get("outer")
+        self._exchange = None if outer is None else self._made_exchange()
+        if self._exchange is None or outer is None:
+            inner.load_state(state)
+            return
+        weights, self._at = self._exchange.weights, int(outer["at"])
+        if "momentum" in outer:
+            inner.load_state({**state, "model": {**state["model"], **outer["momentum"]}})
+            weights.take_momentum()
         inner.load_state(state)
-        if self._exchange is not None:
-            self._exchange.weights.begin_anew()
-            self._exchange.load_state(outer.get("under_way", []))
+        weights.begin_anew()
+        self._exchange.load_state(outer["under_way"])
 
     def own_state(self) -> dict[str, Any]:
         own: dict[str, Any] = {"inner": self.inner.own_state()}
@@ -297,11 +304,14 @@ class Outer(Strategy):
         super().leave(failed=failed)
 
 
-def _told(result: StepResult, said: Said | None) -> StepResult:
+def _of_all(batch: Batch, result: StepResult, said: Said | None, heard: Said | None) -> StepResult:
     """What there is to say of a step of all: its loss is that of this learner between meetings."""
-    result = replace(result, asked=NOTHING if said is None else said.asked)
+    asked = NOTHING if said is None else said.asked
+    of_all = int(heard.samples) if batch.sizes is None and heard else sum(batch.sizes or ())
+    result = replace(result, asked=asked, samples=of_all)
     if not result.taken:  # the others had samples
         result = replace(result, updated=True, loss=0.0, weight=0.0)
-    if said is not None and said.weight:
-        result = replace(result, loss=said.mean_loss, weight=said.weight)
+    told = heard or said
+    if told is not None and told.weight:
+        result = replace(result, loss=told.mean_loss, weight=told.weight)
     return result
