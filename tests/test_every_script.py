@@ -26,9 +26,10 @@ def test_the_table_holds_every_script() -> None:
 @pytest.mark.parametrize("script", params(SCRIPTS))
 def test_a_script_runs_unchanged(script: Script, tmp_path: Path) -> None:
     ranks = ("--ranks", str(script.processes))
-    done = subprocess.run(
-        [*COMMAND, *ranks, *script.words], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    command = [*COMMAND, *ranks, *script.words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    if script.has_died_at_exit(done.stdout + done.stderr):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     hosts = dict.fromkeys(range(script.processes), socket.gethostname())
     check_output(script, done.stdout, hosts)

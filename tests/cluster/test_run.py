@@ -8,7 +8,7 @@ import pytest
 
 from allranks.job.run_folder import read_events
 from script_table import SCRIPTS, Script, check_output
-from slurm_here import SlurmHere
+from slurm_here import ENDED, SlurmHere
 
 ON_TORCH = [script for script in SCRIPTS if script.on_torch]
 
@@ -16,8 +16,11 @@ ON_TORCH = [script for script in SCRIPTS if script.on_torch]
 @pytest.mark.parametrize("script", ON_TORCH, ids=lambda script: script.name)
 def test_a_script_runs_unchanged(slurm: SlurmHere, script: Script) -> None:
     where = ("--nodes=2", "--ranks-per-node=1", "--time=10m", "--run-dir=run", "--json")
-    said = slurm.ask("allranks", "submit", *where, "--", "run", "--show", "all", *script.words)
-    job = str(json.loads(said.splitlines()[-1])["job_id"])
+    words = ("allranks", "submit", *where, "--", "run", "--show", "all", *script.words)
+    job = str(json.loads(slurm.ask(*words).splitlines()[-1])["job_id"])
+    slurm.wait_for(lambda: slurm.state_of(job) in ENDED, 240, f"the end of job {job}")
+    if script.has_died_at_exit(slurm.output_of(job)):
+        job = str(json.loads(slurm.ask(*words).splitlines()[-1])["job_id"])
     slurm.wait_for_state(job, "COMPLETED", timeout_s=240)
     check_output(script, slurm.output_of(job), {0: "n1", 1: "n2"})
     slurm.wait_until_idle()

@@ -1,6 +1,7 @@
 """DeepSpeed: `initialize` makes an engine of the model; ZeRO stage 2 stands in ds_config.json."""
 
 import argparse
+import gc
 import os
 import socket
 from pathlib import Path
@@ -41,6 +42,13 @@ def main():
         f"loss {losses[0]:.6f} -> {losses[-1]:.6f}",
         flush=True,
     )
+    # DeepSpeed keeps groups of its own until the process ends. A thread of Gloo's that lets go of the
+    # last tensor only then wants an interpreter that is gone, and the process dies: so all is freed,
+    # and the ranks meet once more, before they end.
+    engine.destroy()
+    del engine, model, loss
+    gc.collect()
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
