@@ -27,8 +27,8 @@ class Script:
     """One script. `speakers` are the ranks that print losses; None: all of them.
 
     `losses_are_shared`: every rank prints the loss of all, so these are equal. `spawns` workers are
-    started by each process itself, which are the ranks then. `dies_at_exit` is what a framework says
-    that now and then dies in its own exit, after its work: such a script is run once more.
+    started by each process itself, which are the ranks then. `dies_at_exit` is what a framework
+    says that now and then dies in its own exit, after its work: such a script is run once more.
     """
 
     name: str

@@ -42,9 +42,9 @@ def main():
         f"loss {losses[0]:.6f} -> {losses[-1]:.6f}",
         flush=True,
     )
-    # DeepSpeed keeps groups of its own until the process ends. A thread of Gloo's that lets go of the
-    # last tensor only then wants an interpreter that is gone, and the process dies: so all is freed,
-    # and the ranks meet once more, before they end.
+    # DeepSpeed keeps groups of its own until the process ends. A thread of Gloo's that lets go of
+    # the last tensor only then wants an interpreter that is gone, and the process dies: so all is
+    # freed, and the ranks meet once more, before they end.
     engine.destroy()
     del engine, model, loss
     gc.collect()
