@@ -63,6 +63,7 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("slowmo", ""): (0, 271, 362, 407, 475),
     ("block-momentum", ""): (0, 204, 271, 305, 356),
     ("diloco", ""): (0, 65, 87, 98, 114),
+    ("sparse-loco", ""): (0, 5, 9, 13, 27),  # messages of 100 bytes
 }
 MESSAGES = {
     **dict.fromkeys(("zero1", "zero2"), (GRADIENTS, TALLY)),
@@ -80,7 +81,8 @@ MESSAGES = {
         TALLY,
     ),  # and before them what crosses between stages
     "expert": (0, GRADIENTS + TALLY, 1600),  # rows, what is whole, experts
-    **dict.fromkeys(("local-sgd", "slowmo", "block-momentum", "diloco"), (0, GRADIENTS, 56)),
+    **dict.fromkeys(("local-sgd", "slowmo", "block-momentum", "diloco"), (0, GRADIENTS, 0, 56)),
+    "sparse-loco": (0, 0, 100, 56),
 }
 """Of strategies whose tally is a message of its own."""
 

@@ -67,8 +67,10 @@ SETTINGS = {
     "slowmo": ["slowmo:every=2"],
     "block-momentum": ["block-momentum:every=2"],
     "diloco": ["diloco:every=2,fragments=2,overlap=1"],
+    "sparse-loco": ["sparse-loco:every=2,chunk=64,keep=8"],
 }
-OUTER = [s for name in ("local-sgd", "slowmo", "block-momentum", "diloco") for s in SETTINGS[name]]
+LEARNERS = ("local-sgd", "slowmo", "block-momentum", "diloco", "sparse-loco")
+OUTER = [strategy for name in LEARNERS for strategy in SETTINGS[name]]
 STAGES = {
     "Images": 5,
     "Words": 4,

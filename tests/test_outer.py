@@ -25,6 +25,7 @@ from outer_simulation import (
 
 STEPS = 14
 EXACT = ["local-sgd:every=1", "diloco:every=1,lr=1,momentum=0", "slowmo:every=1,beta=0"]
+SPARSE = "sparse-loco:every=1,chunk=16,keep=16,bits=0,decay=1"
 BLOCKS = "block-momentum:every=1,momentum=0"
 
 
@@ -44,7 +45,7 @@ def weights(train: Train, task: str, strategy: str, **flags: Any) -> Any:
 
 @pytest.mark.slow(but=3)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("strategy", [*EXACT, BLOCKS])
+@pytest.mark.parametrize("strategy", [*EXACT, BLOCKS, SPARSE])
 def test_one_step_of_plain_sgd_between_meetings_is_exact(
     strategy: str, ranks: int, train: Train
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_learner_of_two_ranks_is_one_learner(inner: str, train: Train) -> None
 GO_ON = [
     ("diloco:every=4,fragments=2,overlap=1,mix=0.5", 2, "Images"),
     ("local-sgd:every=4,after=2", 3, "Images"),
+    ("sparse-loco:every=2,keep=2,chunk=64", 2, "Images"),
     ("slowmo:every=2", 2, "Uneven"),
     ("block-momentum:every=5", 2, "Sentences"),
     ("diloco:every=2,learners=2,inner=fsdp", 4, "Sentences"),

@@ -143,6 +143,7 @@ STRATEGIES = {
         "slowmo": "allranks.torch.strategies.apart.local_sgd:SlowMomentum",
         "block-momentum": "allranks.torch.strategies.apart.local_sgd:BlockMomentumFiltering",
         "diloco": "allranks.torch.strategies.apart.local_sgd:DiLoCo",
+        "sparse-loco": "allranks.torch.strategies.apart.local_sgd:SparseLoCo",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

@@ -114,10 +114,11 @@ def _mesh(inner: Mapping[str, Card]) -> Any:
 
 def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     """Those of the inner strategy in each step, and of all weights in each block."""
-    within, weights, said = work.messages
+    within, weights, coded, said = work.messages
     every, near = int(options["every"]), int(options.get("near", 0))
     learners = learners_of(work.ranks, options)
     sent = within + 2 * (learners - 1) / learners * (weights + said) / every
+    sent += (learners - 1) * coded / every
     if near:
         group = near_of(work.ranks, options)
         sent += 2 * (group - 1) / group * weights * (1 / near - 1 / every)
@@ -154,7 +155,7 @@ def outer_cards(others: Iterable[Card]) -> tuple[Card, ...]:
         "many_ranks": True,
         "mesh": _mesh(inner),
     }
-    makes = (_local_sgd, _slowmo, _block_momentum, _diloco)
+    makes = (_local_sgd, _slowmo, _block_momentum, _diloco, _sparse_loco)
     return tuple(make(common, both) for make in makes)
 
 
@@ -230,6 +231,32 @@ def _diloco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
         paper="Douillard et al. 2023, DiLoCo, arXiv 2311.08105; 2025, Streaming DiLoCo "
         "(fragments, overlap, mix), arXiv 2501.18512",
         **both,
+    )
+
+
+def _sparse_loco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
+    exact = f"every=1, keep=chunk, bits=0, decay=1, and {PLAIN_SGD}"
+    formula = (
+        "those of `inner` + ((L-1) · message + 2(L-1)/L · (buffers + 56))/every; a message has "
+    )
+    formula += "1.5 bytes and `bits` for each number that is kept, and a scale for each chunk"
+    return Card(
+        name="sparse-loco",
+        summary="Of what learners found, the largest numbers in 2 bits; what was not sent is kept.",
+        guarantee=Approximate(exact),
+        stored=_stored(1),
+        options=(
+            _every(30),
+            Option("lr", 1.0, "outer rate", above=0),
+            Option("keep", 64, "numbers that are kept of each chunk", at_least=1),
+            Option("chunk", 4096, "numbers of a chunk, 4096 at most", at_least=1, below=4097),
+            Option("bits", "2", "of each number; 0: as many as it has", ("2", "0")),
+            Option("decay", 0.95, "what was not sent is times this", above=0),
+            *common,
+            STATE,
+        ),
+        paper="Sarfi et al. 2025, SparseLoCo, arXiv 2508.15706",
+        **{**both, "bytes_formula": formula},
     )
 
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from allranks.torch.comm import Comm
+from allranks.torch.compression.error_feedback import Codec
 from allranks.torch.groups.pending import Pending
 from allranks.torch.outer.global_weights import Flat, GlobalWeights
+from allranks.torch.outer.sums import CodedSums, Sums
 from allranks.training.progress import NOTHING, Asked, StepResult
 
 
@@ -88,8 +90,9 @@ class UnderWay:
 
 
 class Exchange:
-    """Sends 2(L-1)/L of the bytes of a fragment, and of `Said`, at each meeting of L learners.
+    """Sends a fragment, as `sums` does it, and 2(L-1)/L of `Said`, at each meeting of L learners.
 
+    With a `codec` messages stand for what is sent, and what they leave out fades by `decay`.
     `moved` is called after the weights of this learner have become other ones.
     """
 
@@ -101,9 +104,12 @@ class Exchange:
         every: int,
         overlap: int = 0,
         mix: float = 0.0,
+        codec: Codec | None = None,
+        decay: float = 1.0,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.comm, self.weights, self.every = comm, weights, every
+        self.sums: Sums = Sums(comm) if codec is None else CodedSums(comm, weights, codec, decay)
         self.overlap, self.mix = overlap, mix if overlap else 0.0
         self._moved = moved
         self._trained = [0.0] * len(weights.fragments)
@@ -152,8 +158,8 @@ class Exchange:
         trained, self._trained[fragment] = self._trained[fragment], 0.0
         said = Said.of(result, trained, asked).tensor(self.comm)
         with torch.no_grad():
-            found = [flat.find(trained) for flat in self._flats(fragment)]
-        pending = [self.comm.all_reduce(one) for one in (*found, said)]
+            pending = [self.sums.begin(flat, trained) for flat in self._flats(fragment)]
+        pending.append(self.comm.all_reduce(said))
         self._under_way.append(UnderWay(fragment, until, said, pending))
 
     def _take(self, at: int) -> Said | None:
@@ -174,12 +180,13 @@ class Exchange:
 
     def own_state(self) -> dict[str, Any]:
         """What of it is this learner's alone."""
-        return {"trained": self._trained}
+        return {"trained": self._trained, "sums": self.sums.own_state()}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Take up what `own_state` returned, where there are as many fragments as then."""
         if len(state["trained"]) == len(self._trained):
             self._trained = [float(one) for one in state["trained"]]
+            self.sums.load_own_state(state["sums"])
 
     def state(self) -> list[dict[str, Any]]:
         """What is under way, summed over all: the same on every learner; waits for it."""

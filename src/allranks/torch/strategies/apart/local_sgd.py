@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from allranks.torch.compression.error_feedback import Codec
+from allranks.torch.compression.top_k import TopK
 from allranks.torch.outer.optimizers import (
     Average,
     BlockMomentum,
@@ -49,3 +51,16 @@ class DiLoCo(Outer):
 
     def made_optimizer(self) -> OuterOptimizer:
         return Nesterov(self.options["lr"], self.options["momentum"])
+
+
+class SparseLoCo(Outer):
+    """What learners found is sent as the largest of each chunk, in 2 bits; the rest is kept."""
+
+    name = "sparse-loco"
+
+    def made_optimizer(self) -> OuterOptimizer:
+        return Nesterov(self.options["lr"], 0.0)
+
+    def made_codec(self) -> Codec:
+        options = self.options
+        return TopK(options["chunk"], options["keep"], int(options["bits"]))

@@ -31,14 +31,17 @@ from allranks.strategies.card import Workload
 from allranks.strategies.cards.outer import learner_options, near_of
 from allranks.strategies.mesh import LEARNER, Agreement
 from allranks.torch.checkpoint.tree import local
+from allranks.torch.compression.error_feedback import Codec
 from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.placement import row
+from allranks.torch.model.reals import reals
 from allranks.torch.outer.exchange import SAID_BYTES, Exchange, Said, of_all
 from allranks.torch.outer.global_weights import GlobalWeights
 from allranks.torch.outer.learner_state import as_it_was, as_parts
 from allranks.torch.outer.limits import check_stream
 from allranks.torch.outer.optimizers import Average, OuterOptimizer
+from allranks.torch.outer.sums import WEIGHT_BYTES
 from allranks.torch.state import copied
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
@@ -77,6 +80,10 @@ class Outer(Strategy):
     def made_optimizer(self) -> OuterOptimizer:
         """What moves one flat tensor of the global weights."""
         raise NotImplementedError
+
+    def made_codec(self) -> Codec | None:
+        """The messages that stand for what is found; `None`: it is sent as it is."""
+        return None
 
     @property
     def agreement(self) -> Agreement:
@@ -191,6 +198,8 @@ class Outer(Strategy):
             every=every,
             overlap=int(self.options.get("overlap", 0)),
             mix=float(self.options.get("mix", 0.0)),
+            codec=self.made_codec(),
+            decay=float(self.options.get("decay", 1.0)),
             moved=self._reset if self.options.get("state") == "reset" else lambda: None,
         )
 
@@ -224,8 +233,18 @@ class Outer(Strategy):
         return [*self.inner.placement(updated=updated), *more]
 
     def messages(self) -> tuple[int, ...]:
-        agreed = sum(tensor.nbytes for named in self._agreed() for _, tensor in named)
-        return self.inner.promised_bytes(), agreed, SAID_BYTES * self.fragments
+        """Of a learner in each step; what it finds, as it is and in messages; what it says."""
+        parameters, buffers = (sum(t.nbytes for _, t in named) for named in self._agreed())
+        within, said = self.inner.promised_bytes(), SAID_BYTES * self.fragments
+        codec = self.made_codec()
+        if codec is None:
+            return within, parameters + buffers, 0, said
+        kinds: dict[torch.dtype, int] = {}
+        for _, tensor in self._agreed()[0]:
+            numbers = reals(tensor)
+            kinds[numbers.dtype] = kinds.get(numbers.dtype, 0) + numbers.numel()
+        coded = [codec.size_bytes(n, kind.itemsize) + WEIGHT_BYTES for kind, n in kinds.items()]
+        return within, buffers, sum(coded), said
 
     def promised_bytes(self) -> int:
         work = Workload(self.messages(), self.comm.size, self.task.shards)
