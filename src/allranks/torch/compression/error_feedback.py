@@ -3,7 +3,8 @@
     e <- decay e + x;   c = what the message for e stands for;   e <- e - c
 
 So what was sent, and what is kept, add up to all there was. Seide et al. 2014, 1-bit SGD;
-Karimireddy et al. 2019, arXiv 1901.09847; with `decay` below 1 what is old fades (SparseLoCo: 0.95).
+Karimireddy et al. 2019, arXiv 1901.09847; with `decay` below 1 what is old fades (SparseLoCo,
+0.95).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How what learners found is summed, weighted by what each has trained on: as it is, or by messages.
+"""How what learners found is summed, weighted by what each has trained on.
 
 as it is     an all-reduce of all numbers
 by messages  every learner encodes what it found and what it has kept, and all decode the
