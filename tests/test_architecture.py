@@ -130,7 +130,7 @@ def test_the_checker_needs_no_framework_but_numpy() -> None:
 
 
 def test_what_is_asked_for_is_taken_apart_in_one_file_each() -> None:
-    """A strategy, the options of a card, a place, a loss scale, an optimizer by name."""
+    """A strategy, the dial, the options of a card, a place, a loss scale, an optimizer by name."""
     readers = {
         p.relative_to(SOURCE).as_posix() for p in MODULES if "parse_choice(" in p.read_text()
     }
@@ -140,6 +140,7 @@ def test_what_is_asked_for_is_taken_apart_in_one_file_each() -> None:
         "job/place.py",
         "strategies/card.py",
         "strategies/choice.py",
+        "strategies/dial/request.py",
         "strategies/resolve.py",
     }
 

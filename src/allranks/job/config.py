@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.catalog import PLACES, load
+from allranks.catalog import PLACES, TORCH, load
 from allranks.errors import RequestError
 from allranks.job.deepspeed.sections import read_deepspeed
 from allranks.job.engines import check_program, choose_engine, default_strategy
@@ -20,15 +20,21 @@ from allranks.job.job_file import HIDDEN, NOT_SETTABLE, read_job_file
 from allranks.job.limits import checked
 from allranks.job.place import place_spec
 from allranks.job.resume import Base, changed, find_base
+from allranks.strategies.dial.request import DialRequest, check_dial, is_auto, parse_dial
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A job, and for every value of it where it came from."""
+    """A job, and for every value of it where it came from.
+
+    Where `dial` is set it chooses the strategy before the ranks start; until then the job has the
+    usual one.
+    """
 
     job: Job
     sources: dict[str, str]
     base: Base | None = None
+    dial: DialRequest | None = None
 
 
 def resolve(
@@ -49,7 +55,33 @@ def resolve(
         flags = {"program": program, **flags}
     for name, value in flags.items():
         values[name], sources[name] = value, "command line"
-    for setting in task_settings:
+    task |= _settings(task_settings)
+    sources |= {f"task.{name}": "command line" for name in _settings(task_settings)}
+    _forget_the_place(values, sources)
+    _keep_the_choice(values, sources, base)
+    _check_texts(values, task, sources)
+    if values.get("nodes", 1) > 1:
+        values.setdefault("ranks", values["nodes"])  # one on each, where nobody says more
+    job = Job(**values, task=task)
+    engine = choose_engine(values.get("engine", ""), job.strategy, job.program)
+    check_program(engine, job.program)
+    job = dataclasses.replace(job, engine=engine)
+    dial = _dial(job)
+    if dial is not None or _outgrown(job, sources):
+        job = dataclasses.replace(job, strategy=default_strategy(engine, job.ranks))
+    for field in dataclasses.fields(Job):
+        if field.name not in NOT_SETTABLE:
+            sources.setdefault(field.name, "default")
+    job = checked(job)
+    if base is not None:
+        changed(base, job)
+    return Resolved(job, sources, base, dial)
+
+
+def _settings(texts: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of the task that --set gives, with their texts; raises `RequestError`."""
+    found: dict[str, Any] = {}
+    for setting in texts:
         name, equals, text = setting.partition("=")
         if not equals:
             raise RequestError(
@@ -58,24 +90,8 @@ def resolve(
                 why="--set gives a field of the task a value",
                 do=f"--set {setting}=VALUE",
             )
-        task[name], sources[f"task.{name}"] = text, "command line"
-    _forget_the_place(values, sources)
-    _check_texts(values, task, sources)
-    if values.get("nodes", 1) > 1:
-        values.setdefault("ranks", values["nodes"])  # one on each, where nobody says more
-    job = Job(**values, task=task)
-    engine = choose_engine(values.get("engine", ""), job.strategy, job.program)
-    check_program(engine, job.program)
-    job = dataclasses.replace(job, engine=engine)
-    if not job.strategy or _outgrown(job, sources):
-        job = dataclasses.replace(job, strategy=default_strategy(engine, job.ranks))
-    for field in dataclasses.fields(Job):
-        if field.name not in NOT_SETTABLE:
-            sources.setdefault(field.name, "default")
-    job = checked(job)
-    if base is not None:
-        changed(base, job)
-    return Resolved(job, sources, base)
+        found[name] = text
+    return found
 
 
 def _inherited(
@@ -109,6 +125,21 @@ def _forget_the_place(values: dict[str, Any], sources: dict[str, str]) -> None:
         for name in ("place", "nodes"):
             if sources.get(name, "").startswith("run "):
                 del values[name], sources[name]
+
+
+def _keep_the_choice(values: dict[str, Any], sources: dict[str, str], base: Base | None) -> None:
+    """A run that goes on keeps its strategy, which the dial chose: its state follows from it."""
+    if base is not None and is_auto(values.get("strategy", "")) and "strategy" in base.values:
+        values["strategy"], sources["strategy"] = base.values["strategy"], f"run {base.path}"
+
+
+def _dial(job: Job) -> DialRequest | None:
+    """What is asked of the dial, where it is to choose the strategy; raises `RequestError`."""
+    if not is_auto(job.strategy):
+        return None
+    request = parse_dial(job.strategy)
+    check_dial(request, ranks=job.ranks, bitwise=job.bitwise, many_on_torch=job.engine == TORCH)
+    return request
 
 
 def _check_texts(values: dict[str, Any], task: dict[str, Any], sources: dict[str, str]) -> None:
@@ -162,7 +193,9 @@ def _find_base(flags: dict[str, Any]) -> tuple[dict[str, Any], Base | None]:
 
 
 def _outgrown(job: Job, sources: dict[str, str]) -> bool:
-    """Whether an inherited strategy has one process where the job has many ranks now."""
+    """Whether there is none, or an inherited one of one process where the job has many ranks."""
+    if not job.strategy:
+        return True
     inherited = sources.get("strategy", "").startswith("run ")
     return inherited and job.ranks > 1 and not job.strategy_spec.card.many_ranks
 

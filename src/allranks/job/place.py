@@ -6,18 +6,16 @@ class, which `catalog.PLACES` names.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from allranks.catalog import PLACES, load
 from allranks.errors import RequestError, nearest
 from allranks.strategies.choice import Choice, parse_choice
+from allranks.strategies.dial.link import parse_delay, parse_rate
 
 LOCAL = "local"
 """The place of a job that names none."""
-_RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
-_DELAY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 
 
 @dataclass(frozen=True)
@@ -65,31 +63,4 @@ def place_spec(text: str) -> PlaceSpec:
     return PlaceSpec(choice.name, options, text)
 
 
-def parse_rate(text: str, asked: str) -> float:
-    """Bits per second of a text like 100mbit, 0 (no bound) of none; raises `RequestError`."""
-    if not text:
-        return 0.0
-    found = _RATE.fullmatch(text)
-    if found is None or float(found[1]) == 0:
-        raise RequestError(
-            asked=asked,
-            found=f"link={text}",
-            why="a link carries so many bits per second",
-            do="for example link=1gbit, link=100mbit or link=2.5gbit",
-        )
-    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
-
-
-def _delay(text: str, asked: str) -> float:
-    found = _DELAY.fullmatch(text)
-    if found is None:
-        raise RequestError(
-            asked=asked,
-            found=f"delay={text}",
-            why="a delay is added to every packet",
-            do="for example delay=1ms or delay=500us",
-        )
-    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
-
-
-_READERS: dict[str, Callable[[str, str], float]] = {"link": parse_rate, "delay": _delay}
+_READERS: dict[str, Callable[[str, str], float]] = {"link": parse_rate, "delay": parse_delay}

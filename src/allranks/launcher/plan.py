@@ -19,6 +19,7 @@ from allranks.job.job import Job
 from allranks.job.job_file import redacted
 from allranks.job.limits import devices_of
 from allranks.launcher.world import Visible, World
+from allranks.strategies.dial.choosing import Decision
 from allranks.strategies.mesh import DATA
 from allranks.strategies.roles import ProcessSet
 from allranks.strategies.shards import busy_fraction
@@ -61,12 +62,16 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All processes of a job, the job they get, and what the user should know beforehand."""
+    """All processes of a job, the job they get, and what the user should know beforehand.
+
+    `decision` is that of the dial, where it chose the strategy of the job.
+    """
 
     job: Job
     shape: Shape
     ranks: tuple[RankPlan, ...]
     notes: tuple[str, ...]
+    decision: Decision | None = None
 
     @property
     def process_set(self) -> ProcessSet:

@@ -17,27 +17,27 @@ from typing import Any
 
 from allranks.catalog import ENGINES, preload_for
 from allranks.checkpoint.folder import committed
-from allranks.errors import Interrupted, PlaceError, RequestError
+from allranks.errors import Interrupted, RequestError
 from allranks.job.config import Resolved
 from allranks.job.engines import check_installed
 from allranks.job.job import Job
 from allranks.job.job_file import redacted
+from allranks.job.limits import checked
 from allranks.job.resume import CHECKPOINTS, changed, changed_fields
-from allranks.job.run_folder import RunFolder, rank_events_path, rank_log_path, read_rows
+from allranks.job.run_folder import RunFolder, read_rows
 from allranks.launcher.attempts import Attempts
-from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.nodes.cluster import gathered
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.places.base import AgentPlace, NodeRequest, find_place
-from allranks.launcher.plan import Plan, Shape, backend_of_keras, devices_seen
+from allranks.launcher.plan import Plan, Shape
+from allranks.launcher.preparing.describing import describe
+from allranks.launcher.preparing.dial import note_of, turned
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.hash_seed import VARIABLE as HASH_SEED
-from allranks.launcher.processes.leftovers import scratch_folder, sweep
-from allranks.launcher.processes.process import Process
+from allranks.launcher.processes.leftovers import sweep
 from allranks.launcher.resources import LocalMachine, PlannedNodes, Resources
 from allranks.launcher.signals import Signals
-from allranks.launcher.supervisor import supervise
-from allranks.launcher.world import Visible
+from allranks.strategies.dial.choosing import Decision
 
 RECORDED = (
     *("ALLRANKS_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_"),
@@ -72,7 +72,17 @@ def with_run_dir(job: Job) -> Job:
 def plan_job(resolved: Resolved, resources: Resources, signals: Signals | None = None) -> Plan:
     """The plan of a job: its task is loaded and read in a process of its own, nothing is left."""
     job = with_run_dir(resolved.job)
-    return resources.plan(job, describe(resources, job, signals))
+    shape = describe(resources, job, signals)
+    return _planned(resources, job, shape, turned(resources, resolved, job, shape, signals))
+
+
+def _planned(resources: Resources, job: Job, shape: Shape, decision: Decision | None) -> Plan:
+    """The plan; of the strategy that the dial has chosen, where it was asked."""
+    if decision is None:
+        return resources.plan(job, shape)
+    job = checked(dataclasses.replace(job, strategy=decision.did))
+    plan = resources.plan(job, shape)
+    return dataclasses.replace(plan, notes=(note_of(decision), *plan.notes), decision=decision)
 
 
 def _nodes_for(
@@ -93,7 +103,7 @@ def plan_only(resolved: Resolved, rendezvous: Rendezvous) -> Iterator[tuple[Plan
         seats = find_place(job.place, rendezvous).seats(_nodes_for(job, rendezvous))
         resources = PlannedNodes(server, tuple(seats))
         shape = describe(resources, dataclasses.replace(job, device="cpu"))
-        yield resources.plan(job, shape), server
+        yield _planned(resources, job, shape, turned(resources, resolved, job, shape)), server
 
 
 @contextmanager
@@ -176,6 +186,8 @@ def _record_start(
     """Write the job as it was resolved, and under what it starts."""
     job = dataclasses.replace(plan.job, task=plan.shape.fields)
     folder.write_job(Resolved(job, resolved.sources))
+    if plan.decision is not None:
+        folder.events.event("chosen", **plan.decision.to_data())
     folder.events.event(
         "started",
         ranks=plan.job.ranks,
@@ -209,33 +221,6 @@ def _resumes(resolved: Resolved) -> bool:
         return False
     events = [row["event"] for row in read_rows(base.path / "events.jsonl")]
     return "done" not in events[-1:] or bool(committed(base.path / CHECKPOINTS))
-
-
-def describe(resources: Resources, job: Job, signals: Signals | None = None) -> Shape:
-    """Load the task of `job` in a forked process and return what a place must know of it."""
-    environment = {
-        **devices_seen(job, Visible.from_environment()),
-        **backend_of_keras(job),
-    }
-    shared = resources.shared(Path(job.run_dir))
-    with scratch_folder(shared) as scratch:
-        run_dir = Path(scratch)
-        (run_dir / "logs").mkdir()
-        log = rank_log_path(run_dir, 0)
-        argument = {**job.to_data(), "run_dir": scratch}
-        process = Process(0, f"{ENGINES[job.engine].worker}:describe", argument, environment, log)
-        ended = supervise(resources.server, [process], signals=signals)
-        if ended.interrupted:
-            raise Interrupted("interrupted before anything was started")
-        fault = first_fault(ended, run_dir)
-        if fault is not None and fault.event:
-            raise user_error(fault, ended, run_dir)
-        for row in read_rows(rank_events_path(run_dir, 0)):
-            if row["event"] == "described":
-                return Shape(**row["shape"])
-        raise PlaceError(
-            f"loading {job.program!r} ended its process:\n{log.read_text(errors='replace')}"
-        )
 
 
 def new_run_dir(program: str) -> str:

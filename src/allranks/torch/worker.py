@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allranks.job.config import threads_per_rank
 from allranks.job.job import Job
 from allranks.job.placement import Placed
 from allranks.torch.data.sources import seed_generators
@@ -17,6 +18,7 @@ from allranks.torch.machine import check_devices, facts
 from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.placement import RecordPlacement, update_by_nothing
 from allranks.torch.model.weights_file import WeightsFile
+from allranks.torch.preparing.measuring import measure_step
 from allranks.torch.profiling import Profiling
 from allranks.torch.shared_memory.backend import told_of
 from allranks.torch.task import Task
@@ -46,6 +48,16 @@ class TorchRank(RankProgram[Trainer]):
     def check_machine(job: Job) -> None:
         """Raise `RequestError` without a device for each rank of this node."""
         check_devices(job, job.ranks if job.nodes == 1 else 1)  # each rank looks for its own
+
+    @classmethod
+    def measure(cls, argument: dict[str, Any]) -> int:
+        """Train a few steps alone, and write the event `measured` with what a step takes."""
+
+        def found(job: Job) -> dict[str, Any]:
+            cls.set_threads(threads_per_rank(job, 1))
+            return measure_step(cls.load_task(job), job)
+
+        return cls._tell(argument, "measured", found)
 
     def make_trainer(self, task: Task, **more: Any) -> Trainer:
         """The trainer, with what traces it where the job asks for that."""
@@ -112,3 +124,4 @@ class TorchRank(RankProgram[Trainer]):
 
 
 describe, main, place = TorchRank.describe, TorchRank.main, TorchRank.place
+measure = TorchRank.measure

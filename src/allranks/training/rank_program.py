@@ -102,16 +102,25 @@ class RankProgram(ABC, Generic[T]):
     @classmethod
     def describe(cls, argument: dict[str, Any]) -> int:
         """Load the task and write the event `described`, or `failed`."""
+
+        def shape(job: Job) -> dict[str, Any]:
+            task = cls.load_task(job)
+            cls.check_machine(job)
+            check_logs(job)
+            return {"shape": task_shape(task)}
+
+        return cls._tell(argument, "described", shape)
+
+    @staticmethod
+    def _tell(argument: dict[str, Any], event: str, found: Callable[[Job], dict[str, Any]]) -> int:
+        """Write an event with what is `found` of the job, or `failed`."""
         job = Job.from_data(argument)
         with JsonLines(rank_events_path(Path(job.run_dir), 0)) as events:
             try:
-                task = cls.load_task(job)
-                cls.check_machine(job)
-                check_logs(job)
+                events.event(event, **found(job))
             except AllranksError as error:
                 events.event("failed", **failure_of(error, 0, None))
                 return error.exit_code
-            events.event("described", shape=task_shape(task))
         return 0
 
     @classmethod

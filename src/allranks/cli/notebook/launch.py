@@ -150,7 +150,7 @@ def with_fields(resolved: Resolved, fields: dict[str, Any]) -> Resolved:
     job = dataclasses.replace(resolved.job, task={**resolved.job.task, **fields})
     given = {f"task.{name}": SOURCE for name in fields}
     sources = {n: SOURCE if s == "command line" else s for n, s in resolved.sources.items()}
-    return Resolved(job, {**sources, **given}, resolved.base)
+    return dataclasses.replace(resolved, job=job, sources={**sources, **given})
 
 
 def _progress() -> Progress:

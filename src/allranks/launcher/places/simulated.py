@@ -18,7 +18,6 @@ from typing import Any, Self
 
 from allranks.errors import PlaceError, RequestError
 from allranks.job.faults import Fault
-from allranks.job.place import parse_rate
 from allranks.job.simulated_network import NODE_ETH, Link, Network, parse_network
 from allranks.launcher.nodes.ticket import Ticket
 from allranks.launcher.places.agents import ticket_for
@@ -26,6 +25,7 @@ from allranks.launcher.places.base import AgentPlace, NodeRequest, Started
 from allranks.launcher.plan import Seat
 from allranks.launcher.processes import leftovers
 from allranks.launcher.resources import seats_of, shares
+from allranks.strategies.dial.link import parse_rate
 
 CLOSE_TIMEOUT_S = 10.0
 MESSAGE_LIMIT = 1 << 17

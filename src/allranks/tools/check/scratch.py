@@ -16,9 +16,9 @@ from allranks.job.config import Resolved
 from allranks.job.engines import trained_also_by
 from allranks.job.job import Job
 from allranks.job.place import LOCAL
+from allranks.launcher.preparing.describing import describe
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.resources import LocalMachine
-from allranks.launcher.start import describe
 from allranks.strategies.resolve import has_mesh
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import TRACE_BYTES, USUAL_STRATEGY, Plan, ranks_to_check
@@ -34,6 +34,13 @@ def checked_in_scratch(
     so that what is recorded of a large model does not fill the disk.
     """
     check_that_it_traces(resolved.job.engine)
+    if resolved.dial is not None:
+        raise RequestError(
+            asked=f"check --strategy {resolved.dial.text}",
+            found="a strategy that is chosen when a job starts",
+            why="a check compares one strategy with one process",
+            do="name it: `train --dry-run` with the same words tells which it would be",
+        )
     with (
         tempfile.TemporaryDirectory(prefix="allranks-check-") as scratch,
         ForkServer(preload_for(resolved.job.program, resolved.job.engine)) as server,

@@ -1,0 +1,1 @@
+"""`--strategy auto`: which way of sending less pays on a link, from arithmetic alone."""

@@ -1,0 +1,111 @@
+"""What the dial chooses among: ways to sum, from the least loss of exactness to the most.
+
+The order is a judgement: an exact sum before one that is rounded, a gradient that is rounded or
+late before learners that train apart, short periods before long ones. `benchmarks/quality.py`
+measures what each costs. No period is longer than the default on its card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from allranks.strategies.card import Exact, Workload
+from allranks.strategies.dial.facts import Facts
+from allranks.strategies.resolve import StrategySpec, strategy_spec
+
+BUCKET_BYTES = 25 * 2**20
+TALLY_BYTES = 64
+FP32_BYTES = 4
+LEAST_MEETINGS = 8
+Route = Literal["ring", "hierarchical", "all-to-all"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy as it is written, and what the clock sees of it.
+
+    `sends` is what a message holds: the `gradients` of a step, or all `weights` of a meeting.
+    `arithmetic_s` is the time of its own arithmetic for each parameter and exchange, in seconds;
+    `route` is how its bytes come to the links of nodes with several ranks.
+    """
+
+    text: str
+    costs: str
+    sends: Literal["gradients", "weights"] = "gradients"
+    route: Route = "ring"
+    arithmetic_s: float = 0.0
+    is_late: bool = False
+
+    def spec(self, ranks: int) -> StrategySpec:
+        """The strategy with its options; raises `RequestError` where it cannot be."""
+        return strategy_spec(self.text, ranks)
+
+    def is_exact(self, ranks: int) -> bool:
+        return isinstance(self.spec(ranks).guarantee, Exact)
+
+    def period(self, ranks: int) -> int:
+        """Steps between two exchanges."""
+        return int(self.spec(ranks).options.get("every", 1)) if self.sends == "weights" else 1
+
+    def sent_bytes(self, facts: Facts) -> float:
+        """What its card says that the busiest rank sends, on average in a step."""
+        spec = self.spec(facts.ranks)
+        return float(spec.card.bytes_sent(self._work(facts), spec.options))
+
+    def messages(self, facts: Facts) -> int:
+        """How many messages an exchange has."""
+        size = facts.parameters * FP32_BYTES
+        return 1 if self.sends == "weights" else max(1, -(-size // BUCKET_BYTES))
+
+    def _work(self, facts: Facts) -> Workload:
+        size = facts.parameters * FP32_BYTES
+        if self.sends == "weights":
+            messages: tuple[int, ...] = (0, size + facts.buffer_bytes, 0, TALLY_BYTES)
+        elif self.is_late:
+            messages = (size, TALLY_BYTES)
+        else:
+            messages = (size + TALLY_BYTES,)
+        gradients = facts.parameters
+        return Workload(messages, facts.ranks, facts.shards, gradients, TALLY_BYTES)
+
+
+def candidates(facts: Facts) -> list[Candidate]:
+    """All that may be chosen for this job, the least loss of exactness first."""
+    several = 1 < facts.per_node < facts.ranks
+    groups = f"ddp:reduce=hierarchical(group={facts.per_node})"
+    found = [Candidate("ddp", "nothing: EXACT")]
+    if several:
+        found.append(Candidate(groups, "nothing: EXACT", route="hierarchical"))
+    found += [
+        Candidate(
+            "ddp:reduce=bf16",
+            "each gradient is rounded to 16 bit",
+            route="all-to-all",
+            arithmetic_s=3e-9,
+        ),
+        Candidate("ddp:late=1", "each gradient is applied one step late", is_late=True),
+    ]
+    return found + [_apart(name, every) for name, every in _periods(facts)]
+
+
+def _apart(name: str, every: int) -> Candidate:
+    costs = f"learners train apart for {every} steps, and then take the mean of their weights"
+    if name == "diloco":
+        costs = f"learners train apart for {every} steps, and an outer optimizer joins them"
+    return Candidate(f"{name}:every={every}", costs, "weights", arithmetic_s=3e-9)
+
+
+PERIODS: Mapping[str, tuple[int, ...]] = {"local-sgd": (2, 4, 8, 16), "diloco": (50,)}
+"""Steps between two meetings, up to the default of each card."""
+
+
+def _periods(facts: Facts) -> list[tuple[str, int]]:
+    """Those which leave a job of a known length enough meetings."""
+    longest = float("inf") if facts.steps is None else facts.steps / LEAST_MEETINGS
+    return [(name, every) for name, all_ in PERIODS.items() for every in all_ if every <= longest]
+
+
+Allowed = Callable[[Candidate], str]
+"""Why a job cannot have a candidate; "" where it can."""

@@ -1,0 +1,1 @@
+"""Before the ranks start: what one process finds out for `--strategy auto`."""
