@@ -58,6 +58,7 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("branches", ""): (0, 1760, 2347, 2640, 3080),
     ("context", ""): (0, 5200, 6720, 7480, 8620),
     ("mesh", ""): (0, 160, 213, 240, 280),  # one of each axis: nothing but the tally
+    ("decoupled", ""): (210, 420, 630, 840, 1680),  # weights and buffers to each, every 16 steps
     ("expert", ""): (0, 3360, 4480, 5040, 5880),  # of which no row goes to another rank
     ("local-sgd", ""): (0, 204, 271, 305, 356),  # every 16 steps, those of the next one every 12
     ("slowmo", ""): (0, 271, 362, 407, 475),

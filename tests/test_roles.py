@@ -17,7 +17,7 @@ from allranks.tools.placement_preview import place_ranks
 ALL = "parameter-server:servers=2,evaluator=yes"
 
 
-@pytest.mark.parametrize("name", sorted(set(CARDS) - {"parameter-server"}))
+@pytest.mark.parametrize("name", sorted(set(CARDS) - {"parameter-server", "decoupled"}))
 def test_other_strategies_have_trainers_alone(name: str) -> None:
     process_set = strategy_spec(name, 3).process_set
     assert process_set.are_all_trainers and process_set.size == 3 and not process_set.helpers
@@ -47,6 +47,18 @@ def test_a_worker_is_spared_while_another_is_left_and_a_server_never() -> None:
         process_set.survives_loss_of(rank, everyone - {rank}) for rank in range(process_set.size)
     ] == [*(False, True, True, False, False, True)]
     assert not process_set.survives_loss_of(2, everyone - {1, 2}), "it was the last"
+
+
+def test_learners_come_and_go_and_their_synchronizer_comes_back() -> None:
+    process_set = strategy_spec("decoupled:least=2,rejoins=5", 3).process_set
+    assert str(process_set) == "1 synchronizer, 3 learners"
+    assert process_set.helpers == process_set.outlive_nodes == {1, 2, 3}
+    assert process_set.survives_loss_of(2, {0, 1, 3}) and not process_set.survives_loss_of(
+        2, {0, 1}
+    )
+    first, second = process_set.members[:2]
+    assert (first.role.resumes, first.role.rejoins) == (True, 0)
+    assert (second.role.resumes, second.role.rejoins) == (False, 5)
 
 
 def test_on_several_nodes_the_others_are_where_the_first_worker_is() -> None:

@@ -144,6 +144,7 @@ STRATEGIES = {
         "block-momentum": "allranks.torch.strategies.apart.local_sgd:BlockMomentumFiltering",
         "diloco": "allranks.torch.strategies.apart.local_sgd:DiLoCo",
         "sparse-loco": "allranks.torch.strategies.apart.local_sgd:SparseLoCo",
+        "decoupled": "allranks.torch.decoupled.strategy:Decoupled",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

@@ -7,11 +7,13 @@ every rank starts from the newest good checkpoint, or from the beginning if ther
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from allranks.launcher.plan import STORE, Plan, RankPlan
 from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD, SEGMENT_FD
 from allranks.launcher.processes.oom import Kills
 from allranks.launcher.processes.process import Exit, Process
+from allranks.launcher.processes.rejoining import Rejoining
 from allranks.launcher.resources import Resources
 from allranks.launcher.same_program import SamePrograms
 from allranks.launcher.signals import Signals
@@ -66,6 +69,8 @@ class Attempts:
 
     def __post_init__(self) -> None:
         self._programs = SamePrograms(self.folder.path, self.folder.events)
+        self._rejoining = Rejoining()
+        self._secret = secrets.token_hex(32)
 
     @property
     def first(self) -> int:
@@ -97,7 +102,7 @@ class Attempts:
                     told = f"\n{self._error(ended, fault, attempt, beats)[0]}"
                 raise self._stopped(ended, attempt, exits, told)
             error, first_rank = self._error(ended, fault, attempt, beats)
-            last = attempt == first + restarts or not error.passing
+            last = attempt - first + self._rejoining.resumed >= restarts or not error.passing
             again = fault is not None and fault.repeats(before)
             if again and not last:
                 error = ProgramError(f"{error}\n{SAME_FAULT_TWICE}", fault_kind=error.fault_kind)
@@ -123,7 +128,8 @@ class Attempts:
 
     def _try(self, target: str, attempt: int, heartbeats: HeartbeatTable) -> Ended:
         """Start all ranks, and watch them until all are gone."""
-        job, process_set = self.plan.job, self.plan.process_set
+        job, process_set, rejoining = self.plan.job, self.plan.process_set, self._rejoining
+        rejoining.begin(self.plan, partial(self._process, target=target, attempt=attempt))
         care = Care(
             heartbeats,
             job.hang_timeout,
@@ -131,8 +137,12 @@ class Attempts:
             self.resources.evidence_s,
             lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
             lambda rank, left: (
-                heartbeats.read()[LEADER].step >= 0 and process_set.survives_loss_of(rank, left)
+                (rejoining.has_begun or heartbeats.read()[LEADER].step >= 0)
+                and rejoining.may_pass(self.folder.path, rank, attempt)
+                and process_set.survives_loss_of(rank, left)
             ),
+            process_set.outlive_nodes,
+            partial(rejoining.again, self.folder.path, attempt),
             self._record_lost,
             process_set.helpers,
         )
@@ -173,14 +183,16 @@ class Attempts:
         left = self.resources.ends_at - time.monotonic()
         return min(own, self.resources.ends_at - min(COMMIT_S, left / 10))
 
-    def _process(self, rank: RankPlan, target: str, attempt: int) -> Process:
+    def _process(self, rank: RankPlan, target: str, attempt: int, again: int = 0) -> Process:
+        """The process of a rank; `again` counts those that were there before it in this attempt."""
         store = f"{rank.world.store}-{attempt}" if rank.world.store else ""
         hosts_store = bool(rank.world.rendezvous) and rank.world.is_leader
         world = dataclasses.replace(
             rank.world,
             store=store,
             attempt=attempt,
-            restarts=attempt - self.first,
+            restarts=attempt - self.first + again,
+            secret="" if self.plan.process_set.are_all_trainers else self._secret,
             heartbeat=HEARTBEAT_FD,
             segment=SEGMENT_FD,
             listener=LISTENER_FD if hosts_store else -1,

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from allranks.errors import PlaceError
@@ -39,7 +39,9 @@ class Care:
     fault `evidence_s` pass before the others are stopped: the cause may be told after its victim.
 
     `may_lose(rank, left)` says whether the ranks `left` go on without one that failed; `on_lost`
-    hears of it. `helpers` have no end of their own: they are ended when rank 0 has ended well.
+    hears of it. Those that `outlive_nodes` are done without where their node is lost, too.
+    `again(rank, exit)` is what is started in the place of one, while the others go on: `None` where
+    nothing is. `helpers` have no end of their own: they are ended when rank 0 has ended well.
     """
 
     heartbeats: HeartbeatTable
@@ -48,6 +50,8 @@ class Care:
     evidence_s: float = EVIDENCE_S
     ended_well: Callable[[int], bool] = lambda rank: False
     may_lose: Callable[[int, Collection[int]], bool] = lambda rank, left: False
+    outlive_nodes: frozenset[int] = frozenset()
+    again: Callable[[int, Exit], Process | None] = lambda rank, exit_: None
     on_lost: Callable[[int, Exit], None] = lambda rank, exit_: None
     helpers: frozenset[int] = frozenset()
 
@@ -119,6 +123,7 @@ class _Watch:
     spared: frozenset[int] = frozenset()
     reason: str = ""
     hang: Hang | None = None
+    stalled: dict[int, str | None] = field(default_factory=dict)
     stands: Mapping[int, Stand] = field(default_factory=dict)
     stop_at: float = NEVER
     kill_at: float = NEVER
@@ -139,8 +144,10 @@ class _Watch:
             if ended.ticket not in self.alive:
                 continue
             rank = self.alive.pop(ended.ticket)
+            ended = replace(ended, memory=self.stalled.pop(rank, ended.memory))
             self.exits[rank] = ended
-            if not (self._is_fine(rank, ended) or self._spares(rank, ended)):
+            is_spared = self._is_fine(rank, ended) or self._begins_again(rank, ended)
+            if not (is_spared or self._spares(rank, ended)):
                 if ended.code == -signal.SIGABRT and self.care is not None and not self.stands:
                     self.stands = self.server.stands({r: t for t, r in self.alive.items()})
                 evidence_s = EVIDENCE_S if self.care is None else self.care.evidence_s
@@ -158,13 +165,26 @@ class _Watch:
         self._signal(signal.SIGKILL, self.dismissed)
         return True
 
+    def _begins_again(self, rank: int, ended: Exit) -> bool:
+        """Whether another process was started in the place of this one, which failed."""
+        if self.care is None or ended.lost or self.stopped or self.reason:
+            return False
+        process = self.care.again(rank, ended)
+        if process is not None:
+            self.care.on_lost(rank, ended)
+            self.start(process)
+        return process is not None
+
     def _spares(self, rank: int, ended: Exit) -> bool:
         """Whether the others go on without this process, which failed.
 
         Not where its node is lost: who waits for an answer of it is not told that none will come.
+        Those that are told outlive their nodes.
         """
         left = frozenset(self.alive.values())
-        if self.care is None or ended.lost or not self.care.may_lose(rank, left):
+        if self.care is None or (ended.lost and rank not in self.care.outlive_nodes):
+            return False
+        if not self.care.may_lose(rank, left):
             return False
         if not self.stopped:
             self.spared |= {rank}
@@ -185,6 +205,7 @@ class _Watch:
         if self.server.is_silent():  # who waits for a lost node does not hang: that comes first
             return
         there = {rank: t for t, rank in self.alive.items() if self.server.started(t)}
+        there = {rank: t for rank, t in there.items() if rank not in self.stalled}
         self.hang = find_hang(
             self.care.heartbeats.read(),
             there,
@@ -192,9 +213,22 @@ class _Watch:
             self.awake_since,
             lambda: self.server.stands(there),
         )
+        if self.hang is not None and self._loses(self.hang):
+            self.hang = None
         if self.hang is not None:
             self.stopped = frozenset(self.alive.values())
             self.kill_at = 0.0
+
+    def _loses(self, hang: Hang) -> bool:
+        """Whether those that stand still can be done without: they are killed, and none else."""
+        assert self.care is not None
+        left = frozenset(self.alive.values()) - set(hang.missing)
+        if not hang.missing or not all(self.care.may_lose(rank, left) for rank in hang.missing):
+            return False
+        for rank in hang.missing:
+            self.stalled[rank] = f"it stood still {hang.describe(rank)}, and was killed"
+        self._signal(signal.SIGKILL, hang.missing)
+        return True
 
     def obey(self, signals: Signals) -> None:
         """Do what signals and the time limit ask for: once politely, if there is a way to."""

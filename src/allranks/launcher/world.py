@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from allranks.errors import RequestError
 from allranks.launcher.other_launchers import missing_master_address, standard_variables
@@ -33,6 +33,8 @@ class World:
     ("address:port"), where rank 0 listens at the socket that it was given, `listener`. `on_machine`
     ranks share its processors: those of this node, and of others that are simulated beside it.
 
+    Processes that are in no group know each other by `secret`, which their launcher gave to all.
+
     `role` is what this process is to the others ("trainer" unless the strategy has roles), and
     `role_index` which of that role; trainers are counted by `rank` alone.
     """
@@ -52,6 +54,7 @@ class World:
     on_machine: int = 0
     role: str = TRAINER
     role_index: int = 0
+    secret: str = field(default="", repr=False)
 
     @property
     def is_leader(self) -> bool:
@@ -75,6 +78,7 @@ class World:
             "ALLRANKS_LISTENER": str(self.listener),
             "ALLRANKS_ON_MACHINE": str(self.on_machine),
             **(of_role if self.role != TRAINER else {}),
+            **({"ALLRANKS_SECRET": self.secret} if self.secret else {}),
         }
 
     @classmethod
@@ -98,8 +102,7 @@ class World:
                 rendezvous=given.get("ALLRANKS_RENDEZVOUS", ""),
                 listener=int(given.get("ALLRANKS_LISTENER", "-1")),
                 on_machine=int(given.get("ALLRANKS_ON_MACHINE", "0")),
-                role=given.get("ALLRANKS_ROLE", TRAINER),
-                role_index=int(given.get("ALLRANKS_ROLE_INDEX", "0")),
+                **_role_in(given),
             )
         except ValueError as error:
             raise RequestError(
@@ -123,6 +126,14 @@ class World:
                 do="set both, or unset both to run alone",
             )
         return world
+
+
+def _role_in(given: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "role": given.get("ALLRANKS_ROLE", TRAINER),
+        "role_index": int(given.get("ALLRANKS_ROLE_INDEX", "0")),
+        "secret": given.get("ALLRANKS_SECRET", ""),
+    }
 
 
 def export_master_address() -> None:

@@ -2,7 +2,8 @@
 
 Most strategies have trainers alone, as many as `--ranks` says. A parameter server has more: a chief
 that hands out the work, workers (those are counted by `--ranks`), servers that hold the weights,
-and perhaps an evaluator. A card says which; the plan, the supervisor and the reports read it here.
+and perhaps an evaluator. Learners that come and go have a synchronizer. A card says which; the
+plan, the supervisor and the reports read it here.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-TRAINER, WORKER = "trainer", "worker"
-RANKS = (TRAINER, WORKER)
+TRAINER, WORKER, LEARNER = "trainer", "worker", "learner"
+RANKS = (TRAINER, WORKER, LEARNER)
 """The roles that `--ranks` counts."""
 LEADER = 0
 
@@ -21,13 +22,19 @@ class Role:
     """`count` processes that do the same work.
 
     The job goes on while `least` of them are left (`None`: all must be). With `serves` they have no
-    end of their own: they are ended when the leader, process 0, is done.
+    end of their own: they are ended when the leader, process 0, is done. One that is lost is
+    started again up to `rejoins` times while the others go on; one that `resumes` as often as
+    --max-restarts says, while they wait for it. With `outlives_nodes` the loss of its node is
+    no more than its own.
     """
 
     name: str
     count: int
     least: int | None = None
     serves: bool = False
+    rejoins: int = 0
+    resumes: bool = False
+    outlives_nodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,12 @@ class ProcessSet:
         one = self.members[rank]
         which = "" if one.role.count == 1 else f" {one.index}"
         return f"{one.role.name}{which} (rank {rank})"
+
+    @property
+    def outlive_nodes(self) -> frozenset[int]:
+        """The processes that can be done without where their whole node is lost."""
+        found = enumerate(self.members)
+        return frozenset(rank for rank, one in found if one.role.outlives_nodes)
 
     def survives_loss_of(self, rank: int, left: Collection[int]) -> bool:
         """Whether the job goes on when `rank` is gone, and only the processes `left` are there."""

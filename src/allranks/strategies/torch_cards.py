@@ -22,6 +22,7 @@ from allranks.strategies.card import (
 )
 from allranks.strategies.cards.activation import CONTEXT_CARD, TENSOR_CARD
 from allranks.strategies.cards.bytes_sent import EVERYTHING, RING, no_bytes, ring_bytes
+from allranks.strategies.cards.decoupled import DECOUPLED_CARD
 from allranks.strategies.cards.fsdp import FSDP_CARDS
 from allranks.strategies.cards.outer import outer_cards
 from allranks.strategies.cards.pipeline import MESH_CARD, PIPELINE_CARDS
@@ -126,6 +127,7 @@ CARDS = {
         CONTEXT_CARD,
         *PIPELINE_CARDS,
         MESH_CARD,
+        DECOUPLED_CARD,
         *TENSORFLOW_CARDS,
     )
 }

@@ -24,6 +24,7 @@ from allranks.job.loss_scale import parse_loss_scale
 from allranks.launcher.world import World
 from allranks.strategies.mesh import DATA, EXPERT
 from allranks.strategies.resolve import resolved_strategy
+from allranks.strategies.roles import TRAINER
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.comm import Comm
 from allranks.torch.data.sources import seed_generators
@@ -148,6 +149,8 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 
 def job_for(job: Job, world: World) -> Job:
     """The job as the ranks of `world` run it, its strategy resolved."""
+    if world.role != TRAINER:  # its launcher has resolved it
+        return job
     name = job.strategy or default_strategy(TORCH, world.size)
     per_node = 0 if world.size % world.local_size else world.local_size
     spec = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise, per_node=per_node)

@@ -20,6 +20,7 @@ import allranks.torch.shared_memory.backend as shared_memory
 from allranks.errors import RequestError
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World, master_endpoint
+from allranks.strategies.roles import TRAINER
 from allranks.torch.comm import Comm
 from allranks.torch.groups.pending import TIMEOUT, translated
 from allranks.torch.machine import check_own_device
@@ -51,7 +52,7 @@ def join(
             )
         meetings = _meetings_in(_get_default_store(), world) if world.size > 1 else None
         return Comm(*there, device, heartbeat=heartbeat, meetings=meetings)
-    if world.size == 1:
+    if world.size == 1 or world.role != TRAINER:  # those with roles exchange messages
         return Comm(device=device, heartbeat=heartbeat)
     try:
         keys = f"attempt-{world.attempt}/join-{next(_joins)}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,13 @@ from torch import Tensor
 from allranks.job.config import threads_per_rank
 from allranks.job.job import Job
 from allranks.job.placement import Placed
+from allranks.job.run_folder import JsonLines
+from allranks.launcher.world import World
+from allranks.strategies.roles import LEARNER
+from allranks.strategies.cards.decoupled import SYNCHRONIZER
 from allranks.torch.data.sources import seed_generators
+from allranks.torch.decoupled.learner import learn
+from allranks.torch.decoupled.trainer import SynchronizerTrainer
 from allranks.torch.keras.task import torch_task
 from allranks.torch.machine import check_devices, facts
 from allranks.torch.model.digest import weights_sha256
@@ -26,23 +32,33 @@ from allranks.torch.trainer import Trainer
 from allranks.torch.witness.trace import Trace
 from allranks.training.callback import Callback
 from allranks.training.keras_task import Task as KerasTask
-from allranks.training.rank_program import RankProgram
+from allranks.training.rank_program import RankProgram, Role
 from allranks.training.record.keeping import Keeping
 from allranks.training.task_fields import task_of
+
+
+def _load_task(job: Job) -> Task:
+    """The task of a job, in torch's form if it is Keras'; raises `RequestError`."""
+    seed_generators(job.seed)  # a fork inherits or reseeds them, each in another way
+    found: Any = task_of(job, Task, KerasTask)
+    return torch_task(found, job.precision)
+
+
+def _learn(job: Job, world: World, events: JsonLines) -> None:
+    """Be a learner of `job`; its checkpoints are the synchronizer's."""
+    alone = dataclasses.replace(job, run_dir="", checkpoint_every=None, resume="")
+    with Trainer(_load_task(job), alone, world=world) as trainer:
+        learn(trainer, job, world, events)
 
 
 class TorchRank(RankProgram[Trainer]):
     """A rank that trains with torch."""
 
+    roles: ClassVar[Mapping[str, Role]] = {LEARNER: _learn}
     set_threads = staticmethod(torch.set_num_threads)
     facts = staticmethod(facts)
 
-    @staticmethod
-    def load_task(job: Job) -> Task:
-        """The task of a job, in torch's form if it is Keras'; raises `RequestError`."""
-        seed_generators(job.seed)  # a fork inherits or reseeds them, each in another way
-        found: Any = task_of(job, Task, KerasTask)
-        return torch_task(found, job.precision)
+    load_task = staticmethod(_load_task)
 
     @staticmethod
     def check_machine(job: Job) -> None:
@@ -61,7 +77,8 @@ class TorchRank(RankProgram[Trainer]):
 
     def make_trainer(self, task: Task, **more: Any) -> Trainer:
         """The trainer, with what traces it where the job asks for that."""
-        trainer = Trainer(task, self.job, world=self.world, **more)
+        kind = SynchronizerTrainer if self.world.role == SYNCHRONIZER else Trainer
+        trainer = kind(task, self.job, world=self.world, **more)
         if self.job.trace:
             folder = self.record.run_dir / "trace"
             trace = Trace(folder, self.world.rank, trainer.strategy, self.job)

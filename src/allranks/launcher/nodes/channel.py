@@ -155,7 +155,7 @@ class Channel:
         self._socket.close()
 
 
-def _proof(key: bytes, who: str, mine: str, theirs: str) -> bytes:
+def proof_of(key: bytes, who: str, mine: str, theirs: str) -> bytes:
     """HMAC of two nonces, which may be any text of a stranger's, under the key."""
     text = f"allranks {who} {mine} {theirs}".encode(errors="replace")
     return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
@@ -175,22 +175,22 @@ def challenge(channel: Channel) -> str:
 def verify_proof(channel: Channel, key: bytes, nonce: str, answer: Message) -> None:
     """Verify that the node knows the key, and prove the same to it; raises `Refused`."""
     given, theirs = str(answer.get("proof", "")), str(answer.get("nonce", ""))
-    if not hmac.compare_digest(_bytes(given), _proof(key, "node", nonce, theirs)):
+    if not hmac.compare_digest(_bytes(given), proof_of(key, "node", nonce, theirs)):
         channel.send({"refused": "it is not of this job: the id is another"})
         raise Refused("it does not know the id of this job")
     channel.trust()
-    channel.send({"proof": _proof(key, "head", nonce, theirs).decode()})
+    channel.send({"proof": proof_of(key, "head", nonce, theirs).decode()})
 
 
 def authenticate(channel: Channel, key: bytes) -> None:
     """The node's part: prove that it knows the key, and verify that the head does."""
     nonce = secrets.token_hex(16)
     challenge = str(channel.wait_for_one(MEET_S).get("nonce", ""))
-    channel.send({"nonce": nonce, "proof": _proof(key, "node", challenge, nonce).decode()})
+    channel.send({"nonce": nonce, "proof": proof_of(key, "node", challenge, nonce).decode()})
     answer = channel.wait_for_one(MEET_S)
     if "refused" in answer:
         raise Refused(str(answer["refused"]))
-    proof = _proof(key, "head", challenge, nonce)
+    proof = proof_of(key, "head", challenge, nonce)
     if not hmac.compare_digest(_bytes(str(answer.get("proof", ""))), proof):
         raise Refused("whoever listens there does not know the id of this job")
     channel.trust()

@@ -1,0 +1,194 @@
+"""One end of a connection between two processes of a job: frames of a header and raw bytes.
+
+    | "AR" 1 2 | bytes of the header: u32 | bytes of the body: u64 | header: JSON | body: as it is |
+
+Who connects proves that it knows the secret of the job, and so does who listens: each answers the
+other's number with a keyed digest, and the secret is never sent (as between a head and its agents,
+`nodes.channel`). Until then a frame is small and has no body. Afterwards sizes are bounded by what
+the receiver expects. What follows is neither encrypted nor signed: it is as safe as the network.
+
+A peer that is gone is noticed by the kernel: at once where its process ended, and where its link is
+cut after `SILENT_S`, by probes of TCP. All that goes wrong is `Disconnected` or `Refused`. No other
+thread may use a connection at the same time. Used by `torch/decoupled`; it knows no framework.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from allranks.launcher.nodes.channel import Disconnected, Message, Refused, proof_of
+
+MARK = b"AR\x01\x02"
+LARGEST_HEADER = 1 << 20
+LARGEST_FROM_STRANGERS = 1 << 12
+MEET_S = 10.0
+SILENT_S = 30.0
+_START = struct.Struct("!4sIQ")
+_PROBES = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 5))
+
+Buffer = bytes | bytearray | memoryview
+Place = Callable[[int], memoryview]
+"""Where a body of so many bytes goes."""
+
+
+def _new_memory(size: int) -> memoryview:
+    return memoryview(bytearray(size))
+
+
+class Connection:
+    """Frames to and from one peer, of which a body has at most `most_bytes`.
+
+    A call that gets nothing moved for `timeout_s` raises `Disconnected`. `sent` and `received` are
+    the bytes of all bodies so far, `control` those of all the rest that was sent.
+    """
+
+    def __init__(self, peer: socket.socket, most_bytes: int, timeout_s: float) -> None:
+        self._socket, self._most, self.timeout_s = peer, most_bytes, timeout_s
+        self._trusted = False
+        self.given = -1
+        """For who serves: the newest version that this peer was sent."""
+        self.sent = self.received = self.control = 0
+        peer.settimeout(timeout_s)
+        if peer.family in (socket.AF_INET, socket.AF_INET6):
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _PROBES:
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            silent_ms = int(1000 * SILENT_S)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_ms)
+
+    def send(self, header: Message, *body: Buffer) -> None:
+        """Send one frame; `body` is sent from where it lies, piece by piece."""
+        text = json.dumps(header).encode()
+        pieces = [memoryview(piece).cast("B") for piece in body]
+        size = sum(map(len, pieces))
+        start = _START.pack(MARK, len(text), size)
+        self._send_all([memoryview(start + text), *pieces])
+        self.sent += size
+        self.control += len(start) + len(text)
+
+    def receive(self, place: Place = _new_memory) -> tuple[Message, memoryview]:
+        """The next frame: its header, and its body in the memory that `place` gives."""
+        mark, header_bytes, body_bytes = _START.unpack(self._exactly(_START.size))
+        largest = LARGEST_HEADER if self._trusted else LARGEST_FROM_STRANGERS
+        most = self._most if self._trusted else 0
+        if mark != MARK or header_bytes > largest:
+            raise Disconnected("it sent what is no message of ours")
+        if body_bytes > most:
+            raise Disconnected(f"it sent a message of {body_bytes} bytes, of {most} at most")
+        try:
+            header = json.loads(bytes(self._exactly(header_bytes)))
+        except (ValueError, RecursionError):
+            header = None
+        if not isinstance(header, dict):
+            raise Disconnected("it sent what is no message of ours")
+        body = place(body_bytes) if body_bytes else memoryview(b"")
+        self._fill(body)
+        self.received += body_bytes
+        return header, body
+
+    def ask(
+        self, header: Message, *body: Buffer, place: Place = _new_memory
+    ) -> tuple[Message, memoryview]:
+        """Send a frame, and receive its answer; raises `Refused` for one that says so."""
+        self.send(header, *body)
+        answer, found = self.receive(place)
+        if "refused" in answer:
+            raise Refused(str(answer["refused"]))
+        return answer, found
+
+    def _send_all(self, pieces: Sequence[memoryview]) -> None:
+        left = [piece for piece in pieces if len(piece)]
+        try:
+            while left:
+                gone = self._socket.sendmsg(left)
+                while left and gone >= len(left[0]):
+                    gone -= len(left.pop(0))
+                if left and gone:
+                    left[0] = left[0][gone:]
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def _exactly(self, size: int) -> memoryview:
+        memory = memoryview(bytearray(size))
+        self._fill(memory)
+        return memory
+
+    def _fill(self, memory: memoryview) -> None:
+        at = 0
+        while at < len(memory):
+            try:
+                came = self._socket.recv_into(memory[at:])
+            except OSError as error:
+                raise self._broken(error) from error
+            if not came:
+                raise Disconnected("it closed its connection")
+            at += came
+
+    def _broken(self, error: OSError) -> Disconnected:
+        if isinstance(error, TimeoutError) and error.errno is None:
+            return Disconnected(f"nothing of it came or went for {self.timeout_s:g} s")
+        return Disconnected(f"its connection broke: {error}")
+
+    def waits_for_ever(self) -> None:
+        """A peer that works in silence is no peer that is gone: TCP's probes tell them apart."""
+        self.timeout_s = 0.0
+        self._socket.settimeout(None)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def shut(self) -> None:
+        """From any thread: who waits for this peer hears that it is gone."""
+        with suppress(OSError):  # it is gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    # --- the proof ------------------------------------------------------------------------
+
+    def admit(self, secret: str) -> None:
+        """The part of who listens: raises `Refused` unless the peer knows the secret."""
+        own = secrets.token_hex(16)
+        self._within(MEET_S)
+        self.send({"nonce": own})
+        answer, _ = self.receive()
+        theirs = str(answer.get("nonce", ""))
+        if not _is(answer.get("proof"), proof_of(secret.encode(), "node", own, theirs)):
+            self.send({"refused": "it does not know the secret of this job"})
+            raise Refused("it does not know the secret of this job")
+        self.send({"proof": proof_of(secret.encode(), "head", own, theirs).decode()})
+        self._trust()
+
+    def prove(self, secret: str) -> None:
+        """The part of who connects: raises `Refused` unless both know the secret."""
+        self._within(MEET_S)
+        challenge, _ = self.receive()
+        theirs, own = str(challenge.get("nonce", "")), secrets.token_hex(16)
+        proof = proof_of(secret.encode(), "node", theirs, own).decode()
+        answer, _ = self.ask({"nonce": own, "proof": proof})
+        if not _is(answer.get("proof"), proof_of(secret.encode(), "head", theirs, own)):
+            raise Refused("whoever listens there does not know the secret of this job")
+        self._trust()
+
+    def _within(self, seconds: float) -> None:
+        self._socket.settimeout(seconds)
+
+    def _trust(self) -> None:
+        self._trusted = True
+        self._within(self.timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is(given: Any, wanted: bytes) -> bool:
+    return hmac.compare_digest(str(given or "").encode(errors="replace"), wanted)

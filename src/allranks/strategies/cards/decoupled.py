@@ -1,0 +1,68 @@
+"""The card of `decoupled`: learners that come and go, and a synchronizer. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from allranks.strategies.card import Card, Option, Reference, Workload
+from allranks.strategies.mesh import Agreement
+from allranks.strategies.roles import LEARNER, Role
+
+SYNCHRONIZER = "synchronizer"
+
+
+def _handed_out(work: Workload, options: Mapping[str, Any]) -> int:
+    """The synchronizer sends the weights to each learner, once for each chunk of it."""
+    return round(work.ranks * sum(work.messages) / int(options["every"]))
+
+
+def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
+    """The ranks are the learners: any of them may be lost, and come again."""
+    return (
+        Role(SYNCHRONIZER, 1, resumes=True),
+        Role(
+            LEARNER,
+            ranks,
+            least=min(ranks, options["least"]),
+            serves=True,
+            rejoins=options["rejoins"],
+            outlives_nodes=True,
+        ),
+    )
+
+
+DECOUPLED_CARD = Card(
+    name="decoupled",
+    summary="Learners train on their own; a synchronizer merges what a quorum of them has found.",
+    guarantee=Reference(
+        "a loop in one process that takes the same chunks, pushes and merges in the same order; "
+        "`single` when N = 1, every = 1, quorum = 1, lr = 1, momentum = 0 and the optimizer is SGD"
+    ),
+    bytes_sent=_handed_out,
+    bytes_formula="N · (weights + buffers) / every, from the synchronizer; "
+    "a learner sends (weights + buffers) / every",
+    memory="a learner: weights + gradients + optimizer, and 2 more weights; the synchronizer: "
+    "weights + momentum, and as many weights as there are learners whose findings wait",
+    many_ranks=True,
+    agreement=Agreement(lockstep=False),
+    roles=_roles,
+    options=(
+        Option("every", 16, "steps that a learner makes between two exchanges", at_least=1),
+        Option("quorum", 1, "learners of which something has come before a merge", at_least=1),
+        Option(
+            "grace_s", 2.0, "seconds after which a merge waits for the quorum no longer", at_least=0
+        ),
+        Option("lr", 0.7, "the rate of the outer optimizer", above=0),
+        Option("momentum", 0.9, "its Nesterov momentum", at_least=0, below=1),
+        Option("least", 1, "learners that must be left", at_least=1),
+        Option("rejoins", 3, "how often each learner that is lost is started again", at_least=0),
+        Option(
+            "patience_s",
+            300.0,
+            "seconds for which a learner waits for a synchronizer that is gone",
+            above=0,
+        ),
+    ),
+    paper="Douillard et al. 2023, DiLoCo, arXiv 2311.08105; Decoupled DiLoCo, arXiv 2604.21428",
+)

@@ -1,0 +1,116 @@
+"""The weights of a model as flat numbers: what is subtracted, merged and sent.
+
+    | parameters | buffers of real numbers | buffers of whole numbers |
+
+The first two are of one type, at least 32 bits wide, so that a sum of small changes is not rounded
+to that of a half; the third one is int64. Its order is that of the model, alike in all processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.launcher.messages.connection import Buffer
+from allranks.torch.model.reals import real_type, reals
+
+
+@dataclass
+class Numbers:
+    """Flat numbers of one model: `weights` (n,) with the buffers behind them, `counts` (m,)."""
+
+    weights: Tensor
+    counts: Tensor
+
+    def copied(self) -> Numbers:
+        return Numbers(self.weights.clone(), self.counts.clone())
+
+    @property
+    def buffers(self) -> tuple[Buffer, Buffer]:
+        """The bytes of both, where they lie; to be used before they change."""
+        return _bytes(self.weights), _bytes(self.counts)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes + self.counts.nbytes
+
+
+class FlatModel:
+    """A model whose weights are read and written as flat numbers, on the host."""
+
+    def __init__(self, model: nn.Module, changed: Callable[[], None] = lambda: None) -> None:
+        self._changed = changed
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        own = {id(p) for p in model.parameters()}
+        buffers = [b for b in model.buffers() if id(b) not in own]
+        self._real = [b for b in buffers if b.is_floating_point() or b.is_complex()]
+        self._whole = [b for b in buffers if not (b.is_floating_point() or b.is_complex())]
+        types = {real_type(t.dtype) for t in (*self._trained, *self._real)}
+        self.type = torch.float64 if torch.float64 in types else torch.float32
+        self.parameters = sum(reals(p).numel() for p in self._trained)
+        """How many of the numbers are weights that are trained; buffers follow."""
+        shapes = [(tuple(t.shape), str(t.dtype)) for t in self._tensors]
+        self.digest = hashlib.sha256(repr((shapes, self.type)).encode()).hexdigest()
+        """What two processes must have in common to exchange numbers."""
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [*self._trained, *self._real, *self._whole]
+
+    @torch.no_grad()
+    def read(self) -> Numbers:
+        """A copy of what the model holds now."""
+        real = [reals(t.detach()).reshape(-1).to("cpu", self.type) for t in self._trained]
+        real += [reals(t.detach()).reshape(-1).to("cpu", self.type) for t in self._real]
+        whole = [t.detach().reshape(-1).to("cpu", torch.int64) for t in self._whole]
+        weights = torch.cat(real) if real else torch.empty(0, dtype=self.type)
+        counts = torch.cat(whole) if whole else torch.empty(0, dtype=torch.int64)
+        return Numbers(weights, counts)
+
+    @torch.no_grad()
+    def write(self, numbers: Numbers) -> None:
+        """Let the model hold these numbers."""
+        for tensors, flat in (
+            ((*self._trained, *self._real), numbers.weights),
+            (self._whole, numbers.counts),
+        ):
+            at = 0
+            for tensor in tensors:
+                seen = reals(tensor.detach())
+                seen.copy_(flat[at : at + seen.numel()].view(seen.shape))
+                at += seen.numel()
+        self._changed()
+
+    def empty(self) -> Numbers:
+        """Memory for numbers of this model."""
+        found = self.read()
+        return Numbers(torch.empty_like(found.weights), torch.empty_like(found.counts))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its numbers, as they are sent."""
+        real = self.parameters + sum(reals(b).numel() for b in self._real)
+        return real * self.type.itemsize + 8 * sum(b.numel() for b in self._whole)
+
+    def take(self, body: memoryview) -> Numbers:
+        """The numbers in the bytes of a message, in the same memory."""
+        if len(body) != self.nbytes:
+            raise ValueError(f"{len(body)} bytes for weights of {self.nbytes}")
+        whole = 8 * sum(b.numel() for b in self._whole)
+        flat = torch.frombuffer(body, dtype=torch.uint8)
+        cut = len(body) - whole
+        return Numbers(flat[:cut].view(self.type), _int64(flat[cut:]))
+
+
+def _int64(flat: Tensor) -> Tensor:
+    return flat.clone().view(torch.int64)  # it may not be aligned
+
+
+def _bytes(tensor: Tensor) -> Buffer:
+    array: Any = tensor.numpy()
+    return memoryview(array).cast("B") if tensor.numel() else b""

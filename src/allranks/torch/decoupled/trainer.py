@@ -1,0 +1,201 @@
+"""The trainer of the synchronizer: the same loop, in which a step is a merge.
+
+Learners are answered by threads (`service`) from the first call of `calls` on. This thread hears of
+merges, writes them down, evaluates and saves, while learners go on: the model that it evaluates is
+a copy of the global weights. Progress is counted in steps of the job, by samples: N chunks of
+`every` steps are `every` steps. A merge makes several of them, so an evaluation or a checkpoint
+follows the first merge at which its step has been reached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from allranks.errors import RequestError
+from allranks.launcher.messages.meeting_point import listen
+from allranks.torch.decoupled.flat import FlatModel
+from allranks.torch.decoupled.merging import Merged, Merging
+from allranks.torch.decoupled.service import Service
+from allranks.torch.decoupled.strategy import Decoupled
+from allranks.torch.outer.optimizers import Nesterov
+from allranks.torch.trainer import Trainer
+from allranks.training.dispatch.ledger import Ledger
+from allranks.training.progress import Asked, Progress, StepResult
+
+LOOK_S = 0.2
+
+
+class SynchronizerTrainer(Trainer):
+    """The leader of a job of learners. It makes no step itself."""
+
+    strategy: Decoupled
+    service: Service | None = None
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.strategy.learners = self.job.ranks
+        self._told = more.get("report") or (lambda event, **values: None)
+        self._evaluated_at = self._saved_at = 0
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def calls(self) -> Iterator[list[Any]]:
+        """The merges, until all samples are in the weights."""
+        service = self._served()
+        self._evaluated_at = self._saved_at = self.progress.batch_index
+        while not self.evaluation_plan.is_over:
+            self.heartbeat.at_step(self.progress.batch_index)
+            self.heartbeat.enter("exchange")
+            merges = service.merges(LOOK_S)
+            for merged in merges:
+                self.heartbeat.collective()
+                yield [merged]
+            if not merges and service.merging.ledger.is_over:
+                break
+        service.is_over = True
+        self.comm.sent.update(service.sent_bytes())
+
+    def steps(self, batches: list[Any]) -> list[StepResult]:
+        """What each merge was: the mean loss of its samples, and how far the job is with it."""
+        return [self._taken_up(merged) for merged in batches]
+
+    def _taken_up(self, merged: Merged) -> StepResult:
+        self.heartbeat.at_step(merged.steps)
+        self.faults.reach("step", merged.steps)
+        asked = Asked.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        done, per_epoch = self.progress, self._per_epoch
+        epoch = max(0, merged.steps - 1) // per_epoch
+        result = StepResult(
+            max(0, merged.steps - 1),
+            epoch,
+            merged.loss / merged.weight if merged.weight else float("nan"),
+            merged.samples,
+            merged.weight,
+            merged.rate,
+            updated=True,
+            asked=asked,
+        )
+        known = (done.loss_sum, done.weight_sum) if epoch == done.epoch else (0.0, 0.0)
+        self.progress = Progress(
+            epoch,
+            merged.steps - epoch * per_epoch,
+            merged.steps,
+            done.samples_seen + merged.samples,
+            merged.steps,
+            known[0] + merged.loss,
+            known[1] + merged.weight,
+        )
+        self.faults.reach("stepped", merged.steps)
+        return result
+
+    @property
+    def _per_epoch(self) -> int:
+        """Steps of an epoch; raises `RequestError` for data that is read in one order only."""
+        batches = self.task_data.batches
+        if (
+            batches.steps_per_epoch is None
+            or batches.order is not None
+            or not _is_by_number(batches)
+        ):
+            raise RequestError(
+                asked="--strategy decoupled",
+                found=f"train_data() of the task: a {type(batches.source).__name__}",
+                why="samples are handed out by their numbers, and again where a learner is lost",
+                do="give a data set with samples by number, without a sampler of its own",
+            )
+        return batches.steps_per_epoch
+
+    def _served(self) -> Service:
+        """The service, with the state that was resumed, if any."""
+        flat, options = FlatModel(self.strategy.model), self.job.strategy_spec.options
+        per_epoch, done = self._per_epoch, self.progress
+        steps = self.job.steps
+        steps = per_epoch * self.task.epochs if steps is None else steps
+        ledger = Ledger(steps, options["every"], self.job.ranks, done.batch_index)
+        outer = Nesterov(options["lr"], options["momentum"])
+        merging = Merging(flat.read(), flat.parameters, outer, ledger, options["quorum"])
+        if self.strategy.merged is not None:
+            merging.load_state(self.strategy.merged)
+        self._flat = flat
+        listener, secret = listen(self.world), self.world.secret
+        self.service = Service(merging, flat, listener, secret, options["grace_s"], self._told)
+        self.service.start()
+        self._taken.undone_by(self.service.close)
+        return self.service
+
+    # --- between the merges ---------------------------------------------------------------
+
+    def evaluate_if_due(self) -> dict[str, float] | None:
+        """The metrics, at the first merge after each step at which the job asks for them."""
+        self._called.add("evaluate_if_due")
+        every, done = self.job.eval_every, self.progress.batch_index
+        if not every:
+            return None
+        period = self._per_epoch if every == "epoch" else int(every)
+        if done // period == self._evaluated_at // period:
+            return None
+        self._evaluated_at = done
+        metrics = self.evaluate()
+        self.evaluation_plan.take(metrics, self.progress)
+        return metrics
+
+    def save_if_due(self, result: StepResult) -> bool:
+        """Save at the first merge after each step at which the job asks for it."""
+        self._called.add("save_if_due")
+        every, done = self.job.checkpoint_every, self.progress.batch_index
+        due = every is not None and done // every != self._saved_at // every
+        wanted = result.asked.save or self.evaluation_plan.wants_save(self.progress)
+        if due or wanted or result.asked.stop:
+            self._saved_at = done
+            self.save(wait=result.asked.stop, evaluate=not result.asked.stop)
+        return result.asked.stop
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        self._take_weights()
+        return super().evaluate(data)
+
+    def save(self, *, wait: bool = True, evaluate: bool = True) -> bool:
+        """Save the weights and the ledger of one moment; learners go on."""
+        self._take_weights()
+        return super().save(wait=wait, evaluate=evaluate)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._take_weights()
+        return super().weights()
+
+    def state(self) -> dict[str, Any]:
+        self._take_weights()
+        return super().state()
+
+    def _take_weights(self) -> None:
+        """The model, and what is saved with it, are those of the newest version from here on."""
+        if self.service is None:
+            return
+        numbers, state = self.service.snapshot()
+        self._flat.write(numbers)
+        self.strategy.merged = state
+        steps = self.service.merging.ledger.steps_done
+        if steps > self.progress.batch_index:
+            per_epoch = self._per_epoch
+            epoch = (steps - 1) // per_epoch
+            where = {"epoch": epoch, "step_in_epoch": steps - epoch * per_epoch}
+            self.progress = dataclasses.replace(
+                self.progress,
+                batch_index=steps,
+                updates=steps,
+                samples_seen=state["samples"],
+                **where,
+            )
+
+    def close(self, *, failed: bool = False) -> None:
+        if self.service is not None:
+            self.service.is_over = True
+        super().close(failed=failed)
+
+
+def _is_by_number(batches: Any) -> bool:
+    return hasattr(batches.source, "__len__") and hasattr(batches.source, "batches")
