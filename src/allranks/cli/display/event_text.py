@@ -43,6 +43,10 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: NOT equal on other numbers of ranks: {text}" for text in event["found"]]
     if name == "worker_lost":
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
+    if name == "learner_lost" and event["freed"]:
+        return [f"note: {_handed_out_again(event)}"]
+    if name == "learner_joined" and event["version"]:
+        return [f"note: learner {event['learner']} joins at version {event['version']}"]
     if name == "straggler":
         return [f"note: rank {event['rank']} on {event['host']} is {_slow(event)}"]
     return []
@@ -65,9 +69,21 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
         return [(None, f"follows the ranks: {text}") for text in event["found"]]
     if name == "worker_lost":
         return [(event["rank"], f"lost: {event['cause']}")]
+    if name == "learner_lost":
+        return [(None, _handed_out_again(event))] if event["freed"] else []
     if name == "straggler":
         return [(event["rank"], _slow(event))]
     return []
+
+
+def _handed_out_again(event: dict[str, Any]) -> str:
+    """`learner 2 is gone at version 7: its 64 samples of steps 12 to 15 are handed out again`."""
+    told = ", ".join(
+        f"{one['samples']} samples of steps {one['first']} to {one['last']}"
+        for one in event["freed"]
+    )
+    who = f"learner {event['learner']} is gone at version {event['version']}"
+    return f"{who}: what it had is handed out again: {told}"
 
 
 def evaluation_in_words(step: int, metrics: Mapping[str, Any], best: bool) -> str:

@@ -27,6 +27,7 @@ from allranks.launcher.messages.connection import Connection
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.torch.decoupled.flat import FlatModel, Numbers
 from allranks.torch.decoupled.merging import Merged, Merging, Work
+from allranks.training.dispatch.ledger import Chunk
 
 ANSWER_S = 120.0
 OVER = "over"
@@ -34,7 +35,10 @@ Report = Callable[..., None]
 
 
 class Service:
-    """The learners of one training. `report` hears, from any thread, who came and who is lost."""
+    """The learners of one training. `report` hears, from any thread, who came and who is lost.
+
+    `samples_of` says how many samples a chunk has.
+    """
 
     def __init__(
         self,
@@ -44,9 +48,10 @@ class Service:
         secret: str,
         grace_s: float,
         report: Report,
+        samples_of: Callable[[Chunk], int] = lambda chunk: 0,
     ) -> None:
         self.merging, self._flat, self._secret = merging, flat, secret
-        self._grace_s, self._report = grace_s, report
+        self._grace_s, self._report, self._samples_of = grace_s, report, samples_of
         self._listener = listener
         self._changed = threading.Condition()
         self._merges: list[Merged] = []
@@ -225,7 +230,15 @@ class Service:
             del self._peers[learner]
             freed = self.merging.ledger.lost(learner)
             over = self.is_over or self.merging.ledger.is_over
+            version = self.merging.version
         if not over:
-            steps = sum(chunk.steps for chunk in freed)
-            with suppress(OSError):
-                self._report("learner_lost", learner=learner, steps=steps, why=str(error))
+            told = [
+                {
+                    "samples": self._samples_of(chunk),
+                    "first": chunk.first,
+                    "last": chunk.first + chunk.steps - 1,
+                }
+                for chunk in freed
+            ]
+            why = str(error)
+            self._report("learner_lost", learner=learner, version=version, freed=told, why=why)

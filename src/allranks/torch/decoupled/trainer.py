@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.launcher.messages.meeting_point import listen
+from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.decoupled.flat import FlatModel
 from allranks.torch.decoupled.merging import Merged, Merging
 from allranks.torch.decoupled.service import Service
 from allranks.torch.decoupled.strategy import Decoupled
 from allranks.torch.outer.optimizers import Nesterov
 from allranks.torch.trainer import Trainer
-from allranks.training.dispatch.ledger import Ledger
+from allranks.training.dispatch.ledger import Chunk, Ledger
 from allranks.training.progress import Asked, Progress, StepResult
 
 LOOK_S = 0.2
@@ -122,10 +124,24 @@ class SynchronizerTrainer(Trainer):
             merging.load_state(self.strategy.merged)
         self._flat = flat
         listener, secret = listen(self.world), self.world.secret
-        self.service = Service(merging, flat, listener, secret, options["grace_s"], self._told)
+        grace_s, report = options["grace_s"], self._told
+        self.service = Service(
+            merging, flat, listener, secret, grace_s, report, partial(self._samples_of, ledger)
+        )
         self.service.start()
         self._taken.undone_by(self.service.close)
         return self.service
+
+    def _samples_of(self, ledger: Ledger, chunk: Chunk) -> int:
+        """How many samples a learner trains with that has this chunk."""
+        batches, per_epoch = self.task_data.batches, self._per_epoch
+        own = owned_shards(batches.shards, ledger.parts, chunk.part)
+        found = 0
+        for step in range(chunk.first, chunk.first + chunk.steps):
+            left = len(batches.source) - step % per_epoch * batches.batch_size  # type: ignore[arg-type]
+            sizes = even_sizes(min(left, batches.batch_size), batches.shards)
+            found += sum(sizes[shard] for shard in own)
+        return found
 
     # --- between the merges ---------------------------------------------------------------
 

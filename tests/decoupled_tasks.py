@@ -1,0 +1,67 @@
+"""A task whose learners a plain loop can follow: linear, dropout-free, SGD with momentum."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from allranks.torch import Task
+
+SAMPLES, BATCH = 96, 16
+
+
+def made() -> Tensor:
+    return torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+@dataclass(kw_only=True)
+class Plain(Task):
+    """Twelve steps of two epochs; no layer draws anything."""
+
+    batch_size: int = BATCH
+    shards: int = 4
+    epochs: int = 2
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+    def train_data(self) -> Any:
+        inputs = made()
+        return inputs, inputs.sin().sum(1)
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output.squeeze(1) - batch[1]).square()
+
+
+@dataclass(kw_only=True)
+class Noted(Plain):
+    """Writes down, learner by learner, which samples a step has seen, in `notes`."""
+
+    notes: str = ""
+    epochs: int = 12
+
+    def train_data(self) -> Any:
+        inputs = made()
+        return inputs, inputs.sin().sum(1), torch.arange(SAMPLES)
+
+    def inputs(self, batch: Any) -> Any:
+        return batch[0]
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        if self.notes and torch.is_grad_enabled():
+            with open(Path(self.notes) / str(os.getpid()), "a") as file:
+                file.write(json.dumps(batch[2].tolist()) + "\n")
+        return (output.squeeze(1) - batch[1]).square()

@@ -1,0 +1,380 @@
+"""Learners that come and go: the merge, who has which samples, the wire, and all of it in runs.
+
+The arithmetic is held to golden values and to a plain loop with a scripted order; runs are held to
+what they promise whoever dies: all samples are in the weights once, and it is said who was lost.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import nn
+
+from allranks.cli.display.event_text import anomalies_in
+from allranks.errors import ProgramError
+from allranks.job.job import Job
+from allranks.job.run_folder import rank_events_path, read_events, read_rows
+from allranks.launcher.messages.connection import MARK, Connection
+from allranks.launcher.nodes.channel import Disconnected, Refused
+from allranks.launcher.world import World
+from allranks.strategies.shards import even_sizes, owned_shards
+from allranks.torch.decoupled.flat import FlatModel, Numbers
+from allranks.torch.decoupled.learner import Learner
+from allranks.torch.decoupled.merging import Merging, Work
+from allranks.torch.outer.optimizers import Nesterov
+from allranks.torch.trainer import Trainer
+from allranks.training.dispatch.ledger import Ledger
+from allranks.training.order import Order
+from conftest import Train
+from decoupled_tasks import BATCH, SAMPLES, Plain, made
+from test_every_strategy import difference
+
+
+def numbers(*values: float) -> Numbers:
+    return Numbers(torch.tensor(values, dtype=torch.float64), torch.empty(0, dtype=torch.int64))
+
+
+def work(chunk: int, samples: int, version: int = 0) -> Work:
+    return Work(chunk, version, samples, 0.0, 1.0, 0.1)
+
+
+# --- arithmetic ---------------------------------------------------------------------------
+
+
+def test_a_merge_is_the_mean_by_samples_since_the_last_one() -> None:
+    merging = Merging(numbers(0.0), 1, Nesterov(1.0, 0.0), Ledger(8, 2, 2), quorum=2)
+    assert merging.bring(0, work(0, 100), numbers(0.25)) and not merging.is_due
+    assert merging.bring(0, work(2, 200), numbers(0.75)), "two chunks of one learner: 1, of 300"
+    assert not merging.is_due, "it is one learner still"
+    assert merging.bring(1, work(1, 100), numbers(4.0)) and merging.is_due
+    assert not merging.bring(2, work(1, 100), numbers(9.0)), "another one was first"
+    merged = merging.merge()
+    assert merging.theta.weights.tolist() == [-1.75]
+    assert (merged.samples, merged.chunks, merged.learners) == (400, 3, (0, 1))
+    assert merging.bring(1, work(3, 100, version=0), numbers(1.0)) and not merging.is_due
+    late = merging.merge()
+    assert merging.theta.weights.tolist() == [-2.75] and late.staleness == 1
+
+
+def test_the_outer_momentum_follows_the_gradient_and_not_its_reverse() -> None:
+    merging = Merging(numbers(0.0), 1, Nesterov(0.7, 0.9), Ledger(3, 1, 1))
+    for number, wanted in enumerate((-1.33, -3.227, -5.6343)):
+        merging.bring(0, work(number, 1), numbers(1.0))
+        merging.merge()
+        assert merging.theta.weights.item() == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_chunk_counts_once_whoever_dies(seed: int) -> None:
+    chance = random.Random(seed)
+    steps, every, parts = chance.randint(1, 40), chance.randint(1, 9), chance.randint(1, 5)
+    ledger, has, counted = Ledger(steps, every, parts), dict[int, int](), list[int]()
+    while not ledger.is_over:
+        learner = chance.randrange(parts + 1)
+        if learner not in has:
+            chunk = ledger.next_for(learner)
+            if chunk is not None:
+                has[learner] = chunk.number
+        elif chance.random() < 0.2:
+            freed = ledger.lost(learner)
+            number = has.pop(learner)
+            shared = number in has.values() or ledger.is_done(number)
+            assert [one.number for one in freed] == ([] if shared else [number])
+        else:
+            number = has.pop(learner)
+            if not ledger.is_done(number):
+                ledger.merged(number)
+                counted.append(number)
+        if chance.random() < 0.05:  # the synchronizer is restarted, and learners tell what they do
+            again = Ledger(steps, every, parts)
+            again.load_state(ledger.state())
+            for who, number in has.items():
+                if not again.is_done(number):
+                    again.take(who, number)
+            assert again.steps_done == ledger.steps_done
+            ledger = again
+    covered = [
+        (chunk.part, step)
+        for chunk in map(ledger.chunk, counted)
+        for step in range(chunk.first, chunk.first + chunk.steps)
+    ]
+    assert sorted(covered) == [(part, step) for part in range(parts) for step in range(steps)]
+    assert ledger.steps_done == steps
+
+
+SCRIPT = ["0", "1", "0", "m", "1", "0", "0", "1", "m", "1", "0", "m", "1", "1", "m"]
+"""Who brings the next thing, and when it is merged; learner 0 is faster at first."""
+
+
+def test_a_scripted_schedule_is_that_of_a_plain_loop() -> None:
+    every, ledger = 2, Ledger(12, 2, 2)
+    job = Job(strategy="decoupled:every=2,lr=0.7,momentum=0.9", ranks=2, precision="fp64")
+    with (
+        Trainer(Plain(), job, world=_learner(0)) as one,
+        Trainer(Plain(), job, world=_learner(1)) as two,
+    ):
+        learners = [Learner(one, 2), Learner(two, 2)]
+        flat = learners[0].flat
+        theta = flat.read()
+        plain = _Loop(one.strategy.model, every)
+        merging = Merging(theta, flat.parameters, Nesterov(0.7, 0.9), ledger, quorum=9)
+
+        def answer(who: int) -> Any:
+            own = merging.found.get(who)
+            waits = [] if own is None else [w.chunk for w in own.work]
+            header = {"version": merging.version, "waits": waits}
+            learners[who].take(
+                header, memoryview(bytearray(b"".join(map(bytes, merging.theta.buffers))))
+            )
+            return ledger.next_for(who, merging.waiting)
+
+        doing = [answer(0), answer(1)]
+        for act in SCRIPT:
+            if act == "m":
+                merging.merge()
+                plain.merge()
+                continue
+            who = int(act)
+            said, found = learners[who].train(doing[who])
+            merging.bring(who, Work.from_data(said), found.copied())  # as the wire does
+            learners[who].brought(doing[who], found)
+            plain.train(who, doing[who].part, doing[who].first)
+            doing[who] = answer(who)
+            plain.begin(who)
+        assert merging.version == 4 and merging.samples == 11 * every * BATCH // 2
+        apart = (merging.theta.weights - plain.theta).abs().max()
+        moved = (plain.theta - plain.first).abs().max()
+        assert float(apart) < 1e-10 and float(moved) > 0.1
+
+
+def _learner(index: int) -> World:
+    return World(rank=index + 1, size=3, role="learner", role_index=index)
+
+
+class _Loop:
+    """The same in one process: weights as lists of tensors, SGD and Nesterov written out."""
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self.every, self.order = every, Order(SAMPLES, BATCH, 0, "keep")
+        self.first = self.theta = self._flat(model)
+        self.momentum, self.unmerged = torch.zeros_like(self.theta), [[], []]  # type: ignore[var-annotated]
+        self.inner = [torch.zeros_like(self.theta) for _ in range(2)]
+        self.start, self.model = [self.theta.clone() for _ in range(2)], model
+        self.shapes = [p.shape for p in model.parameters()]
+
+    @staticmethod
+    def _flat(model: nn.Module) -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+
+    def train(self, who: int, part: int, first: int) -> None:
+        weights = self.start[who].clone()
+        sizes = even_sizes(BATCH, 4)
+        own = owned_shards(4, 2, part)
+        rows = slice(sum(sizes[: own.start]), sum(sizes[: own.stop]))
+        for step in range(first, first + self.every):
+            ids = torch.from_numpy(self.order.batch(step // 6, step % 6)[rows].copy())
+            w = weights.clone().requires_grad_()
+            a, b, c, d = (
+                piece.view(shape)
+                for piece, shape in zip(
+                    w.split([s.numel() for s in self.shapes]), self.shapes, strict=True
+                )
+            )
+            inputs = made()[ids]
+            output = torch.tanh(inputs @ a.T + b) @ c.T + d
+            loss = (output.squeeze(1) - inputs.sin().sum(1)).square().mean()
+            (gradient,) = torch.autograd.grad(loss, w)
+            self.inner[who] = 0.5 * self.inner[who] + gradient
+            weights = weights - 0.1 * self.inner[who]
+        self.unmerged[who].append(self.start[who] - weights)
+
+    def begin(self, who: int) -> None:
+        self.start[who] = self.theta - sum(self.unmerged[who], torch.zeros_like(self.theta))
+
+    def merge(self) -> None:
+        """Every chunk has as many samples, so learners count by their chunks."""
+        counts = [len(found) for found in self.unmerged]
+        mean = sum(
+            len(found) * torch.stack(found).sum(0) for found in self.unmerged if found
+        ) / sum(counts)
+        self.momentum = 0.9 * self.momentum + mean
+        self.theta = self.theta - 0.7 * (mean + 0.9 * self.momentum)
+        self.unmerged = [[], []]
+
+
+def test_flat_numbers_are_written_back_and_name_another_model() -> None:
+    one, other = nn.BatchNorm1d(3), nn.BatchNorm1d(4)
+    flat = FlatModel(one)
+    found = flat.read()
+    assert (len(found.weights), len(found.counts), flat.parameters) == (12, 1, 6)
+    found.weights += 1
+    found.counts += 7
+    flat.write(flat.take(memoryview(bytearray(b"".join(map(bytes, found.buffers))))))
+    assert one.running_var is not None and one.running_var.tolist() == [2.0] * 3
+    assert one.num_batches_tracked == 7
+    assert flat.digest != FlatModel(other).digest
+    with pytest.raises(ValueError, match="bytes for weights"):
+        flat.take(memoryview(b"1234"))
+
+
+# --- the wire -----------------------------------------------------------------------------
+
+
+def ends(most: int = 1 << 20) -> tuple[Connection, Connection]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener:
+        mine = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    return Connection(mine, most, 5.0), Connection(theirs, most, 5.0)
+
+
+def admitted(secret: str, other: str) -> tuple[Connection, Connection, list[Exception]]:
+    """Both ends after the proof, and what went wrong at the end that listens."""
+    mine, theirs = ends()
+    wrong: list[Exception] = []
+
+    def admit() -> None:
+        try:
+            theirs.admit(secret)
+        except Disconnected as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=admit)
+    thread.start()
+    try:
+        mine.prove(other)
+    except Disconnected as error:
+        wrong.append(error)
+    thread.join()
+    return mine, theirs, wrong
+
+
+def test_a_frame_brings_its_bytes_and_a_wrong_secret_none() -> None:
+    mine, theirs, wrong = admitted("one", "one")
+    with mine, theirs:
+        assert not wrong
+        mine.send({"a": 1}, b"12", memoryview(bytearray(b"3")))
+        header, body = theirs.receive()
+        assert (header, bytes(body)) == ({"a": 1}, b"123")
+    mine, theirs, wrong = admitted("one", "two")
+    with mine, theirs:
+        assert [type(error) for error in wrong] == [Refused, Refused]
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "no message of ours"),
+        (struct.pack("!4sIQ", MARK, 2, 1 << 40) + b"{}", "bytes, of 1048576 at most"),
+        (struct.pack("!4sIQ", MARK, 1 << 30, 0), "no message of ours"),
+        (struct.pack("!4sIQ", MARK, 2, 0) + b"[]", "no message of ours"),
+        (struct.pack("!4sIQ", MARK, 2, 9) + b"{}torn", "closed"),
+        (struct.pack("!4sIQ", MARK, 2, 9)[:7], "closed"),
+    ],
+)
+def test_what_is_no_frame_is_refused(sent: bytes, said: str) -> None:
+    mine, theirs, _ = admitted("one", "one")
+    with mine, theirs:
+        mine._socket.sendall(sent)
+        mine.shut()
+        with pytest.raises(Disconnected, match=said):
+            theirs.receive()
+
+
+def test_before_the_proof_nothing_large_is_taken() -> None:
+    mine, theirs = ends()
+    with mine, theirs:
+        mine.send({}, b"a body")
+        with pytest.raises(Disconnected, match="of 0 at most"):
+            theirs.receive()
+
+
+# --- runs ---------------------------------------------------------------------------------
+
+TASK = "decoupled_tasks:Noted"
+STEPS = 72
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [row for row in read_events(run_dir) if row["event"] == name]
+
+
+def check_all_is_in(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Every sample of every epoch is in the weights once, by the metrics of the merges."""
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert summary["steps"] == STEPS
+    assert sum(row["samples"] for row in rows) == STEPS * BATCH
+
+
+def test_one_learner_that_asks_after_each_step_is_single(train: Train) -> None:
+    flags = {"precision": "fp64", "steps": 20}
+    ours = train("contract_tasks:Images", strategy="decoupled:every=1,lr=1,momentum=0", **flags)
+    single = train("contract_tasks:Images", strategy="single", **flags)
+    weights = [load_file(run.run_dir / "weights.safetensors") for run in (ours, single)]
+    assert difference(*weights) < 1e-10
+    assert ours.summary["eval"]["loss"] == pytest.approx(single.summary["eval"]["loss"], rel=1e-9)
+    card, sent = ours.summary["card_bytes_per_step"], ours.summary["sent_bytes"]["gradients"]
+    assert sent in (20 * card, 21 * card), "the weights to begin with, and after each step"
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    "inject",
+    [
+        "kill@rank=2,step=-1 slow@rank=1,seconds=0.02,attempt=-1 slow@rank=3,seconds=0.02",
+        "slow@rank=1,seconds=0.05,attempt=-1 slow@rank=2,seconds=0.01 slow@rank=3,seconds=0.01",
+        "fail@rank=3,step=-1,attempt=-1 slow@rank=1,seconds=0.01 slow@rank=2,seconds=0.01",
+    ],
+    ids=["killed", "slow", "fails-again"],
+)
+def test_whatever_becomes_of_a_learner_all_samples_count_once(train: Train, inject: str) -> None:
+    strategy = "decoupled:every=4,quorum=2,grace_s=0.5,lr=1,momentum=0,rejoins=1"
+    result = train(TASK, strategy=strategy, ranks=3, inject=inject)
+    check_all_is_in(result.run_dir, result.summary)
+    lost = [event["rank"] for event in events(result.run_dir, "worker_lost")]
+    joined = [event["learner"] for event in events(result.run_dir, "learner_joined")]
+    if "kill" in inject:
+        assert lost == [2] and joined.count(1) == 2, "it came again"
+        (gone,) = events(result.run_dir, "learner_lost")
+        assert gone["learner"] == 1 and [one["samples"] for one in gone["freed"]] in ([20], [24])
+        assert anomalies_in(gone)[0][1].endswith("of steps 0 to 3")
+    elif "fail" in inject:
+        assert lost == [3, 3] and joined.count(2) == 2, "once again, and no more"
+    else:
+        assert not lost and sorted(joined) == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_synchronizer_that_dies_goes_on_from_its_checkpoint(train: Train) -> None:
+    result = train(
+        TASK,
+        strategy="decoupled:every=2,lr=1,momentum=0",
+        ranks=2,
+        inject="kill@rank=0,step=40,at=stepped slow@rank=1,seconds=0.01 slow@rank=2,seconds=0.01",
+        checkpoint_every=10,
+        max_restarts=1,
+    )
+    assert result.summary["steps"] == STEPS and result.summary["resumed_from_step"] >= 30
+    joined = [event["learner"] for event in events(result.run_dir, "learner_joined")]
+    assert sorted(joined) == [0, 0, 1, 1], "the same learners, which have waited"
+    check_all_is_in(result.run_dir, result.summary)
+    for rank in (1, 2):
+        rows = list(read_rows(rank_events_path(result.run_dir, rank)))
+        assert sum(row["event"] == "ready" for row in rows) == 1, "its process is the same"
+    assert result.summary["restarts"] == 0
+
+
+@pytest.mark.slow
+def test_without_the_learners_that_must_be_left_the_job_fails(train: Train) -> None:
+    strategy = "decoupled:every=4,least=2,rejoins=0"
+    inject = "kill@rank=1,step=-1 slow@rank=2,seconds=0.02"
+    with pytest.raises(ProgramError, match="learner 0"):
+        train(TASK, strategy=strategy, ranks=2, inject=inject)
