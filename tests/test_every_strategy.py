@@ -52,6 +52,7 @@ SETTINGS = {
     "zero-bubble": ["zero-bubble"],
     "independent": ["independent"],
     "branches": ["branches"],
+    "decoupled": ["decoupled:every=1,lr=1,momentum=0"],
     "tensor": [
         *("tensor", "tensor:data=2", "tensor:exact=yes"),
         *("tensor:sequence=yes", "tensor:data=2,sequence=yes"),
@@ -147,9 +148,9 @@ def test_every_card_has_a_setting() -> None:
     assert SETTINGS.keys() == {name for name, card in CARDS.items() if "torch" in card.engines}
     rest = {s for settings in SETTINGS.values() for s in settings} - set(EXACT)
     # Equal to a simulation: `independent` and late ones below, the others in
-    # tests/on_torch/test_half_reducers.py and tests/test_outer.py.
+    # tests/on_torch/test_half_reducers.py, test_decoupled.py and tests/test_outer.py.
     half = {"ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"}
-    assert rest == {"independent", *half, *LATE, *OUTER}
+    assert rest == {"independent", *SETTINGS["decoupled"], *half, *LATE, *OUTER}
 
 
 NOTHING_TO_CUT = {  # of 4 features

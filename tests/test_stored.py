@@ -63,6 +63,7 @@ def test_whole_weights_that_somebody_keeps_are_too_much(on_ranks: Callable[..., 
 
 def test_every_card_says_what_is_stored_and_so_do_the_docs() -> None:
     cards = [card for card in CARDS.values() if "torch" in card.engines]
+    cards = [card for card in cards if len(card.roles(2, card.read_options({}))) == 1]
     assert {parse_choice(strategy).name for strategy, _, _ in CASES} == {c.name for c in cards}
     lines: dict[str, list[str]] = {}
     for card in cards:

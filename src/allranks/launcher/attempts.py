@@ -150,7 +150,8 @@ class Attempts:
         stragglers = Stragglers(heartbeats, self.folder.events, hosts)
 
         def tick() -> None:
-            stragglers.look()
+            if not process_set.outlive_nodes:  # there, nobody waits for the slowest
+                stragglers.look()
             self.resources.inject_due_faults(heartbeats.read())
             self._look_at_programs(attempt)
             with suppress(OSError, ValueError):  # who only looks on ends no training

@@ -14,8 +14,8 @@ from allranks.job.job import Job
 from allranks.job.placement import Placed
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.world import World
-from allranks.strategies.roles import LEARNER
 from allranks.strategies.cards.decoupled import SYNCHRONIZER
+from allranks.strategies.roles import LEARNER
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.decoupled.learner import learn
 from allranks.torch.decoupled.trainer import SynchronizerTrainer

@@ -24,8 +24,8 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Workload
-from allranks.strategies.roles import LEARNER
 from allranks.strategies.cards.decoupled import SYNCHRONIZER
+from allranks.strategies.roles import LEARNER
 from allranks.torch.data.batch import Batch
 from allranks.torch.decoupled.flat import FlatModel
 from allranks.torch.step.gradients import Gradients
