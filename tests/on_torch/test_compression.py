@@ -1,4 +1,4 @@
-"""Messages of few bytes: what they stand for, how many bytes they are, and what is kept."""
+"""Codecs and error feedback: golden values, sizes, ties, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -6,56 +6,108 @@ import pytest
 import torch
 from torch import Tensor
 
+from allranks.errors import RequestError
 from allranks.torch.compression.error_feedback import ErrorFeedback
 from allranks.torch.compression.top_k import TopK
 
 
 def decoded(codec: TopK, flat: Tensor) -> Tensor:
     message = codec.encode(flat)
+    assert message.dtype == torch.uint8
     assert message.numel() == codec.size_bytes(flat.numel(), flat.element_size())
     found = torch.zeros_like(flat)
     codec.add_decoded(message, found)
     return found
 
 
-def test_error_feedback_with_decay() -> None:
-    """Of two equal ones the first is sent."""
-    feedback = ErrorFeedback(TopK(chunk=4, keep=1, bits=0), torch.zeros(4), decay=0.5)
-    for kept in ([1.0, 0, 2, 0], [1.5, 0, 3, 0]):
-        message = feedback.encode(torch.tensor([1.0, -3, 2, 0]))
+def plain_top_k(flat: Tensor, keep: int, chunk: int) -> Tensor:
+    found = torch.zeros_like(flat)
+    for start in range(0, flat.numel(), chunk):
+        part = flat[start : start + chunk].tolist()
+        order = sorted(range(len(part)), key=lambda at: (-abs(part[at]), at))
+        for at in order[:keep]:
+            found[start + at] = part[at]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("count", "keep", "chunk"),
+    [(0, 1, 4), (1, 1, 4), (4, 4, 4), (10, 3, 4), (9, 2, 8), (9000, 64, 4096), (33, 5, 7)],
+)
+def test_top_k_keeps_what_a_sort_keeps(
+    count: int, keep: int, chunk: int, dtype: torch.dtype
+) -> None:
+    """With ties: there are only nine values."""
+    generator = torch.Generator().manual_seed(count)
+    flat = torch.randint(-4, 5, (count,), generator=generator).to(dtype) / 3
+    assert torch.equal(decoded(TopK(keep, chunk), flat), plain_top_k(flat, keep, chunk))
+
+
+def test_golden_error_feedback_with_a_decay() -> None:
+    flat = torch.tensor([1.0, -3.0, 2.0, 0.0])
+    feedback = ErrorFeedback(TopK(1, 4), flat, decay=0.5)
+    for residual in ([1.0, 0.0, 2.0, 0.0], [1.5, 0.0, 3.0, 0.0]):
         sent = torch.zeros(4)
-        feedback.codec.add_decoded(message, sent)
+        feedback.codec.add_decoded(feedback.encode(flat), sent)
         assert sent.tolist() == [0, -3, 0, 0]
-        assert feedback.kept.tolist() == kept
+        assert feedback.residual.tolist() == residual
 
 
-@pytest.mark.parametrize("count", [1, 5, 4096, 4097, 12_345])
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_the_largest_of_each_chunk_are_kept(count: int, kind: torch.dtype) -> None:
-    flat = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(kind)
-    found = decoded(TopK(keep=64, bits=0), flat)
-    for given, sent in zip(flat.split(4096), found.split(4096), strict=True):
-        least = given.abs().sort(descending=True).values[: min(64, len(given))][-1]
-        assert torch.equal(sent, torch.where(given.abs() >= least, given, 0.0))
-    assert torch.equal(decoded(TopK(keep=4096, bits=0), flat), flat)
+def test_golden_bytes_of_a_message() -> None:
+    """-3 at 1 and 2 at 2, then 5 at 4,095 of the next chunk: each 12 bits, low bits first."""
+    flat = torch.zeros(2 * 4096)
+    flat[1], flat[2], flat[8191], flat[4096 + 3] = -3, 2, 5, 4
+    message = TopK(2).encode(flat)
+    assert message[:16].view(torch.float32).tolist() == [-3, 2, 4, 5]
+    assert message[16:].tolist() == [0x01, 0x20, 0x00, 0x03, 0xF0, 0xFF, 0, 0]
+    coded = TopK(2, values="two-bit").encode(flat)  # |-3|, 5 are the larger of their chunks
+    scales = coded[:8].view(torch.float32).tolist()
+    assert scales == pytest.approx([11 / 10, 19 / 10])
+    assert coded[8:].tolist() == [0b10_00_00_11, 0x01, 0x20, 0x00, 0x03, 0xF0, 0xFF, 0]
 
 
-def test_two_bits_are_a_sign_and_one_of_two_magnitudes() -> None:
-    flat = torch.tensor([0.9, -0.2, 0.0, -0.9, 0.61, 0.59])
-    found = decoded(TopK(chunk=6, keep=4), flat)
-    assert found.tolist() == pytest.approx([0.9, 0, 0, -0.9, 0.9, 0.3])
+def test_two_bit_values_are_a_146th_of_every_step_in_fp32() -> None:
+    size = TopK(64, values="two-bit").size_bytes(4096 * 1000)
+    assert 4 * 4096 * 1000 / size == pytest.approx(16384 / (64 * 1.75 + 4), rel=1e-6)
 
 
-def test_the_bytes_are_those_of_the_paper() -> None:
-    """64 of 4,096: 12 bits and 2 bits each, and a scale."""
-    assert TopK().size_bytes(4096) == 64 * 14 // 8 + 4
-    assert TopK(bits=0).size_bytes(4096) == 64 * 12 // 8 + 64 * 4
+def test_two_bits_always_leave_less() -> None:
+    """Also of numbers whose sizes have nothing to do with each other."""
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randn(512, generator=generator) * 10 ** torch.randn(512, generator=generator)
+    for part in flat.view(-1, 8):
+        left = part - decoded(TopK(8, 8, "two-bit"), part)
+        assert left.norm() < part.norm()
 
 
-def test_all_is_sent_in_the_end() -> None:
-    """What was sent and what is kept are together what was given."""
-    given = torch.randn(10_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    feedback, sent = ErrorFeedback(TopK(), given), torch.zeros_like(given)
-    for _ in range(5):
-        feedback.codec.add_decoded(feedback.encode(given), sent)
-    assert torch.allclose(sent + feedback.kept, 5 * given)
+@pytest.mark.parametrize("values", ["raw", "two-bit"])
+def test_what_was_sent_and_what_is_left_is_what_was_given(values: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given, sent = torch.zeros(100, dtype=torch.float64), torch.zeros(100, dtype=torch.float64)
+    feedback = ErrorFeedback(TopK(3, 16, values), given)
+    for _ in range(20):
+        flat = torch.randn(100, generator=generator, dtype=torch.float64)
+        given += flat
+        feedback.codec.add_decoded(feedback.encode(flat), sent)
+    torch.testing.assert_close(sent + feedback.residual, given, rtol=1e-6, atol=1e-6)
+    assert feedback.residual.abs().max() > 0.1
+    other = ErrorFeedback(TopK(3, 16, values), given)
+    other.load_state(feedback.state())
+    assert torch.equal(other.encode(given), feedback.encode(given))
+
+
+def test_what_is_not_finite_is_sent_once() -> None:
+    flat = torch.tensor([1.0, torch.nan, 2.0, -torch.inf, 0.5, 0.25])
+    feedback = ErrorFeedback(TopK(1, 3), flat)
+    sent = torch.zeros(6)
+    feedback.codec.add_decoded(feedback.encode(flat), sent)
+    assert sent.isnan().tolist() == [False, True, *[False] * 4]
+    assert sent[3] == -torch.inf
+    assert feedback.residual.tolist() == [1, 0, 2, 0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(("keep", "chunk"), [(0, 4), (5, 4), (1, 4097), (1, 0)])
+def test_what_12_bits_cannot_index_is_refused(keep: int, chunk: int) -> None:
+    with pytest.raises(RequestError, match="12 bits"):
+        TopK(keep, chunk)

@@ -1,1 +1,1 @@
-"""What stands for a tensor where few bytes may be sent, and what is kept of the rest."""
+"""Flat tensors in fewer bytes, and what was left out kept for the next time."""

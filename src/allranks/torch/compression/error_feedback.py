@@ -1,39 +1,45 @@
-"""Error feedback: what a message does not say of a tensor is kept, and said later.
+"""Error feedback: what a codec leaves out of one message is part of the next one.
 
-    e <- decay e + x;   c = what the message for e stands for;   e <- e - c
+    e <- decay * e + x;  send encode(e);  e <- e - decoded
 
-So what was sent, and what is kept, add up to all there was. Seide et al. 2014, 1-bit SGD;
-Karimireddy et al. 2019, arXiv 1901.09847; with `decay` below 1 what is old fades (SparseLoCo,
-0.95).
+So nothing is lost, only late: with decay 1, all that was sent and the residual e add up to all that
+was given. Seide et al. 2014 (1-bit SGD); with a decay: SparseLoCo, arXiv 2508.15706.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
-
-class Codec(Protocol):
-    """A message for a flat tensor, and what it stands for."""
-
-    def size_bytes(self, count: int, item_bytes: int = 4) -> int: ...
-
-    def encode(self, flat: Tensor) -> Tensor: ...
-
-    def add_decoded(self, message: Tensor, into: Tensor, factor: float = 1.0) -> None: ...
+from allranks.torch.compression.base import Codec
 
 
 class ErrorFeedback:
-    """What of one flat tensor, (n,), was not sent yet."""
+    """A residual of the shape of `like`, (n,), in front of `codec`. Nothing is communicated."""
 
     def __init__(self, codec: Codec, like: Tensor, decay: float = 1.0) -> None:
         self.codec, self.decay = codec, decay
-        self.kept = like.new_zeros(like.shape, requires_grad=False)
+        self.residual = torch.zeros_like(like)
 
-    def encode(self, given: Tensor) -> Tensor:
-        """The message for what is `given` now and what was kept; the rest is kept."""
-        self.kept.mul_(self.decay).add_(given)
-        message = self.codec.encode(self.kept)
-        self.codec.add_decoded(message, self.kept, -1.0)
+    def encode(self, flat: Tensor) -> Tensor:
+        """The message of `flat` and of what was left out before it, uint8.
+
+        What is not finite is sent once and forgotten: the residual is zero there.
+        """
+        residual = self.residual
+        if self.decay != 1:
+            residual.mul_(self.decay)
+        message = self.codec.encode(residual.add_(flat))
+        self.codec.add_decoded(message, residual, alpha=-1)
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return message
+
+    def state(self) -> dict[str, Any]:
+        """The residual: all that the next message depends on besides what it is given."""
+        return {"residual": self.residual}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned."""
+        self.residual.copy_(state["residual"])

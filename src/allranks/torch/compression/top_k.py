@@ -1,131 +1,154 @@
-"""Of each chunk of a flat tensor the k largest numbers: where they are, in 12 bits, and what.
+"""Chunked top-k: of every chunk of a tensor the k numbers of largest magnitude, and where they are.
 
-A chunk has at most 4,096 numbers, so a place in it takes 12 bits: two places are three bytes.
-Numbers go as they are, or in 2 bits with one scale for the chunk, the largest magnitude s: the
-sign, and whether s/3 or s stands for the magnitude. The last chunk may be shorter. SparseLoCo,
-arXiv 2508.15706, keeps 64 of 4,096.
+A message is, one after another: the values, chunk by chunk, in the order of their indices; with
+values in 2 bits, then a scale for each chunk; and the indices in their chunks, 12 bits each, two
+in three bytes. All chunks but the last are of one length, so the size follows from the count alone.
+The form is that of SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706): chunks of 4,096, 12 + 2 bits.
+
+Values in 2 bits are a sign and one of two magnitudes, `scale` and `3 * scale`, the larger one
+where a magnitude is at least the mean of its chunk's. `scale` is that of least squares, so what is
+left of the kept numbers is always shorter than they were: error feedback does not diverge.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-LARGEST_CHUNK = 4096
+from allranks.errors import RequestError
+from allranks.torch.compression.base import Codec, whole_words
+
+LARGEST_CHUNK = 4096  # an index has 12 bits
+VALUES = ("raw", "two-bit")
 
 
-@dataclass(frozen=True)
-class TopK:
-    """Keeps `keep` numbers of each `chunk`, in `bits`: 2, or 0 for as many as they have."""
+class TopK(Codec):
+    """Keeps `keep` numbers of each `chunk`, all of a shorter last chunk if it has no more.
 
-    chunk: int = LARGEST_CHUNK
-    keep: int = 64
-    bits: int = 2
+    A tie goes to the lower index; NaN counts as infinite. `values` are `raw`, in the tensor's own
+    type, or `two-bit`. Raises `RequestError` for a chunk or a k that 12 bits cannot index.
+    """
 
-    def size_bytes(self, count: int, item_bytes: int = 4) -> int:
-        """How many bytes stand for `count` numbers of so many bytes each."""
-        chunks, _, kept = self._shape(count)
-        places = _half_more(chunks * kept)
-        if self.bits == 2:
-            return places + -(-chunks * kept // 4) + chunks * item_bytes
-        return places + chunks * kept * item_bytes
+    def __init__(self, keep: int, chunk: int = LARGEST_CHUNK, values: str = "raw") -> None:
+        if not 1 <= chunk <= LARGEST_CHUNK or not 1 <= keep <= chunk or values not in VALUES:
+            raise RequestError(
+                asked=f"top-k of {keep} in chunks of {chunk}, values {values}",
+                found=f"k={keep}, chunk={chunk}",
+                why=f"an index has 12 bits, so 1 <= k <= chunk <= {LARGEST_CHUNK}; values are "
+                "raw or two-bit",
+                do="for example k=64,chunk=4096",
+            )
+        self.keep, self.chunk, self.two_bit = keep, chunk, values == "two-bit"
 
-    def _shape(self, count: int) -> tuple[int, int, int]:
-        """How many chunks, how long each is, and how many numbers are kept of it."""
-        width = max(1, min(self.chunk, count))
-        return -(-count // width), width, min(self.keep, width)
+    def size_bytes(self, count: int, itemsize: int = 4) -> int:
+        kept, chunks = self._kept(count)
+        values = -(-kept // 4) + 4 * chunks if self.two_bit else itemsize * kept
+        return whole_words(values + -(-kept * 3 // 2))
 
     def encode(self, flat: Tensor) -> Tensor:
-        """The message for a flat tensor, (bytes,) of uint8. A tie goes to the lower place."""
-        chunks, width, kept = self._shape(flat.numel())
-        missing = chunks * width - flat.numel()
-        rows = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
-        rows = rows.view(chunks, width)
-        places = _largest(rows, kept, missing)
-        values = rows.gather(1, places)
-        if self.bits == 2:
-            scale = values.abs().amax(1, keepdim=True)
-            is_large = values.abs() * 3 >= 2 * scale
-            codes = is_large.to(torch.uint8) + 2 * (values < 0).to(torch.uint8)
-            return torch.cat([_packed_places(places), _packed_codes(codes), _bytes(scale)])
-        return torch.cat([_packed_places(places), _bytes(values)])
-
-    def add_decoded(self, message: Tensor, into: Tensor, factor: float = 1.0) -> None:
-        """Add `factor` times what a message stands for to a flat tensor."""
-        chunks, width, kept = self._shape(into.numel())
-        count = chunks * kept
-        end = _half_more(count)
-        places = _places(message[:end], count).view(chunks, kept)
-        if self.bits == 2:
-            middle = end + -(-count // 4)
-            codes = _codes(message[end:middle], count).view(chunks, kept)
-            scale = _numbers(message[middle:], into.dtype).view(chunks, 1)
-            levels = torch.tensor([1 / 3, 1.0, -1 / 3, -1.0], dtype=into.dtype, device=into.device)
-            values = (levels[codes] * scale).flatten()
+        parts = [self._chosen(rows) for rows in self._rows(flat)]
+        values = [rows.gather(1, at) for rows, at in zip(self._rows(flat), parts, strict=True)]
+        indices = _packed_indices(torch.cat([at.flatten() for at in parts]) if parts else None)
+        if self.two_bit:
+            coded = [_two_bits(part) for part in values]
+            scales = [scale for scale, _ in coded]
+            codes = [code.flatten() for _, code in coded]
+            sent = [_bytes(torch.cat(scales)), _packed_codes(torch.cat(codes))] if coded else []
         else:
-            values = _numbers(message[end:], into.dtype)
-        starts = torch.arange(0, chunks * width, width, device=into.device)[:, None]
-        where = (places + starts).flatten()
-        if chunks * width > into.numel():  # a short last chunk may have fewer than are kept
-            is_there = where < into.numel()
-            where, values = where[is_there], values[is_there]
-        into.index_add_(0, where, values, alpha=factor)
+            sent = [_bytes(torch.cat([part.flatten() for part in values]))] if values else []
+        message = flat.new_zeros(
+            self.size_bytes(flat.numel(), flat.element_size()), dtype=torch.uint8
+        )
+        if parts:
+            found = torch.cat([*sent, indices])
+            message[: found.numel()] = found
+        return message
+
+    def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
+        kept, chunks = self._kept(into.numel())
+        if kept == 0:
+            return
+        if self.two_bit:
+            head = 4 * chunks
+            scales = message[:head].view(torch.float32).to(into.dtype)
+            after = head + -(-kept // 4)
+            values = _from_codes(message[head:after], kept)
+            values = values.to(into.dtype) * scales[self._chunk_of_each(into, kept)]
+        else:
+            after = into.element_size() * kept
+            values = message[:after].view(into.dtype)
+        within = _unpacked_indices(message[after : after + -(-kept * 3 // 2)], kept)
+        at = within + self._chunk_of_each(into, kept) * self.chunk
+        into.index_add_(0, at, values, alpha=alpha)  # no index twice: one order of additions
+
+    def _kept(self, count: int) -> tuple[int, int]:
+        """How many numbers of `count` are sent, and how many chunks they are of."""
+        full, rest = divmod(count, self.chunk)
+        return full * self.keep + min(rest, self.keep), full + (rest > 0)
+
+    def _rows(self, flat: Tensor) -> list[Tensor]:
+        """The whole chunks, (chunks, chunk), and the rest of the tensor, (1, rest)."""
+        whole = flat.numel() // self.chunk * self.chunk
+        parts = [flat[:whole].view(-1, self.chunk), flat[whole:].view(1, -1)]
+        return [part for part in parts if part.numel()]
+
+    def _chosen(self, rows: Tensor) -> Tensor:
+        """Indices of what is kept of each row, (rows, k), ascending."""
+        keep = min(self.keep, rows.shape[1])
+        if keep == rows.shape[1]:
+            return torch.arange(keep, device=rows.device).expand(rows.shape[0], keep)
+        size = rows.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        least = size.topk(keep, dim=1).values[:, -1:]
+        above, equal = size > least, size == least
+        free = keep - above.sum(1, keepdim=True)
+        chosen = above | (equal & (equal.cumsum(1) <= free))
+        return chosen.nonzero()[:, 1].view(-1, keep)
+
+    def _chunk_of_each(self, flat: Tensor, kept: int) -> Tensor:
+        """In which chunk each number that is kept is."""
+        return torch.arange(kept, device=flat.device) // self.keep
 
 
-def _largest(rows: Tensor, kept: int, missing: int) -> Tensor:
-    """The places of the `kept` largest magnitudes of each row, from left to right."""
-    sizes = rows.abs()
-    if missing:
-        sizes[-1, -missing:] = -1
-    least = sizes.topk(kept, sorted=True).values[:, -1:]
-    chosen = sizes >= least
-    if int(chosen.sum()) > kept * len(rows):  # of equal ones the first
-        equal = sizes == least
-        free = kept - (sizes > least).sum(1, keepdim=True)
-        chosen &= ~equal | (equal.cumsum(1) <= free)
-    return chosen.nonzero()[:, 1].view(-1, kept)
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
 
 
-def _half_more(count: int) -> int:
-    """The bytes of so many places."""
-    return -(-count // 2) * 3
-
-
-def _packed_places(places: Tensor) -> Tensor:
-    flat = places.flatten()
-    if flat.numel() % 2:
-        flat = torch.cat([flat, flat.new_zeros(1)])
-    first, second = flat.view(-1, 2).unbind(1)
-    parts = (first >> 4, (first & 15) << 4 | second >> 8, second & 255)
-    return torch.stack(parts, 1).flatten().to(torch.uint8)
-
-
-def _places(packed: Tensor, count: int) -> Tensor:
-    one, two, three = packed.view(-1, 3).to(torch.int64).unbind(1)
-    return torch.stack((one << 4 | two >> 4, (two & 15) << 8 | three), 1).flatten()[:count]
-
-
-SHIFTS = (6, 4, 2, 0)  # the first of four codes stands in the highest bits
+def _two_bits(values: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale for each row, and codes: bit 0 a negative sign, bit 1 the larger magnitude."""
+    size = values.abs()
+    large = size >= size.mean(1, keepdim=True)
+    weight = torch.where(large, 3.0, 1.0).to(values.dtype)
+    scale = (weight * size).sum(1) / weight.square().sum(1)
+    return scale.float(), (values < 0).to(torch.uint8) | large.to(torch.uint8) << 1
 
 
 def _packed_codes(codes: Tensor) -> Tensor:
-    flat = codes.flatten()
-    if missing := -flat.numel() % 4:
-        flat = torch.cat([flat, flat.new_zeros(missing)])
-    shifts = torch.tensor(SHIFTS, dtype=torch.uint8, device=flat.device)
-    return (flat.view(-1, 4) << shifts).sum(1).to(torch.uint8)
+    """Four in a byte, the first one in the lowest bits."""
+    four = torch.cat([codes, codes.new_zeros(-codes.numel() % 4)]).view(-1, 4)
+    return four[:, 0] | four[:, 1] << 2 | four[:, 2] << 4 | four[:, 3] << 6
 
 
-def _codes(packed: Tensor, count: int) -> Tensor:
-    shifts = torch.tensor(SHIFTS, dtype=torch.uint8, device=packed.device)
-    return (packed[:, None] >> shifts & 3).flatten()[:count].to(torch.int64)
+def _from_codes(packed: Tensor, count: int) -> Tensor:
+    """Signs and magnitudes in units of the scale, (count,), float32."""
+    shifts = torch.arange(0, 8, 2, device=packed.device, dtype=torch.uint8)
+    codes = ((packed[:, None] >> shifts) & 3).flatten()[:count]
+    return torch.tensor([1.0, -1.0, 3.0, -3.0], device=packed.device)[codes.long()]
 
 
-def _bytes(numbers: Tensor) -> Tensor:
-    return numbers.contiguous().view(-1).view(torch.uint8)
+def _packed_indices(indices: Tensor | None) -> Tensor:
+    """Two numbers below 4,096 in three bytes, low bits first; of an odd last one two bytes."""
+    if indices is None:
+        return torch.empty(0, dtype=torch.uint8)
+    count = indices.numel()
+    pair = torch.cat([indices, indices.new_zeros(count % 2)]).to(torch.int16).view(-1, 2)
+    first, second = pair[:, 0], pair[:, 1]
+    three = torch.stack([first & 255, first >> 8 | (second & 15) << 4, second >> 4], 1)
+    return three.to(torch.uint8).flatten()[: -(-count * 3 // 2)]
 
 
-def _numbers(message: Tensor, kind: torch.dtype) -> Tensor:
-    return message.clone().view(kind)  # memory that begins where such numbers may
+def _unpacked_indices(packed: Tensor, count: int) -> Tensor:
+    """What `_packed_indices` was given, (count,), int64."""
+    three = torch.cat([packed, packed.new_zeros(-packed.numel() % 3)]).view(-1, 3).long()
+    first = three[:, 0] | (three[:, 1] & 15) << 8
+    second = three[:, 1] >> 4 | three[:, 2] << 4
+    return torch.stack([first, second], 1).flatten()[:count]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from allranks.torch.comm import Comm
-from allranks.torch.compression.error_feedback import Codec
+from allranks.torch.compression.base import Codec
 from allranks.torch.groups.pending import Pending
 from allranks.torch.outer.global_weights import Flat, GlobalWeights
 from allranks.torch.outer.sums import CodedSums, Sums

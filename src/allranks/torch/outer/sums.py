@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from allranks.torch.comm import Comm
-from allranks.torch.compression.error_feedback import Codec, ErrorFeedback
+from allranks.torch.compression.base import Codec
+from allranks.torch.compression.error_feedback import ErrorFeedback
 from allranks.torch.groups.pending import Pending
 from allranks.torch.outer.global_weights import Flat, GlobalWeights
 
@@ -77,10 +78,10 @@ class CodedSums(Sums):
                 codec.add_decoded(message[WEIGHT_BYTES:], found, weight)
 
     def own_state(self) -> dict[str, Any]:
-        return {names: self.feedback[flat].kept for names, flat in self._named.items()}
+        return {names: self.feedback[flat].residual for names, flat in self._named.items()}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         for names, flat in self._named.items():
             kept = state.get(names)
-            if kept is not None and kept.shape == self.feedback[flat].kept.shape:
-                self.feedback[flat].kept.copy_(kept)
+            if kept is not None and kept.shape == self.feedback[flat].residual.shape:
+                self.feedback[flat].residual.copy_(kept)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from allranks.torch.compression.error_feedback import Codec
+from allranks.torch.compression.base import Codec
 from allranks.torch.compression.top_k import TopK
 from allranks.torch.outer.optimizers import (
     Average,
@@ -63,4 +63,5 @@ class SparseLoCo(Outer):
 
     def made_codec(self) -> Codec:
         options = self.options
-        return TopK(options["chunk"], options["keep"], int(options["bits"]))
+        values = "two-bit" if options["bits"] == "2" else "raw"
+        return TopK(options["keep"], options["chunk"], values)

@@ -31,7 +31,7 @@ from allranks.strategies.card import Workload
 from allranks.strategies.cards.outer import learner_options, near_of
 from allranks.strategies.mesh import LEARNER, Agreement
 from allranks.torch.checkpoint.tree import local
-from allranks.torch.compression.error_feedback import Codec
+from allranks.torch.compression.base import Codec
 from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.placement import row
