@@ -53,6 +53,14 @@ def test_a_meeting_every_h_steps_is_paid_by_h_steps() -> None:
     assert step_s("local-sgd:every=16", FACTS) == pytest.approx(expected, rel=1e-6)
 
 
+def test_what_sparse_loco_sends_is_counted_by_chunks() -> None:
+    """64 of 4,096 numbers at 14 bits, and a scale: 116 bytes a chunk, to each of three others."""
+    found = {p.strategy: p.sent_bytes for p in choose("auto", FACTS).predictions}
+    chunks = -(-10 * MILLION // 4096)
+    expected = (3 * chunks * 116 + 2 * 3 / 4 * 64) / 30
+    assert found["sparse-loco:every=30"] == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("route", "crossings"),
     [
@@ -112,7 +120,7 @@ def test_exact_leaves_only_exact_ones() -> None:
 
 def test_the_sentence_has_the_arithmetic_and_the_price() -> None:
     facts = replace(FACTS, compute_s=0.05, link=Link(1e8, 0.001))
-    decision = choose("auto:link=100mbit", facts, refusal=lambda c: "no" * ("diloco" in c.text))
+    decision = choose("auto:link=100mbit", facts, refusal=lambda c: "no" * ("loco" in c.text))
     assert decision.did == "local-sgd:every=16"
     for words in (
         "ddp would send 60 MB a step",
@@ -120,7 +128,7 @@ def test_the_sentence_has_the_arithmetic_and_the_price() -> None:
         "it costs",
     ):
         assert words in decision.why
-    assert decision.refused == {"diloco:every=50": "no"}
+    assert decision.refused == {"diloco:every=50": "no", "sparse-loco:every=30": "no"}
 
 
 @pytest.mark.parametrize(

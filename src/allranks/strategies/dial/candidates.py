@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from allranks.strategies.card import Exact, Workload
 from allranks.strategies.dial.facts import Facts
@@ -18,6 +18,7 @@ from allranks.strategies.resolve import StrategySpec, strategy_spec
 BUCKET_BYTES = 25 * 2**20
 TALLY_BYTES = 64
 FP32_BYTES = 4
+INDEX_BITS = 12
 LEAST_MEETINGS = 8
 Route = Literal["ring", "hierarchical", "all-to-all"]
 
@@ -26,14 +27,15 @@ Route = Literal["ring", "hierarchical", "all-to-all"]
 class Candidate:
     """A strategy as it is written, and what the clock sees of it.
 
-    `sends` is what a message holds: the `gradients` of a step, or all `weights` of a meeting.
+    `sends` is what a message holds: the `gradients` of a step; all `weights` of a meeting, or the
+    `largest` numbers of what has become of them.
     `arithmetic_s` is the time of its own arithmetic for each parameter and exchange, in seconds;
     `route` is how its bytes come to the links of nodes with several ranks.
     """
 
     text: str
     costs: str
-    sends: Literal["gradients", "weights"] = "gradients"
+    sends: Literal["gradients", "weights", "largest"] = "gradients"
     route: Route = "ring"
     arithmetic_s: float = 0.0
     is_late: bool = False
@@ -47,7 +49,7 @@ class Candidate:
 
     def period(self, ranks: int) -> int:
         """Steps between two exchanges."""
-        return int(self.spec(ranks).options.get("every", 1)) if self.sends == "weights" else 1
+        return int(self.spec(ranks).options.get("every", 1))
 
     def sent_bytes(self, facts: Facts) -> float:
         """What its card says that the busiest rank sends, on average in a step."""
@@ -57,18 +59,28 @@ class Candidate:
     def messages(self, facts: Facts) -> int:
         """How many messages an exchange has."""
         size = facts.parameters * FP32_BYTES
-        return 1 if self.sends == "weights" else max(1, -(-size // BUCKET_BYTES))
+        return max(1, -(-size // BUCKET_BYTES)) if self.sends == "gradients" else 1
 
     def _work(self, facts: Facts) -> Workload:
         size = facts.parameters * FP32_BYTES
         if self.sends == "weights":
             messages: tuple[int, ...] = (0, size + facts.buffer_bytes, 0, TALLY_BYTES)
+        elif self.sends == "largest":
+            coded = _coded_bytes(facts.parameters, self.spec(facts.ranks).options)
+            messages = (0, facts.buffer_bytes, coded, TALLY_BYTES)
         elif self.is_late:
             messages = (size, TALLY_BYTES)
         else:
             messages = (size + TALLY_BYTES,)
         gradients = facts.parameters
         return Workload(messages, facts.ranks, facts.shards, gradients, TALLY_BYTES)
+
+
+def _coded_bytes(numbers: int, options: Mapping[str, Any]) -> int:
+    """Of each chunk the numbers that are kept: where, what, and one scale for all of them."""
+    chunks = -(-numbers // int(options["chunk"]))
+    bits = int(options["bits"]) or 8 * FP32_BYTES
+    return round(chunks * (int(options["keep"]) * (INDEX_BITS + bits) / 8 + FP32_BYTES))
 
 
 def candidates(facts: Facts) -> list[Candidate]:
@@ -91,14 +103,24 @@ def candidates(facts: Facts) -> list[Candidate]:
 
 
 def _apart(name: str, every: int) -> Candidate:
-    costs = f"learners train apart for {every} steps, and then take the mean of their weights"
-    if name == "diloco":
-        costs = f"learners train apart for {every} steps, and an outer optimizer joins them"
-    return Candidate(f"{name}:every={every}", costs, "weights", arithmetic_s=3e-9)
+    costs = f"learners train apart for {every} steps, and {JOINED[name]}"
+    text = f"{name}:every={every}"
+    if name == "sparse-loco":
+        return Candidate(text, costs, "largest", arithmetic_s=3e-8)
+    return Candidate(text, costs, "weights", arithmetic_s=3e-9)
 
 
-PERIODS: Mapping[str, tuple[int, ...]] = {"local-sgd": (2, 4, 8, 16), "diloco": (50,)}
+PERIODS: Mapping[str, tuple[int, ...]] = {
+    "local-sgd": (2, 4, 8, 16),
+    "diloco": (50,),
+    "sparse-loco": (30,),
+}
 """Steps between two meetings, up to the default of each card."""
+JOINED = {
+    "local-sgd": "then take the mean of their weights",
+    "diloco": "an outer optimizer with momentum joins them",
+    "sparse-loco": "64 of each 4,096 numbers that they found are sent, in 2 bits",
+}
 
 
 def _periods(facts: Facts) -> list[tuple[str, int]]:

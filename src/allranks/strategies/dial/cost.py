@@ -82,7 +82,7 @@ def crossings(candidate: Candidate, facts: Facts) -> float:
 
 def _hidden(candidate: Candidate, waiting: float, compute: float, facts: Facts) -> float:
     """How much of the time in which only the link is busy passes while ranks compute."""
-    if candidate.sends == "weights":
+    if candidate.sends != "gradients":
         return 0.0
     if candidate.is_late:
         return min(waiting, compute)
