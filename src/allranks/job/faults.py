@@ -49,7 +49,7 @@ class Fault:
     """One fault; `step` or `attempt` -1: every one. `slow` has `seconds`, `exit` a `code`.
 
     `node` and `link` ("10mbit") are for those of `NODE_FAULTS`, which happen to a simulated node
-    when all ranks have come to `step`.
+    when all ranks have come to `step`; a `cut` with `seconds` is mended after them.
 
     `attempt` counts the restarts since the job was started by hand.
     """
@@ -83,6 +83,8 @@ def _parse_one(word: str) -> Fault:
         if name not in kinds:
             raise _unknown(asked, "value", name, kinds)
         values[name] = read_value(name, value, kinds[name], asked)
+    if action in NODE_FAULTS:
+        values.setdefault("seconds", 0.0)
     fault = Fault(action, **values)
     if fault.at not in POINTS:
         raise _unknown(asked, "point", fault.at, POINTS)
@@ -188,9 +190,11 @@ ACTIONS: dict[str, Callable[[Fault, Faults], None]] = {
 }
 NODE_FAULTS = {
     "kill-node": "a simulated node is gone, with all its processes",
-    "cut": "the link of a simulated node is cut",
+    "cut": "the link of a simulated node is cut, for so many `seconds` if they are given",
     "slow-link": "the link of a simulated node carries `link` from now on",
 }
+MEND = "mend"
+"""What undoes a `cut`: nobody asks for it by name."""
 REPEATED_KINDS = ("slow", "disk-full")
 
 

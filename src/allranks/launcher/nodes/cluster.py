@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
 from allranks.job import faults
+from allranks.job.faults import MEND
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.nodes.agent import serve
@@ -48,6 +50,7 @@ class Cluster:
     _idle: frozenset[int] = frozenset()  # processes that are at no step of their own
     _done: set[faults.Fault] = field(default_factory=set)
     _to_do: list[faults.Fault] = field(default_factory=list)
+    _to_mend: list[tuple[float, faults.Fault]] = field(default_factory=list)
 
     @property
     def server(self) -> Nodes:
@@ -143,6 +146,12 @@ class Cluster:
                 assert self.break_node is not None, "the place has refused the request"
                 self._done.add(fault)
                 self.break_node(fault)
+                if fault.action == "cut" and fault.seconds:
+                    self._to_mend.append((time.monotonic() + fault.seconds, fault))
+        for due, fault in list(self._to_mend):
+            if self.break_node is not None and time.monotonic() >= due:
+                self._to_mend.remove((due, fault))
+                self.break_node(dataclasses.replace(fault, action=MEND))
 
     def plant(self, text: str) -> None:
         """Take those of the faults of a job that happen to nodes."""

@@ -18,6 +18,8 @@ from typing import Any, Self
 
 from allranks.errors import PlaceError, RequestError
 from allranks.job.faults import Fault
+from allranks.job.faults import MEND, Fault
+from allranks.job.place import parse_rate
 from allranks.job.simulated_network import NODE_ETH, Link, Network, parse_network
 from allranks.launcher.nodes.ticket import Ticket
 from allranks.launcher.places.agents import ticket_for
@@ -156,6 +158,8 @@ class SimulatedNodes:
             self.kill(fault.node)
         elif fault.action == "cut":
             self.cut(fault.node)
+        elif fault.action == MEND:
+            self.mend(fault.node)
         else:
             self.slow(fault.node, _link_after(fault))
 

@@ -49,13 +49,14 @@ class SynchronizerTrainer(Trainer):
         """The merges, until all samples are in the weights."""
         service = self._served()
         self._evaluated_at = self._saved_at = self.progress.batch_index
+        self.heartbeat.at_step(self.progress.batch_index)
+        self.heartbeat.enter("exchange")  # once: to wait and wait is no sign of life
         while not self.evaluation_plan.is_over:
-            self.heartbeat.at_step(self.progress.batch_index)
-            self.heartbeat.enter("exchange")
             merges = service.merges(LOOK_S)
             for merged in merges:
                 self.heartbeat.collective()
                 yield [merged]
+                self.heartbeat.enter("exchange")
             if not merges and service.merging.ledger.is_over:
                 break
         service.is_over = True
