@@ -17,9 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from allranks.errors import PlaceError, RequestError
-from allranks.job.faults import Fault
 from allranks.job.faults import MEND, Fault
-from allranks.job.place import parse_rate
 from allranks.job.simulated_network import NODE_ETH, Link, Network, parse_network
 from allranks.launcher.nodes.ticket import Ticket
 from allranks.launcher.places.agents import ticket_for
