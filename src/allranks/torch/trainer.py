@@ -42,6 +42,7 @@ from allranks.torch.model.precision import KERNELS, set_kernels
 from allranks.torch.model.swapping import restore_layers
 from allranks.torch.optimizers.named import with_recipe
 from allranks.torch.saving import Saving
+from allranks.torch.shared_memory.backend import notes_on_backend
 from allranks.torch.state import copied, random_streams, set_random_streams
 from allranks.torch.step.bad_step import guard_of
 from allranks.torch.step.trainable import check_no_scheduler
@@ -320,6 +321,7 @@ class Trainer(OnSteps):
         if whole is not None:
             taken.left_by(whole.leave)
         self.model_notes = notes_on(self.strategy.model, task, self.built.why_whole)
+        self.model_notes += notes_on_backend(self.comm.of_torch, job.backend)
         self.guard = guard_of(self.strategy.learner, job, self.world.rank)
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
         self.faults.leave_out = self.comm.leave_out_one

@@ -65,6 +65,14 @@ def told_of(group: Any) -> dict[str, str]:
     return (outcome or Outcome(name, name)).to_data()
 
 
+def notes_on_backend(group: Any, asked: str) -> list[str]:
+    """What to say where a job `asked` for a backend by its name, and another one does its work."""
+    told = told_of(group)
+    if not asked or told.get("asked") != asked or told["did"] == asked:
+        return []
+    return [f"--backend {asked} was asked for, and {told['did']} does it: {told['why']}"]
+
+
 def library_group_of(group: Any = None) -> Any:
     """The library's group behind one of torch's, for direct calls; `None` where Gloo does it."""
     group = group or dist.group.WORLD
