@@ -196,7 +196,7 @@ class Attempts:
             secret="" if self.plan.process_set.are_all_trainers else self._secret,
             heartbeat=HEARTBEAT_FD,
             segment=SEGMENT_FD,
-            listener=LISTENER_FD if hosts_store else -1,
+            listener=LISTENER_FD if hosts_store and not again else -1,
         )
         log = rank_log_path(self.folder.path, world.rank)
         environment = {**rank.environment, **world.variables()}

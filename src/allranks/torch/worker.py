@@ -47,6 +47,7 @@ def _load_task(job: Job) -> Task:
 def _learn(job: Job, world: World, events: JsonLines) -> None:
     """Be a learner of `job`; its checkpoints are the synchronizer's."""
     alone = dataclasses.replace(job, run_dir="", checkpoint_every=None, resume="")
+    alone = dataclasses.replace(alone, eval_every="", early_stop="", best="")
     with Trainer(_load_task(job), alone, world=world) as trainer:
         learn(trainer, job, world, events)
 

@@ -68,7 +68,9 @@ class SynchronizerTrainer(Trainer):
 
     def _taken_up(self, merged: Merged) -> StepResult:
         self.heartbeat.at_step(merged.steps)
-        self.faults.reach("step", merged.steps)
+        made = range(self.progress.batch_index, merged.steps)
+        for step in made:
+            self.faults.reach("step", step)
         asked = Asked.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         done, per_epoch = self.progress, self._per_epoch
         epoch = max(0, merged.steps - 1) // per_epoch
@@ -92,7 +94,8 @@ class SynchronizerTrainer(Trainer):
             known[0] + merged.loss,
             known[1] + merged.weight,
         )
-        self.faults.reach("stepped", merged.steps)
+        for step in made:
+            self.faults.reach("stepped", step)
         return result
 
     @property
