@@ -45,6 +45,11 @@ class Learner:
         self.theta: Numbers | None = None
         self.unmerged: dict[int, Numbers] = {}
         self.begin = self.flat.read()
+        self._memory = memoryview(bytearray(self.flat.nbytes))
+
+    def place(self, size: int) -> memoryview:
+        """Where weights that come are put: those before them are not needed any more."""
+        return self._memory[:size]
 
     def take(self, answer: Message, body: memoryview) -> None:
         """Begin from the newest weights, less what was found and is in none yet."""
@@ -131,7 +136,7 @@ class Wire:
                 connection = self._connection
                 assert connection is not None
                 body = () if found is None else found.buffers
-                answer, numbers = connection.ask(message, *body)
+                answer, numbers = connection.ask(message, *body, place=self.learner.place)
                 if found is not None and holds is not None:
                     self.learner.brought(holds, found)
                 self.learner.take(answer, numbers)
@@ -152,7 +157,7 @@ class Wire:
             "holds": -1 if holds is None else holds.number,
         }
         try:
-            answer, numbers = connection.ask(hello)
+            answer, numbers = connection.ask(hello, place=learner.place)
         except Refused as error:
             raise RequestError(
                 asked="--strategy decoupled",
