@@ -53,8 +53,8 @@ DECOUPLED_CARD = Card(
         Option(
             "grace_s", 2.0, "seconds after which a merge waits for the quorum no longer", at_least=0
         ),
-        Option("lr", 0.7, "the rate of the outer optimizer", above=0),
-        Option("momentum", 0.9, "its Nesterov momentum", at_least=0, below=1),
+        Option("lr", 1.0, "the rate of the outer optimizer", above=0),
+        Option("momentum", 0.0, "its Nesterov momentum", at_least=0, below=1),
         Option("least", 1, "learners that must be left", at_least=1),
         Option("rejoins", 3, "how often each learner that is lost is started again", at_least=0),
         Option(
