@@ -49,7 +49,9 @@ DECOUPLED_CARD = Card(
     roles=_roles,
     options=(
         Option("every", 16, "steps that a learner makes between two exchanges", at_least=1),
-        Option("quorum", 1, "learners of which something has come before a merge", at_least=1),
+        Option(
+            "quorum", 0, "learners of which something has come before a merge; 0: all", at_least=0
+        ),
         Option(
             "grace_s", 2.0, "seconds after which a merge waits for the quorum no longer", at_least=0
         ),

@@ -123,7 +123,8 @@ class SynchronizerTrainer(Trainer):
         steps = per_epoch * self.task.epochs if steps is None else steps
         ledger = Ledger(steps, options["every"], self.job.ranks, done.batch_index)
         outer = Nesterov(options["lr"], options["momentum"])
-        merging = Merging(flat.read(), flat.parameters, outer, ledger, options["quorum"])
+        quorum = options["quorum"] or self.strategy.learners
+        merging = Merging(flat.read(), flat.parameters, outer, ledger, quorum)
         if self.strategy.merged is not None:
             merging.load_state(self.strategy.merged)
         self._flat = flat
