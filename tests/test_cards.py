@@ -18,6 +18,7 @@ from allranks.strategies.torch_cards import CARDS
 
 RANKS = (1, 2, 3, 4, 8)
 GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together, 1760 with 800 gradients of 16 bit
+SHAPES = (((20, 40),),)
 ABLE = (
     "use single or ddp or zero1 or zero2 or fsdp or hsdp or model-parallel or gpipe or 1f1b or "
     "interleaved or zero-bubble or mesh"
@@ -39,6 +40,9 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("ddp", "binary-tree"): (0, 3360, 6720, 6720, 10080),
     ("ddp", "star"): (0, 3360, 6720, 10080, 23520),
     ("ddp", "hierarchical"): (0, 3360, 4480, 5040, 5880),  # all of them one group
+    ("ddp", "top-k"): (0, 512, 1024, 1536, 3584),  # 64 numbers of 4 + 1.5 bytes; the tally
+    ("ddp", "two-bit"): (0, 360, 720, 1080, 2520),
+    ("ddp", "power-sgd"): (0, 400, 533, 600, 700),  # 20 + 40 numbers for 20 x 40; the tally
     ("zero1", "mean"): (0, 3360, 4480, 5040, 5880),
     ("zero1", "tree"): (0, 3360, 6720, 5120, 6080),
     ("zero2", "mean"): (0, 4960, 6613, 7440, 8680),  # two backward passes
@@ -91,7 +95,7 @@ MESSAGES = {
 def bytes_of(name: str, reduce: str, ranks: int, shards: int = 8) -> int:
     options: dict[str, Any] = CARDS[name].read_options({"reduce": reduce} if reduce else {})
     messages = MESSAGES.get(name, (GRADIENTS + TALLY,))
-    work = Workload(messages, ranks, shards, gradients=GRADIENTS // 4, tally=TALLY)
+    work = Workload(messages, ranks, shards, gradients=GRADIENTS // 4, tally=TALLY, shapes=SHAPES)
     if name == "zero2":
         work = replace(work, passes=2)
     return CARDS[name].bytes_sent(work, options)

@@ -30,6 +30,11 @@ from allranks.training.order import Order
 from conftest import Train
 
 LATE = ["ddp:late=1,bucket_mb=0.0005", "ddp:late=1,reduce=tree"]
+COMPRESSED = [
+    "ddp:reduce=top-k(k=3,chunk=16),bucket_mb=0.0005",
+    "ddp:reduce=two-bit(threshold=0.01)",
+    "ddp:reduce=power-sgd(rank=2,min_rate=0),bucket_mb=0.0005",
+]
 SETTINGS = {
     "single": ["single"],
     "dp": ["dp:replicas=3"],
@@ -41,6 +46,7 @@ SETTINGS = {
         *("ddp:reduce=ring(pieces=2),bucket_mb=0.0005", "ddp:reduce=halving-doubling"),
         *("ddp:reduce=binary-tree", "ddp:reduce=star", "ddp:reduce=hierarchical(group=2)"),
         *LATE,
+        *COMPRESSED,
     ],
     "zero1": ["zero1", "zero1:reduce=tree,bucket_mb=0.0005"],
     "zero2": ["zero2:bucket_mb=0.0005", "zero2:reduce=tree"],
@@ -148,9 +154,11 @@ def test_every_card_has_a_setting() -> None:
     assert SETTINGS.keys() == {name for name, card in CARDS.items() if "torch" in card.engines}
     rest = {s for settings in SETTINGS.values() for s in settings} - set(EXACT)
     # Equal to a simulation: `independent` and late ones below, the others in
-    # tests/on_torch/test_half_reducers.py, test_decoupled.py and tests/test_outer.py.
+    # tests/on_torch/test_half_reducers.py, test_compressed_reducers.py, test_decoupled.py and
+    # tests/test_outer.py.
     half = {"ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"}
-    assert rest == {"independent", *SETTINGS["decoupled"], *half, *LATE, *OUTER}
+    apart = {"independent", *SETTINGS["decoupled"], *OUTER}
+    assert rest == {*apart, *half, *LATE, *COMPRESSED}
 
 
 NOTHING_TO_CUT = {  # of 4 features

@@ -166,6 +166,9 @@ REDUCERS = {
     "binary-tree": "allranks.torch.reducers.point_to_point:BinaryTree",
     "star": "allranks.torch.reducers.point_to_point:Star",
     "hierarchical": "allranks.torch.reducers.point_to_point:Hierarchical",
+    "top-k": "allranks.torch.reducers.compressed.gathered:TopK",
+    "two-bit": "allranks.torch.reducers.compressed.gathered:TwoBit",
+    "power-sgd": "allranks.torch.reducers.compressed.power_sgd:PowerSGD",
 }
 
 PLACES = {

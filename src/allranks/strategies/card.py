@@ -69,8 +69,9 @@ class Workload:
 
     The last message carries the tally: loss, weight, samples, which parameters were used, moments
     of BatchNorm. `gradients` (how many numbers) and `tally` (its bytes) tell the two apart, for
-    reducers that send gradients in another type. `passes` are the backward passes of the rank with
-    the most, where each of them sends.
+    reducers that send gradients in another type; `shapes`, those of the gradients of each message,
+    are for reducers that send matrices in another form. `passes` are the backward passes of the
+    rank with the most, where each of them sends.
     """
 
     messages: tuple[int, ...]
@@ -79,6 +80,7 @@ class Workload:
     gradients: int = 0
     tally: int = 0
     passes: int = 1
+    shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.mesh import DATA
+from allranks.strategies.reductions import compressed
 from allranks.strategies.shards import even_sizes, largest_shard
 from allranks.torch.data.rows import rows_of_ranks
 from allranks.torch.expert_parallel.mixture import MixtureOfExperts
@@ -181,6 +182,28 @@ def _late_gradients(task: Task, job: Job, strategy: Strategy) -> RequestError | 
     )
 
 
+def _compressed_gradients(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    """What would change the unit of a residual, or leave out rows that it is sent for."""
+    reduce = job.strategy_spec.options.get("reduce")
+    if str(reduce) not in compressed.CHOICES:
+        return None
+    found = {
+        "--precision fp16": job.precision == "fp16",
+        "an optimizer that takes gradients row by row": bool(strategy.step.layout.rows),
+        "a table with max_norm": bool(strategy.context.scope.looked_up),
+    }
+    first = next((what for what, is_there in found.items() if is_there), None)
+    if first is None:
+        return None
+    return RequestError(
+        asked=f"--strategy {job.strategy} with {first}",
+        found=first,
+        why="what is not sent in a step is sent in a later one, which has another loss scale and "
+        "other rows",
+        do="leave reduce out, or leave that out; --precision bf16 needs no loss scale",
+    )
+
+
 RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _whole_norm,
     _norm_of_one_sample,
@@ -190,6 +213,7 @@ RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _metrics_of_ranks_apart,
     _norm_of_a_cut_shard,
     _late_gradients,
+    _compressed_gradients,
     _mixture_of_a_cut_shard,
     for_learners,
 )

@@ -14,6 +14,7 @@ from allranks.errors import RequestError
 from allranks.strategies.card import Contents, Option, Picked, Reference, Stored, Workload
 from allranks.strategies.cards.bytes_sent import RING, ring_bytes, tree_bytes
 from allranks.strategies.mesh import Mesh, replicated_mesh
+from allranks.strategies.reductions import compressed
 from allranks.strategies.reductions.schedules import power_below
 
 PIECES = Option("pieces", 1, "parts of a message that go their ways one behind another", at_least=1)
@@ -31,7 +32,8 @@ FORMULAS = (
     f"mean, ring: {RING}; tree: {TREE}; fp16, bf16: {HALF}; "
     "halving-doubling: 2(Q-1)/Q · message, Q the power of two up to N, and once the message where "
     "Q < N; binary-tree: at most 3 · message; star: (N-1) · message (rank 0); "
-    "hierarchical: 2(g-1)/g · message in the group, 2(G-1)/G · message/g across G groups of g"
+    "hierarchical: 2(g-1)/g · message in the group, 2(G-1)/G · message/g across G groups of g; "
+    f"{compressed.FORMULAS}"
 )
 REDUCE = Option(
     "reduce",
@@ -41,8 +43,9 @@ REDUCE = Option(
         **dict.fromkeys(("mean", "tree", "fp16", "bf16"), ()),
         **dict.fromkeys(("ring", "halving-doubling", "binary-tree", "star"), (PIECES,)),
         "hierarchical": (GROUP, PIECES),
+        **compressed.CHOICES,
     },
-    {"fp16": ROUNDED, "bf16": ROUNDED},
+    {"fp16": ROUNDED, "bf16": ROUNDED, **compressed.GUARANTEES},
 )
 
 
@@ -50,15 +53,19 @@ def _buckets(has: Contents, options: Mapping[str, Any]) -> float:
     """Weights, buckets with what their reducer keeps, and what the optimizer keeps.
 
     16 bits are laid out twice, as they are sent and received, and once for the sums of a rank.
+    Compressed ones have a residual of their size.
     """
-    rounds = str(options["reduce"]) in ("fp16", "bf16")
-    each = 1 + (1 + 1 / has.ranks / 2 if rounds else 0)
+    reduce = str(options["reduce"])
+    each = 1 + (1 + 1 / has.ranks / 2 if reduce in ("fp16", "bf16") else 0)
+    each += reduce in compressed.CHOICES
     sets = 2 if options["late"] == "1" else 1
     return (1 + sets * each + has.kept) * (has.cut + has.rest)
 
 
 STORED = Stored(
-    "(1 + b + k)(C + R), b = 1; fp16, bf16: b = 2 + 1/(2N) of float32; late: twice b", _buckets
+    "(1 + b + k)(C + R), b = 1; fp16, bf16: b = 2 + 1/(2N) of float32; "
+    f"{compressed.SIMPLE}; late: twice b",
+    _buckets,
 )
 LATE = Option(
     "late",
@@ -90,8 +97,11 @@ def reduced_bytes(work: Workload, options: Mapping[str, Any]) -> int:
 
 
 def mesh_of_groups(ranks: int, options: Mapping[str, Any]) -> Mesh:
-    """The mesh of a replicated model; raises `RequestError` where groups do not come out even."""
-    group = options["reduce"].options.get("group", 0)
+    """The mesh of a replicated model; raises `RequestError` where groups do not come out even, or
+    chunks cannot be indexed, or a compressed gradient would be late."""
+    reduce: Picked = options["reduce"]
+    _check_compressed(reduce, options)
+    group = reduce.options.get("group", 0)
     if group and ranks > 1 and ranks % group:
         raise RequestError(
             asked=f"reduce=hierarchical(group={group}) on {ranks} ranks",
@@ -117,6 +127,19 @@ def groups_of_nodes(reduce: Picked, per_node: int, ranks: int) -> dict[str, str]
             do="reduce=hierarchical(group=2) for groups of 2 ranks, or reduce=ring",
         )
     return {"reduce": f"hierarchical(group={per_node},pieces={reduce.options['pieces']})"}
+
+
+def _check_compressed(reduce: Picked, options: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for chunks that cannot be indexed, or a gradient compressed and late."""
+    if reduce.name == "top-k":
+        compressed.check_top_k(reduce.options)
+    if reduce.name in compressed.CHOICES and options[LATE.name] == "1":
+        raise RequestError(
+            asked=f"ddp:reduce={reduce},late=1",
+            found="a gradient that is compressed and late",
+            why="two sets of buckets take turns, and each would keep a residual of its own",
+            do="leave late out, or reduce=mean",
+        )
 
 
 def _tree(work: Workload, options: Mapping[str, Any]) -> int:
@@ -163,4 +186,5 @@ WAYS: dict[str, Callable[[Workload, Mapping[str, Any]], int]] = {
     "binary-tree": _binary_tree,
     "star": _star,
     "hierarchical": _hierarchical,
+    **compressed.WAYS,
 }

@@ -24,8 +24,3 @@ class Codec(ABC):
 
         `message` begins at a multiple of 8 bytes.
         """
-
-
-def whole_words(size: int) -> int:
-    """So many bytes, rounded up to whole 8: the next message is aligned for numbers of any type."""
-    return -(-size // 8) * 8

@@ -15,11 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from allranks.errors import RequestError
-from allranks.torch.compression.base import Codec, whole_words
-
-LARGEST_CHUNK = 4096  # an index has 12 bits
-VALUES = ("raw", "two-bit")
+from allranks.strategies.reductions import compressed
+from allranks.strategies.reductions.compressed import LARGEST_CHUNK, check_top_k, kept
+from allranks.torch.compression.base import Codec
 
 
 class TopK(Codec):
@@ -30,20 +28,11 @@ class TopK(Codec):
     """
 
     def __init__(self, keep: int, chunk: int = LARGEST_CHUNK, values: str = "raw") -> None:
-        if not 1 <= chunk <= LARGEST_CHUNK or not 1 <= keep <= chunk or values not in VALUES:
-            raise RequestError(
-                asked=f"top-k of {keep} in chunks of {chunk}, values {values}",
-                found=f"k={keep}, chunk={chunk}",
-                why=f"an index has 12 bits, so 1 <= k <= chunk <= {LARGEST_CHUNK}; values are "
-                "raw or two-bit",
-                do="for example k=64,chunk=4096",
-            )
+        check_top_k({"k": keep, "chunk": chunk})
         self.keep, self.chunk, self.two_bit = keep, chunk, values == "two-bit"
 
     def size_bytes(self, count: int, itemsize: int = 4) -> int:
-        kept, chunks = self._kept(count)
-        values = -(-kept // 4) + 4 * chunks if self.two_bit else itemsize * kept
-        return whole_words(values + -(-kept * 3 // 2))
+        return compressed.top_k_bytes(count, itemsize, self.keep, self.chunk, two_bit=self.two_bit)
 
     def encode(self, flat: Tensor) -> Tensor:
         parts = [self._chosen(rows) for rows in self._rows(flat)]
@@ -65,26 +54,21 @@ class TopK(Codec):
         return message
 
     def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
-        kept, chunks = self._kept(into.numel())
-        if kept == 0:
+        count, chunks = kept(into.numel(), self.keep, self.chunk)
+        if count == 0:
             return
         if self.two_bit:
             head = 4 * chunks
             scales = message[:head].view(torch.float32).to(into.dtype)
-            after = head + -(-kept // 4)
-            values = _from_codes(message[head:after], kept)
-            values = values.to(into.dtype) * scales[self._chunk_of_each(into, kept)]
+            after = head + -(-count // 4)
+            values = _from_codes(message[head:after], count)
+            values = values.to(into.dtype) * scales[self._chunk_of_each(into, count)]
         else:
-            after = into.element_size() * kept
+            after = into.element_size() * count
             values = message[:after].view(into.dtype)
-        within = _unpacked_indices(message[after : after + -(-kept * 3 // 2)], kept)
-        at = within + self._chunk_of_each(into, kept) * self.chunk
+        within = _unpacked_indices(message[after : after + -(-count * 3 // 2)], count)
+        at = within + self._chunk_of_each(into, count) * self.chunk
         into.index_add_(0, at, values, alpha=alpha)  # no index twice: one order of additions
-
-    def _kept(self, count: int) -> tuple[int, int]:
-        """How many numbers of `count` are sent, and how many chunks they are of."""
-        full, rest = divmod(count, self.chunk)
-        return full * self.keep + min(rest, self.keep), full + (rest > 0)
 
     def _rows(self, flat: Tensor) -> list[Tensor]:
         """The whole chunks, (chunks, chunk), and the rest of the tensor, (1, rest)."""

@@ -19,6 +19,7 @@ from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.buckets import Buckets
+from allranks.torch.reducers.compressed.base import shapes_of
 from allranks.torch.reducers.late import Late, LateGradients, changed_while_late
 from allranks.torch.reducers.mean import Mean
 from allranks.torch.reducers.tree import Tree
@@ -95,6 +96,7 @@ class DDP(Strategy):
             self.task.shards,
             gradients=gradients,
             tally=self.buckets.tally.nbytes,
+            shapes=tuple(shapes_of(bucket) for bucket in self.buckets.buckets),
         )
         return self.card.bytes_sent(work, self.context.options)
 

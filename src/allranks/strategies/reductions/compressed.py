@@ -1,0 +1,131 @@
+"""Compressed gradients: the sizes of their messages, as formulae that need no framework.
+
+What codecs make has these sizes, and a card promises them; the bytes that are counted at the
+process group are held against them in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.strategies.card import Approximate, Guarantee, Option, Reference, Workload
+
+LARGEST_CHUNK = 4096  # an index has 12 bits
+VALUES = ("raw", "two-bit")
+AFTER = Option("after", 0, "steps of the plain sum before the first compressed one", at_least=0)
+CHOICES: dict[str, tuple[Option, ...]] = {
+    "top-k": (
+        Option("k", 64, "numbers that are kept of each chunk", at_least=1),
+        Option("chunk", LARGEST_CHUNK, "numbers in a chunk, at most 4096", at_least=1),
+        Option("values", "raw", "in the gradient's type, or 2 bits and a scale per chunk", VALUES),
+        AFTER,
+    ),
+    "two-bit": (
+        Option("threshold", 0.001, "what is sent of a number, or its negative", above=0),
+        AFTER,
+    ),
+    "power-sgd": (
+        Option("rank", 1, "of the two factors of a matrix", at_least=1),
+        Option("min_rate", 2.0, "a matrix that shrinks less is summed as it is", at_least=0),
+        AFTER,
+    ),
+}
+GUARANTEES: dict[str, Guarantee] = {
+    "top-k": Approximate("k = chunk and values=raw: all is kept"),
+    "power-sgd": Approximate("rank is that of every matrix, and min_rate=0"),
+    "two-bit": Reference(
+        "a loop in which each rank keeps what it did not send, and sends the threshold, its "
+        "negative or nothing of each number; the sums of these are the gradient"
+    ),
+}
+FORMULAS = (
+    "top-k: (N-1) · (k per chunk · (itemsize or 1/4, and 1.5) + tally); "
+    "two-bit: (N-1) · (1/4 per gradient + tally); "
+    "power-sgd: 2(N-1)/N · (rank (rows + columns) numbers per matrix + the rest + tally)"
+)
+SIMPLE = "top-k, two-bit, power-sgd: b = 2"
+
+
+def whole_words(size: int) -> int:
+    """So many bytes, rounded up to whole 8: the next message is aligned for numbers of any type."""
+    return -(-size // 8) * 8
+
+
+def kept(count: int, keep: int, chunk: int) -> tuple[int, int]:
+    """How many of `count` numbers top-k keeps, and how many chunks they are of."""
+    full, rest = divmod(count, chunk)
+    return full * keep + min(rest, keep), full + (rest > 0)
+
+
+def top_k_bytes(count: int, itemsize: int, keep: int, chunk: int, *, two_bit: bool) -> int:
+    """Values, or codes and scales, and 12 bits for each index."""
+    numbers, chunks = kept(count, keep, chunk)
+    values = -(-numbers // 4) + 4 * chunks if two_bit else itemsize * numbers
+    return whole_words(values + -(-numbers * 3 // 2))
+
+
+def two_bit_bytes(count: int) -> int:
+    """Sixteen numbers in a word of 32 bits."""
+    return whole_words(4 * -(-count // 16))
+
+
+def factor_rank(shape: tuple[int, ...], rank: int, min_rate: float) -> int:
+    """The rank of the factors of a gradient of such a shape; 0 where it is summed as it is."""
+    if len(shape) < 2 or 0 in shape:
+        return 0
+    rows, columns = shape[0], prod(shape[1:])
+    rank = min(rank, rows, columns)
+    return rank if rows * columns > (rows + columns) * rank * min_rate else 0
+
+
+def check_top_k(options: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for a chunk or a k that 12 bits cannot index."""
+    keep, chunk = options["k"], options["chunk"]
+    if not 1 <= keep <= chunk <= LARGEST_CHUNK:
+        raise RequestError(
+            asked=f"top-k of {keep} in chunks of {chunk}",
+            found=f"k={keep}, chunk={chunk}",
+            why=f"an index has 12 bits, so 1 <= k <= chunk <= {LARGEST_CHUNK}",
+            do="for example k=64,chunk=4096",
+        )
+
+
+def _counts(work: Workload) -> list[tuple[int, int]]:
+    """(numbers, bytes of a number) of the gradients of each message; the tally is in the last."""
+    *others, last = work.messages
+    sizes = [*others, last - work.tally]
+    item = round(sum(sizes) / work.gradients) if work.gradients else 1
+    return [(size // item, item) for size in sizes]
+
+
+def _gathered(work: Workload, sizes: list[int]) -> int:
+    return (work.ranks - 1) * (sum(sizes) + whole_words(work.tally))
+
+
+def top_k_sent(work: Workload, options: Mapping[str, Any]) -> int:
+    """What every rank gives to all others."""
+    two_bit = options["values"] == "two-bit"
+    keep, chunk = options["k"], options["chunk"]
+    sizes = [top_k_bytes(n, item, keep, chunk, two_bit=two_bit) for n, item in _counts(work)]
+    return _gathered(work, sizes)
+
+
+def two_bit_sent(work: Workload, options: Mapping[str, Any]) -> int:
+    """What every rank gives to all others."""
+    return _gathered(work, [two_bit_bytes(count) for count, _ in _counts(work)])
+
+
+def power_sgd_sent(work: Workload, options: Mapping[str, Any]) -> int:
+    """Two all-reduces: the left factors, then the right ones with all that is no matrix."""
+    numbers = 0
+    for shape in (shape for shapes in work.shapes for shape in shapes):
+        rank = factor_rank(shape, options["rank"], options["min_rate"])
+        numbers += rank * (shape[0] + prod(shape[1:])) if rank else prod(shape)
+    item = _counts(work)[0][1]
+    return round(2 * (work.ranks - 1) / work.ranks * (numbers * item + work.tally))
+
+
+WAYS = {"top-k": top_k_sent, "two-bit": two_bit_sent, "power-sgd": power_sgd_sent}

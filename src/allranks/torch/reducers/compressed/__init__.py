@@ -1,0 +1,1 @@
+"""Sums of gradients that are sent in fewer bytes, with error feedback."""

@@ -1,0 +1,214 @@
+"""Compressed gradients: equal to plain simulations with error feedback, exact where nothing is
+left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import contract_tasks
+from allranks.errors import RequestError
+from allranks.strategies.resolve import strategy_spec
+from allranks.strategies.shards import even_sizes, owned_shards
+from allranks.torch.compression.error_feedback import ErrorFeedback
+from allranks.torch.compression.orthonormal import orthonormal
+from allranks.torch.compression.two_bit import TwoBit
+from allranks.torch.reducers.compressed.power_sgd import _drawn
+from allranks.training.order import Order
+from conftest import Train
+
+STEPS = 20
+THRESHOLD = 0.02
+Sum = Callable[[list[list[Tensor]], dict[Any, Tensor]], list[Tensor]]
+
+
+def top_k_sum(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Tensor]:
+    """Three of each 16 numbers; a gradient begins at a multiple of 16 in its bucket."""
+    found = [torch.zeros_like(gradient) for gradient in of_ranks[0]]
+    for rank, gradients in enumerate(of_ranks):
+        for at, gradient in enumerate(gradients):
+            left = kept.get((rank, at), torch.zeros_like(gradient)).flatten() + gradient.flatten()
+            for start in range(0, left.numel(), 16):
+                part = left[start : start + 16]
+                order = sorted(range(len(part)), key=lambda k: (-abs(float(part[k])), k))
+                for k in order[:3]:
+                    found[at].view(-1)[start + k] += part[k]
+                    part[k] = 0
+            kept[rank, at] = left.view(gradient.shape)
+    return found
+
+
+def two_bit_sum(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Tensor]:
+    found = [torch.zeros_like(gradient) for gradient in of_ranks[0]]
+    for rank, gradients in enumerate(of_ranks):
+        for at, gradient in enumerate(gradients):
+            left = kept.get((rank, at), torch.zeros_like(gradient)) + gradient
+            sent = THRESHOLD * ((left >= THRESHOLD).double() - (left <= -THRESHOLD).double())
+            kept[rank, at] = left - sent
+            found[at] += sent
+    return found
+
+
+def power_sum(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Tensor]:
+    """Rank 1: a product of two vectors. The first right factor is taken from the reducer."""
+    names = [name for name, _ in contract_tasks.Plain().model().named_parameters()]
+    found = []
+    for at, name in enumerate(names):
+        gradients = [own[at] for own in of_ranks]
+        if gradients[0].dim() < 2:
+            found.append(torch.stack(gradients).sum(0))
+            continue
+        whole = [kept.get((rank, at), 0) + g for rank, g in enumerate(gradients)]
+        right = kept.get(("right", at))
+        right = _drawn(name, gradients[0].shape[1], 1)[:, 0] if right is None else right
+        left = torch.stack([matrix @ right for matrix in whole]).sum(0)
+        left = left / left.norm()
+        rights = [matrix.T @ left for matrix in whole]
+        for rank, (matrix, own) in enumerate(zip(whole, rights, strict=True)):
+            kept[rank, at] = matrix - torch.outer(left, own)
+        kept["right", at] = torch.stack(rights).sum(0)
+        found.append(torch.outer(left, kept["right", at]))
+    return found
+
+
+def simulated(ranks: int, summed: Sum, after: int = 0) -> dict[str, Tensor]:
+    """A plain loop in one process over the gradients of each rank's samples."""
+    task = contract_tasks.Plain()
+    torch.manual_seed(0)
+    model = task.model().double()
+    optimizer = task.optimizer(model)
+    data = task.train_data()
+    order = Order(len(data[0]), task.batch_size, 0, "keep")
+    kept: dict[Any, Tensor] = {}
+    for step in range(STEPS):
+        chosen = order.batch(*divmod(step, order.steps_per_epoch))
+        sizes = even_sizes(len(chosen), task.shards)
+        of_ranks = []
+        for rank in range(ranks):
+            owned = owned_shards(task.shards, ranks, rank)
+            first = sum(sizes[: owned.start])
+            own = chosen[first : first + sum(sizes[k] for k in owned)]
+            batch = [tensor[own] for tensor in data]
+            loss = task.loss(model(batch[0]), batch).sum() / len(chosen)
+            of_ranks.append(list(torch.autograd.grad(loss, list(model.parameters()))))
+        plain = [torch.stack(own).sum(0) for own in zip(*of_ranks, strict=True)]
+        total = plain if step < after else summed(of_ranks, kept)
+        for parameter, gradient in zip(model.parameters(), total, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+SIMULATIONS: dict[str, Sum] = {
+    "top-k(k=3,chunk=16,after=2)": top_k_sum,
+    f"two-bit(threshold={THRESHOLD})": two_bit_sum,
+    "power-sgd(min_rate=0)": power_sum,
+}
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize("reduce", SIMULATIONS)
+@pytest.mark.parametrize("ranks", [3, 2, 1])
+def test_a_training_is_its_simulation(reduce: str, ranks: int, train: Train) -> None:
+    """AdamW in float64, uneven last batches; the bytes are those that the card promises."""
+    flags: dict[str, Any] = {"ranks": ranks, "precision": "fp64", "steps": STEPS}
+    result = train("contract_tasks:Plain", strategy=f"ddp:reduce={reduce}", **flags)
+    found = load_file(result.run_dir / "weights.safetensors")
+    after = 2 if "after=2" in reduce else 0
+    wanted = simulated(ranks, SIMULATIONS[reduce], after)
+    exact = simulated(ranks, top_k_sum, after=STEPS)
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-10)
+    assert max(float((found[key] - exact[key]).abs().max()) for key in found) > 1e-4
+    summary = result.summary
+    if not after:
+        sent = summary["sent_bytes"]["gradients"] / STEPS
+        assert sent == pytest.approx(summary["card_bytes_per_step"], rel=0.05)
+
+
+EXACT = ["top-k(k=32,chunk=32)", "power-sgd(rank=1000,min_rate=0)"]
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("reduce", EXACT)
+@pytest.mark.parametrize(("task", "ranks"), [("Images", 3), ("Words", 2)])
+def test_nothing_is_left_out_where_the_card_says_so(
+    reduce: str, task: str, ranks: int, train: Train
+) -> None:
+    flags: dict[str, Any] = {"precision": "fp64", "steps": STEPS}
+    strategy = f"ddp:reduce={reduce},bucket_mb=0.0005"
+    ours, theirs = (
+        load_file(result.run_dir / "weights.safetensors")
+        for result in (
+            train(f"contract_tasks:{task}", strategy=strategy, ranks=ranks, **flags),
+            train(f"contract_tasks:{task}", strategy="single", **flags),
+        )
+    )
+    for name, tensor in theirs.items():
+        tensor = tensor.double()
+        difference = (ours[name].double() - tensor).norm() / max(float(tensor.norm()), 1e-12)
+        assert difference < 1e-10, name
+
+
+@pytest.mark.parametrize("reduce", SIMULATIONS)
+def test_residuals_are_in_the_state(reduce: str, on_ranks: Callable[..., Any]) -> None:
+    strategy = f"ddp:reduce={reduce},bucket_mb=0.0005"
+    argument = {"task": "Images", "job": {"strategy": strategy}, "steps": 3}
+    on_ranks(2, "contract_workers:go_on_from_a_state", argument)
+
+
+def test_golden_bytes_of_two_bits() -> None:
+    rows = ([0.3, -0.7, 0.6, 0.1, -0.2], [0.3, -0.1, -0.2, 0.5, -0.2], [-0.1, -0.4, 0.2, 0, -0.2])
+    sent = ([0, -0.5, 0.5, 0, 0], [0.5, 0, 0, 0.5, 0], [0, -0.5, 0, 0, -0.5])
+    feedback = ErrorFeedback(TwoBit(0.5), torch.zeros(5, dtype=torch.float64))
+    for row, wanted, byte in zip(rows, sent, (0x2C, 0xC3, 0x20), strict=True):
+        message = feedback.encode(torch.tensor(row, dtype=torch.float64))
+        found = torch.zeros(5, dtype=torch.float64)
+        feedback.codec.add_decoded(message, found)
+        assert found.tolist() == wanted
+        assert message[0] == byte
+    assert feedback.residual.tolist() == pytest.approx([0, -0.2, 0.1, 0.1, -0.1])
+    strange = torch.zeros(5, dtype=torch.float64)
+    feedback.codec.add_decoded(TwoBit(0.5).encode(torch.tensor([torch.nan, 1, 0, 0, 0])), strange)
+    assert strange.isnan().tolist() == [True, False, False, False, False]
+
+
+def test_columns_become_orthonormal_or_zero() -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn((2, 30, 4), generator=generator, dtype=torch.float64)
+    given[1, :, 2] = given[1, :, 0] - 3 * given[1, :, 1]
+    found = orthonormal(given)
+    wanted = torch.eye(4, dtype=torch.float64).repeat(2, 1, 1)
+    wanted[1, 2, 2] = 0
+    torch.testing.assert_close(found.mT @ found, wanted, rtol=0, atol=1e-14)
+    torch.testing.assert_close(found @ (found.mT @ given), given, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce", ["top-k(k=16,chunk=256,after=20)", "power-sgd(rank=2,after=20)"])
+def test_digits_are_learnt(reduce: str, train: Train) -> None:
+    result = train("digits", "epochs=6", strategy=f"ddp:reduce={reduce}", ranks=2)
+    assert result.summary["eval"]["accuracy"] >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("ddp:reduce=top-k(k=9,chunk=8)", "12 bits"),
+        ("ddp:reduce=top-k(chunk=8192)", "12 bits"),
+        ("ddp:reduce=power-sgd,late=1", "residual of its own"),
+    ],
+)
+def test_what_cannot_be_is_refused(strategy: str, why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        assert strategy_spec(strategy, 2).mesh
+
+
+def test_a_loss_scale_is_refused(train: Train) -> None:
+    with pytest.raises(RequestError, match="another loss scale"):
+        train("contract_tasks:Plain", strategy="ddp:reduce=two-bit", precision="fp16", steps=1)
