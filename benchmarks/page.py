@@ -33,6 +33,8 @@ BENCHMARKS = (
     "input",
     "pipeline_bubble",
     "tensorflow",
+    "slow_link",
+    "quality",
 )
 
 

@@ -41,15 +41,15 @@ def test_a_step_of_ddp_by_hand() -> None:
     sent = 2 * 3 / 4 * (40 * MILLION + 64)
     moving = sent * 8 / (0.94 * 1e8)
     hidden = 1 / 2 * min(moving - sent * cost.COPYING_S, 2 / 3 * 0.4)
-    expected = 0.4 + moving + 2 * 6 * cost.MESSAGE_S - hidden
+    expected = 0.4 * (1 + cost.SKEW) + moving + 2 * 6 * cost.MESSAGE_S - hidden
     assert step_s("ddp", FACTS) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_meeting_every_h_steps_is_paid_by_h_steps() -> None:
     sent = 2 * 3 / 4 * (40 * MILLION + 64) / 16
     moving = sent * 8 / (0.94 * 1e8)
-    arithmetic = 3e-9 * 10 * MILLION / 16
-    expected = 0.4 + moving + 6 * cost.MESSAGE_S / 16 + arithmetic
+    arithmetic = 1e-8 * 10 * MILLION / 16
+    expected = 0.4 * (1 + cost.SKEW / 16) + moving + 6 * cost.MESSAGE_S / 16 + arithmetic
     assert step_s("local-sgd:every=16", FACTS) == pytest.approx(expected, rel=1e-6)
 
 

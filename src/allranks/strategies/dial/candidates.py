@@ -106,8 +106,8 @@ def _apart(name: str, every: int) -> Candidate:
     costs = f"learners train apart for {every} steps, and {JOINED[name]}"
     text = f"{name}:every={every}"
     if name == "sparse-loco":
-        return Candidate(text, costs, "largest", arithmetic_s=3e-8)
-    return Candidate(text, costs, "weights", arithmetic_s=3e-9)
+        return Candidate(text, costs, "largest", arithmetic_s=3.5e-8)
+    return Candidate(text, costs, "weights", arithmetic_s=1e-8)
 
 
 PERIODS: Mapping[str, tuple[int, ...]] = {

@@ -1,6 +1,6 @@
 """How long a step takes, predicted: compute, and what of the communication does not hide behind it.
 
-    step = compute + arithmetic + communication - hidden
+    step = compute + arithmetic + waiting for each other + communication - hidden
     communication = messages · rounds · latency + max(bytes / link, bytes · copying)
 
 A ring of p ranks has 2(p-1) rounds of a one-way latency each. Bytes cross the link of a node: once
@@ -21,11 +21,13 @@ from allranks.strategies.dial.facts import Facts
 
 MESSAGE_S = 1.5e-4
 """What a round costs beside the delay of the link: system calls, and the ranks' waking up."""
-COPYING_S = 1.2e-9
+COPYING_S = 2e-9
 """Processor time for each byte that goes through a socket: sent, received and added."""
 MEMORY_MESSAGE_S = 5e-6
 MEMORY_COPYING_S = 2e-10
 """The same between ranks of one machine, which talk through memory that they share."""
+SKEW = 0.03
+"""Of a step's compute, what ranks wait at an exchange for the one that comes last."""
 OF_THE_LINK = 0.94
 """What is left of a link's bits for data: headers of TCP and IP, acknowledgements."""
 BACKWARD = 2 / 3
@@ -56,7 +58,7 @@ def predicted(candidate: Candidate, facts: Facts) -> Prediction:
     moving = max(copying, _on_the_link(candidate, sent, facts))
     seconds = candidate.messages(facts) * latency / every + moving
     hidden = _hidden(candidate, moving - copying, compute, facts)
-    step = compute + arithmetic + seconds - hidden
+    step = compute * (1 + SKEW / every) + arithmetic + seconds - hidden
     return Prediction(candidate.text, sent, seconds, hidden, arithmetic, step)
 
 
