@@ -43,6 +43,8 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("ddp", "top-k"): (0, 512, 1024, 1536, 3584),  # 64 numbers of 4 + 1.5 bytes; the tally
     ("ddp", "two-bit"): (0, 360, 720, 1080, 2520),
     ("ddp", "power-sgd"): (0, 400, 533, 600, 700),  # 20 + 40 numbers for 20 x 40; the tally
+    ("ddp", "one-bit"): (0, 480, 661, 720, 952),  # 20 columns of 8 + 8 bytes; the tally
+    ("ddp", "n-bit"): (0, 720, 997, 1080, 1456),  # of 20 + 8 bytes
     ("zero1", "mean"): (0, 3360, 4480, 5040, 5880),
     ("zero1", "tree"): (0, 3360, 6720, 5120, 6080),
     ("zero2", "mean"): (0, 4960, 6613, 7440, 8680),  # two backward passes

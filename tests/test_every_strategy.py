@@ -34,6 +34,7 @@ COMPRESSED = [
     "ddp:reduce=top-k(k=3,chunk=16),bucket_mb=0.0005",
     "ddp:reduce=two-bit(threshold=0.01)",
     "ddp:reduce=power-sgd(rank=2,min_rate=0),bucket_mb=0.0005",
+    *("ddp:reduce=one-bit,bucket_mb=0.0005", "ddp:reduce=n-bit(bits=4)"),
 ]
 SETTINGS = {
     "single": ["single"],
@@ -154,8 +155,8 @@ def test_every_card_has_a_setting() -> None:
     assert SETTINGS.keys() == {name for name, card in CARDS.items() if "torch" in card.engines}
     rest = {s for settings in SETTINGS.values() for s in settings} - set(EXACT)
     # Equal to a simulation: `independent` and late ones below, the others in
-    # tests/on_torch/test_half_reducers.py, test_compressed_reducers.py, test_decoupled.py and
-    # tests/test_outer.py.
+    # tests/on_torch/test_half_reducers.py, test_compressed_reducers.py,
+    # test_column_reducers.py, test_decoupled.py and tests/test_outer.py.
     half = {"ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"}
     apart = {"independent", *SETTINGS["decoupled"], *OUTER}
     assert rest == {*apart, *half, *LATE, *COMPRESSED}

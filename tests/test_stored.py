@@ -21,6 +21,7 @@ CASES = [
     ("ddp:reduce=fp16,late=1", 3, "Rows"),
     ("ddp:reduce=top-k", 2, "Rows"),
     ("ddp:reduce=power-sgd", 2, "Rows"),
+    ("ddp:reduce=one-bit", 2, "Rows"),
     ("independent", 2, "Rows"),
     ("zero1", 2, "Rows"),
     ("zero1:reduce=tree", 2, "Rows"),

@@ -169,6 +169,8 @@ REDUCERS = {
     "top-k": "allranks.torch.reducers.compressed.gathered:TopK",
     "two-bit": "allranks.torch.reducers.compressed.gathered:TwoBit",
     "power-sgd": "allranks.torch.reducers.compressed.power_sgd:PowerSGD",
+    "one-bit": "allranks.torch.reducers.compressed.columns:OneBit",
+    "n-bit": "allranks.torch.reducers.compressed.columns:NBit",
 }
 
 PLACES = {

@@ -14,17 +14,14 @@ from torch import Tensor
 import contract_tasks
 from allranks.errors import RequestError
 from allranks.strategies.resolve import strategy_spec
-from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.compression.error_feedback import ErrorFeedback
 from allranks.torch.compression.orthonormal import orthonormal
 from allranks.torch.compression.two_bit import TwoBit
 from allranks.torch.reducers.compressed.power_sgd import _drawn
-from allranks.training.order import Order
+from compressed_simulation import STEPS, Sum, simulated
 from conftest import Train
 
-STEPS = 20
 THRESHOLD = 0.02
-Sum = Callable[[list[list[Tensor]], dict[Any, Tensor]], list[Tensor]]
 
 
 def top_k_sum(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Tensor]:
@@ -74,34 +71,6 @@ def power_sum(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Ten
         kept["right", at] = torch.stack(rights).sum(0)
         found.append(torch.outer(left, kept["right", at]))
     return found
-
-
-def simulated(ranks: int, summed: Sum, after: int = 0) -> dict[str, Tensor]:
-    """A plain loop in one process over the gradients of each rank's samples."""
-    task = contract_tasks.Plain()
-    torch.manual_seed(0)
-    model = task.model().double()
-    optimizer = task.optimizer(model)
-    data = task.train_data()
-    order = Order(len(data[0]), task.batch_size, 0, "keep")
-    kept: dict[Any, Tensor] = {}
-    for step in range(STEPS):
-        chosen = order.batch(*divmod(step, order.steps_per_epoch))
-        sizes = even_sizes(len(chosen), task.shards)
-        of_ranks = []
-        for rank in range(ranks):
-            owned = owned_shards(task.shards, ranks, rank)
-            first = sum(sizes[: owned.start])
-            own = chosen[first : first + sum(sizes[k] for k in owned)]
-            batch = [tensor[own] for tensor in data]
-            loss = task.loss(model(batch[0]), batch).sum() / len(chosen)
-            of_ranks.append(list(torch.autograd.grad(loss, list(model.parameters()))))
-        plain = [torch.stack(own).sum(0) for own in zip(*of_ranks, strict=True)]
-        total = plain if step < after else summed(of_ranks, kept)
-        for parameter, gradient in zip(model.parameters(), total, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
 SIMULATIONS: dict[str, Sum] = {

@@ -32,7 +32,13 @@ CHOICES: dict[str, tuple[Option, ...]] = {
         Option("min_rate", 2.0, "a matrix that shrinks less is summed as it is", at_least=0),
         AFTER,
     ),
+    "one-bit": (AFTER,),
+    "n-bit": (Option("bits", "4", "of each number", ("2", "4", "8", "16")), AFTER),
 }
+COLUMNS = Reference(
+    "a loop in which each rank quantises the columns of its gradients with what it left out "
+    "before, and the sum of these is quantised again with what that left out"
+)
 GUARANTEES: dict[str, Guarantee] = {
     "top-k": Approximate("k = chunk and values=raw: all is kept"),
     "power-sgd": Approximate("rank is that of every matrix, and min_rate=0"),
@@ -40,13 +46,16 @@ GUARANTEES: dict[str, Guarantee] = {
         "a loop in which each rank keeps what it did not send, and sends the threshold, its "
         "negative or nothing of each number; the sums of these are the gradient"
     ),
+    "one-bit": COLUMNS,
+    "n-bit": COLUMNS,
 }
 FORMULAS = (
     "top-k: (N-1) · (k per chunk · (itemsize or 1/4, and 1.5) + tally); "
     "two-bit: (N-1) · (1/4 per gradient + tally); "
-    "power-sgd: 2(N-1)/N · (rank (rows + columns) numbers per matrix + the rest + tally)"
+    "power-sgd: 2(N-1)/N · (rank (rows + columns) numbers per matrix + the rest + tally); "
+    "one-bit, n-bit: 2(N-1)/N · (4 ⌈bits · M/32⌉ + 8 per column of M numbers + the rest + tally)"
 )
-SIMPLE = "top-k, two-bit, power-sgd: b = 2"
+SIMPLE = "top-k, two-bit, power-sgd: b = 2; one-bit, n-bit: b = 2 + 1/N"
 
 
 def whole_words(size: int) -> int:
@@ -72,9 +81,19 @@ def two_bit_bytes(count: int) -> int:
     return whole_words(4 * -(-count // 16))
 
 
+def is_matrix(shape: tuple[int, ...]) -> bool:
+    """Whether a gradient of such a shape has columns."""
+    return len(shape) > 1 and 0 not in shape
+
+
+def column_bytes(length: int, bits: int) -> int:
+    """Whole words of 32 bits, and the range of the column."""
+    return 4 * -(-length * bits // 32) + 8
+
+
 def factor_rank(shape: tuple[int, ...], rank: int, min_rate: float) -> int:
     """The rank of the factors of a gradient of such a shape; 0 where it is summed as it is."""
-    if len(shape) < 2 or 0 in shape:
+    if not is_matrix(shape):
         return 0
     rows, columns = shape[0], prod(shape[1:])
     rank = min(rank, rows, columns)
@@ -128,4 +147,22 @@ def power_sgd_sent(work: Workload, options: Mapping[str, Any]) -> int:
     return round(2 * (work.ranks - 1) / work.ranks * (numbers * item + work.tally))
 
 
-WAYS = {"top-k": top_k_sent, "two-bit": two_bit_sent, "power-sgd": power_sgd_sent}
+def columns_sent(work: Workload, options: Mapping[str, Any]) -> int:
+    """All stripes but a rank's own, then its stripe to all; the rest is all-reduced."""
+    found = [shape for shapes in work.shapes for shape in shapes]
+    bits = int(options.get("bits", 1))
+    stripes = sum(
+        -(-shape[0] // work.ranks) * column_bytes(prod(shape[1:]), bits)
+        for shape in found
+        if is_matrix(shape)
+    )
+    rest = sum(prod(shape) for shape in found if not is_matrix(shape)) * _counts(work)[0][1]
+    return round(2 * (work.ranks - 1) * (stripes + (rest + work.tally) / work.ranks))
+
+
+WAYS = {
+    **dict.fromkeys(("one-bit", "n-bit"), columns_sent),
+    "top-k": top_k_sent,
+    "two-bit": two_bit_sent,
+    "power-sgd": power_sgd_sent,
+}

@@ -57,7 +57,7 @@ def _buckets(has: Contents, options: Mapping[str, Any]) -> float:
     """
     reduce = str(options["reduce"])
     each = 1 + (1 + 1 / has.ranks / 2 if reduce in ("fp16", "bf16") else 0)
-    each += reduce in compressed.CHOICES
+    each += (reduce in compressed.CHOICES) + (reduce in ("one-bit", "n-bit")) / has.ranks
     sets = 2 if options["late"] == "1" else 1
     return (1 + sets * each + has.kept) * (has.cut + has.rest)
 
