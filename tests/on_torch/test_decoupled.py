@@ -329,9 +329,9 @@ def test_one_learner_that_asks_after_each_step_is_single(train: Train) -> None:
 @pytest.mark.parametrize(
     "inject",
     [
-        "kill@rank=2,step=-1 slow@rank=1,seconds=0.02,attempt=-1 slow@rank=3,seconds=0.02",
+        "kill@rank=2,step=-1 slow@rank=1,seconds=0.06,attempt=-1 slow@rank=3,seconds=0.06",
         "slow@rank=1,seconds=0.05,attempt=-1 slow@rank=2,seconds=0.01 slow@rank=3,seconds=0.01",
-        "fail@rank=3,step=-1,attempt=-1 slow@rank=1,seconds=0.01 slow@rank=2,seconds=0.01",
+        "fail@rank=3,step=-1,attempt=-1 slow@rank=1,seconds=0.06 slow@rank=2,seconds=0.06",
     ],
     ids=["killed", "slow", "fails-again"],
 )
