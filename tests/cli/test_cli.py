@@ -192,9 +192,7 @@ def test_strategies_lists_all_and_shows_one(door: Door) -> None:
     code, out, _ = door("strategies")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[::2]] == list(CARDS)
-    assert (
-        "up to the order of sums (reduce=fp16 or reduce=bf16: REFERENCE; reduce=top-k: APPROX" in out
-    )
+    assert "up to the order of sums (reduce=fp16 or reduce=bf16: REFERENCE; reduce=top-k:" in out
     code, out, _ = door("strategies", "ddp")
     assert code == 0
     assert out.startswith(f"ddp: {CARDS['ddp'].summary}\n")
@@ -202,7 +200,7 @@ def test_strategies_lists_all_and_shows_one(door: Door) -> None:
         "reduce=mean: how gradients are summed (mean or tree or fp16 or bf16 or ring(pieces=1)"
         in out
     )
-    assert "hierarchical(group=0,pieces=1))" in out
+    assert "hierarchical(group=0,pieces=1) or top-k(k=64" in out
     assert "with reduce=fp16 or reduce=bf16, REFERENCE: equal to a loop that rounds" in out
     assert "bucket_mb=25.0" in out and "arXiv 2006.15704" in out
 
