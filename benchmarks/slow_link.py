@@ -35,6 +35,7 @@ from pathlib import Path
 
 from harness import RECORDS, finish_record, order_of, say, start_record
 from slow_link_found import (
+    COMPRESSING,
     COMPUTE,
     LINKS,
     SLOWEST,
@@ -65,7 +66,7 @@ HERE = Path(__file__).resolve().parent
 MODELS = {"char-GPT": "CharGPT", "ResNet-20": "ResNet20", "VGG-like": "VGGLike"}
 RANKS = (4, 2)
 BLOCK = 4
-IN_STEPS = ("ddp", "ddp:reduce=bf16", "ddp:late=1")
+IN_STEPS = ("ddp", "ddp:reduce=bf16", "ddp:late=1", *COMPRESSING)
 """Methods that exchange in every step."""
 PERIODS = {"local-sgd": (2, 4, 8, 16), "diloco": (50,), "sparse-loco": (30,)}
 """Methods that exchange every so many steps; those of 16 are timed in whole blocks too."""

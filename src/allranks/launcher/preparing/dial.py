@@ -114,6 +114,7 @@ def _measured(
         shards=shape.shards,
         busy=busy,
         steps=job.steps,
+        shapes=tuple(map(tuple, found["shapes"])),
     )
 
 

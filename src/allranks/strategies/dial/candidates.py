@@ -72,8 +72,24 @@ class Candidate:
             messages = (size, TALLY_BYTES)
         else:
             messages = (size + TALLY_BYTES,)
-        gradients = facts.parameters
-        return Workload(messages, facts.ranks, facts.shards, gradients, TALLY_BYTES)
+        gradients, shapes = facts.parameters, (facts.shapes,)
+        return Workload(messages, facts.ranks, facts.shards, gradients, TALLY_BYTES, shapes=shapes)
+
+
+COMPRESSED = [
+    Candidate(
+        "ddp:reduce=power-sgd",
+        "each matrix of gradients is a product of two thin ones; what that leaves out comes later",
+        arithmetic_s=1.2e-8,
+    ),
+    Candidate(
+        "ddp:reduce=one-bit",
+        "each gradient is rounded to one of two numbers; what that leaves out comes later",
+        route="all-to-all",
+        arithmetic_s=6e-8,
+    ),
+]
+"""What follows the shapes of the parameters."""
 
 
 def _coded_bytes(numbers: int, options: Mapping[str, Any]) -> int:
@@ -99,6 +115,8 @@ def candidates(facts: Facts) -> list[Candidate]:
         ),
         Candidate("ddp:late=1", "each gradient is applied one step late", is_late=True),
     ]
+    if facts.shapes:
+        found += COMPRESSED
     return found + [_apart(name, every) for name, every in _periods(facts)]
 
 

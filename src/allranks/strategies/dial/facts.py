@@ -12,7 +12,8 @@ class Facts:
     """`parameters` of the model and the bytes of its buffers; `compute_s` of a step on one rank.
 
     `per_node` is how many ranks each of `nodes` nodes has, 0 where they differ. `busy` is by how
-    much ranks that share the cores of a machine slow each other down. `steps` of the job, if known.
+    much ranks that share the cores of a machine slow each other down. `steps` of the job, and
+    `shapes` of its parameters, if known.
     """
 
     parameters: int
@@ -25,3 +26,4 @@ class Facts:
     shards: int = 8
     busy: float = 1.0
     steps: int | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()

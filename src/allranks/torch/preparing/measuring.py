@@ -6,6 +6,7 @@ a few steps as any job does, and nothing of them is kept.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -23,10 +24,10 @@ ENOUGH_S = 1.5
 
 
 def measure_step(task: Task, job: Job) -> dict[str, Any]:
-    """Seconds of the median step, parameters that are trained, bytes of buffers, cores. Alone."""
+    """Seconds of the median step, what is trained, bytes of buffers, cores. Alone."""
     with Trainer(task, job) as trainer:
         model = trainer.strategy.model
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
         buffers = sum(buffer.nbytes for buffer in model.buffers())
         times = [time.perf_counter()]
         for batch in trainer.batches():
@@ -42,7 +43,8 @@ def measure_step(task: Task, job: Job) -> dict[str, Any]:
     return {
         "step_s": statistics.median(kept),
         "steps": len(kept),
-        "parameters": trained,
+        "parameters": sum(map(math.prod, shapes)),
+        "shapes": shapes,
         "buffer_bytes": buffers,
         "cores": len(os.sched_getaffinity(0)),
     }
