@@ -9,7 +9,7 @@ sends to each other one. `ddp` sends a bucket while backward computes the next, 
 bucket hides behind backward; `late=1` hides all behind the next step. What hides is the waiting for
 the link alone: copying takes the processors that compute.
 
-The constants were fitted to `benchmarks/slow_link.py`.
+The constants are estimates, from a few runs of `benchmarks/slow_link.py` on a loaded machine.
 """
 
 from __future__ import annotations
