@@ -19,13 +19,14 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from allranks.cli.display.event_text import anomalies_in
-from allranks.errors import ProgramError
+from allranks.errors import ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
 from allranks.launcher.messages.connection import MARK, Connection
 from allranks.launcher.nodes.channel import Disconnected, Refused
 from allranks.launcher.world import World
 from allranks.strategies.shards import even_sizes, owned_shards
+from allranks.torch.build import job_for
 from allranks.torch.decoupled.flat import FlatModel, Numbers
 from allranks.torch.decoupled.learner import Learner
 from allranks.torch.decoupled.merging import Merging, Work
@@ -312,6 +313,13 @@ def check_all_is_in(run_dir: Path, summary: dict[str, Any]) -> None:
     rows = read_rows(run_dir / "metrics.jsonl")
     assert summary["steps"] == STEPS
     assert sum(row["samples"] for row in rows) == STEPS * BATCH
+
+
+def test_a_process_that_was_started_alone_is_refused() -> None:
+    """A loop of one's own has no synchronizer: it would train by itself, and say nothing."""
+    with pytest.raises(RequestError) as refused:
+        job_for(Job(strategy="decoupled"), World())
+    assert "1 synchronizer, 1 learner" in refused.value.why
 
 
 def test_one_learner_that_asks_after_each_step_is_single(train: Train) -> None:

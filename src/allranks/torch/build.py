@@ -154,6 +154,14 @@ def job_for(job: Job, world: World) -> Job:
     name = job.strategy or default_strategy(TORCH, world.size)
     per_node = 0 if world.size % world.local_size else world.local_size
     spec = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise, per_node=per_node)
+    processes = spec.process_set
+    if not processes.are_all_trainers and not processes.has(world.role):
+        raise RequestError(
+            asked=f"Trainer(task, Job(strategy={name!r}))",
+            found="a process that was started alone",
+            why=f"a job of it is {processes}, which its launcher starts",
+            do=f"allranks train --strategy {name}, or allranks.launch(task, …)",
+        )
     return dataclasses.replace(job, ranks=world.size, strategy=str(spec))
 
 

@@ -24,8 +24,6 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Workload
-from allranks.strategies.cards.decoupled import SYNCHRONIZER
-from allranks.strategies.roles import LEARNER
 from allranks.torch.data.batch import Batch
 from allranks.torch.decoupled.flat import FlatModel
 from allranks.torch.step.gradients import Gradients
@@ -74,14 +72,3 @@ class Decoupled(Strategy):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         self.merged = state.get("merged")
-
-
-def check_role(role: str) -> None:
-    """Raise `RequestError` in a process that was started alone."""
-    if role not in (LEARNER, SYNCHRONIZER):
-        raise RequestError(
-            asked="--strategy decoupled in a process that was started alone",
-            found="no synchronizer, and no learners beside it",
-            why="each of them is a process of the job, which its launcher starts",
-            do="allranks train --strategy decoupled, or allranks.launch(task, …)",
-        )
