@@ -66,6 +66,7 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("mesh", ""): (0, 160, 213, 240, 280),  # one of each axis: nothing but the tally
     ("decoupled", ""): (210, 420, 630, 840, 1680),  # weights and buffers to each, every 16 steps
     ("expert", ""): (0, 3360, 4480, 5040, 5880),  # of which no row goes to another rank
+    ("ps", ""): (3360, 6720, 10080, 13440, 26880),  # its weights to each worker
     ("local-sgd", ""): (0, 204, 271, 305, 356),  # every 16 steps, those of the next one every 12
     ("slowmo", ""): (0, 271, 362, 407, 475),
     ("block-momentum", ""): (0, 204, 271, 305, 356),
@@ -230,7 +231,7 @@ def test_the_card_says_what_bitwise_sets(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refused.value.do == "leave strict out, or drop --bitwise"
 
 
-@pytest.mark.parametrize("name", ["ps", "deepspeed", "ps:x=1"])
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed:x=1"])
 def test_a_strategy_that_is_to_come_is_not_taken_for_another(name: str) -> None:
     with pytest.raises(RequestError) as refused:
         card_for(parse_choice(name))

@@ -17,7 +17,7 @@ from allranks.tools.placement_preview import place_ranks
 ALL = "parameter-server:servers=2,evaluator=yes"
 
 
-@pytest.mark.parametrize("name", sorted(set(CARDS) - {"parameter-server", "decoupled"}))
+@pytest.mark.parametrize("name", sorted(set(CARDS) - {"parameter-server", "decoupled", "ps"}))
 def test_other_strategies_have_trainers_alone(name: str) -> None:
     process_set = strategy_spec(name, 3).process_set
     assert process_set.are_all_trainers and process_set.size == 3 and not process_set.helpers

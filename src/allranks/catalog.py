@@ -145,6 +145,7 @@ STRATEGIES = {
         "diloco": "allranks.torch.strategies.apart.local_sgd:DiLoCo",
         "sparse-loco": "allranks.torch.strategies.apart.local_sgd:SparseLoCo",
         "decoupled": "allranks.torch.decoupled.strategy:Decoupled",
+        "ps": "allranks.torch.parameter_server.strategy:ParameterServer",
     },
     TENSORFLOW: {
         "single": "allranks.tensorflow.strategies.one_process:Single",

@@ -18,7 +18,6 @@ from allranks.strategies.roles import ProcessSet
 from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
-    **dict.fromkeys(("ps", "async"), "a parameter server for torch"),
     "deepspeed": "DeepSpeed as a strategy",
 }
 """Names that people know, of what is planned -> what they stand for."""
@@ -32,6 +31,9 @@ CALLED_OTHERWISE = {
     **dict.fromkeys(("expert-parallel", "ep", "moe"), "expert"),
     **dict.fromkeys(("model-averaging", "post-local-sgd"), "local-sgd"),
     "bmuf": "block-momentum",
+    **dict.fromkeys(("dist_sync", "dist_device_sync"), "ps"),
+    **dict.fromkeys(("dist_async", "async"), "ps:mode=async"),
+    **dict.fromkeys(("kvstore-local", "kvstore-device"), "dp"),
     "streaming-diloco": "diloco:fragments=4,overlap=1,mix=0.5",
 }
 """Names that people know -> those of the same here."""

@@ -25,6 +25,7 @@ from allranks.strategies.cards.bytes_sent import EVERYTHING, RING, no_bytes, rin
 from allranks.strategies.cards.decoupled import DECOUPLED_CARD
 from allranks.strategies.cards.fsdp import FSDP_CARDS
 from allranks.strategies.cards.outer import outer_cards
+from allranks.strategies.cards.parameter_server import PARAMETER_SERVER_CARD
 from allranks.strategies.cards.pipeline import MESH_CARD, PIPELINE_CARDS
 from allranks.strategies.cards.placed import PLACED_CARDS
 from allranks.strategies.cards.sharded import SHARDED_CARDS
@@ -128,6 +129,7 @@ CARDS = {
         *PIPELINE_CARDS,
         MESH_CARD,
         DECOUPLED_CARD,
+        PARAMETER_SERVER_CARD,
         *TENSORFLOW_CARDS,
     )
 }

@@ -15,7 +15,8 @@ from allranks.job.placement import Placed
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.world import World
 from allranks.strategies.cards.decoupled import SYNCHRONIZER
-from allranks.strategies.roles import LEARNER
+from allranks.strategies.cards.parameter_server import SCHEDULER, SERVER
+from allranks.strategies.roles import LEARNER, WORKER
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.decoupled.learner import learn
 from allranks.torch.decoupled.trainer import SynchronizerTrainer
@@ -24,6 +25,9 @@ from allranks.torch.machine import check_devices, facts
 from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.placement import RecordPlacement, update_by_nothing
 from allranks.torch.model.weights_file import WeightsFile
+from allranks.torch.parameter_server.server import serve
+from allranks.torch.parameter_server.trainer import SchedulerTrainer
+from allranks.torch.parameter_server.worker import work
 from allranks.torch.preparing.measuring import measure_step
 from allranks.torch.profiling import Profiling
 from allranks.torch.shared_memory.backend import told_of
@@ -44,18 +48,44 @@ def _load_task(job: Job) -> Task:
     return torch_task(found, job.precision)
 
 
+def _led(job: Job) -> Job:
+    """The job as a process sees it that another one leads: who leads evaluates and saves."""
+    alone = dataclasses.replace(job, run_dir="", checkpoint_every=None, resume="")
+    return dataclasses.replace(alone, eval_every="", early_stop="", best="")
+
+
 def _learn(job: Job, world: World, events: JsonLines) -> None:
     """Be a learner of `job`; its checkpoints are the synchronizer's."""
-    alone = dataclasses.replace(job, run_dir="", checkpoint_every=None, resume="")
-    alone = dataclasses.replace(alone, eval_every="", early_stop="", best="")
-    with Trainer(_load_task(job), alone, world=world) as trainer:
+    with Trainer(_load_task(job), _led(job), world=world) as trainer:
         learn(trainer, job, world, events)
+
+
+def _work(job: Job, world: World, events: JsonLines) -> None:
+    """Be a worker of `job`."""
+    with Trainer(_load_task(job), _led(job), world=world) as trainer:
+        work(trainer, job, world, events)
+
+
+def _serve(job: Job, world: World, events: JsonLines) -> None:
+    """Be a server of `job`."""
+    with Trainer(_load_task(job), _led(job), world=world) as trainer:
+        serve(trainer, world, events)
+
+
+LEADERS: Mapping[str, type[Trainer]] = {
+    SYNCHRONIZER: SynchronizerTrainer,
+    SCHEDULER: SchedulerTrainer,
+}
 
 
 class TorchRank(RankProgram[Trainer]):
     """A rank that trains with torch."""
 
-    roles: ClassVar[Mapping[str, Role]] = {LEARNER: _learn}
+    roles: ClassVar[Mapping[str, Role]] = {
+        LEARNER: _learn,
+        WORKER: _work,
+        SERVER: _serve,
+    }
     set_threads = staticmethod(torch.set_num_threads)
     facts = staticmethod(facts)
 
@@ -78,8 +108,7 @@ class TorchRank(RankProgram[Trainer]):
 
     def make_trainer(self, task: Task, **more: Any) -> Trainer:
         """The trainer, with what traces it where the job asks for that."""
-        kind = SynchronizerTrainer if self.world.role == SYNCHRONIZER else Trainer
-        trainer = kind(task, self.job, world=self.world, **more)
+        trainer = LEADERS.get(self.world.role, Trainer)(task, self.job, world=self.world, **more)
         if self.job.trace:
             folder = self.record.run_dir / "trace"
             trace = Trace(folder, self.world.rank, trainer.strategy, self.job)

@@ -64,6 +64,16 @@ class Connection:
             silent_ms = int(1000 * SILENT_S)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_ms)
 
+    @property
+    def own_address(self) -> str:
+        """The address of this machine by which it reaches the peer."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def peer_address(self) -> str:
+        """The address by which the peer is reached."""
+        return str(self._socket.getpeername()[0])
+
     def send(self, header: Message, *body: Buffer) -> None:
         """Send one frame; `body` is sent from where it lies, piece by piece."""
         text = json.dumps(header).encode()

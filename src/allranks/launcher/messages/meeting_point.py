@@ -53,14 +53,7 @@ def connect(
         try:
             where = _address(world)
             if where is not None:
-                peer = socket.create_connection(where, CONNECT_S)
-                made = Connection(peer, most_bytes, timeout_s)
-                try:
-                    made.prove(world.secret)
-                except BaseException:
-                    made.close()
-                    raise
-                return made
+                return connect_to(where, world.secret, most_bytes, timeout_s)
         except Refused as error:
             raise PeerLost(f"rank 0 refuses this process: {error}") from error
         except (OSError, Disconnected) as error:
@@ -69,6 +62,22 @@ def connect(
             raise PeerLost(f"rank 0 did not answer for {patience_s:g} s: {problem}")
         alive()
         time.sleep(LOOK_S)
+
+
+def connect_to(
+    where: tuple[str, int], secret: str, most_bytes: int, timeout_s: float
+) -> Connection:
+    """Who listens there, once both have proved that they know the secret.
+
+    Raises `OSError` where nobody does, `Refused` or `Disconnected`.
+    """
+    made = Connection(socket.create_connection(where, CONNECT_S), most_bytes, timeout_s)
+    try:
+        made.prove(secret)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def _address(world: World) -> tuple[str, int] | None:

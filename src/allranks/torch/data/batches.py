@@ -112,6 +112,22 @@ class GlobalBatches:
             return self.order.steps.get(self._epoch, self.order.first_guess)
         return self._own_order().steps_per_epoch
 
+    def steps_by_number(self, strategy: str) -> int:
+        """Steps of an epoch whose samples are handed out by their numbers, to one or another.
+
+        Raises `RequestError` for data that is read in one order only.
+        """
+        by_number = not isinstance(self.source, (StreamSource, WholeLoader)) and self.order is None
+        steps = self.steps_per_epoch
+        if not by_number or steps is None:
+            raise RequestError(
+                asked=f"--strategy {strategy}",
+                found=f"train_data() of the task: a {type(self.source).__name__}",
+                why="samples are handed out by their numbers, and again where a process is lost",
+                do="give a data set with samples by number, without a sampler of its own",
+            )
+        return steps
+
     def _own_order(self) -> Order:
         assert not isinstance(self.source, (StreamSource, WholeLoader))
         return Order(len(self.source), self.batch_size, self.seed, self.last_batch)
@@ -135,7 +151,7 @@ class GlobalBatches:
     def _by_number(
         self, source: Source, done: Progress, epochs: int, steps: int | None
     ) -> Generator[Batch]:
-        for_data, plans = tee(self._plans(done, epochs, steps))  # data is read ahead
+        for_data, plans = tee(self.plans(done, epochs, steps))  # data is read ahead
         wanted = ((plan.epoch, ids) for plan in for_data for ids in _ids(plan))
         copying = Copying(self.precision)
         with (
@@ -190,7 +206,7 @@ class GlobalBatches:
             f"not --prefetch {self.prefetch}"
         )
 
-    def _plans(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
+    def plans(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
         """The batches without their data: arithmetic only, but for a sampler that is drawn from."""
         own = self._own_order()
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index

@@ -21,12 +21,13 @@ import torch
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
+from allranks.launcher.messages.answering import ANSWER_S
 from allranks.launcher.messages.connection import Connection
 from allranks.launcher.messages.meeting_point import connect
 from allranks.launcher.nodes.channel import Disconnected, Message, Refused
 from allranks.launcher.world import World
 from allranks.torch.decoupled.flat import FlatModel, Numbers
-from allranks.torch.decoupled.service import ANSWER_S, OVER
+from allranks.torch.decoupled.service import OVER
 from allranks.torch.trainer import Trainer
 from allranks.training.dispatch.ledger import Chunk
 from allranks.training.progress import Progress, StepResult

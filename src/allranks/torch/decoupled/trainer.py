@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from allranks.errors import RequestError
 from allranks.launcher.messages.meeting_point import listen
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.decoupled.flat import FlatModel
@@ -60,7 +59,7 @@ class SynchronizerTrainer(Trainer):
             if not merges and service.merging.ledger.is_over:
                 break
         service.is_over = True
-        self.comm.sent.update(service.sent_bytes())
+        self.comm.sent.update(service.sent_by_kind())
 
     def steps(self, batches: list[Any]) -> list[StepResult]:
         """What each merge was: the mean loss of its samples, and how far the job is with it."""
@@ -101,19 +100,7 @@ class SynchronizerTrainer(Trainer):
     @property
     def _per_epoch(self) -> int:
         """Steps of an epoch; raises `RequestError` for data that is read in one order only."""
-        batches = self.task_data.batches
-        if (
-            batches.steps_per_epoch is None
-            or batches.order is not None
-            or not _is_by_number(batches)
-        ):
-            raise RequestError(
-                asked="--strategy decoupled",
-                found=f"train_data() of the task: a {type(batches.source).__name__}",
-                why="samples are handed out by their numbers, and again where a learner is lost",
-                do="give a data set with samples by number, without a sampler of its own",
-            )
-        return batches.steps_per_epoch
+        return self.task_data.batches.steps_by_number(self.strategy.name)
 
     def _served(self) -> Service:
         """The service, with the state that was resumed, if any."""
@@ -216,7 +203,3 @@ class SynchronizerTrainer(Trainer):
         if self.service is not None:
             self.service.is_over = True
         super().close(failed=failed)
-
-
-def _is_by_number(batches: Any) -> bool:
-    return hasattr(batches.source, "__len__") and hasattr(batches.source, "batches")

@@ -73,15 +73,25 @@ class Ledger:
     def is_done(self, number: int) -> bool:
         return number < self.whole or number in self.done
 
-    def next_for(self, learner: int, without: Iterable[int] = ()) -> Chunk | None:
+    def next_for(
+        self,
+        learner: int,
+        without: Iterable[int] = (),
+        *,
+        before: int | None = None,
+        spare: bool = True,
+    ) -> Chunk | None:
         """What a learner works on next, and has from now on; `None`: there is nothing for it.
 
         A free chunk of the first round that has one, that of its own part if it is free. `without`
-        are chunks that wait for a merge.
+        are chunks that wait for a merge. None that begins with step `before`, or later; and none
+        that another one has, unless it may be a `spare`.
         """
         waiting = set(without)
         number = self._free_for(learner, waiting)
-        if number is None:
+        if number is not None and before is not None and self.chunk(number).first >= before:
+            number = None
+        if number is None and spare:
             number = self._longest_held(learner, waiting)
         if number is None:
             return None

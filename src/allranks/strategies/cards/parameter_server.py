@@ -1,0 +1,110 @@
+"""The card of `ps`: servers that hold the weights, workers, and a scheduler. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from allranks.strategies.card import Card, Exact, Option, Reference, Workload
+from allranks.strategies.mesh import Agreement
+from allranks.strategies.roles import WORKER, Role
+
+SCHEDULER, SERVER = "scheduler", "server"
+IN_STEP, OUT_OF_STEP = "sync", "async"
+ANY = -1
+"""No bound of how far workers may be apart."""
+
+OUT_OF_STEP_LOOP = Reference(
+    "a loop in one process that takes the gradient of each batch at the weights of the pull before "
+    "it, and applies it when it comes, in the same order; `single` when N = 1"
+)
+
+
+def _pulled_or_pushed(work: Workload, options: Mapping[str, Any]) -> int:
+    """The server that holds most sends its weights to each worker; a worker sends its gradients."""
+    held = work.messages
+    if options["mode"] == OUT_OF_STEP:  # one worker in each step
+        return sum(held)
+    return max(parts_of_a_step(work.ranks, options) * max(held), sum(held))
+
+
+def parts_of_a_step(workers: int, options: Mapping[str, Any]) -> int:
+    """Into how many parts the global batch of a step is cut."""
+    return workers - int(options["backup"]) if options["mode"] == IN_STEP else 1
+
+
+def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
+    """The ranks are the workers: any of them may be lost, and come again."""
+    return (
+        Role(SCHEDULER, 1, resumes=True),
+        Role(SERVER, options["servers"], serves=True, resumes=True),
+        Role(
+            WORKER,
+            ranks,
+            least=min(ranks, options["least"]),
+            serves=True,
+            rejoins=options["rejoins"],
+            outlives_nodes=True,
+        ),
+    )
+
+
+PARAMETER_SERVER_CARD = Card(
+    name="ps",
+    summary="Servers hold the weights; workers pull them and push gradients, in step or out of it.",
+    guarantee=Exact(),
+    bytes_sent=_pulled_or_pushed,
+    bytes_formula="in step: the larger of (N - backup) · the weights of a server, and the weights; "
+    "out of step: weights",
+    memory="a server: its part of weights, gradients and optimizer, and N more gradients; "
+    "dc-asgd: N more weights; a worker: 2 weights + 2 gradients; the scheduler: weights + "
+    "optimizer, and as much again while it saves",
+    many_ranks=True,
+    agreement=Agreement(lockstep=False),
+    roles=_roles,
+    options=(
+        Option(
+            "mode",
+            IN_STEP,
+            "sync: each step adds what all parts of its batch give; async: what comes is applied",
+            (IN_STEP, OUT_OF_STEP),
+            guarantees={OUT_OF_STEP: OUT_OF_STEP_LOOP},
+        ),
+        Option("servers", 1, "processes that hold the weights, beside the workers", at_least=1),
+        Option(
+            "staleness",
+            ANY,
+            "async: batches by which a worker may be ahead of the slowest one; -1: any",
+            at_least=ANY,
+        ),
+        Option(
+            "backup",
+            0,
+            "sync: workers beyond the parts of a batch, who take over what others are slow with",
+            at_least=0,
+        ),
+        Option(
+            "rate",
+            "plain",
+            "async: what is done about gradients of old weights",
+            ("plain", "staleness-aware", "dc-asgd"),
+        ),
+        Option("compensation", 0.04, "the lambda of dc-asgd", at_least=0),
+        Option(
+            "bound",
+            1_000_000,
+            "numbers from which on a tensor is cut over all servers",
+            at_least=1,
+        ),
+        Option("least", 1, "workers that must be left", at_least=1),
+        Option("rejoins", 3, "how often each worker that is lost is started again", at_least=0),
+        Option(
+            "patience_s",
+            300.0,
+            "seconds for which a process waits for the scheduler or a server that is gone",
+            above=0,
+        ),
+    ),
+    paper="Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI; "
+    "Ho et al. 2013, stale synchronous parallel; Chen et al. 2016, arXiv 1604.00981 (backup)",
+)

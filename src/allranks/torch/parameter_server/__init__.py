@@ -1,0 +1,1 @@
+"""The parameter server: weights on servers, workers that pull and push, a scheduler that leads."""

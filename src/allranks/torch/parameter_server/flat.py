@@ -1,0 +1,131 @@
+"""The pieces of one server in one piece of memory: what is sent, summed and updated as a whole.
+
+    | numbers of the first type, piece by piece | pad to 64 bytes | numbers of the second type | …
+
+All processes lay them out alike, so a message is the bytes as they lie, and needs no names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.torch.parameter_server.placement import Piece
+
+ALIGNED = 64
+
+
+@dataclass(frozen=True)
+class Run:
+    """The bytes `start` to `stop` - 1, of numbers of one type."""
+
+    start: int
+    stop: int
+    type: torch.dtype
+
+
+class FlatLayout:
+    """Where each of the `pieces` of some parameters lies: those of one server, in order.
+
+    A piece that is a whole parameter keeps its shape; others are (numbers,).
+    """
+
+    def __init__(self, pieces: Sequence[Piece], parameters: Sequence[nn.Parameter]) -> None:
+        self.pieces = list(pieces)
+        held = [parameters[piece.position] for piece in pieces]
+        shapes = zip(pieces, held, strict=True)
+        self.shapes = [
+            tuple(own.shape) if piece.is_whole else (piece.numbers,) for piece, own in shapes
+        ]
+        self.runs: list[Run] = []
+        self.starts = [0] * len(self.pieces)
+        at = 0
+        for kind in dict.fromkeys(own.dtype for own in held):
+            start = at = -(-at // ALIGNED) * ALIGNED
+            for number, (piece, own) in enumerate(zip(pieces, held, strict=True)):
+                if own.dtype == kind:
+                    self.starts[number] = at
+                    at += piece.numbers * own.element_size()
+            self.runs.append(Run(start, at, kind))
+        self.types = [own.dtype for own in held]
+        self.nbytes = at
+
+    @property
+    def payload(self) -> int:
+        """The bytes of the numbers, without what pads them."""
+        return sum(run.stop - run.start for run in self.runs)
+
+    def new(self, memory: Any = None) -> Flat:
+        """Memory for all pieces, of zeros unless it is given (a writable buffer of `nbytes`)."""
+        if memory is None:
+            raw = torch.zeros(self.nbytes, dtype=torch.uint8)
+        elif self.nbytes:
+            raw = torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes]
+        else:
+            raw = torch.empty(0, dtype=torch.uint8)
+        return Flat(self, raw)
+
+
+class Flat:
+    """Numbers in a layout: `raw` (nbytes,) bytes, `flats` one tensor for each type, and `views`
+    one for each piece, all of the same memory."""
+
+    def __init__(self, layout: FlatLayout, raw: Tensor) -> None:
+        self.layout, self.raw = layout, raw
+        self.flats = [raw[run.start : run.stop].view(run.type) for run in layout.runs]
+        self.views = [
+            raw[start : start + piece.numbers * kind.itemsize].view(kind).view(shape)
+            for start, piece, kind, shape in zip(
+                layout.starts, layout.pieces, layout.types, layout.shapes, strict=True
+            )
+        ]
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes where they lie."""
+        array: Any = self.raw.numpy()
+        return memoryview(array)
+
+    def place(self, size: int) -> memoryview:
+        """Where so many bytes that come go."""
+        return self.buffer[:size]
+
+    def copy_(self, other: Flat) -> None:
+        self.raw.copy_(other.raw)
+
+    def add_(self, other: Flat) -> None:
+        """Add the numbers of another memory in the same layout."""
+        for own, more in zip(self.flats, other.flats, strict=True):
+            own.add_(more)
+
+    @torch.no_grad()
+    def read_from(self, whole: Sequence[Tensor | None]) -> list[int]:
+        """Copy the pieces of whole tensors, by their positions; zeros for one that is `None`.
+
+        Returns the positions of those.
+        """
+        missing = []
+        for piece, view in zip(self.layout.pieces, self.views, strict=True):
+            tensor = whole[piece.position]
+            if tensor is None:
+                view.zero_()
+                missing.append(piece.position)
+            else:
+                view.copy_(cut(tensor, piece).view(view.shape))
+        return missing
+
+    @torch.no_grad()
+    def write_to(self, whole: Sequence[Tensor]) -> None:
+        """Copy the pieces into whole tensors, by their positions."""
+        for piece, view in zip(self.layout.pieces, self.views, strict=True):
+            target = cut(whole[piece.position], piece)
+            target.copy_(view.view(target.shape))
+
+
+def cut(tensor: Tensor, piece: Piece) -> Tensor:
+    """The numbers of a piece: of a contiguous tensor a view."""
+    return tensor if piece.is_whole else tensor.reshape(-1)[piece.start : piece.stop]

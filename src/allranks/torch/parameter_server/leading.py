@@ -1,0 +1,215 @@
+"""The scheduler's side of a step: it waits for the parts, decides as one process, tells servers.
+
+What every strategy shares (`SharedStep.apply`) runs here as it does anywhere: division,
+regularizer, guard, clipping, rates. The gradient that it handles is on the servers: what is done to
+it is said to them in a few numbers (`RemoteGradients`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import PeerLost
+from allranks.launcher.messages.connection import Buffer
+from allranks.launcher.nodes.channel import Disconnected
+from allranks.torch.data.batch import Batch
+from allranks.torch.parameter_server.links import Links
+from allranks.torch.parameter_server.service import Service
+from allranks.torch.parameter_server.state import (
+    cut_state,
+    hyper_parameters_said,
+    join_state,
+    packed,
+    unpacked,
+)
+from allranks.torch.parameter_server.strategy import ParameterServer
+from allranks.torch.step.changes import unfrozen_on_the_way
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.tally import Tally
+from allranks.training.progress import StepResult
+
+LOOK_S = 0.2
+
+
+class Leading:
+    """The servers of a training, with the strategy that has the model whole in this process."""
+
+    def __init__(self, strategy: ParameterServer, links: Links) -> None:
+        self.strategy, self.links = strategy, links
+
+    def ask_all(
+        self, message: dict[str, Any], bodies: Sequence[Sequence[Buffer]] = ()
+    ) -> list[tuple[dict[str, Any], memoryview]]:
+        """Say the same to all servers; raises `PeerLost` where one is gone."""
+        try:
+            return self.links.ask_all(message, bodies)
+        except Disconnected as error:
+            raise PeerLost(str(error)) from error
+
+    def load(self, version: int, era: int) -> None:
+        """Let the servers have the weights and the optimizer of this process."""
+        strategy, bodies, specs = self.strategy, [], []
+        for layout in strategy.layouts:
+            flat = layout.new()
+            flat.read_from([p.detach() for p in strategy.parameters])
+            spec, body = packed(
+                cut_state(strategy.step.optimizer, strategy.parameters, layout.pieces)
+            )
+            specs.append(spec)
+            bodies.append([flat.buffer, *body])
+        message = {"do": "load", "version": version, "era": era}
+        try:
+            for server, (spec, body) in enumerate(zip(specs, bodies, strict=True)):
+                self.links.send(server, {**message, "kept": spec}, *body)
+                self.links.receive(server)
+        except Disconnected as error:
+            raise PeerLost(str(error)) from error
+
+    def take_weights(self, *, optimizer: bool = False) -> None:
+        """The model has the weights of the servers from here on."""
+        answers = self.ask_all({"do": "fetch" if optimizer else "peek"})
+        strategy = self.strategy
+        for layout, (answer, body) in zip(strategy.layouts, answers, strict=True):
+            if layout.nbytes:
+                layout.new(body[: layout.nbytes]).write_to(
+                    [p.detach() for p in strategy.parameters]
+                )
+            if optimizer:
+                kept = unpacked(answer["kept"], body[layout.nbytes :])
+                join_state(strategy.step.optimizer, strategy.parameters, layout.pieces, kept)
+
+    def told(self) -> dict[str, Any]:
+        """What workers must know of a step before they begin it."""
+        return {}
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        return self.strategy.compute(batch)
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        return local, Gradients(self.strategy.parameters)
+
+    @contextmanager
+    def updating(self, gradients: Gradients) -> Iterator[None]:
+        yield
+
+    def after_update(self, result: StepResult) -> None:
+        """Nothing is left to do."""
+
+
+class LeadingInStep(Leading):
+    """The same where all parts of a step are waited for. `alive` is called meanwhile."""
+
+    def __init__(
+        self,
+        strategy: ParameterServer,
+        links: Links,
+        service: Service,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(strategy, links)
+        self._service, self._alive = service, alive
+        self._gradients: RemoteGradients | None = None
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        """The tallies of all parts, in their order."""
+        step = self.strategy.step
+        step.begin(batch)
+        while (found := self._service.step(LOOK_S)) is None:
+            self._alive()
+        tally = step.layout.tally()
+        for brought in found:
+            tally.tensor.add_(brought.tally)
+        step.end(batch)
+        return tally
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        self._gradients = RemoteGradients(self)
+        return local, self._gradients
+
+    @contextmanager
+    def updating(self, gradients: Gradients) -> Iterator[None]:
+        """Within, the optimizer finds no gradient; then the servers update with theirs."""
+        assert isinstance(gradients, RemoteGradients)
+        for parameter in gradients.parameters:
+            parameter.grad = None
+        yield
+        gradients.apply()
+
+    def after_update(self, result: StepResult) -> None:
+        assert self._gradients is not None
+        if not self._gradients.is_applied:
+            self.ask_all({"do": "pass"})
+        self._service.close_step(self.told(), self.strategy.statistics())
+
+    def told(self) -> dict[str, Any]:
+        step = self.strategy.step
+        scale = None if step.loss_scale is None else step.loss_scale.value
+        return {"loss_scale": scale, "regularizer": float(step.regularizers.was)}
+
+
+class RemoteGradients(Gradients):
+    """The gradient of a step, of which each server has its pieces: `factor` times what they have.
+
+    Nothing of it comes here; `parameters` hold none.
+    """
+
+    def __init__(self, leading: LeadingInStep) -> None:
+        super().__init__(leading.strategy.parameters)
+        self._leading = leading
+        self.factor = 1.0
+        self.unused: list[int] = []
+        self.is_applied = False
+
+    def settle(self, unused: Sequence[int]) -> None:
+        self.unused = list(unused)
+
+    def follow(self, parameters: list[nn.Parameter]) -> None:
+        raise unfrozen_on_the_way(self._leading.strategy.name)
+
+    def scale_(self, factor: float | Tensor) -> None:
+        self.factor *= float(factor)
+
+    def add(self, value: Tensor) -> None:
+        """Add the gradient of a value of the weights, which this process has computed whole."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        value.backward()
+        gradients = [p.grad for p in self.parameters]
+        self.unused = [at for at in self.unused if gradients[at] is None]
+        bodies: list[list[Buffer]] = []
+        for layout in self._leading.strategy.layouts:
+            flat = layout.new()
+            flat.read_from(gradients)
+            bodies.append([flat.buffer])
+        self._leading.ask_all({"do": "add", "factor": self.factor}, bodies)
+        self.factor = 1.0
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def tensors(self) -> list[Tensor | None]:
+        return [None for _ in self.parameters]
+
+    def norm(self, *, clips: bool, left_out: bool) -> float:
+        answers = self._leading.ask_all({"do": "squares", "unused": self.unused})
+        squares = math.fsum(float(answer["squares"]) for answer, _ in answers)
+        return math.sqrt(squares) * abs(self.factor) if squares >= 0 else math.nan
+
+    def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
+        return torch.tensor(self.norm(clips=clips, left_out=left_out), dtype=torch.float64)
+
+    def clip_(self, limit: float, norm: float | Tensor) -> None:
+        """As torch clips: by the limit over the norm and 1e-6, where that is less than 1."""
+        self.factor *= min(1.0, limit / (float(norm) + 1e-6))
+
+    def apply(self) -> None:
+        """Let the servers update with it, at the rates that the optimizer has now."""
+        groups = hyper_parameters_said(self._leading.strategy.step.optimizer)
+        message = {"do": "apply", "factor": self.factor, "groups": groups, "unused": self.unused}
+        self._leading.ask_all(message)
+        self.is_applied = True

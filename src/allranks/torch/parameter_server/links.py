@@ -1,0 +1,84 @@
+"""A connection to each server: of the scheduler, which leads them, and of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+from allranks.launcher.messages.answering import ANSWER_S
+from allranks.launcher.messages.connection import Buffer, Connection
+from allranks.launcher.messages.meeting_point import connect_to
+from allranks.launcher.nodes.channel import Disconnected, Message
+from allranks.torch.parameter_server.server import KEPT
+
+Address = tuple[str, int]
+
+
+class Links:
+    """The servers at these addresses, in order. What goes wrong is `Disconnected`."""
+
+    def __init__(self, addresses: Sequence[Address], secret: str, nbytes: Sequence[int]) -> None:
+        self._addresses, self._secret = list(addresses), secret
+        self._most = [(1 + KEPT) * size + (1 << 20) for size in nbytes]
+        self.servers: list[Connection] = []
+
+    def open(self, hello: Message) -> Self:
+        """Connect to all, and say hello."""
+        for number, where in enumerate(self._addresses):
+            with naming(number):
+                try:
+                    made = connect_to(where, self._secret, self._most[number], ANSWER_S)
+                except OSError as error:
+                    raise Disconnected(str(error)) from error
+                self.servers.append(made)
+                made.ask(hello)
+                made.waits_for_ever()
+        return self
+
+    def send(self, server: int, message: Message, *body: Buffer) -> None:
+        with naming(server):
+            self.servers[server].send(message, *body)
+
+    def receive(
+        self, server: int, place: Callable[[int], memoryview] | None = None
+    ) -> tuple[Message, memoryview]:
+        """The answer of one server; raises `Disconnected` for one that refuses, too."""
+        with naming(server):
+            connection = self.servers[server]
+            answer, body = connection.receive() if place is None else connection.receive(place)
+            if "refused" in answer:
+                raise Disconnected(f"it refuses: {answer['refused']}")
+            return answer, body
+
+    def ask_all(
+        self, message: Message, bodies: Sequence[Sequence[Buffer]] = ()
+    ) -> list[tuple[Message, memoryview]]:
+        """Say the same to all, with a body of its own for each, and wait for all answers."""
+        for server in range(len(self.servers)):
+            self.send(server, message, *(bodies[server] if bodies else ()))
+        return [self.receive(server) for server in range(len(self.servers))]
+
+    @property
+    def sent(self) -> list[int]:
+        """The bytes of all bodies that were sent, server by server."""
+        return [connection.sent for connection in self.servers]
+
+    @property
+    def received(self) -> list[int]:
+        """The bytes of all bodies that came, server by server."""
+        return [connection.received for connection in self.servers]
+
+    def close(self) -> None:
+        for connection in self.servers:
+            connection.close()
+        self.servers = []
+
+
+@contextmanager
+def naming(server: int) -> Iterator[None]:
+    """Within, a connection that breaks says which server's it is."""
+    try:
+        yield
+    except Disconnected as error:
+        raise Disconnected(f"server {server}: {error}") from error

@@ -1,0 +1,233 @@
+"""A server's end of the wire: it sums and applies what workers push, and sends what they pull.
+
+    who         message                           answer
+    scheduler   load   version, era, kept; body   version              weights and optimizer
+                squares  unused                   squares              once all parts are there
+                add    factor; body               version              sum <- factor · sum + body
+                apply  factor, groups, unused     version
+                pass                              version              the step updates nothing
+                fetch                             version, kept; body  weights and optimizer
+                peek                              version; body        weights alone
+    worker      push   step, part; body           none
+                push   number, groups, unused; body
+                pull   version                    version; body        this version, or a later one
+
+An `era` begins whenever weights are loaded: after the scheduler was started again, from its
+checkpoint. What a worker brings of an era before is dropped, and it is told so (`stale`).
+"""
+
+from __future__ import annotations
+
+import socket as sockets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from allranks.job.run_folder import JsonLines
+from allranks.launcher.messages.answering import ANSWER_S, Answering
+from allranks.launcher.messages.connection import Connection
+from allranks.launcher.messages.meeting_point import connect
+from allranks.launcher.nodes.channel import Disconnected, Message
+from allranks.launcher.world import World
+from allranks.strategies.cards.parameter_server import SERVER
+from allranks.torch.parameter_server.flat import Flat
+from allranks.torch.parameter_server.placement import Piece
+from allranks.torch.parameter_server.shard import Shard
+from allranks.torch.parameter_server.state import cut_state, join_state, packed, unpacked
+from allranks.torch.parameter_server.strategy import ParameterServer
+from allranks.torch.trainer import Trainer
+
+SCHEDULER_ID = 1 << 30
+KEPT = 16
+"""The optimizer keeps at most so many times the bytes of the weights."""
+OVER = "over"
+
+
+class Server(Answering):
+    """Serves one shard. `digest` is what workers must have in common with it.
+
+    `reached` is called with the version that an update is about to make.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        listener: sockets.socket,
+        secret: str,
+        digest: str,
+        in_step: bool,
+        reached: Callable[[int], None] = lambda version: None,
+    ) -> None:
+        layout = shard.layout
+        super().__init__(listener, secret, (1 + KEPT) * layout.nbytes + (1 << 20))
+        self.shard, self.layout, self.digest, self.in_step = shard, layout, digest, in_step
+        self._reached = reached
+        self.era = -1
+        self._brought: dict[int, Flat] = {}
+        self._memory: dict[int, Any] = {}
+        self._own = threading.local()
+
+    def admit(self, connection: Connection, hello: Message) -> int:
+        if hello.get("digest") != self.digest:
+            connection.send({"refused": "its model has other weights, or another layout of them"})
+            raise Disconnected("its model is another one")
+        who = SCHEDULER_ID if hello.get("role") == "scheduler" else int(hello["index"])
+        connection.send({"nbytes": self.layout.nbytes})
+        return who
+
+    def place(self, who: int, size: int) -> memoryview:
+        """What a worker pushes goes where its last push was: that one is in the sum."""
+        if size != self.layout.nbytes or who == SCHEDULER_ID:
+            return memoryview(bytearray(size))
+        if who not in self._brought:
+            self._brought[who] = self.layout.new()
+        return self._brought[who].buffer
+
+    def answer(self, who: int, connection: Connection, message: Message, body: memoryview) -> None:
+        if who == SCHEDULER_ID:
+            self._obey(connection, message, body)
+        elif "push" in message:
+            self._pushed(who, message["push"], int(message["era"]))
+        else:
+            self._pulled(who, connection, int(message["pull"]), int(message["era"]))
+
+    def lost(self, who: int, connection: Connection, error: Exception) -> None:
+        """Whoever it is comes again by itself, or is found missing by the scheduler."""
+
+    # --- workers --------------------------------------------------------------------------
+
+    def _pushed(self, who: int, push: Message, era: int) -> None:
+        gradient = self._brought[who]
+        with self.changed:
+            if era != self.era:
+                return
+            if not self.in_step:
+                number, unused = int(push["number"]), push["unused"]
+                self._reached(self.shard.version)
+                self.shard.push(number, who, gradient, push["groups"], unused)
+            elif int(push["step"]) == self.shard.version:
+                self.shard.bring(int(push["part"]), gradient)
+            self.changed.notify_all()
+
+    def _pulled(self, who: int, connection: Connection, version: int, era: int) -> None:
+        found = self._copy_for_this_thread()
+        with self.changed:
+            self._wait(lambda: self.era > era or self._has(era, version))
+            is_stale = self.era != era
+            if not is_stale:
+                version = self.shard.pull(who, found)
+        if is_stale:
+            connection.send({"stale": self.era})
+        else:
+            connection.send({"version": version}, found.buffer)
+
+    def _has(self, era: int, version: int) -> bool:
+        return self.era == era and self.shard.version >= version
+
+    def _copy_for_this_thread(self) -> Flat:
+        """Memory in which weights stay as they are while they are sent."""
+        if not hasattr(self._own, "copy"):
+            self._own.copy = self.layout.new()
+        found: Flat = self._own.copy
+        return found
+
+    def _wait(self, until: Any) -> None:
+        self.changed.wait_for(lambda: self.is_closed or until())
+        if self.is_closed:
+            raise Disconnected("this server is at its end")
+
+    # --- the scheduler --------------------------------------------------------------------
+
+    def _obey(self, connection: Connection, message: Message, body: memoryview) -> None:
+        shard, answer, pieces = self.shard, dict[str, Any](), list[Any]()
+        with self.changed:
+            match message["do"]:
+                case "load":
+                    self._load(message, body)
+                case "squares":
+                    self._wait(lambda: shard.is_complete)
+                    answer["squares"] = shard.squares(message["unused"])
+                case "add":
+                    shard.add(self.layout.new(bytearray(body)), float(message["factor"]))
+                case "apply":
+                    self._wait(lambda: shard.is_complete)
+                    self._reached(shard.version)
+                    shard.apply(float(message["factor"]), message["groups"], message["unused"])
+                case "pass":
+                    shard.pass_over()
+                case "fetch":
+                    kept = cut_state(shard.optimizer, shard.pieces, self._own_pieces)
+                    answer["kept"], more = packed(kept)
+                    pieces = [bytes(shard.weights.buffer), *map(bytes, more)]
+                case "peek":
+                    pieces = [bytes(shard.weights.buffer)]
+                case other:
+                    raise ValueError(f"to {other!r}, which no server does")
+            answer["version"] = shard.version
+            self.changed.notify_all()
+        connection.send(answer, *pieces)
+
+    @property
+    def _own_pieces(self) -> list[Piece]:
+        """Its pieces, as wholes of what its own optimizer has."""
+        held = enumerate(self.layout.pieces)
+        return [Piece(n, 0, p.numbers, p.server, is_whole=True) for n, p in held]
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listener.getsockname()[1])
+
+    def _load(self, message: Message, body: memoryview) -> None:
+        cut = self.layout.nbytes
+        self.shard.weights.raw.copy_(self.layout.new(bytearray(body[:cut])).raw)
+        optimizer = self.shard.optimizer
+        optimizer.state.clear()
+        kept = unpacked(message["kept"], body[cut:])
+        join_state(optimizer, self.shard.pieces, self._own_pieces, kept)
+        self.shard.begin(int(message["version"]))
+        self.era = int(message["era"])
+
+
+def serve(trainer: Trainer, world: World, events: JsonLines) -> None:
+    """Be a server until the scheduler says that it is over.
+
+    It listens at the address by which it reaches the scheduler. Raises `PeerLost` if no scheduler
+    answers for `patience_s`.
+    """
+    strategy, heartbeat = trainer.strategy, trainer.heartbeat
+    assert isinstance(strategy, ParameterServer)
+    strategy.workers = trainer.job.ranks
+    shard, digest = strategy.shard(world.role_index), strategy.digest
+    patience_s = float(strategy.context.options["patience_s"])
+    server: Server | None = None
+
+    def reached(version: int) -> None:
+        heartbeat.at_step(version)
+        trainer.faults.reach("step", version)
+
+    heartbeat.enter("exchange")
+    try:
+        while True:
+            with connect(world, 1 << 20, ANSWER_S, patience_s) as scheduler:
+                if server is None:
+                    here = sockets.create_server((scheduler.own_address, 0), backlog=256)
+                    server = Server(shard, here, world.secret, digest, strategy.in_step, reached)
+                    server.start()
+                    events.event(
+                        "ready", host=sockets.gethostname(), role=SERVER, index=world.role_index
+                    )
+                try:
+                    hello = {"role": SERVER, "index": world.role_index, "digest": digest}
+                    scheduler.ask({**hello, "port": server.port})
+                    scheduler.waits_for_ever()
+                    message, _ = scheduler.receive()
+                except Disconnected:
+                    continue  # it is started again, or this is the end
+                if message.get("work") == OVER:
+                    break
+    finally:
+        if server is not None:
+            server.close()
+    events.event("done", version=shard.version)
+    heartbeat.enter("done")

@@ -1,0 +1,240 @@
+"""The numbers that one server holds, and how they move. No clock, no thread, no wire.
+
+In step, the workers' parts of a gradient add up in the order of the parts, whoever comes first, and
+the scheduler says when and by what they are applied; a part that comes twice counts once:
+
+    sum = g_0 + g_1 + … + g_(parts - 1);  w <- optimizer(w, factor · sum)
+
+Out of step each gradient is applied when it comes (Li et al. 2014), with tau the versions that have
+passed since the weights that it was computed from:
+
+    plain             w <- optimizer(w, g)
+    staleness-aware   the same at the rate  lr / max(1, tau)              Zhang et al., 1511.05950
+    dc-asgd           g + lambda · g · g · (w - w_pulled), elementwise    Zheng et al., 1609.08326
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from allranks.torch.parameter_server.flat import Flat, FlatLayout
+from allranks.torch.step.trainable import update
+
+PLAIN, STALENESS_AWARE, COMPENSATED = "plain", "staleness-aware", "dc-asgd"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How gradients that come out of step are applied; `compensation` is the lambda of dc-asgd."""
+
+    rate: str = PLAIN
+    compensation: float = 0.04
+
+
+@dataclass
+class Summed:
+    """The parts of a step that have come: those up to `parts` in order are in `sum`."""
+
+    sum: Flat
+    parts: int = 0
+    held: dict[int, Flat] = field(default_factory=dict)
+
+
+class Shard:
+    """The weights of one server in a layout, and the optimizer of those alone.
+
+    The `optimizer` was made for the whole model, whose `parameters` it has in its groups; from now
+    on it has the pieces of this server in their place, and nothing of the others.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        parts: int = 1,
+        rule: Rule | None = None,
+    ) -> None:
+        self.layout, self.optimizer, self.parts, self.rule = (
+            layout,
+            optimizer,
+            parts,
+            rule or Rule(),
+        )
+        self.weights = layout.new()
+        self.version = 0
+        self.applied: set[int] = set()
+        """The numbers of the gradients that were applied out of step, since the last `load`."""
+        self.pieces = [nn.Parameter(view) for view in self.weights.views]
+        self._position = [piece.position for piece in layout.pieces]
+        self._pulled: dict[int, tuple[int, Flat | None]] = {}
+        self._summed: Summed | None = None
+        held = {id(parameters[at]): [] for at in set(self._position)}  # type: ignore[var-annotated]
+        for at, own in zip(self._position, self.pieces, strict=True):
+            held[id(parameters[at])].append(own)
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["params"] = [own for p in group["params"] for own in held.get(id(p), ())]
+
+    # --- in step --------------------------------------------------------------------------
+
+    def bring(self, part: int, gradient: Flat) -> bool:
+        """A part of the gradient of the step that is going on; whether it is new.
+
+        The memory is read, and may change afterwards.
+        """
+        found = self._summed
+        if found is None:
+            found = self._summed = Summed(self.layout.new())
+        if part < found.parts or part in found.held:
+            return False
+        if part != found.parts:
+            held = self.layout.new()
+            held.copy_(gradient)
+            found.held[part] = held
+            return True
+        self._take(found, gradient)
+        while (following := found.held.pop(found.parts, None)) is not None:
+            self._take(found, following)
+        return True
+
+    @staticmethod
+    def _take(found: Summed, gradient: Flat) -> None:
+        if found.parts:
+            found.sum.add_(gradient)
+        else:
+            found.sum.copy_(gradient)
+        found.parts += 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts of the step are there."""
+        return self._summed is not None and self._summed.parts == self.parts
+
+    @property
+    def gradient(self) -> Flat:
+        """The sum of all parts of the step."""
+        assert self._summed is not None and self.is_complete
+        return self._summed.sum
+
+    def squares(self, unused: Collection[int] = ()) -> float:
+        """The sum of the squares of the gradient, without the parameters that nobody used."""
+        if not unused:
+            found = [
+                torch.linalg.vector_norm(flat, dtype=_double(flat)) for flat in self.gradient.flats
+            ]
+        else:
+            there = self._used(self.gradient, unused)
+            found = [torch.linalg.vector_norm(g, dtype=_double(g)) for g in there if g is not None]
+        return sum(float(norm) ** 2 for norm in found)
+
+    def add(self, more: Flat, factor: float) -> None:
+        """The gradient is `factor` times itself plus `more` from here on: of a regularizer."""
+        for flat in self.gradient.flats:
+            flat.mul_(factor)
+        self.gradient.add_(more)
+
+    def apply(
+        self, factor: float, groups: Sequence[dict[str, Any]], unused: Collection[int]
+    ) -> None:
+        """Update with `factor` times the sum; the step is over."""
+        gradient = self.gradient
+        if factor != 1:
+            for flat in gradient.flats:
+                flat.mul_(factor)
+        self._update(gradient, groups, unused)
+        self.pass_over()
+
+    def pass_over(self) -> None:
+        """The step is over; without `apply`, it has left the weights as they were."""
+        self._summed = None
+        self.version += 1
+
+    # --- out of step ----------------------------------------------------------------------
+
+    def push(
+        self,
+        number: int,
+        worker: int,
+        gradient: Flat,
+        groups: Sequence[dict[str, Any]],
+        unused: Collection[int] = (),
+    ) -> int | None:
+        """Apply the gradient with this number at once; returns its staleness.
+
+        `None` for one that is applied already: a worker that is lost may have brought it to some
+        of the servers. The memory of the gradient is changed.
+        """
+        if number in self.applied:
+            return None
+        pulled, backup = self._pulled.get(worker, (self.version, None))
+        stale = self.version - pulled
+        if self.rule.rate == COMPENSATED and backup is not None:
+            for g, now, then in zip(gradient.flats, self.weights.flats, backup.flats, strict=True):
+                g.add_(g * g * (now - then), alpha=self.rule.compensation)
+        with self._rates(groups, stale):
+            self._update(gradient, groups, unused)
+        self.applied.add(number)
+        self.version += 1
+        return stale
+
+    @contextmanager
+    def _rates(self, groups: Sequence[dict[str, Any]], stale: int) -> Iterator[None]:
+        """Within, rates are those for a gradient that is so stale."""
+        if self.rule.rate != STALENESS_AWARE or stale <= 1:
+            yield
+            return
+        was = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] / stale
+        yield
+        for group, rate in zip(groups, was, strict=True):
+            group["lr"] = rate
+
+    def pull(self, worker: int, into: Flat) -> int:
+        """Copy the weights for a worker; returns their version."""
+        into.copy_(self.weights)
+        backup = None
+        if self.rule.rate == COMPENSATED:
+            _, backup = self._pulled.get(worker, (0, None))
+            backup = self.layout.new() if backup is None else backup
+            backup.copy_(self.weights)
+        self._pulled[worker] = self.version, backup
+        return self.version
+
+    # --- both -----------------------------------------------------------------------------
+
+    def _update(
+        self, gradient: Flat, groups: Sequence[dict[str, Any]], unused: Collection[int]
+    ) -> None:
+        for own, found in zip(self.pieces, self._used(gradient, unused), strict=True):
+            own.grad = found
+        for group, said in zip(self.optimizer.param_groups, groups, strict=True):
+            for name, value in said.items():
+                group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+        update(self.optimizer)
+        for own in self.pieces:
+            own.grad = None
+
+    def _used(self, gradient: Flat, unused: Collection[int]) -> list[Tensor | None]:
+        """The gradient of each piece; `None` for parameters that no part has used."""
+        without = set(unused)
+        pairs = zip(self._position, gradient.views, strict=True)
+        return [None if at in without else view for at, view in pairs]
+
+    def begin(self, version: int) -> None:
+        """Weights and optimizer were loaded: nothing that was brought before counts any more."""
+        self.version, self._summed = version, None
+        self._pulled.clear()
+        self.applied.clear()
+
+
+def _double(like: Tensor) -> torch.dtype:
+    return torch.promote_types(like.dtype, torch.float64)

@@ -1,0 +1,231 @@
+"""`ps`: servers that hold the weights, workers that pull and push, and a scheduler that leads.
+
+The processes of a job are in no process group: they exchange framed messages (`launcher/messages`),
+so the death of a worker is nothing that another one waits for.
+
+    scheduler (leads)        server, of its pieces           worker
+    hands out a part     ->                                  pulls weights; forward, backward
+    adds the tallies     <-  adds the parts in order     <-  pushes its gradient; brings its tally
+    norm, rates, guard   ->  updates; the next version   ->  pulls …                    (in step)
+    counts what came     <-  applies it at once          <->  divides, clips, pushes, pulls
+                                                                                    (mode=async)
+
+`placement` says which server has what, `flat` how it lies there; `shard` is the arithmetic of a
+server, `server` its end of the wire; `handing_out` says who works on what, `service` tells them;
+`leading` and `trainer` are the scheduler's, for which a step is a step of the job, so that record,
+evaluation and checkpoints are those of every strategy; `worker` is a worker's loop. A worker that
+is lost is no failure while `least` are left, and is started again. Without a server or the
+scheduler workers wait: all weights are loaded anew, from the checkpoint (`Role`).
+
+This class is what all three have of a strategy: how the weights are laid out, and one `side`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from allranks.errors import RequestError
+from allranks.strategies.card import Workload
+from allranks.strategies.cards.parameter_server import OUT_OF_STEP, parts_of_a_step
+from allranks.strategies.reduction_tree import Span
+from allranks.torch.data.batch import Batch
+from allranks.torch.model.layers import normalising_layers
+from allranks.torch.optimizers.elementwise import groups_of_whole
+from allranks.torch.parameter_server.flat import FlatLayout
+from allranks.torch.parameter_server.placement import Sized, placed
+from allranks.torch.parameter_server.shard import Rule, Shard
+from allranks.torch.step.changes import unfrozen_on_the_way
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.base import Strategy
+from allranks.training.progress import StepResult
+
+
+class Side(Protocol):
+    """What the strategy is in one kind of process."""
+
+    def forward_backward(self, batch: Batch) -> Tally: ...
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]: ...
+
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]: ...
+
+    def after_update(self, result: StepResult) -> None: ...
+
+    def take_weights(self, *, optimizer: bool = False) -> None:
+        """The model has the newest weights from here on, and the optimizer what is kept of it."""
+        ...
+
+
+class ParameterServer(Strategy):
+    """The layout of the weights on the servers. `workers` is set by whoever knows."""
+
+    name = "ps"
+    side: Side | None = None
+    workers = 1
+    handed: dict[str, Any] | None = None
+    """What of the state is the scheduler's, beside weights and optimizer; set by its trainer."""
+
+    @property
+    def in_step(self) -> bool:
+        return bool(self.context.options["mode"] != OUT_OF_STEP)
+
+    def prepare(self) -> None:
+        self._check()
+        step, options = self.step, self.context.options
+        groups = step.optimizer.param_groups
+        seen_whole = groups_of_whole(step.optimizer, "--strategy ps")
+        uncut = {id(p) for number in seen_whole for p in groups[number]["params"]}
+        uncut |= {id(p) for p in step.parameters if not p.is_contiguous()}
+        whole = {at for at, p in enumerate(step.parameters) if id(p) in uncut}
+        sizes = [Sized(p.numel(), p.element_size()) for p in step.parameters]
+        pieces = placed(sizes, options["servers"], options["bound"], whole)
+        self.layouts = [
+            FlatLayout([p for p in pieces if p.server == server], step.parameters)
+            for server in range(options["servers"])
+        ]
+        named = zip(step.names, step.parameters, strict=True)
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
+        said = repr((shapes, pieces, type(step.optimizer).__qualname__))
+        self.digest = hashlib.sha256(said.encode()).hexdigest()
+
+    def _check(self) -> None:
+        """Raise `RequestError` for what cannot be where no process sees a whole step."""
+        task, step, options = self.task, self.step, self.context.options
+        whole_norm = task.batchnorm == "whole" and bool(normalising_layers(self.model))
+        refused = {
+            "ema of the task": task.ema is not None,
+            'loss_over = "batch"': task.loss_over == "batch",
+            'batchnorm = "whole"': whole_norm,
+            "initialise() of the task": task.overrides("initialise"),
+            "tables with sparse gradients, or a max_norm": bool(
+                step.sparse.positions or self.context.scope.looked_up
+            ),
+            "mode=async and plateau() of the task": not self.in_step and task.plateau() is not None,
+            "mode=async and fp16": not self.in_step and self.context.loss_scale is not None,
+        }
+        for what, is_there in refused.items():
+            if is_there:
+                raise RequestError(
+                    asked=f"--strategy ps with {what}",
+                    found="workers that each see a part of a step, and servers that see no sample",
+                    why="it needs all of a step in one process, or in a process group",
+                    do="leave it out, or --strategy ddp",
+                )
+        for wrong, only in ((("backup",), True), (("staleness", "rate"), False)):
+            for name in wrong:
+                default = next(o.default for o in self.card.options if o.name == name)
+                if options[name] != default and self.in_step != only:
+                    mode = "sync" if only else "async"
+                    raise RequestError(
+                        asked=f"--strategy ps:{name}={options[name]}",
+                        found=f"mode={options['mode']}",
+                        why=f"{name} is an option of mode={mode}",
+                        do=f"mode={mode}, or leave {name} out",
+                    )
+
+    def shard(self, server: int) -> Shard:
+        """What a server holds; from here on this process has no optimizer of the whole model."""
+        options = self.context.options
+        rule = Rule(options["rate"], options["compensation"])
+        layout, step = self.layouts[server], self.step
+        return Shard(layout, step.optimizer, step.parameters, self.parts, rule)
+
+    # --- the step -------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        if self.side is None:
+            return super().forward_backward(batch)
+        return self.side.forward_backward(batch)
+
+    def compute(self, batch: Batch) -> Tally:
+        """Forward and backward of a part of a batch, here."""
+        return super().forward_backward(batch)
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        if self.side is None:
+            return local, Gradients(self.step.parameters)
+        return self.side.reduce(batch, local)
+
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        return nullcontext() if self.side is None else self.side.updating(gradients)
+
+    def after_update(self, batch: Batch, result: StepResult) -> StepResult:
+        if self.side is not None:
+            self.side.after_update(result)
+        return result
+
+    def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
+        raise unfrozen_on_the_way(self.name)
+
+    # --- what it costs --------------------------------------------------------------------
+
+    def messages(self) -> tuple[int, ...]:
+        return tuple(layout.nbytes for layout in self.layouts)
+
+    def promised_bytes(self) -> int:
+        work = Workload(self.messages(), self.workers, self.task.shards)
+        return self.card.bytes_sent(work, self.context.options)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a batch is cut."""
+        return parts_of_a_step(self.workers, self.context.options)
+
+    # --- weights and state ----------------------------------------------------------------
+
+    def _take(self, *, optimizer: bool = False) -> None:
+        if self.side is not None:
+            self.side.take_weights(optimizer=optimizer)
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        self._take()
+        return nullcontext()
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        self._take()
+        return super().evaluated_weights()
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        self._take()
+        return super().full_state()
+
+    def state(self) -> dict[str, Any]:
+        self._take(optimizer=True)
+        state = super().state()
+        return state if self.handed is None else {**state, "handed": self.handed}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self.handed = state.get("handed")
+
+    def statistics(self) -> bytes:
+        """The running statistics of all BatchNorm layers, in the order of the model.
+
+        By them a shard of one sample is normalised, so workers are told them with their work.
+        """
+        return b"".join(tensor.cpu().numpy().tobytes() for tensor in self._statistics())
+
+    def take_statistics(self, found: memoryview) -> None:
+        """Go on with the running statistics that `statistics` returned elsewhere."""
+        at = 0
+        for tensor in self._statistics():
+            given = torch.frombuffer(found[at : at + tensor.nbytes], dtype=tensor.dtype)
+            tensor.copy_(given.view(tensor.shape))
+            at += tensor.nbytes
+
+    def _statistics(self) -> list[Tensor]:
+        norms = self.step.layout.norms
+        return [tensor for norm in norms for tensor in norm.running_statistics()[:2]]
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """What is on the servers, in the order of the model."""
+        return self.step.parameters
