@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from allranks.errors import RequestError
 from allranks.strategies.card import Card, Exact, Option, Reference, Workload
 from allranks.strategies.mesh import Agreement
 from allranks.strategies.roles import WORKER, Role
@@ -35,6 +36,13 @@ def parts_of_a_step(workers: int, options: Mapping[str, Any]) -> int:
 
 def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
     """The ranks are the workers: any of them may be lost, and come again."""
+    if parts_of_a_step(ranks, options) < 1:
+        raise RequestError(
+            asked=f"--strategy ps:backup={options['backup']} --ranks {ranks}",
+            found="no worker that is left for a part of its own",
+            why="the batch is cut into as many parts as there are workers beyond the backup ones",
+            do=f"--ranks {options['backup'] + 1} or more",
+        )
     return (
         Role(SCHEDULER, 1, resumes=True),
         Role(SERVER, options["servers"], serves=True, resumes=True),

@@ -1,0 +1,422 @@
+"""Parameter servers: placement, what a server adds and applies, who is handed what, and runs.
+
+The arithmetic is held to golden values and to a plain loop with a scripted order of pulls and
+pushes, over the real wire; runs are held to what they promise whoever dies.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections import Counter
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.job.run_folder import read_events
+from allranks.launcher.nodes.channel import Disconnected
+from allranks.launcher.world import World
+from allranks.torch.parameter_server.flat import FlatLayout
+from allranks.torch.parameter_server.handing_out import HandingOut
+from allranks.torch.parameter_server.links import Links
+from allranks.torch.parameter_server.placement import Piece, Sized, placed
+from allranks.torch.parameter_server.server import Server
+from allranks.torch.parameter_server.shard import COMPENSATED, STALENESS_AWARE, Rule, Shard
+from allranks.torch.parameter_server.state import (
+    cut_state,
+    hyper_parameters_said,
+    join_state,
+    packed,
+    unpacked,
+)
+from allranks.torch.parameter_server.worker import Exchange, Stale
+from allranks.torch.trainer import Trainer
+from allranks.training.dispatch.ledger import Ledger
+from conftest import Train
+from decoupled_tasks import Plain
+from test_every_strategy import difference
+
+TASK = "decoupled_tasks:Plain"
+
+
+# --- placement ----------------------------------------------------------------------------
+
+
+def test_large_tensors_are_cut_over_all_servers_and_small_ones_are_balanced() -> None:
+    """By hand: 10 numbers in thirds (0, 3, 7, 10); then each to the first with the fewest bytes."""
+    sizes = [Sized(5, 4), Sized(10, 4), Sized(2, 4), Sized(3, 4), Sized(1, 8)]
+    found = placed(sizes, 3, bound=10)
+    assert [(p.position, p.start, p.stop, p.server) for p in found] == [
+        *((0, 0, 5, 0), (1, 0, 3, 0), (1, 3, 7, 1), (1, 7, 10, 2)),
+        *((2, 0, 2, 2), (3, 0, 3, 1), (4, 0, 1, 2)),
+    ]
+    assert placed(sizes, 3, bound=10, whole={1})[1] == Piece(1, 0, 10, 1, is_whole=True)
+    assert {p.server for p in placed(sizes, 1, bound=1)} == {0}
+    assert all(p.is_whole for p in placed([Sized(2, 4)], 3, bound=1)), "fewer numbers than servers"
+
+
+# --- what a server does -------------------------------------------------------------------
+
+
+def shard_of(
+    values: list[float], optimizer: Any = SGD, parts: int = 1, rule: Rule | None = None, **more: Any
+) -> Shard:
+    weight = nn.Parameter(torch.tensor(values, dtype=torch.float64))
+    layout = FlatLayout([Piece(0, 0, len(values), 0, is_whole=True)], [weight])
+    shard = Shard(layout, optimizer([weight], **{"lr": 0.1, **more}), [weight], parts, rule)
+    shard.weights.read_from([weight.detach()])
+    return shard
+
+
+def gradient(shard: Shard, *values: float) -> Any:
+    flat = shard.layout.new()
+    flat.flats[0].copy_(torch.tensor(values, dtype=torch.float64))
+    return flat
+
+
+def test_parts_add_up_in_their_order_whoever_comes_first_and_once() -> None:
+    """1e16 + 1 - 1e16 is 0 from left to right, and 1 in another order."""
+    shard = shard_of([0.0], parts=3, lr=1.0)
+    assert shard.bring(2, gradient(shard, -1e16))
+    assert shard.bring(0, gradient(shard, 1e16)) and not shard.bring(0, gradient(shard, 5.0))
+    assert not shard.is_complete
+    assert shard.bring(1, gradient(shard, 1.0)) and not shard.bring(2, gradient(shard, 7.0))
+    assert shard.is_complete and shard.squares() == 0.0
+    shard.add(gradient(shard, 4.0), factor=0.5)
+    shard.apply(0.25, [{"lr": 2.0}], ())
+    assert (shard.weights.flats[0].item(), shard.version) == (-2.0, 1)
+    for part in range(3):
+        shard.bring(part, gradient(shard, 1.0))
+    assert shard.squares() == 9.0
+    shard.apply(1.0, [{"lr": 2.0}], unused=[0])
+    assert shard.weights.flats[0].item() == -2.0, "nobody used it"
+
+
+def test_a_gradient_of_old_weights_is_applied_at_a_lower_rate_or_compensated() -> None:
+    """Golden: two workers pull at version 0; the second one's gradient is 1 and more behind."""
+    aware = shard_of([1.0], rule=Rule(STALENESS_AWARE))
+    room = aware.layout.new()
+    assert [aware.pull(0, room), aware.pull(1, room)] == [0, 0]
+    groups = [{"lr": 0.5}]
+    stale = [aware.push(n, 0, gradient(aware, 1.0), groups) for n in range(4)]
+    assert stale == [0, 1, 2, 3]
+    wanted = 1.0 - 0.5 * (1 + 1 + 1 / 2 + 1 / 3)
+    assert aware.weights.flats[0].item() == pytest.approx(wanted, abs=1e-15)
+    assert aware.push(3, 1, gradient(aware, 9.0), groups) is None, "it is applied already"
+    assert groups == [{"lr": 0.5}] and aware.version == 4
+
+    compensated = shard_of([2.0], rule=Rule(COMPENSATED, 0.1))
+    room = compensated.layout.new()
+    compensated.pull(0, room), compensated.pull(1, room)
+    compensated.push(0, 0, gradient(compensated, 4.0), [{"lr": 0.5}])  # w: 2 -> 0
+    compensated.push(1, 1, gradient(compensated, 3.0), [{"lr": 0.5}])  # 3 + 0.1 · 9 · (0 - 2)
+    assert compensated.weights.flats[0].item() == pytest.approx(-0.5 * 1.2, abs=1e-15)
+
+
+@pytest.mark.parametrize(("rule", "grows"), [(Rule(), True), (Rule(STALENESS_AWARE), False)])
+def test_on_a_quadratic_with_old_gradients_the_aware_rate_converges(
+    rule: Rule, grows: bool
+) -> None:
+    """Eight workers in turn, so tau = 7: lr · curvature = 0.4 is far too much for plain SGD."""
+    shard, workers = shard_of([1.0], rule=rule), 8
+    rooms = [shard.layout.new() for _ in range(workers)]
+    for worker, room in enumerate(rooms):
+        shard.pull(worker, room)
+    for number in range(400):
+        worker = number % workers
+        shard.push(number, worker, gradient(shard, float(rooms[worker].flats[0])), [{"lr": 0.4}])
+        shard.pull(worker, rooms[worker])
+    assert (abs(shard.weights.flats[0].item()) > 1e3) == grows
+    assert grows or abs(shard.weights.flats[0].item()) < 1e-3
+
+
+@pytest.mark.parametrize("optimizer", [SGD, Adam])
+def test_what_an_optimizer_keeps_is_cut_and_put_together_again(optimizer: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5)).double()
+    parameters = list(model.parameters())
+    made: Optimizer = optimizer(
+        parameters, lr=0.1, **({"momentum": 0.9} if optimizer is SGD else {})
+    )
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    made.step()
+    sizes = [Sized(p.numel(), 8) for p in parameters]
+    pieces = placed(sizes, 3, bound=12)
+    assert any(not piece.is_whole for piece in pieces)
+    other: Optimizer = optimizer(parameters, lr=0.1)
+    for server in range(3):
+        own = [piece for piece in pieces if piece.server == server]
+        spec, body = packed(cut_state(made, parameters, own))
+        held = memoryview(bytearray(b"".join(map(bytes, body))))
+        join_state(other, parameters, own, unpacked(spec, held))
+    for parameter in parameters:
+        for name, value in made.state[parameter].items():
+            assert torch.equal(
+                torch.as_tensor(other.state[parameter][name]), torch.as_tensor(value)
+            )
+
+
+# --- who is handed what -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_clocks_are_never_further_apart_than_staleness_and_each_batch_counts_once(
+    seed: int,
+) -> None:
+    chance = random.Random(seed)
+    staleness, workers, steps = chance.randint(0, 3), chance.randint(1, 5), chance.randint(1, 60)
+    handing = HandingOut(Ledger(steps, 1, 1), in_step=False, staleness=staleness)
+    speeds = [chance.choice([1.0, 1.0, 0.1]) for _ in range(workers)]
+    has, counted, apart = dict[int, int](), list[int](), 0
+    for worker in range(workers):
+        handing.joined(worker)
+    for _ in range(100_000):
+        if handing.ledger.is_over:
+            break
+        worker = chance.randrange(workers)
+        if worker not in has:
+            chunk = handing.next_for(worker)
+            if chunk is not None:
+                has[worker] = chunk.number
+                apart = max(apart, handing.clocks[worker] - min(handing.clocks.values()))
+        elif chance.random() < 0.02:
+            assert [c.number for c in handing.lost(worker)] == [has.pop(worker)]
+            handing.joined(worker)
+        elif chance.random() < speeds[worker]:
+            number = has.pop(worker)
+            assert handing.came(worker, number) and not handing.came(worker, number)
+            counted.append(number)
+    assert sorted(counted) == list(range(steps)) and apart <= staleness
+
+
+@pytest.mark.parametrize("spares", [False, True])
+def test_in_step_a_slow_worker_is_waited_for_unless_there_are_spares(spares: bool) -> None:
+    """Three workers, worker 2 at a tenth of the speed; with spares a batch has two parts."""
+    parts = 2 if spares else 3
+    handing = HandingOut(Ledger(30, 1, parts), in_step=True, spares=spares)
+    for worker in range(3):
+        handing.joined(worker)
+    busy, ticks, brought = dict[int, list[int]](), 0, Counter[int]()
+    while not handing.ledger.is_over:
+        ticks += 1
+        for worker in range(3):
+            if worker not in busy and (chunk := handing.next_for(worker)) is not None:
+                assert chunk.first == handing.ledger.steps_done, "never of a later step"
+                busy[worker] = [chunk.number, 10 if worker == 2 else 1]
+        for worker, (number, left) in list(busy.items()):
+            busy[worker] = [number, left - 1]
+            if left == 1:
+                brought[worker] += handing.came(worker, busy.pop(worker)[0])
+        if handing.is_complete:
+            handing.close_step()
+    assert sum(brought.values()) == 30 * parts
+    assert ticks <= 45 if spares else ticks >= 300
+
+
+# --- the wire -----------------------------------------------------------------------------
+
+SCRIPT = "0 1 0 0 1 2 0 1 1 2 0 2 0 1"
+"""Who pushes, and then pulls: all three have pulled at first."""
+
+
+def worker_world(index: int) -> World:
+    return World(rank=index + 2, size=5, role="worker", role_index=index)
+
+
+@pytest.mark.parametrize("rate", ["plain", "staleness-aware", "dc-asgd"])
+def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None:
+    """Two servers, three workers, over the real wire; the loop is written out with plain torch."""
+    strategy = f"ps:mode=async,servers=2,bound=8,rate={rate},compensation=0.3"
+    job = Job(strategy=strategy, ranks=3, precision="fp64")
+    with ExitStack() as stack:
+        made = [stack.enter_context(Trainer(Plain(), job, world=worker_world(n))) for n in range(4)]
+        keeper: Any = made[3].strategy
+        links, servers = served(stack, keeper)
+        sides = []
+        for worker in range(3):
+            side = Exchange(made[worker].strategy, worker)  # type: ignore[arg-type]
+            side.link(links(worker), era=0)
+            side.pull(-1)
+            sides.append(side)
+        loop = PlainLoop(sides[0].strategy.model, rate)
+        for number, worker in enumerate(map(int, SCRIPT.split())):
+            own = sides[worker].strategy
+            loss_of(own.model, number).backward()
+            groups = hyper_parameters_said(own.step.optimizer)
+            sides[worker].push({"number": number, "groups": groups}, unused=True, pulls=True)
+            sides[worker].take()
+            own.model.zero_grad()
+            loop.turn(worker, number)
+        found = torch.cat([p.detach().reshape(-1) for p in sides[1].strategy.model.parameters()])
+        assert float((found - loop.weights).abs().max()) < 1e-12, "it pulled last"
+        assert {server.shard.version for server in servers} == {len(SCRIPT.split())}
+        servers[1].era = 1
+        with pytest.raises(Stale):
+            sides[0].pull(-1)
+        with pytest.raises(Disconnected, match="another layout"):
+            links(0, digest="of another model")
+
+
+def served(stack: ExitStack, keeper: Any) -> tuple[Any, list[Server]]:
+    """Servers on loopback, loaded with the weights of `keeper`; and what connects a worker."""
+    weights = [p.detach().clone() for p in keeper.parameters]
+    servers, addresses = [], []
+    for number, layout in enumerate(keeper.layouts):
+        with Trainer(Plain(), keeper_job(keeper), world=worker_world(9)) as trainer:
+            shard: Shard = trainer.strategy.shard(number)  # type: ignore[attr-defined]
+        shard.weights.read_from(weights)
+        here = socket.create_server(("127.0.0.1", 0))
+        server = Server(shard, here, "secret", keeper.digest, in_step=False)
+        server.era = 0
+        server.start()
+        stack.callback(server.close)
+        servers.append(server)
+        addresses.append(("127.0.0.1", server.port))
+        assert layout.nbytes
+
+    def links(worker: int, digest: str = keeper.digest) -> Links:
+        made = Links(addresses, "secret", keeper.messages())
+        stack.callback(made.close)
+        return made.open({"role": "worker", "index": worker, "digest": digest})
+
+    return links, servers
+
+
+def keeper_job(keeper: Any) -> Job:
+    options = ",".join(f"{name}={value}" for name, value in keeper.context.options.items())
+    return Job(strategy=f"ps:{options}", ranks=3, precision="fp64")
+
+
+def batch_of(number: int) -> tuple[Tensor, Tensor]:
+    inputs, wanted = Plain().train_data()
+    rows = torch.arange(number * 5, number * 5 + 8) % len(inputs)
+    return inputs[rows], wanted[rows]
+
+
+def loss_of(model: Any, number: int) -> Tensor:
+    inputs, wanted = batch_of(number)
+    return (model(inputs).squeeze(1) - wanted).square().mean()
+
+
+class PlainLoop:
+    """The same in one process: SGD with momentum 0.5 at 0.1, on weights as one flat tensor."""
+
+    def __init__(self, model: nn.Module, rate: str) -> None:
+        self.shapes = [p.shape for p in model.parameters()]
+        self.weights = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+        self.pulled = [(0, self.weights.clone()) for _ in range(3)]
+        self.momentum, self.rate, self.version = torch.zeros_like(self.weights), rate, 0
+
+    def turn(self, worker: int, number: int) -> None:
+        version, then = self.pulled[worker]
+        w = then.clone().requires_grad_()
+        pieces = w.split([s.numel() for s in self.shapes])
+        a, b, c, d = (piece.view(s) for piece, s in zip(pieces, self.shapes, strict=True))
+        inputs, wanted = batch_of(number)
+        output = torch.tanh(inputs @ a.T + b) @ c.T + d
+        (g,) = torch.autograd.grad((output.squeeze(1) - wanted).square().mean(), w)
+        if self.rate == "dc-asgd":
+            g = g + 0.3 * g * g * (self.weights - then)
+        lr = 0.1 / max(1, self.version - version) if self.rate == "staleness-aware" else 0.1
+        self.momentum = 0.5 * self.momentum + g
+        self.weights = self.weights - lr * self.momentum
+        self.version += 1
+        self.pulled[worker] = self.version, self.weights.clone()
+
+
+# --- runs ---------------------------------------------------------------------------------
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run_dir) if event["event"] == name]
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("who", ["worker", "server", "scheduler"])
+def test_in_step_the_bits_are_the_same_whoever_dies(train: Train, who: str) -> None:
+    rank = {"scheduler": 0, "server": 2, "worker": 4}[who]
+    flags: dict[str, Any] = {"strategy": "ps:servers=2,bound=8", "ranks": 2, "precision": "fp64"}
+    undisturbed = train(TASK, **flags)
+    killed = train(
+        TASK,
+        inject=f"kill@rank={rank},step=7",
+        checkpoint_every=3,
+        max_restarts=2,
+        **flags,
+    )
+    assert [event["rank"] for event in events(killed.run_dir, "worker_lost")][:1] == [rank]
+    found = [load_file(one.run_dir / "weights.safetensors") for one in (undisturbed, killed)]
+    assert difference(*found) == 0.0
+    assert killed.summary["steps"] == undisturbed.summary["steps"] == 12
+    assert killed.summary["restarts"] == 0, "the others went on"
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(("rank", "step"), [(0, 9), (1, 9), (3, -1)])
+def test_out_of_step_each_batch_counts_once_whoever_dies(
+    train: Train, rank: int, step: int
+) -> None:
+    result = train(
+        TASK,
+        "epochs=6",
+        strategy="ps:mode=async,staleness=2",
+        ranks=3,
+        inject=f"kill@rank={rank},step={step}",
+        checkpoint_every=5,
+        max_restarts=2,
+    )
+    assert result.summary["steps"] == 36
+    steps = [row["step"] for row in read_rows_of(result.run_dir)]
+    assert [b - a for a, b in pairwise(steps)] == [1] * (len(steps) - 1)
+    assert [event["rank"] for event in events(result.run_dir, "worker_lost")][:1] == [rank]
+
+
+def read_rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "loss" in row]
+
+
+def test_one_worker_out_of_step_is_one_process(train: Train) -> None:
+    flags: dict[str, Any] = {"precision": "fp64"}
+    single = train(TASK, strategy="single", **flags)
+    ours = train(TASK, strategy="ps:mode=async,servers=2,bound=8", ranks=1, **flags)
+    weights = [load_file(one.run_dir / "weights.safetensors") for one in (ours, single)]
+    assert difference(*weights) < 1e-10
+    assert ours.summary["train_loss"] == pytest.approx(single.summary["train_loss"], rel=1e-10)
+    sent, card = ours.summary["sent_bytes"]["gradients"], ours.summary["card_bytes_per_step"]
+    assert sent in (12 * card, 13 * card), "the weights to begin with, and after each step"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ps:backup=1", "ps:mode=async"])
+def test_a_slow_worker_slows_nobody(train: Train, strategy: str) -> None:
+    """Worker 2 sleeps 0.4 s in each step: with it every batch of 16 would take that."""
+    flags: dict[str, Any] = {"ranks": 3, "strategy": strategy}
+    result = train(TASK, "epochs=4", inject="slow@rank=4,seconds=0.4,attempt=-1", **flags)
+    assert result.summary["steps"] == 24
+    assert result.summary["samples_per_s"] > 2 * 16 / 0.4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "field", "found"),
+    [
+        ("ps:backup=2", "", "part of its own"),
+        ("ps:staleness=1", "", "mode=sync"),
+        ("ps:mode=async,backup=1", "", "mode=async"),
+        ("ps", "ema=0.9", "workers"),
+    ],
+)
+def test_what_cannot_be_is_refused(train: Train, strategy: str, field: str, found: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        train(TASK, *filter(None, [field]), strategy=strategy, ranks=2)
+    assert found in str(refused.value)
