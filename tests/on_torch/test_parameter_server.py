@@ -245,7 +245,8 @@ def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None
         sides = []
         for worker in range(3):
             side = Exchange(made[worker].strategy, worker)  # type: ignore[arg-type]
-            side.link(links(worker), era=0)
+            side.link(*links(worker), shares=worker != 1)
+            assert side._is_shared == [worker != 1] * 2
             side.pull(-1)
             sides.append(side)
         loop = PlainLoop(sides[0].strategy.model, rate)
@@ -264,7 +265,7 @@ def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None
         with pytest.raises(Stale):
             sides[0].pull(-1)
         with pytest.raises(Disconnected, match="another layout"):
-            links(0, digest="of another model")
+            sides[2].link(*links(2, digest="of another model"))
 
 
 def served(stack: ExitStack, keeper: Any) -> tuple[Any, list[Server]]:
@@ -284,10 +285,10 @@ def served(stack: ExitStack, keeper: Any) -> tuple[Any, list[Server]]:
         addresses.append(("127.0.0.1", server.port))
         assert layout.nbytes
 
-    def links(worker: int, digest: str = keeper.digest) -> Links:
+    def links(worker: int, digest: str = keeper.digest) -> tuple[Links, int, dict[str, Any]]:
         made = Links(addresses, "secret", keeper.messages())
         stack.callback(made.close)
-        return made.open({"role": "worker", "index": worker, "digest": digest})
+        return made, 0, {"role": "worker", "index": worker, "digest": digest}
 
     return links, servers
 

@@ -104,6 +104,12 @@ PARAMETER_SERVER_CARD = Card(
             "numbers from which on a tensor is cut over all servers",
             at_least=1,
         ),
+        Option(
+            "transport",
+            "auto",
+            "between a worker and a server: auto is shared memory where they are on one host",
+            ("auto", "sockets"),
+        ),
         Option("least", 1, "workers that must be left", at_least=1),
         Option("rejoins", 3, "how often each worker that is lost is started again", at_least=0),
         Option(

@@ -22,9 +22,14 @@ class Links:
         self._addresses, self._secret = list(addresses), secret
         self._most = [(1 + KEPT) * size + (1 << 20) for size in nbytes]
         self.servers: list[Connection] = []
+        self.shares: list[bool] = []
 
-    def open(self, hello: Message) -> Self:
-        """Connect to all, and say hello."""
+    def open(self, hello: Message, offers: Sequence[Message] = ()) -> Self:
+        """Connect to all, and say hello; `offers` are of memory to share, one for each.
+
+        `shares` says of each server afterwards whether it has taken it.
+        """
+        self.shares = []
         for number, where in enumerate(self._addresses):
             with naming(number):
                 try:
@@ -32,7 +37,8 @@ class Links:
                 except OSError as error:
                     raise Disconnected(str(error)) from error
                 self.servers.append(made)
-                made.ask(hello)
+                answer, _ = made.ask({**hello, "memory": offers[number]} if offers else hello)
+                self.shares.append(bool(answer["memory"]))
                 made.waits_for_ever()
         return self
 
@@ -58,16 +64,6 @@ class Links:
         for server in range(len(self.servers)):
             self.send(server, message, *(bodies[server] if bodies else ()))
         return [self.receive(server) for server in range(len(self.servers))]
-
-    @property
-    def sent(self) -> list[int]:
-        """The bytes of all bodies that were sent, server by server."""
-        return [connection.sent for connection in self.servers]
-
-    @property
-    def received(self) -> list[int]:
-        """The bytes of all bodies that came, server by server."""
-        return [connection.received for connection in self.servers]
 
     def close(self) -> None:
         for connection in self.servers:

@@ -13,7 +13,8 @@
                 pull   version                    version; body        this version, or a later one
 
 An `era` begins whenever weights are loaded: after the scheduler was started again, from its
-checkpoint. What a worker brings of an era before is dropped, and it is told so (`stale`).
+checkpoint. What a worker brings of an era before is dropped, and it is told so (`stale`). With a
+worker of the same host the bodies are in memory that both share (`memory`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import SERVER
 from allranks.torch.parameter_server.flat import Flat
+from allranks.torch.parameter_server.memory import SharedNumbers, taken
 from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.state import cut_state, join_state, packed, unpacked
@@ -64,7 +66,7 @@ class Server(Answering):
         self._reached = reached
         self.era = -1
         self._brought: dict[int, Flat] = {}
-        self._memory: dict[int, Any] = {}
+        self._shared: dict[int, SharedNumbers] = {}
         self._own = threading.local()
 
     def admit(self, connection: Connection, hello: Message) -> int:
@@ -72,7 +74,11 @@ class Server(Answering):
             connection.send({"refused": "its model has other weights, or another layout of them"})
             raise Disconnected("its model is another one")
         who = SCHEDULER_ID if hello.get("role") == "scheduler" else int(hello["index"])
-        connection.send({"nbytes": self.layout.nbytes})
+        shared = taken(self.layout, hello.get("memory", {}))
+        self._shared.pop(who, None)
+        if shared is not None:
+            self._shared[who] = shared
+        connection.send({"memory": shared is not None})
         return who
 
     def place(self, who: int, size: int) -> memoryview:
@@ -97,7 +103,8 @@ class Server(Answering):
     # --- workers --------------------------------------------------------------------------
 
     def _pushed(self, who: int, push: Message, era: int) -> None:
-        gradient = self._brought[who]
+        shared = self._shared.get(who)
+        gradient = self._brought[who] if shared is None else shared.gradient
         with self.changed:
             if era != self.era:
                 return
@@ -110,7 +117,8 @@ class Server(Answering):
             self.changed.notify_all()
 
     def _pulled(self, who: int, connection: Connection, version: int, era: int) -> None:
-        found = self._copy_for_this_thread()
+        shared = self._shared.get(who)
+        found = self._copy_for_this_thread() if shared is None else shared.weights
         with self.changed:
             self._wait(lambda: self.era > era or self._has(era, version))
             is_stale = self.era != era
@@ -119,7 +127,8 @@ class Server(Answering):
         if is_stale:
             connection.send({"stale": self.era})
         else:
-            connection.send({"version": version}, found.buffer)
+            body = () if shared is not None else (found.buffer,)
+            connection.send({"version": version}, *body)
 
     def _has(self, era: int, version: int) -> bool:
         return self.era == era and self.shard.version >= version

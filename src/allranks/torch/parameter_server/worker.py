@@ -25,12 +25,13 @@ from allranks.job.run_folder import JsonLines
 from allranks.launcher.messages.answering import ANSWER_S
 from allranks.launcher.messages.connection import Buffer, Connection
 from allranks.launcher.messages.meeting_point import connect
-from allranks.launcher.nodes.channel import Disconnected, Refused
+from allranks.launcher.nodes.channel import Disconnected, Message, Refused
 from allranks.launcher.world import World
 from allranks.strategies.roles import WORKER
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.precision import KERNELS
 from allranks.torch.parameter_server.links import Links
+from allranks.torch.parameter_server.memory import offered
 from allranks.torch.parameter_server.server import OVER
 from allranks.torch.parameter_server.service import LARGEST_TALLY
 from allranks.torch.parameter_server.state import hyper_parameters_said
@@ -54,31 +55,35 @@ class Exchange:
 
     def __init__(self, strategy: ParameterServer, worker: int) -> None:
         self.strategy, self.worker = strategy, worker
-        self.weights = [layout.new() for layout in strategy.layouts]
-        self.gradients = [layout.new() for layout in strategy.layouts]
+        self._own = [(layout.new(), layout.new()) for layout in strategy.layouts]
+        self.gradients, self.weights = map(list, zip(*self._own, strict=True))
+        self._is_shared = [False] * len(self._own)
         self.links: Links | None = None
         self.era = self.version = -1
         self.number = -1
         self.tally: Tally | None = None
-        self._before: dict[str, Any] = {"pushed": 0, "pulled": [0] * len(self.weights)}
+        self.moved: dict[str, Any] = {"pushed": 0, "pulled": [0] * len(self._own)}
+        """The bytes that were pushed so far, and those that were pulled from each server."""
 
-    def link(self, links: Links, era: int) -> None:
+    def link(self, links: Links, era: int, hello: Message, *, shares: bool = True) -> None:
+        """Go on with these servers: in memory that is shared, where they can and it `shares`."""
+        offers = [offered(layout) if shares else (None, {}) for layout in self.strategy.layouts]
+        links.open(hello, [offer for _, offer in offers])
+        for server, (shared, _) in enumerate(offers):
+            gradient, weights = self._own[server]
+            self._is_shared[server] = shared is not None and links.shares[server]
+            if shared is not None:
+                shared.hide()
+                if links.shares[server]:
+                    gradient, weights = shared.gradient, shared.weights
+            self.gradients[server], self.weights[server] = gradient, weights
         self.links, self.era, self.version = links, era, -1
 
     def unlink(self) -> None:
-        """Leave the servers; what was sent to them counts."""
+        """Leave the servers."""
         if self.links is not None:
-            self._before = self.sent()
             self.links.close()
         self.links = None
-
-    def sent(self) -> dict[str, Any]:
-        """The bytes that were pushed so far, and those that came from each server."""
-        if self.links is None:
-            return self._before
-        pulled = zip(self._before["pulled"], self.links.received, strict=True)
-        pushed = self._before["pushed"] + sum(self.links.sent)
-        return {"pushed": pushed, "pulled": [a + b for a, b in pulled]}
 
     def pull(self, version: int) -> None:
         """The model has weights of this version or a later one from here on."""
@@ -95,6 +100,7 @@ class Exchange:
         found = []
         for server, flat in enumerate(self.weights):
             answer, _ = self.links.receive(server, flat.place)
+            self.moved["pulled"][server] += flat.layout.nbytes
             if "stale" in answer:
                 raise Stale(f"server {server} has been loaded anew")
             found.append(int(answer["version"]))
@@ -112,7 +118,9 @@ class Exchange:
         for server, flat in enumerate(self.gradients):
             missing = flat.read_from(gradients)
             more = {"unused": missing} if unused else {}
-            links.send(server, {"push": {**said, **more}, "era": self.era}, flat.buffer)
+            body = () if self._is_shared[server] else (flat.buffer,)
+            links.send(server, {"push": {**said, **more}, "era": self.era}, *body)
+            self.moved["pushed"] += flat.layout.nbytes
             if pulls:
                 links.send(server, {"pull": -1, "era": self.era})
 
@@ -232,20 +240,19 @@ class Worker:
             ) from error
         addresses = [(str(host), int(port)) for host, port in answer["servers"]]
         links = Links(addresses, self.world.secret, self.strategy.messages())
-        hello = {"role": WORKER, "index": self.world.role_index, "digest": self.strategy.digest}
+        shares = self.strategy.context.options["transport"] == "auto"
         try:
-            links.open(hello)
+            self.exchange.link(links, int(answer["era"]), hello, shares=shares)
         except BaseException:
             links.close()
             raise
-        self.exchange.link(links, int(answer["era"]))
 
     def _ask(self, done: tuple[dict[str, Any], bytes] | None) -> dict[str, Any]:
         """Bring what was done, if anything, and get what comes next."""
         heartbeat, scheduler = self.trainer.heartbeat, self._scheduler
         assert scheduler is not None
         heartbeat.enter("exchange")
-        message: dict[str, Any] = {"sent": self.exchange.sent()}
+        message: dict[str, Any] = {"sent": self.exchange.moved}
         body: tuple[Buffer, ...] = ()
         if done is not None:
             message["brought"], body = done[0], (done[1],)

@@ -1,0 +1,60 @@
+"""Memory that a worker and a server of one host share: what is pushed and pulled lies there.
+
+The worker makes it and tells the server where it is; both then say in a message only that the
+numbers are there. A worker writes its next gradient only when it has pulled, and a server answers
+the messages of one worker in their order, so nothing is read while it changes.
+
+    | the gradient: written by the worker | the weights: written by the server |
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from allranks.launcher.nodes.channel import Message
+from allranks.torch.parameter_server.flat import ALIGNED, FlatLayout
+from allranks.torch.shared_memory.segment import Segment, host_identity
+
+NAME = "allranks-parameter-server"
+
+
+class SharedNumbers:
+    """The gradient and the weights of one server, for one worker."""
+
+    def __init__(self, layout: FlatLayout, segment: Segment) -> None:
+        half = segment.nbytes // 2
+        memory: Any = (ctypes.c_ubyte * segment.nbytes).from_address(segment.address)
+        memory.segment = self._segment = segment  # mapped as long as a tensor lies there
+        whole = memoryview(memory).cast("B")
+        self.gradient, self.weights = layout.new(whole[:half]), layout.new(whole[half:])
+
+    def hide(self) -> None:
+        """Nobody else can open it from now on."""
+        self._segment.hide()
+
+
+def size_of(layout: FlatLayout) -> int:
+    return 2 * -(-max(1, layout.nbytes) // ALIGNED) * ALIGNED
+
+
+def offered(layout: FlatLayout) -> tuple[SharedNumbers | None, Message]:
+    """New memory for a server of this host, and what to say of it; to be hidden once it has it."""
+    host = host_identity()
+    if not host:
+        return None, {}
+    try:
+        segment = Segment.made(size_of(layout), NAME)
+        return SharedNumbers(layout, segment), {"host": host, "where": segment.where}
+    except OSError:
+        return None, {}
+
+
+def taken(layout: FlatLayout, offer: Message) -> SharedNumbers | None:
+    """The memory that a worker offers; `None` where it is on another host, or out of reach."""
+    if offer.get("host") != host_identity() or not offer.get("host"):
+        return None
+    try:
+        return SharedNumbers(layout, Segment.opened(str(offer["where"]), size_of(layout)))
+    except (OSError, ValueError):
+        return None
