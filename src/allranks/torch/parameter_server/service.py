@@ -195,10 +195,16 @@ class Service(Answering):
             self._sent[who] = message.get("sent", {})
             if "brought" in message:
                 self._take(who, message["brought"], body)
-            self._wait_for_work(lambda: self._next_for(who))
+            self._wait_for_work(lambda: not self._is_there(who, connection) or self._next_for(who))
+            if not self._is_there(who, connection):
+                raise Disconnected("it has come again, by another connection")
             work = OVER if self.is_over else dataclasses.asdict(self._given)
             told, statistics = self.told, self.statistics
         connection.send({"work": work, **told}, statistics)
+
+    def _is_there(self, who: int, connection: Connection) -> bool:
+        """Whether this is the newest connection of a worker; one that was killed waits here too."""
+        return self._peers.get(who) is connection
 
     def _next_for(self, who: int) -> bool:
         """Whether there is something for this worker, which has it from then on."""

@@ -1,0 +1,90 @@
+"""Random deaths of one role after the other, in step and out of it: each batch counts once.
+
+Whole launches are killed at from outside, with a fixed seed; `CHAOS_DEATHS=20` kills that often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from allranks.job.run_folder import read_events
+from conftest import Train
+from test_every_strategy import difference
+
+pytestmark = pytest.mark.slow
+
+DEATHS = int(os.environ.get("CHAOS_DEATHS", "3"))
+ROLES = {"scheduler": [0], "server": [1, 2], "worker": [3, 4, 5]}
+STEP_S = 0.04
+EVERY = 5
+
+
+def disturbed(folder: Path, mode: str, who: str) -> tuple[dict[str, Any], int]:
+    """The summary of a job of two servers and three workers, and how often one was killed."""
+    steps = 40 + DEATHS * 35
+    options = f"servers=2,bound=8,mode={mode},rejoins=100,patience_s=60"
+    command = [
+        *(sys.executable, "-m", "allranks.cli.main", "train", "decoupled_tasks:Plain", "--json"),
+        *("--strategy", f"ps:{options}", "--ranks", "3", "--steps", str(steps)),
+        *("--precision", "fp64", "--checkpoint-every", str(EVERY), "--max-restarts", "1000"),
+        *("--run-dir", str(folder), "--set", "epochs=1000"),
+    ]
+    for rank in ROLES["worker"]:
+        command += ["--inject", f"slow@rank={rank},seconds={STEP_S},attempt=-1"]
+    chance, killed = random.Random(DEATHS), 0
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=here) as launch:
+        while launch.poll() is None and killed < DEATHS:
+            if not (folder / "metrics.jsonl").exists():
+                time.sleep(0.05)
+                continue
+            time.sleep(chance.uniform(0.3, 1.2))
+            killed += kill_one(folder, chance.choice(ROLES[who]))
+        out, _ = launch.communicate(timeout=240)
+    assert launch.returncode == 0
+    return json.loads(out.splitlines()[-1]), killed
+
+
+def kill_one(folder: Path, rank: int) -> int:
+    """Kill the process that writes the log of a rank; returns how many there were."""
+    log = str(folder / "logs" / f"rank-{rank:03}.log")
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if os.readlink(entry / "fd" / "1") == log:
+                os.kill(int(entry.name), signal.SIGKILL)
+                return 1
+    return 0
+
+
+@pytest.mark.parametrize("who", ROLES)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_each_batch_counts_once_whoever_dies(
+    tmp_path: Path, train: Train, mode: str, who: str
+) -> None:
+    """In step the end is that of one process."""
+    summary, killed = disturbed(tmp_path, mode, who)
+    steps = 40 + DEATHS * 35
+    assert killed == DEATHS and summary["steps"] == steps and summary["restarts"] == 0
+    lost = [event for event in read_events(tmp_path) if event["event"] == "worker_lost"]
+    assert len([event for event in lost if event["rank"] in ROLES[who]]) >= DEATHS
+    rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    counted = [row["step"] for row in rows if "loss" in row]
+    assert counted == list(range(steps))
+    if mode == "sync":
+        single = train(
+            "decoupled_tasks:Plain", "epochs=1000", strategy="single", precision="fp64", steps=steps
+        )
+        weights = [load_file(f / "weights.safetensors") for f in (tmp_path, single.run_dir)]
+        assert difference(*weights) < 1e-10
