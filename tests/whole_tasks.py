@@ -16,6 +16,7 @@ from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.optimizers.lamb import LAMB
 from allranks.torch.optimizers.lars import LARS
+from allranks.torch.optimizers.rowwise_adagrad import RowwiseAdagrad
 from allranks.training.callback import Callback
 from tensor_tasks import Stack
 
@@ -93,6 +94,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "lamb": lambda model: LAMB(model.parameters(), lr=0.01, weight_decay=0.1),
     "muon": lambda model: Muon(matrices(model), lr=0.01, weight_decay=0.1),
     "adafactor": lambda model: Adafactor(model.parameters(), lr=0.02, weight_decay=0.1),
+    "rowwise": lambda model: RowwiseAdagrad(model.parameters(), lr=0.05, lr_decay=0.1),
     "by group": by_group,
     "kept from the start": kept_from_the_start,
     "by decay": lambda model: ByDecay(model.parameters()),

@@ -16,7 +16,7 @@ from test_every_strategy import difference
 __all__ = ["check"]
 
 STEPS = 12
-NAMES = ["lars", "lamb", "muon", "adafactor", "by group"]
+NAMES = ["lars", "lamb", "muon", "adafactor", "rowwise", "by group"]
 SETTINGS = [
     *(("zero1", 3), ("zero1:reduce=tree", 3), ("zero2", 2), ("fsdp", 3), ("fsdp:reduce=tree", 2)),
     *(("hsdp:shard=2", 4), ("tensor", 2), ("tensor", 3), ("tensor:data=2", 4), ("1f1b", 2)),

@@ -1,0 +1,1 @@
+"""Tables that lie on parameter servers alone: their rows, the update of rows, what workers pull."""
