@@ -191,6 +191,7 @@ DTENSORS = "allranks.torch.sharding.dtensors"
 
 PROGRAMS = {
     "cifar10": "allranks.programs.cifar10:Cifar10",
+    "clicks": "allranks.programs.clicks:ClickThrough",
     "digits": "allranks.programs.digits:Digits",
     "digits-keras": "allranks.programs.digits_keras:DigitsKeras",
     "fashion": "allranks.programs.mnist:Fashion",

@@ -16,9 +16,11 @@ from allranks.programs.models.gpt import GPTShape, gpt, gpt2_124m
 from allranks.programs.models.mnist import mnist_cnn
 from allranks.programs.models.resnet import resnet20, resnet50, resnet152
 from allranks.programs.models.vgg import vgg16
+from allranks.programs.models.wide_and_deep import WideAndDeep
 
 __all__ = [
     "GPTShape",
+    "WideAndDeep",
     "efficientnet_b2",
     "gpt",
     "gpt2_124m",
