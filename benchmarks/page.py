@@ -16,6 +16,8 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE / "README.md"
 BEGIN = "<!-- the records begin here; written by page.py -->"
 END = "<!-- the records end here -->"
+MOST_LINES = 100
+"""A record with more comparisons shows those that are held to something."""
 BENCHMARKS = (
     "launch",
     "collectives",
@@ -59,11 +61,17 @@ def section(name: str, folder: Path) -> str:
     file, record = found
     lines = [f"### {name}", "", _where(file, record), ""]
     lines += ["| what | measured | ratio or difference | interval | pairs | bar | met |"]
-    lines += ["|---|---|---|---|---|---|---|", *map(_comparison, record["comparisons"]), ""]
+    compared = record["comparisons"]
+    judged = [one for one in compared if one["bar"] is not None]
+    is_long = len(compared) > MOST_LINES
+    lines += ["|---|---|---|---|---|---|---|", *map(_comparison, judged if is_long else compared)]
+    lines.append("")
+    if is_long:
+        lines += [f"Those with a bar, of {len(compared)}; the record has all, and the medians.", ""]
     tables = _tables([row for row in record.get("rows", []) if "what" in row])  # else ratios alone
-    if tables:
+    if tables and not is_long:
         lines += ["Medians (they say something only beside each other):", ""]
-    for metrics, rows in tables:
+    for metrics, rows in () if is_long else tables:
         head = f"| what | contender | {' | '.join(metrics)} |"
         lines += [head, "|---|---|" + "---|" * len(metrics)]
         for row in rows:
