@@ -12,6 +12,7 @@ from allranks.strategies.roles import WORKER, Role
 
 SCHEDULER, SERVER = "scheduler", "server"
 IN_STEP, OUT_OF_STEP = "sync", "async"
+ROWS, WHOLE = "rows", "whole"
 ANY = -1
 """No bound of how far workers may be apart."""
 
@@ -109,6 +110,13 @@ PARAMETER_SERVER_CARD = Card(
             "auto",
             "between a worker and a server: auto is shared memory where they are on one host",
             ("auto", "sockets"),
+        ),
+        Option(
+            "tables",
+            ROWS,
+            "rows: those of layers with sparse=True lie on the servers alone, and the rows that a "
+            "worker looks up travel; whole: they are as any other weight",
+            (ROWS, WHOLE),
         ),
         Option("least", 1, "workers that must be left", at_least=1),
         Option("rejoins", 3, "how often each worker that is lost is started again", at_least=0),

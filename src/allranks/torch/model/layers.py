@@ -56,6 +56,7 @@ class Scope:
     whole: WholeNorm | None = None
     looked_up: dict[int, Tensor] = field(default_factory=dict)
     more_devices: tuple[torch.device, ...] = ()  # whose generators user code may draw from, too
+    served: frozenset[int] = frozenset()  # the ids of tables that lie on parameter servers
     shortens: bool = True  # whether tables with a max_norm are written; not by passes beside a step
 
     def __post_init__(self) -> None:

@@ -29,6 +29,11 @@ from allranks.torch.parameter_server.state import (
     unpacked,
 )
 from allranks.torch.parameter_server.strategy import ParameterServer
+from allranks.torch.parameter_server.tables.carried import (
+    check_no_rows,
+    load_tables,
+    take_tables,
+)
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -65,6 +70,7 @@ class Leading:
             bodies.append([flat.buffer, *body])
         message = {"do": "load", "version": version, "era": era}
         try:
+            load_tables(strategy.tables, strategy.parameters, strategy.step.optimizer, self.links)
             for server, (spec, body) in enumerate(zip(specs, bodies, strict=True)):
                 self.links.send(server, {**message, "kept": spec}, *body)
                 self.links.receive(server)
@@ -83,6 +89,11 @@ class Leading:
             if optimizer:
                 kept = unpacked(answer["kept"], body[layout.nbytes :])
                 join_state(strategy.step.optimizer, strategy.parameters, layout.pieces, kept)
+        keeping = strategy.step.optimizer if optimizer else None
+        try:
+            take_tables(strategy.tables, strategy.parameters, keeping, self.links)
+        except Disconnected as error:
+            raise PeerLost(str(error)) from error
 
     def told(self) -> dict[str, Any]:
         """What workers must know of a step before they begin it."""
@@ -181,6 +192,7 @@ class RemoteGradients(Gradients):
             parameter.grad = None
         value.backward()
         gradients = [p.grad for p in self.parameters]
+        check_no_rows(self.parameters, {one.position for one in self._leading.strategy.tables})
         self.unused = [at for at in self.unused if gradients[at] is None]
         bodies: list[list[Buffer]] = []
         for layout in self._leading.strategy.layouts:

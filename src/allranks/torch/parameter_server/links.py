@@ -15,6 +15,10 @@ from allranks.torch.parameter_server.server import KEPT
 Address = tuple[str, int]
 
 
+class Stale(Disconnected):
+    """The servers have other weights than those that this worker went on from."""
+
+
 class Links:
     """The servers at these addresses, in order. What goes wrong is `Disconnected`."""
 

@@ -8,7 +8,11 @@
                 pass                              version              the step updates nothing
                 fetch                             version, kept; body  weights and optimizer
                 peek                              version; body        weights alone
-    worker      push   step, part; body           none
+                load_rows   table, step, columns; body      rows of a table, and their state
+                fetch_rows  table, state          step, columns, widths; body
+    worker      hold   table, count; body         none                 rows, for the next push
+                rows   table, count; body         rows, as they are
+                push   step, part; body           none
                 push   number, groups, unused; body
                 pull   version                    version; body        this version, or a later one
 
@@ -37,6 +41,7 @@ from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.state import cut_state, join_state, packed, unpacked
 from allranks.torch.parameter_server.strategy import ParameterServer
+from allranks.torch.parameter_server.tables.served import ServedTables, answer_rows
 from allranks.torch.trainer import Trainer
 
 SCHEDULER_ID = 1 << 30
@@ -59,9 +64,12 @@ class Server(Answering):
         digest: str,
         in_step: bool,
         reached: Callable[[int], None] = lambda version: None,
+        tables: ServedTables | None = None,
     ) -> None:
         layout = shard.layout
-        super().__init__(listener, secret, (1 + KEPT) * layout.nbytes + (1 << 20))
+        rows = 0 if tables is None else tables.most_bytes
+        super().__init__(listener, secret, (1 + KEPT) * (layout.nbytes + rows) + (1 << 20))
+        self.tables = tables or ServedTables((), shard.optimizer, 0, 1)
         self.shard, self.layout, self.digest, self.in_step = shard, layout, digest, in_step
         self._reached = reached
         self.era = -1
@@ -76,6 +84,8 @@ class Server(Answering):
         who = SCHEDULER_ID if hello.get("role") == "scheduler" else int(hello["index"])
         shared = taken(self.layout, hello.get("memory", {}))
         self._shared.pop(who, None)
+        with self.changed:
+            self.tables.drop(who)
         if shared is not None:
             self._shared[who] = shared
         connection.send({"memory": shared is not None})
@@ -85,13 +95,16 @@ class Server(Answering):
         """What a worker pushes goes where its last push was: that one is in the sum."""
         if size != self.layout.nbytes or who == SCHEDULER_ID:
             return memoryview(bytearray(size))
-        if who not in self._brought:
-            self._brought[who] = self.layout.new()
-        return self._brought[who].buffer
+        return self._gradient_of(who).buffer
 
     def answer(self, who: int, connection: Connection, message: Message, body: memoryview) -> None:
         if who == SCHEDULER_ID:
             self._obey(connection, message, body)
+        elif "hold" in message:
+            with self.changed:
+                self.tables.hold(who, message["hold"], body)
+        elif "rows" in message:
+            self._rows_pulled(connection, message["rows"], body, int(message["era"]))
         elif "push" in message:
             self._pushed(who, message["push"], int(message["era"]))
         else:
@@ -104,16 +117,23 @@ class Server(Answering):
 
     def _pushed(self, who: int, push: Message, era: int) -> None:
         shared = self._shared.get(who)
-        gradient = self._brought[who] if shared is None else shared.gradient
+        gradient = self._gradient_of(who) if shared is None else shared.gradient
         with self.changed:
             if era != self.era:
+                self.tables.drop(who)
                 return
             if not self.in_step:
                 number, unused = int(push["number"]), push["unused"]
                 self._reached(self.shard.version)
-                self.shard.push(number, who, gradient, push["groups"], unused)
-            elif int(push["step"]) == self.shard.version:
-                self.shard.bring(int(push["part"]), gradient)
+                stale = self.shard.push(number, who, gradient, push["groups"], unused)
+                if stale is not None:
+                    slower = self.shard.rule.slower(stale)
+                    self.tables.push(who, push["groups"], slower, unused)
+            elif int(push["step"]) == self.shard.version and self.shard.bring(
+                part := int(push["part"]), gradient
+            ):
+                self.tables.bring(who, part)
+            self.tables.drop(who)
             self.changed.notify_all()
 
     def _pulled(self, who: int, connection: Connection, version: int, era: int) -> None:
@@ -129,6 +149,22 @@ class Server(Answering):
         else:
             body = () if shared is not None else (found.buffer,)
             connection.send({"version": version}, *body)
+
+    def _gradient_of(self, who: int) -> Flat:
+        """What it has pushed; a server may hold rows of tables, and nothing else."""
+        if who not in self._brought:
+            self._brought[who] = self.layout.new()
+        return self._brought[who]
+
+    def _rows_pulled(
+        self, connection: Connection, asked: Message, body: memoryview, era: int
+    ) -> None:
+        with self.changed:
+            found = None if era != self.era else self.tables.pull(asked, body)
+        if found is None:
+            connection.send({"stale": self.era})
+        else:
+            connection.send({}, *answer_rows(found))
 
     def _has(self, era: int, version: int) -> bool:
         return self.era == era and self.shard.version >= version
@@ -155,14 +191,24 @@ class Server(Answering):
                     self._load(message, body)
                 case "squares":
                     self._wait(lambda: shard.is_complete)
-                    answer["squares"] = shard.squares(message["unused"])
+                    unused = message["unused"]
+                    answer["squares"] = shard.squares(unused) + self.tables.squares(unused)
+                case "load_rows":
+                    self.tables.load(message, body)
+                case "fetch_rows":
+                    number = int(message["table"])
+                    answer, pieces = self.tables.fetch(number, with_state=message["state"])
                 case "add":
+                    self.tables.scale(float(message["factor"]))
                     shard.add(self.layout.new(bytearray(body)), float(message["factor"]))
                 case "apply":
                     self._wait(lambda: shard.is_complete)
                     self._reached(shard.version)
-                    shard.apply(float(message["factor"]), message["groups"], message["unused"])
+                    done = float(message["factor"]), message["groups"], message["unused"]
+                    shard.apply(*done)
+                    self.tables.apply(*done)
                 case "pass":
+                    self.tables.forget()
                     shard.pass_over()
                 case "fetch":
                     kept = cut_state(shard.optimizer, shard.pieces, self._own_pieces)
@@ -208,6 +254,7 @@ def serve(trainer: Trainer, world: World, events: JsonLines) -> None:
     assert isinstance(strategy, ParameterServer)
     strategy.workers = trainer.job.ranks
     shard, digest = strategy.shard(world.role_index), strategy.digest
+    tables = strategy.served_tables(world.role_index)
     patience_s = float(strategy.context.options["patience_s"])
     server: Server | None = None
 
@@ -221,7 +268,9 @@ def serve(trainer: Trainer, world: World, events: JsonLines) -> None:
             with connect(world, 1 << 20, ANSWER_S, patience_s) as scheduler:
                 if server is None:
                     here = sockets.create_server((scheduler.own_address, 0), backlog=256)
-                    server = Server(shard, here, world.secret, digest, strategy.in_step, reached)
+                    server = Server(
+                        shard, here, world.secret, digest, strategy.in_step, reached, tables
+                    )
                     server.start()
                     events.event(
                         "ready", host=sockets.gethostname(), role=SERVER, index=world.role_index

@@ -37,6 +37,10 @@ class Rule:
     rate: str = PLAIN
     compensation: float = 0.04
 
+    def slower(self, stale: int) -> int:
+        """The rate is divided by this for a gradient that is so stale."""
+        return max(1, stale) if self.rate == STALENESS_AWARE else 1
+
 
 @dataclass
 class Summed:

@@ -23,24 +23,33 @@ This class is what all three have of a strategy: how the weights are laid out, a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Workload
-from allranks.strategies.cards.parameter_server import OUT_OF_STEP, parts_of_a_step
+from allranks.strategies.cards.parameter_server import OUT_OF_STEP, ROWS, parts_of_a_step
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.layers import normalising_layers
 from allranks.torch.optimizers.elementwise import groups_of_whole
 from allranks.torch.parameter_server.flat import FlatLayout
 from allranks.torch.parameter_server.placement import Sized, placed
-from allranks.torch.parameter_server.shard import Rule, Shard
+from allranks.torch.parameter_server.shard import COMPENSATED, Rule, Shard
+from allranks.torch.parameter_server.tables.placed import (
+    PlacedTable,
+    let_go,
+    most_bytes,
+    placed_tables,
+)
+from allranks.torch.parameter_server.tables.pulled import find_tables
+from allranks.torch.parameter_server.tables.served import ServedTables
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -70,6 +79,8 @@ class ParameterServer(Strategy):
     name = "ps"
     side: Side | None = None
     workers = 1
+    tables: Sequence[PlacedTable] = ()
+    """Those whose rows alone travel."""
     handed: dict[str, Any] | None = None
     """What of the state is the scheduler's, beside weights and optimizer; set by its trainer."""
 
@@ -77,23 +88,40 @@ class ParameterServer(Strategy):
     def in_step(self) -> bool:
         return bool(self.context.options["mode"] != OUT_OF_STEP)
 
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        if self.rows_travel:
+            weights = dict(model.named_parameters())
+            self.context.scope.served = frozenset(id(weights[name]) for name in find_tables(model))
+        return model
+
+    @property
+    def rows_travel(self) -> bool:
+        """Whether tables lie on servers alone."""
+        return bool(self.context.options["tables"] == ROWS)
+
     def prepare(self) -> None:
-        self._check()
         step, options = self.step, self.context.options
+        if self.rows_travel:
+            self.tables = placed_tables(self.model, step.names, step.optimizer)
+        self._check()
         groups = step.optimizer.param_groups
-        seen_whole = groups_of_whole(step.optimizer, "--strategy ps")
+        in_rows = {one.position for one in self.tables}
+        dense = [at for at in range(len(step.parameters)) if at not in in_rows]
+        seen_whole = groups_of_whole(step.optimizer, "--strategy ps") if dense else ()
         uncut = {id(p) for number in seen_whole for p in groups[number]["params"]}
         uncut |= {id(p) for p in step.parameters if not p.is_contiguous()}
-        whole = {at for at, p in enumerate(step.parameters) if id(p) in uncut}
-        sizes = [Sized(p.numel(), p.element_size()) for p in step.parameters]
-        pieces = placed(sizes, options["servers"], options["bound"], whole)
+        held = [step.parameters[at] for at in dense]
+        whole = {n for n, p in enumerate(held) if id(p) in uncut}
+        sizes = [Sized(p.numel(), p.element_size()) for p in held]
+        found = placed(sizes, options["servers"], options["bound"], whole)
+        pieces = [replace(piece, position=dense[piece.position]) for piece in found]
         self.layouts = [
             FlatLayout([p for p in pieces if p.server == server], step.parameters)
             for server in range(options["servers"])
         ]
         named = zip(step.names, step.parameters, strict=True)
         shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
-        said = repr((shapes, pieces, type(step.optimizer).__qualname__))
+        said = repr((shapes, pieces, self.tables, type(step.optimizer).__qualname__))
         self.digest = hashlib.sha256(said.encode()).hexdigest()
 
     def _check(self) -> None:
@@ -108,6 +136,7 @@ class ParameterServer(Strategy):
             "tables with sparse gradients, or a max_norm": bool(
                 step.sparse.positions or self.context.scope.looked_up
             ),
+            "tables=rows and rate=dc-asgd": bool(self.tables) and options["rate"] == COMPENSATED,
             "mode=async and plateau() of the task": not self.in_step and task.plateau() is not None,
             "mode=async and fp16": not self.in_step and self.context.loss_scale is not None,
         }
@@ -137,6 +166,14 @@ class ParameterServer(Strategy):
         rule = Rule(options["rate"], options["compensation"])
         layout, step = self.layouts[server], self.step
         return Shard(layout, step.optimizer, step.parameters, self.parts, rule)
+
+    def served_tables(self, server: int) -> ServedTables:
+        """The rows that a server holds; from here on this process has no table whole."""
+        step, servers = self.step, self.context.options["servers"]
+        found = ServedTables(self.tables, step.optimizer, server, servers)
+        for one in self.tables:
+            let_go(step.parameters[one.position], step.optimizer)
+        return found
 
     # --- the step -------------------------------------------------------------------------
 
@@ -169,6 +206,11 @@ class ParameterServer(Strategy):
 
     def messages(self) -> tuple[int, ...]:
         return tuple(layout.nbytes for layout in self.layouts)
+
+    def most(self) -> tuple[int, ...]:
+        """What no message to or from a server is larger than, beside what its optimizer keeps."""
+        rows = most_bytes(self.tables, len(self.layouts)) if self.tables else 0
+        return tuple(layout.nbytes + rows for layout in self.layouts)
 
     def promised_bytes(self) -> int:
         work = Workload(self.messages(), self.workers, self.task.shards)

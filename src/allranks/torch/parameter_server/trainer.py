@@ -164,7 +164,7 @@ class SchedulerTrainer(Trainer):
             addresses = service.wait_for_servers(LOOK_S)
             if addresses is None:
                 continue
-            links = Links(addresses, self.world.secret, self.strategy.messages())
+            links = Links(addresses, self.world.secret, self.strategy.most())
             try:
                 return links.open(hello)
             except Disconnected as error:

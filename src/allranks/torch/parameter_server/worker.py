@@ -11,11 +11,10 @@ weights of a checkpoint, and what this worker was at is handed out again.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import socket as sockets
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,12 +29,17 @@ from allranks.launcher.world import World
 from allranks.strategies.roles import WORKER
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.precision import KERNELS
-from allranks.torch.parameter_server.links import Links
+from allranks.torch.parameter_server.links import Links, Stale
 from allranks.torch.parameter_server.memory import offered
+from allranks.torch.parameter_server.reader import Reader
 from allranks.torch.parameter_server.server import OVER
 from allranks.torch.parameter_server.service import LARGEST_TALLY
 from allranks.torch.parameter_server.state import hyper_parameters_said
 from allranks.torch.parameter_server.strategy import ParameterServer
+from allranks.torch.parameter_server.tables.lookups import Lookups
+from allranks.torch.parameter_server.tables.placed import let_go
+from allranks.torch.parameter_server.tables.pulled import pull_tables
+from allranks.torch.parameter_server.tables.remote import Found, RemoteRows, RowGradients
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.user_buffers import written_in_forward
@@ -44,10 +48,6 @@ from allranks.training.dispatch.ledger import Chunk
 from allranks.training.progress import Progress, StepResult
 
 LOOK_S = 0.05
-
-
-class Stale(Disconnected):
-    """The servers have other weights than those that this worker went on from."""
 
 
 class Exchange:
@@ -64,6 +64,15 @@ class Exchange:
         self.tally: Tally | None = None
         self.moved: dict[str, Any] = {"pushed": 0, "pulled": [0] * len(self._own)}
         """The bytes that were pushed so far, and those that were pulled from each server."""
+        self.rows = RemoteRows(strategy.tables, self.moved)
+        self.lookups = Lookups(self.rows, self._used)
+        pull_tables(strategy.model, self.lookups, self.rows.tables)
+        for one in strategy.tables:
+            let_go(strategy.parameters[one.position], strategy.step.optimizer)
+
+    def _used(self, table: str) -> None:
+        """Backward has reached a lookup in a table."""
+        self.strategy.step.mark(self.rows.tables[table][1].position)
 
     def link(self, links: Links, era: int, hello: Message, *, shares: bool = True) -> None:
         """Go on with these servers: in memory that is shared, where they can and it `shares`."""
@@ -78,6 +87,7 @@ class Exchange:
                     gradient, weights = shared.gradient, shared.weights
             self.gradients[server], self.weights[server] = gradient, weights
         self.links, self.era, self.version = links, era, -1
+        self.rows.link(links, era)
 
     def unlink(self) -> None:
         """Leave the servers."""
@@ -96,6 +106,7 @@ class Exchange:
     def take(self) -> None:
         """Take the weights that were asked for."""
         assert self.links is not None
+        self.lookups.forget()
         parameters = [p.detach() for p in self.strategy.parameters]
         found = []
         for server, flat in enumerate(self.weights):
@@ -107,17 +118,28 @@ class Exchange:
             flat.write_to(parameters)
         self.version = min(found)
 
-    def push(self, said: dict[str, Any], *, unused: bool = False, pulls: bool = False) -> None:
+    def push(
+        self,
+        said: dict[str, Any],
+        rows: Found | None = None,
+        *,
+        unused: bool = False,
+        pulls: bool = False,
+    ) -> None:
         """Send the gradients where they lie in `.grad` to all servers; then ask for weights."""
         links = self.links
         assert links is not None
+        touched = self.lookups.gradients() if rows is None else rows
+        for table, (ids, gradient) in touched.items():
+            self.rows.push(table, ids, gradient)
+        absent = self.rows.absent(touched)
         gradients = [
             p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
             for p in self.strategy.parameters
         ]
         for server, flat in enumerate(self.gradients):
             missing = flat.read_from(gradients)
-            more = {"unused": missing} if unused else {}
+            more = {"unused": missing + absent} if unused else {}
             body = () if self._is_shared[server] else (flat.buffer,)
             links.send(server, {"push": {**said, **more}, "era": self.era}, *body)
             self.moved["pushed"] += flat.layout.nbytes
@@ -131,13 +153,17 @@ class Exchange:
         return self.tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        return local, Gradients(self.strategy.parameters)
+        return local, RowGradients(self.strategy.parameters, self.rows, self.lookups)
 
     @contextmanager
     def updating(self, gradients: Gradients) -> Iterator[None]:
         """Within, the optimizer finds no gradient: the servers have applied it."""
-        groups = hyper_parameters_said(self.strategy.step.optimizer)
-        self.push({"number": self.number, "groups": groups}, unused=True, pulls=True)
+        assert isinstance(gradients, RowGradients)
+        said = {
+            "number": self.number,
+            "groups": hyper_parameters_said(self.strategy.step.optimizer),
+        }
+        self.push(said, gradients.found, unused=True, pulls=True)
         for parameter in gradients.parameters:
             parameter.grad = None
         yield
@@ -148,39 +174,6 @@ class Exchange:
 
     def take_weights(self, *, optimizer: bool = False) -> None:
         """A worker has what it pulled."""
-
-
-class Reader:
-    """The data of the chunks that a worker is handed: read on, as long as they follow."""
-
-    def __init__(self, trainer: Trainer, parts: int) -> None:
-        self.trainer, self.parts = trainer, parts
-        batches = trainer.task_data.batches
-        self.per_epoch = batches.steps_by_number(trainer.strategy.name)
-        self._own: dict[int, Any] = {}
-        self._open: Generator[Batch] | None = None
-        self._next = (-1, -1)
-
-    def batch(self, chunk: Chunk) -> Batch:
-        """This part of the batch of the step of a chunk."""
-        where = chunk.part, chunk.first
-        if self._open is None or where != self._next:
-            self.close()
-            if chunk.part not in self._own:
-                batches = self.trainer.task_data.batches
-                self._own[chunk.part] = dataclasses.replace(
-                    batches, rank=chunk.part, ranks=self.parts
-                )
-            epoch, step = divmod(chunk.first, self.per_epoch)
-            done = Progress(epoch, step, chunk.first, updates=chunk.first)
-            self._open = self._own[chunk.part].after(done, 2**31, None)
-        self._next = chunk.part, chunk.first + 1
-        return next(self._open)
-
-    def close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-        self._open = None
 
 
 class Worker:
@@ -239,7 +232,7 @@ class Worker:
                 do="let model() and optimizer() of the task make the same in every process",
             ) from error
         addresses = [(str(host), int(port)) for host, port in answer["servers"]]
-        links = Links(addresses, self.world.secret, self.strategy.messages())
+        links = Links(addresses, self.world.secret, self.strategy.most())
         shares = self.strategy.context.options["transport"] == "auto"
         try:
             self.exchange.link(links, int(answer["era"]), hello, shares=shares)

@@ -135,8 +135,9 @@ class Passes:
         self.close()
         self.names, self.parameters = self.changes.names, self.changes.parameters
         self.apart.parameters = self.parameters
+        served = self.scope.served
         self.sparse = SparseRows(
-            self.model, self.optimizer, self.parameters, lambda: self.apart.is_on
+            self.model, self.optimizer, self.parameters, lambda: self.apart.is_on, served
         )
         self.layout = TallyLayout(
             self.model,

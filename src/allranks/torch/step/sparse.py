@@ -27,11 +27,12 @@ def wanting_rows(
     if type(optimizer).__module__.startswith("torch.optim"):
         return set()
     tables = [m for m in model.modules() if getattr(m, "sparse", False) is True]
-    return {id(getattr(table, "weight", None)) for table in tables}
+    return {id(table._parameters.get("weight")) for table in tables}
 
 
 class SparseRows:
-    """Which rows of the parameters of `optimizer` a step touches. `is_apart` says not to look."""
+    """Which rows of the parameters of `optimizer` a step touches. `is_apart` says not to look;
+    the rows of those that are `served`, by their ids, lie elsewhere, and are counted there."""
 
     def __init__(
         self,
@@ -39,8 +40,9 @@ class SparseRows:
         optimizer: Optimizer,
         parameters: list[nn.Parameter],
         is_apart: Callable[[], bool],
+        served: frozenset[int] = frozenset(),
     ) -> None:
-        wanting = wanting_rows(model, optimizer, parameters)
+        wanting = wanting_rows(model, optimizer, parameters) - served
         self.positions = [i for i, p in enumerate(parameters) if id(p) in wanting]
         self.parameters = [parameters[i] for i in self.positions]
         self.counts = [parameter.shape[0] for parameter in self.parameters]

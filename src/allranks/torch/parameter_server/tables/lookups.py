@@ -8,6 +8,7 @@ were made, and only these rows are pushed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,10 +50,13 @@ class Looked:
 
 
 class Lookups:
-    """The rows that a worker has, and the lookups whose gradients it owes."""
+    """The rows that a worker has, and the lookups whose gradients it owes.
 
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
+    `used` is called with the name of a table when backward has reached a lookup of it.
+    """
+
+    def __init__(self, rows: Rows, used: Callable[[str], None] = lambda table: None) -> None:
+        self.rows, self._used = rows, used
         self._held: dict[str, tuple[Tensor, Tensor]] = {}
         self._looked: dict[str, list[Looked]] = {}
 
@@ -65,6 +69,7 @@ class Lookups:
         leaf = self.rows_of(plan, ids)
         if torch.is_grad_enabled():
             leaf.requires_grad_()
+            leaf.register_post_accumulate_grad_hook(lambda _: self._used(plan.name))
             self._looked.setdefault(plan.name, []).append(Looked(ids.cpu(), leaf, padding))
         return leaf
 

@@ -9,7 +9,7 @@ follow is refused: `max_norm`, a table that is a weight of another layer too, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class PulledTable(Swapped):
             self.plan.name,
             "forward, loss or a regularizer reads the whole table",
             "it is on the servers, and a worker has the rows that it looked up",
-            "look rows up by the layer; or take sparse=True away",
+            "look rows up by the layer; or --strategy ps:tables=whole",
         )
 
     def rows_for(self, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
@@ -100,21 +100,27 @@ def find_tables(model: nn.Module) -> dict[str, TablePlan]:
     return {name: plan for name, plan, _ in _layers(model)}
 
 
-def pull_tables(model: nn.Module, lookups: Lookups) -> dict[str, TablePlan]:
+def pull_tables(
+    model: nn.Module, lookups: Lookups, names: Collection[str] | None = None
+) -> dict[str, TablePlan]:
     """Take these tables out of `model`, in place; its layers pull rows by `lookups` from then on.
 
-    Returns the tables. A worker calls this before the model has memory: nothing here reads one.
+    All of them, or those of these `names`, which are returned. The parameter stays where it is,
+    with no rows, so that the model has the parameters that it has elsewhere. Nothing here reads a
+    table, so that the model may lie on meta.
     """
     plans = {}
     for name, plan, layers in list(_layers(model)):
+        if names is not None and name not in names:
+            continue
         plans[name] = plan
+        weight = layers[0].weight
         for layer in layers:
             kind: Any = own_kind(layer)
             base = next(base for base in KINDS if issubclass(kind, base))
-            trained = layer.weight.requires_grad
-            del layer._parameters["weight"]
             layer.__class__ = type(f"Pulled{kind.__name__}", (KINDS[base], kind), {})
-            layer.plan, layer.lookups, layer.trained = plan, lookups, trained
+            layer.plan, layer.lookups, layer.trained = plan, lookups, weight.requires_grad
+        weight.data = weight.data.new_empty(0, plan.dim)
     return plans
 
 
@@ -161,7 +167,7 @@ def _check(table: str, name: str, layer: Any, is_table: bool) -> None:
         raise _refused(table, found, "torch has it for dense gradients alone", DENSE)
 
 
-DENSE = "take that away; or take sparse=True away, so that it is a dense parameter"
+DENSE = "take that away; or --strategy ps:tables=whole, where it is as any other weight"
 
 
 def _refused(table: str, found: str, why: str, do: str) -> RequestError:

@@ -178,5 +178,5 @@ def _refused(table: str, found: str, why: str) -> RequestError:
         found=found,
         why=why,
         do="give it SGD without momentum and weight decay, Adagrad, RowwiseAdagrad or SparseAdam; "
-        "or take sparse=True away, so that it is a dense parameter",
+        "or --strategy ps:tables=whole, where it is as any other weight",
     )

@@ -79,6 +79,11 @@ class RowTable:
         """The sum of the squares of the summed gradient: this server's share of its norm."""
         return float(self._summed()[1].square().sum())
 
+    def scale(self, factor: float) -> None:
+        """What the parts give is `factor` times as much from here on."""
+        places, gradient = self._summed()
+        self._sum = places, gradient * factor
+
     def apply(self, group: Group, factor: float = 1.0) -> int:
         """Update the touched rows by `factor` times the sum, and forget it. Returns how many."""
         places, gradient = self._summed()

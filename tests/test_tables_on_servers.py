@@ -1,0 +1,96 @@
+"""`ps` with tables of sparse gradients: on the servers alone, and equal to one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from allranks.errors import ProgramError, RequestError
+from conftest import Train
+from test_every_strategy import difference
+
+TASK = "table_tasks:Tables"
+
+
+def weights_of(train: Train, strategy: str, *settings: str, ranks: int = 2, **flags: Any) -> Any:
+    ranks = 1 if strategy == "single" else ranks
+    done = train(TASK, *settings, strategy=strategy, ranks=ranks, precision="fp64", **flags)
+    return load_file(done.run_dir / "weights.safetensors"), done
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RowwiseAdagrad", "SparseAdam"])
+def test_in_step_it_is_one_process(train: Train, kind: str, servers: int) -> None:
+    wanted, single = weights_of(train, "single", f"kind={kind}")
+    found, ours = weights_of(train, f"ps:servers={servers}", f"kind={kind}")
+    assert difference(found, wanted) < 1e-10
+    assert ours.summary["eval"]["loss"] == pytest.approx(single.summary["eval"]["loss"], rel=1e-10)
+    assert ours.summary["train_loss"] == pytest.approx(single.summary["train_loss"], rel=1e-10)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("kind", ["Adagrad", "RowwiseAdagrad", "SparseAdam"])
+def test_one_worker_out_of_step_is_one_process(train: Train, kind: str) -> None:
+    wanted, _ = weights_of(train, "single", f"kind={kind}")
+    found, _ = weights_of(train, "ps:mode=async,servers=2", f"kind={kind}", ranks=1)
+    assert difference(found, wanted) < 1e-10
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("kind", ["RowwiseAdagrad", "SparseAdam", "Adagrad"])
+def test_a_checkpoint_goes_on_anywhere(train: Train, kind: str) -> None:
+    """Rows and their state: from three servers to one process, to one server, and to two ranks."""
+    wanted, _ = weights_of(train, "single", f"kind={kind}")
+    job: dict[str, Any] = {"checkpoint_every": 2}
+    found: Any = None
+    for number, strategy in enumerate(("ps:servers=3", "single", "ps", "ddp", "ps:servers=2"), 1):
+        steps = None if number == 5 else 2 * number
+        found, run = weights_of(train, strategy, f"kind={kind}", steps=steps, **job)
+        job["resume"] = str(run.run_dir)
+    assert difference(found, wanted) < 1e-10
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("rank", [4, 1])
+def test_the_bits_are_the_same_whoever_dies(train: Train, rank: int) -> None:
+    """Rows of a part that a lost worker has brought to one of the servers alone count once."""
+    whole, _ = weights_of(train, "ps:servers=2")
+    flags: dict[str, Any] = {"checkpoint_every": 3, "max_restarts": 2}
+    found, done = weights_of(train, "ps:servers=2", inject=f"kill@rank={rank},step=7", **flags)
+    assert difference(found, whole) == 0.0 and done.summary["restarts"] == 0
+
+
+def test_only_rows_that_are_looked_up_travel(train: Train) -> None:
+    """In 12 steps 88 samples each look up 4 rows of each table, twice: in parts and both ways."""
+    _, ours = weights_of(train, "ps", ranks=1)
+    _, whole = weights_of(train, "ps:tables=whole", ranks=1)
+    sent = [one.summary["sent_bytes"]["gradients"] for one in (ours, whole)]
+    dense, rows = 12 * 8, (60 + 67) * 3 * 8
+    assert sent[1] >= 12 * (dense + rows)
+    assert sent[0] < sent[1] / 1.5
+
+
+@pytest.mark.parametrize(
+    ("setting", "strategy", "found"),
+    [
+        ("kind=momentum", "ps", "momentum=0.9"),
+        ("kind=Adagrad", "ps:mode=async,rate=dc-asgd", "workers"),
+    ],
+)
+def test_what_rows_cannot_do_is_refused(
+    train: Train, setting: str, strategy: str, found: str
+) -> None:
+    with pytest.raises(RequestError, match=found):
+        train(TASK, setting, strategy=strategy, ranks=1)
+    if setting == "kind=momentum":
+        wanted, _ = weights_of(train, "single", setting)
+        given, _ = weights_of(train, f"{strategy}:tables=whole", setting)
+        assert difference(given, wanted) < 1e-10
+
+
+def test_a_regularizer_that_reads_a_table_is_refused(train: Train) -> None:
+    with pytest.raises((RequestError, ProgramError), match="it reads a table that lies on servers"):
+        train(TASK, "regularized=yes", strategy="ps", ranks=1)
