@@ -80,6 +80,7 @@ class Shard:
         self._position = [piece.position for piece in layout.pieces]
         self._pulled: dict[int, tuple[int, Flat | None]] = {}
         self._summed: Summed | None = None
+        self._room: Flat | None = None
         held = {id(parameters[at]): [] for at in set(self._position)}  # type: ignore[var-annotated]
         for at, own in zip(self._position, self.pieces, strict=True):
             held[id(parameters[at])].append(own)
@@ -96,7 +97,8 @@ class Shard:
         """
         found = self._summed
         if found is None:
-            found = self._summed = Summed(self.layout.new())
+            self._room = self._room or self.layout.new()
+            found = self._summed = Summed(self._room)
         if part < found.parts or part in found.held:
             return False
         if part != found.parts:
