@@ -143,7 +143,7 @@ class Attempts:
             ),
             process_set.outlive_nodes,
             partial(rejoining.again, self.folder.path, attempt),
-            self._record_lost,
+            partial(self._record_lost, attempt),
             process_set.helpers,
         )
         hosts = [rank.host for rank in self.plan.ranks]
@@ -264,11 +264,13 @@ class Attempts:
             f"all ranks ended well, but {self.folder.path} holds no summary of the leader"
         ), None
 
-    def _record_lost(self, rank: int, exit_: Exit) -> None:
+    def _record_lost(self, attempt: int, rank: int, exit_: Exit) -> None:
         """Say who is gone that the job does without, and what it said last."""
         log = rank_log_path(self.folder.path, rank)
         memory = exit_.memory or ""
-        fault = Fault(rank, exit_.code, exit_.monotonic, None, memory, exit_.peak_bytes)
+        said = [] if exit_.code < 0 else events_of(self.folder.path, rank, attempt)
+        event = next((row for row in reversed(said) if row["event"] == "failed"), None)
+        fault = Fault(rank, exit_.code, exit_.monotonic, event, memory, exit_.peak_bytes)
         self.folder.events.event(
             "worker_lost",
             rank=rank,
