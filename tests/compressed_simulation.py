@@ -13,6 +13,7 @@ from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.training.order import Order
 
 STEPS = 20
+THRESHOLD = 0.02
 Sum = Callable[[list[list[Tensor]], dict[Any, Tensor]], list[Tensor]]
 """Of the gradients of each rank, and what is kept from step to step, the sums."""
 
@@ -43,3 +44,30 @@ def simulated(ranks: int, summed: Sum, after: int = 0) -> dict[str, Tensor]:
             parameter.grad = gradient
         optimizer.step()
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def top_k_sum(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Tensor]:
+    """Three of each 16 numbers; a gradient begins at a multiple of 16 in its bucket."""
+    found = [torch.zeros_like(gradient) for gradient in of_ranks[0]]
+    for rank, gradients in enumerate(of_ranks):
+        for at, gradient in enumerate(gradients):
+            left = kept.get((rank, at), torch.zeros_like(gradient)).flatten() + gradient.flatten()
+            for start in range(0, left.numel(), 16):
+                part = left[start : start + 16]
+                order = sorted(range(len(part)), key=lambda k: (-abs(float(part[k])), k))
+                for k in order[:3]:
+                    found[at].view(-1)[start + k] += part[k]
+                    part[k] = 0
+            kept[rank, at] = left.view(gradient.shape)
+    return found
+
+
+def two_bit_sum(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Tensor]:
+    found = [torch.zeros_like(gradient) for gradient in of_ranks[0]]
+    for rank, gradients in enumerate(of_ranks):
+        for at, gradient in enumerate(gradients):
+            left = kept.get((rank, at), torch.zeros_like(gradient)) + gradient
+            sent = THRESHOLD * ((left >= THRESHOLD).double() - (left <= -THRESHOLD).double())
+            kept[rank, at] = left - sent
+            found[at] += sent
+    return found

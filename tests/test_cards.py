@@ -51,7 +51,11 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("zero2", "tree"): (0, 3360, 6720, 5120, 6080),
     ("fsdp", ""): (0, 4560, 6080, 6840, 7980),
     ("fsdp", "tree"): (0, 4560, 6187, 6920, 8180),
+    ("fsdp", "top-k"): (0, 3312, 4650, 5496, 7644),  # weights; codes of a part to each other rank
+    ("fsdp", "two-bit"): (0, 3064, 4090, 4608, 5404),
     ("hsdp", ""): (0, 4560, 5680, 6240, 7080),
+    ("hsdp", "top-k"): (0, 4560, 4789, 4992, 5736),  # codes of a half to each other group of 2
+    ("hsdp", "two-bit"): (0, 4560, 4665, 4744, 4992),
     ("hsdp", "tree"): (0, 4560, 7387, 9520, 16880),
     **dict.fromkeys(
         [(n, "") for n in ("gpipe", "1f1b", "interleaved", "zero-bubble")],

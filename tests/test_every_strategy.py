@@ -36,6 +36,10 @@ COMPRESSED = [
     "ddp:reduce=power-sgd(rank=2,min_rate=0),bucket_mb=0.0005",
     *("ddp:reduce=one-bit,bucket_mb=0.0005", "ddp:reduce=n-bit(bits=4)"),
 ]
+PARTS = {
+    "fsdp": ["fsdp:reduce=top-k(k=3,chunk=16)", "fsdp:reduce=two-bit(threshold=0.01)"],
+    "hsdp": ["hsdp:shard=2,reduce=top-k(k=3,chunk=16)"],
+}
 SETTINGS = {
     "single": ["single"],
     "dp": ["dp:replicas=3"],
@@ -51,8 +55,8 @@ SETTINGS = {
     ],
     "zero1": ["zero1", "zero1:reduce=tree,bucket_mb=0.0005"],
     "zero2": ["zero2:bucket_mb=0.0005", "zero2:reduce=tree"],
-    "fsdp": ["fsdp", "fsdp:reshard=false", "fsdp:reduce=tree", "fsdp:tensor=2"],
-    "hsdp": ["hsdp:shard=2", "hsdp:shard=2,reduce=tree"],
+    "fsdp": ["fsdp", "fsdp:reshard=false", "fsdp:reduce=tree", "fsdp:tensor=2", *PARTS["fsdp"]],
+    "hsdp": ["hsdp:shard=2", "hsdp:shard=2,reduce=tree", *PARTS["hsdp"]],
     "gpipe": ["gpipe"],
     "1f1b": ["1f1b", "1f1b:by=cost"],
     "interleaved": ["interleaved:chunks=2"],
@@ -161,10 +165,10 @@ def test_every_card_has_a_setting() -> None:
     rest = {s for settings in SETTINGS.values() for s in settings} - set(EXACT)
     # Equal to a simulation: `independent` and late ones below, the others in
     # tests/on_torch/test_half_reducers.py, test_compressed_reducers.py,
-    # test_column_reducers.py, test_decoupled.py and tests/test_outer.py.
+    # test_compressed_parts.py, test_column_reducers.py, test_decoupled.py and tests/test_outer.py.
     half = {"ddp:reduce=fp16,bucket_mb=0.0005", "ddp:reduce=bf16"}
     apart = {"independent", *SETTINGS["decoupled"], *OUTER}
-    assert rest == {*apart, *half, *LATE, *COMPRESSED}
+    assert rest == {*apart, *half, *LATE, *COMPRESSED, *PARTS["fsdp"], *PARTS["hsdp"]}
 
 
 NOTHING_TO_CUT = {  # of 4 features

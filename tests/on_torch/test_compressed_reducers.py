@@ -18,37 +18,8 @@ from allranks.torch.compression.error_feedback import ErrorFeedback
 from allranks.torch.compression.orthonormal import orthonormal
 from allranks.torch.compression.two_bit import TwoBit
 from allranks.torch.reducers.compressed.power_sgd import _drawn
-from compressed_simulation import STEPS, Sum, simulated
+from compressed_simulation import STEPS, THRESHOLD, Sum, simulated, top_k_sum, two_bit_sum
 from conftest import Train
-
-THRESHOLD = 0.02
-
-
-def top_k_sum(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Tensor]:
-    """Three of each 16 numbers; a gradient begins at a multiple of 16 in its bucket."""
-    found = [torch.zeros_like(gradient) for gradient in of_ranks[0]]
-    for rank, gradients in enumerate(of_ranks):
-        for at, gradient in enumerate(gradients):
-            left = kept.get((rank, at), torch.zeros_like(gradient)).flatten() + gradient.flatten()
-            for start in range(0, left.numel(), 16):
-                part = left[start : start + 16]
-                order = sorted(range(len(part)), key=lambda k: (-abs(float(part[k])), k))
-                for k in order[:3]:
-                    found[at].view(-1)[start + k] += part[k]
-                    part[k] = 0
-            kept[rank, at] = left.view(gradient.shape)
-    return found
-
-
-def two_bit_sum(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Tensor]:
-    found = [torch.zeros_like(gradient) for gradient in of_ranks[0]]
-    for rank, gradients in enumerate(of_ranks):
-        for at, gradient in enumerate(gradients):
-            left = kept.get((rank, at), torch.zeros_like(gradient)) + gradient
-            sent = THRESHOLD * ((left >= THRESHOLD).double() - (left <= -THRESHOLD).double())
-            kept[rank, at] = left - sent
-            found[at] += sent
-    return found
 
 
 def power_sum(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Tensor]:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
+from allranks.strategies.card import (
+    Card,
+    Contents,
+    Exact,
+    Guarantee,
+    Option,
+    Picked,
+    Reference,
+    Stored,
+    Workload,
+)
 from allranks.strategies.cards.bytes_sent import ring_bytes, tree_bytes
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR, Agreement, Mesh
+from allranks.strategies.reductions import compressed
 
 
 def _fsdp_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
@@ -20,7 +32,8 @@ def _fsdp_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
             why=f"{tensor} does not divide {ranks}, so some would have parts without the rest",
             do=f"--ranks {-(-ranks // tensor) * tensor}, or leave tensor out",
         )
-    if tensor > 1 and options["reduce"] == "tree":
+    _check_compressed(options["reduce"], ranks, tensor)
+    if tensor > 1 and str(options["reduce"]) == "tree":
         raise RequestError(
             asked=f"--strategy fsdp:tensor={tensor},reduce=tree, or --bitwise",
             found="sums over the features of a layer, on several ranks",
@@ -30,8 +43,27 @@ def _fsdp_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
     return Mesh(((SHARD, ranks // tensor), (TENSOR, tensor)))
 
 
+def _check_compressed(reduce: Picked, ranks: int, tensor: int = 1) -> None:
+    """Raise `RequestError` where no part of a gradient goes to another rank, or chunks are none."""
+    if reduce.name not in compressed.PIECES:
+        return
+    if reduce.name == "top-k":
+        compressed.check_top_k(reduce.options)
+    if ranks == 1 or tensor > 1:
+        raise RequestError(
+            asked=f"--strategy fsdp:reduce={reduce} with tensor={tensor} on {ranks} ranks",
+            found="one rank" if ranks == 1 else "layers that are cut too",
+            why="one rank has no owner to send to"
+            if ranks == 1
+            else "weights that every rank of a layer has would get sums of unlike residuals",
+            do=f"--strategy ddp:reduce={reduce}" if ranks == 1 else "leave tensor or reduce out",
+        )
+
+
 def _hsdp_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
     shard = int(options["shard"])
+    if options["reduce"].name == "top-k":
+        compressed.check_top_k(options["reduce"].options)
     if ranks % shard:
         fit = [size for size in range(2, ranks + 1) if ranks % size == 0]
         raise RequestError(
@@ -52,14 +84,21 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
         return 0
     root, units, gradients, tally, *more = work.messages
     moved, *along = more or [0]
-    is_tree, tensor = options["reduce"] == "tree", int(options.get("tensor", 1))
+    reduce, tensor = options["reduce"], int(options.get("tensor", 1))
+    is_tree = reduce.name == "tree"
     readers = work.ranks // tensor
     holders = options.get("shard", readers)
-    times = 2 if options["reshard"] else 1
-    sent: float = (holders - 1) / holders * (root + times * units + gradients)
-    sent += 2 * (1 - holders / readers) * gradients / holders
+    times, groups = 2 if options["reshard"] else 1, readers / holders
+    sent: float = (holders - 1) / holders * (root + times * units)
+    if reduce.name not in compressed.PIECES or "shard" in options:
+        sent += (holders - 1) / holders * gradients
+    if reduce.name in compressed.PIECES:
+        others = groups - 1 if "shard" in options else holders - 1
+        sent += others * _codes(work, reduce, gradients, holders)
+    else:
+        sent += 2 * (1 - holders / readers) * gradients / holders
     if is_tree:
-        sent += (readers / holders - 1) * gradients
+        sent += (groups - 1) * gradients
     last = Workload((tally,), work.ranks, work.shards)
     beside = tree_bytes(work, [tally]) if is_tree else ring_bytes(last, options)
     if along:
@@ -68,11 +107,33 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     return round(work.passes * sent) + beside + moved
 
 
+def _codes(work: Workload, reduce: Picked, gradients: int, holders: int) -> int:
+    """The messages of one part of each unit. `shapes` are those of the padded gradients of each."""
+    counts = [sum(prod(shape) for shape in unit) for unit in work.shapes]
+    item = gradients // sum(counts) if sum(counts) else 1
+    return sum(compressed.code_bytes(reduce, count // holders, item) for count in counts)
+
+
 def _parts(has: Contents, options: Mapping[str, Any]) -> float:
     """Parts of all on K ranks; of what is cut over a tensor axis a part of these on each."""
     tensor = int(options.get("tensor", 1))
     holders = int(options.get("shard", has.ranks // tensor))
-    return (2 + has.kept) * (has.cut / tensor + has.rest) / holders
+    residuals = 0
+    if options["reduce"].name in compressed.PIECES:
+        residuals = 1 if "shard" in options else holders
+    return (2 + residuals + has.kept) * (has.cut / tensor + has.rest) / holders
+
+
+def _guarantees(whose: str) -> dict[str, Guarantee]:
+    """What compressed sums promise, where the gradients `whose` are encoded."""
+    return {
+        "top-k": compressed.GUARANTEES["top-k"],
+        "two-bit": Reference(
+            f"a loop in which of the gradients {whose} what was not sent is kept, and the "
+            "threshold, its negative or nothing is sent of each number, pass by pass; the sums of "
+            "these are the gradient"
+        ),
+    }
 
 
 GATHERED = (
@@ -82,7 +143,18 @@ GATHERED = (
 RESHARD = Option(
     "reshard", True, "let go of the weights of a unit after forward, and gather them again"
 )
-REDUCE = Option("reduce", "mean", "how gradients are summed", ("mean", "tree"))
+CHOICES: dict[str, tuple[Option, ...]] = {
+    **dict.fromkeys(("mean", "tree"), ()),
+    **{name: compressed.CHOICES[name] for name in compressed.PIECES},
+}
+REDUCE = Option("reduce", "mean", "how gradients are summed", CHOICES, _guarantees("of each rank"))
+REDUCE_ACROSS = Option(
+    "reduce",
+    "mean",
+    "how gradients are summed; top-k, two-bit: across the groups of K",
+    CHOICES,
+    _guarantees("of each group of K ranks, which are summed as they are,"),
+)
 OFFLOAD = Option(
     "offload", "none", "where each rank's parts lie, and are updated", choices=("none", "cpu")
 )
@@ -103,10 +175,13 @@ FSDP_CARDS = (
         bytes_sent=_bytes,
         bytes_formula=f"K = N/T, T = tensor: {GATHERED}; 2(N-1)/N · tally. reduce=tree: a pass for "
         "each shard. tensor: weights and gradients are 1/T of what is cut, and activations go "
-        "along the tensor axis as under `tensor`",
+        "along the tensor axis as under `tensor`. top-k, two-bit: instead of (K-1)/K · gradients "
+        "(K-1) codes of a part of each unit",
         memory=f"K = N/T, T = tensor: {MEMORY}, all of it 1/T of what is cut over the tensor axis; "
-        "tree: the roots of all ranks",
-        stored=Stored("(2 + k)(C/T + R)/K, C: what `tensor` would cut", _parts),
+        "tree: the roots of all ranks; top-k, two-bit: 1 whole gradient more, of what was not sent",
+        stored=Stored(
+            "(2 + k)(C/T + R)/K, C: what `tensor` would cut; top-k, two-bit: (2 + K + k)", _parts
+        ),
         many_ranks=True,
         agreement=Agreement("sharded"),
         mesh=_fsdp_mesh,
@@ -125,9 +200,10 @@ FSDP_CARDS = (
         guarantee=Exact(),
         bytes_sent=_bytes,
         bytes_formula=f"{GATHERED}; 2(1-K/N) · gradients/K per pass; 2(N-1)/N · tally. "
-        "reduce=tree: a pass for each shard, and in each (N/K - 1) · gradients more",
-        memory=f"{MEMORY}; tree: the roots of all ranks",
-        stored=Stored("(2 + k)(C + R)/K", _parts),
+        "reduce=tree: a pass for each shard, and in each (N/K - 1) · gradients more. "
+        "top-k, two-bit: instead of 2(1-K/N) · gradients/K (N/K - 1) codes of a part of each unit",
+        memory=f"{MEMORY}; tree: the roots of all ranks; top-k, two-bit: 1/K of a gradient more",
+        stored=Stored("(2 + k)(C + R)/K; top-k, two-bit: (3 + k)", _parts),
         many_ranks=True,
         agreement=Agreement("sharded"),
         mesh=_hsdp_mesh,
@@ -135,7 +211,7 @@ FSDP_CARDS = (
         options=(
             Option("shard", 2, "K, how many ranks hold a model together", at_least=2),
             RESHARD,
-            REDUCE,
+            REDUCE_ACROSS,
             OFFLOAD,
         ),
         paper=PAPER,

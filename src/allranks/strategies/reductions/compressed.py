@@ -6,12 +6,12 @@ process group are held against them in the tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.strategies.card import Approximate, Guarantee, Option, Reference, Workload
+from allranks.strategies.card import Approximate, Guarantee, Option, Picked, Reference, Workload
 
 LARGEST_CHUNK = 4096  # an index has 12 bits
 VALUES = ("raw", "two-bit")
@@ -35,6 +35,8 @@ CHOICES: dict[str, tuple[Option, ...]] = {
     "one-bit": (AFTER,),
     "n-bit": (Option("bits", "4", "of each number", ("2", "4", "8", "16")), AFTER),
 }
+PIECES = ("top-k", "two-bit")
+"""Those by which a part of a gradient can be given to its owner alone, as `fsdp` does."""
 COLUMNS = Reference(
     "a loop in which each rank quantises the columns of its gradients with what it left out "
     "before, and the sum of these is quantised again with what that left out"
@@ -112,6 +114,14 @@ def check_top_k(options: Mapping[str, Any]) -> None:
         )
 
 
+def code_bytes(reduce: Picked, count: int, itemsize: int) -> int:
+    """The message of `count` numbers by one of `PIECES`."""
+    if reduce.name == "two-bit":
+        return two_bit_bytes(count)
+    keep, chunk, values = (reduce.options[name] for name in ("k", "chunk", "values"))
+    return top_k_bytes(count, itemsize, keep, chunk, two_bit=values == "two-bit")
+
+
 def _counts(work: Workload) -> list[tuple[int, int]]:
     """(numbers, bytes of a number) of the gradients of each message; the tally is in the last."""
     *others, last = work.messages
@@ -124,17 +134,14 @@ def _gathered(work: Workload, sizes: list[int]) -> int:
     return (work.ranks - 1) * (sum(sizes) + whole_words(work.tally))
 
 
-def top_k_sent(work: Workload, options: Mapping[str, Any]) -> int:
-    """What every rank gives to all others."""
-    two_bit = options["values"] == "two-bit"
-    keep, chunk = options["k"], options["chunk"]
-    sizes = [top_k_bytes(n, item, keep, chunk, two_bit=two_bit) for n, item in _counts(work)]
-    return _gathered(work, sizes)
+def coded_sent(name: str) -> Callable[[Workload, Mapping[str, Any]], int]:
+    """What every rank gives to all others by one of `PIECES`."""
 
+    def sent(work: Workload, options: Mapping[str, Any]) -> int:
+        reduce = Picked(name, dict(options))
+        return _gathered(work, [code_bytes(reduce, n, item) for n, item in _counts(work)])
 
-def two_bit_sent(work: Workload, options: Mapping[str, Any]) -> int:
-    """What every rank gives to all others."""
-    return _gathered(work, [two_bit_bytes(count) for count, _ in _counts(work)])
+    return sent
 
 
 def power_sgd_sent(work: Workload, options: Mapping[str, Any]) -> int:
@@ -162,7 +169,6 @@ def columns_sent(work: Workload, options: Mapping[str, Any]) -> int:
 
 WAYS = {
     **dict.fromkeys(("one-bit", "n-bit"), columns_sent),
-    "top-k": top_k_sent,
-    "two-bit": two_bit_sent,
+    **{name: coded_sent(name) for name in PIECES},
     "power-sgd": power_sgd_sent,
 }

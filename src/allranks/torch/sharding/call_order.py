@@ -11,9 +11,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
+from allranks.torch.comm import Comm
 
 DIGITS = 4
 NUMBERS = 2 * DIGITS
@@ -48,6 +50,16 @@ class CallOrder:
     def sums_agree(self, sums: Tensor, ranks: int) -> Tensor:
         """Whether they were, which nobody waits for."""
         return sums[:DIGITS].square().eq(sums[DIGITS:] * ranks).all()
+
+    def check_on_all(self, comm: Comm) -> None:
+        """Raise `RequestError` unless all ranks called alike; every rank calls this.
+
+        Sends 8 bytes to each other rank.
+        """
+        orders = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
+        comm.all_gather(orders, orders.new_tensor([self.digest]), "control").wait()
+        if len(set(orders.tolist())) > 1:
+            raise self.other()
 
     def other(self) -> RequestError:
         """What to say of ranks that call units in different orders."""

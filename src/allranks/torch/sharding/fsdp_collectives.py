@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from allranks.errors import RequestError
 from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
-from allranks.torch.reducers.chunk_tree import ChunkTree
+from allranks.torch.sharding.parameters import padded_shape
+from allranks.torch.sharding.unit_sums import UnitSum
 
 At = Callable[[], AbstractContextManager[None]]
 
@@ -41,7 +42,7 @@ class Gather:
 
 
 class Scatter(Gather):
-    """Sums the gradients of a unit, for each rank its part; along `tree` if there is one.
+    """Sums the gradients of a unit, for each rank its part, as `sums` does.
 
     `held` are the weights of the unit; `is_apart` says whether code of the task is running.
     """
@@ -52,11 +53,11 @@ class Scatter(Gather):
         kind: Callable[[], str],
         at: At,
         held: list[nn.Parameter],
-        tree: ChunkTree | None,
+        sums: UnitSum,
         is_apart: Callable[[], bool],
     ) -> None:
         super().__init__(shards, kind, at)
-        self.held, self.tree, self.is_apart = held, tree, is_apart
+        self.held, self.sums, self.is_apart = held, sums, is_apart
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *_: Any, **__: Any
@@ -68,15 +69,7 @@ class Scatter(Gather):
         if input_tensor.nbytes != sum(padded(p, self.shards.size) for p in trained):
             raise _unused()
         with self.at():
-            self._sum(output_tensor, input_tensor)
-
-    def _sum(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        if self.tree is None:
-            self.shards.reduce_scatter(output_tensor, input_tensor, self.kind()).wait()
-        elif (total := self.tree.add(input_tensor)) is None:
-            output_tensor.zero_()  # what comes out of each pass is added up
-        else:
-            output_tensor.copy_(total)
+            self.sums.add(output_tensor, input_tensor)
 
 
 class Filling:
@@ -103,8 +96,7 @@ class Filling:
 
 def padded(parameter: Tensor, parts: int) -> int:
     """The bytes of a weight whose first axis is made a multiple of `parts`."""
-    rows = -(-parameter.shape[0] // parts) * parts
-    return rows * math.prod(parameter.shape[1:]) * parameter.element_size()
+    return math.prod(padded_shape(parameter, parts)) * parameter.element_size()
 
 
 def sizes_of(held: Sequence[Sequence[Tensor]], parts: int) -> tuple[int, int, int]:

@@ -1,8 +1,10 @@
-"""What the parameters of a model may not carry where ranks hold parts of them."""
+"""Parameters of which ranks hold parts: what they may not carry, and whole shapes."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from allranks.errors import RequestError
 
@@ -20,3 +22,15 @@ def check_no_hooks(model: nn.Module, asked: str) -> None:
                 why="a rank holds a part of a parameter, and the hook expects the whole gradient",
                 do="change gradients in the optimizer, or --strategy single",
             )
+
+
+def padded_shape(parameter: Tensor, parts: int) -> tuple[int, ...]:
+    """That of a weight whose first axis is made a multiple of `parts`."""
+    return -(-parameter.shape[0] // parts) * parts, *parameter.shape[1:]
+
+
+def padded_shapes(
+    units: Sequence[Sequence[Tensor]], parts: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Those of what is trained of each unit."""
+    return tuple(tuple(padded_shape(p, parts) for p in u if p.requires_grad) for u in units)

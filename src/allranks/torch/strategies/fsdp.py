@@ -29,7 +29,6 @@ from allranks.torch.accelerator import is_accelerator
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.optimizers.layerwise import Layerwise
 from allranks.torch.reducers.base import Reducer
-from allranks.torch.reducers.chunk_tree import PassPlan
 from allranks.torch.reducers.mean import Mean
 from allranks.torch.reducers.tree import Tree
 from allranks.torch.sharding.beside import Beside
@@ -40,9 +39,10 @@ from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, s
 from allranks.torch.sharding.fsdp_outputs import Outputs
 from allranks.torch.sharding.fsdp_units import check_can_be_cut, rows_apart, units_of
 from allranks.torch.sharding.gradient_parts import SomeCut
-from allranks.torch.sharding.parameters import check_no_hooks
+from allranks.torch.sharding.parameters import check_no_hooks, padded_shapes
 from allranks.torch.sharding.slots import Slots
 from allranks.torch.sharding.two_axes import TwoAxes
+from allranks.torch.sharding.unit_sums import UnitSums
 from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
 from allranks.torch.state import put_whole
 from allranks.torch.step.changes import unfrozen_on_the_way
@@ -74,10 +74,9 @@ class FSDP(Single):
             self.can_run_ahead = False
             self.policy = CPUOffloadPolicy(pin_memory=on_gpu)
             self.builds_deferred = self.is_cut and not on_gpu  # assumed, not run on a GPU
-        self.kind = "control"
+        self.kind, self.most_passes, self.steps = "control", 1, 0
         self.units: list[Any] = []
         self.held: list[list[nn.Parameter]] = []  # by each unit, the root last
-        self.most_passes, self.steps = 1, 0
         self.order = CallOrder(f"--strategy {self.name}")
         self.trail = CallTrail(f"--strategy {self.name}", self.comm.meetings)
         self.cut, self.two_axes = CutModel(), cast("TwoAxes | None", None)
@@ -86,7 +85,7 @@ class FSDP(Single):
 
     @property
     def shard_alone(self) -> bool:
-        return bool(self.context.options.get("reduce") == "tree")
+        return str(self.context.options.get("reduce")) == "tree"
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         check_can_be_cut(model, self.name)
@@ -100,12 +99,11 @@ class FSDP(Single):
         self.slots = Slots(model)
         kind: type[Reducer] = Tree if self.shard_alone else Mean
         self.reducer = kind(self.comm, self.task.shards)
-        self.plan: PassPlan | None = None
-        if self.shard_alone:
-            axes = self.axis(SHARD), self.axis(REPLICATE)
-            self.plan = PassPlan(self.comm, self.task.shards, *axes)
+        axes, options = (self.axis(SHARD), self.axis(REPLICATE)), self.context.options
+        across = self.name == HSDP.name
+        self.sums = UnitSums(options["reduce"], self.comm, self.task.shards, axes, across=across)
         told = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
-        reshard, how = self.context.options["reshard"], dict[str, Any](offload_policy=self.policy)
+        reshard, how = options["reshard"], dict[str, Any](offload_policy=self.policy)
         how |= {"mesh": self._device_mesh(), "ignored_params": set(numbers)}
         names = {id(module): name for name, module in model.named_modules()}
         for unit in units:
@@ -139,8 +137,8 @@ class FSDP(Single):
         shards, kind = self.axis(SHARD), lambda: self.kind
         gathers, sums = (partial(self.trail.at, f"{what} {name}") for what in ("gathers", "sums"))
         unit.set_custom_all_gather(Gather(shards, kind, gathers))
-        tree = None if self.plan is None else self.plan.tree()
-        scatter = Scatter(shards, kind, sums, own, tree, lambda: self.step.apart.is_on)
+        unit_sum, apart = self.sums.of(own), lambda: self.step.apart.is_on
+        scatter = Scatter(shards, kind, sums, own, unit_sum, apart)
         unit.set_custom_reduce_scatter(scatter)
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True)
@@ -154,8 +152,8 @@ class FSDP(Single):
 
     def _device_mesh(self) -> DeviceMesh:
         """What DTensors lie on: without the tensor axis, of which `fully_shard` knows nothing."""
-        names = (REPLICATE, SHARD) if self.mesh.size(REPLICATE) > 1 else (SHARD,)
-        axes = [(name, self.axis(name)) for name in names]
+        over_both = self.mesh.size(REPLICATE) > 1 and self.sums.replicas is None
+        axes = [(n, self.axis(n)) for n in ((REPLICATE, SHARD) if over_both else (SHARD,))]
         if len(axes) == 1:
             return device_mesh(axes[0][1], SHARD)
         return mesh_of(axes, self.comm.size, {REPLICATE: "gradients"})
@@ -229,13 +227,11 @@ class FSDP(Single):
         self.kind = "gradients"
         self.order.begin()
         self.trail.begin()
-        if self.plan is not None:
-            self.plan.begin(batch)
+        self.sums.begin(batch)
         with self.exchange.opened(self.kind):
             tally = self.beside.tally
             self.step.accumulate(batch, lambda leaf: tally, partial(self._leaf_done, batch))
-        if self.plan is not None:
-            self.plan.end()
+        self.sums.end()
         self.kind = "control"
         self.steps += 1
         return tally
@@ -281,7 +277,8 @@ class FSDP(Single):
     def promised_bytes(self) -> int:
         """For a step in which the rank with the most makes as many passes as in any until now."""
         ranks, shards = self.comm.size, self.task.shards
-        work = Workload(self.messages(), ranks, shards, passes=self.most_passes)
+        shapes = padded_shapes(self.held, self.axis(SHARD).size)
+        work = Workload(self.messages(), ranks, shards, passes=self.most_passes, shapes=shapes)
         return self.card.bytes_sent(work, self.context.options)
 
     # --- whole weights --------------------------------------------------------------------
@@ -295,10 +292,7 @@ class FSDP(Single):
         self.cut.begin_pass()
         with self.exchange.opened("control"):
             output = super().eval_step(data, forward)
-        orders = torch.zeros(self.comm.size, dtype=torch.int64, device=self.comm.device)
-        self.comm.all_gather(orders, orders.new_tensor([self.order.digest]), "control").wait()
-        if len(set(orders.tolist())) > 1:
-            raise self.order.other()
+        self.order.check_on_all(self.comm)
         return output
 
     def _let_go(self, *_: Any) -> None:
@@ -336,6 +330,13 @@ class FSDP(Single):
 
     def state(self) -> dict[str, Any]:
         return self.wholes.told(super().state()) if self.is_cut else super().state()
+
+    def own_state(self) -> dict[str, Any]:
+        return self.sums.own_state() if self.is_cut else super().own_state()
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        if self.is_cut:
+            self.sums.load_own_state(state)
 
     def close(self) -> None:
         for hook in self._hooks:

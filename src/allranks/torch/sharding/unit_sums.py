@@ -1,0 +1,215 @@
+"""How the gradients of a unit of `fsdp` are summed, for each rank its part: in one of three ways.
+
+Plainly; along the fixed tree; or compressed, with error feedback, where a unit keeps what this rank
+did not send of it. Every backward pass of a rank is summed by itself.
+
+    fsdp    every rank encodes the part of each other rank, with a residual for each; an all-to-all
+            gives them to their owners, who add them up in the order of the ranks
+    hsdp    the parts are summed as they are in the group that holds the model; the sums of the
+            groups are encoded, gathered by the ranks with the same part, and added up in order
+
+The second sends full gradients only within a group: FlexDeMo's way, Wang et al. 2025,
+arXiv 2502.06728, with its momentum left out. `power-sgd`, `one-bit` and `n-bit` are not here: their
+second half is made for a sum that every rank needs whole.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.strategies.card import Picked
+from allranks.strategies.reductions.compressed import PIECES
+from allranks.torch.comm import Comm
+from allranks.torch.compression.base import Codec
+from allranks.torch.compression.error_feedback import ErrorFeedback
+from allranks.torch.compression.named import codec_of
+from allranks.torch.data.batch import Batch
+from allranks.torch.reducers.chunk_tree import ChunkTree, PassPlan
+
+
+class UnitSum(ABC):
+    """Sums the gradients of one unit, pass by pass."""
+
+    @abstractmethod
+    def add(self, total: Tensor, given: Tensor) -> None:
+        """Sum `given`, (rank, part) flat, over all ranks into `total`, this rank's (part,).
+
+        Every rank calls this once in a pass. What comes out of each pass is added up by torch.
+        """
+
+
+class Plain(UnitSum):
+    """A reduce-scatter over `shards`."""
+
+    def __init__(self, shards: Comm) -> None:
+        self.shards = shards
+
+    def add(self, total: Tensor, given: Tensor) -> None:
+        self.shards.reduce_scatter(total, given).wait()
+
+
+class AlongTree(UnitSum):
+    """The tree over all passes of all ranks: nothing comes out but after the last one."""
+
+    def __init__(self, tree: ChunkTree) -> None:
+        self.tree = tree
+
+    def add(self, total: Tensor, given: Tensor) -> None:
+        found = self.tree.add(given)
+        if found is None:
+            total.zero_()
+        else:
+            total.copy_(found)
+
+
+class CompressedSum(UnitSum):
+    """Encoded messages between owners, or between groups of `shards` where there are `replicas`.
+
+    `held` are the weights of the unit. Residuals begin at zero with the first message, and again
+    where other weights of the unit are trained: they are of all of it, (messages, part).
+    """
+
+    def __init__(
+        self, sums: CompressedSums, shards: Comm, replicas: Comm | None, held: list[nn.Parameter]
+    ) -> None:
+        self.sums, self.shards, self.replicas, self.held = sums, shards, replicas, held
+        self.trained: list[bool] = []
+        self.feedbacks: list[ErrorFeedback] = []
+
+    def add(self, total: Tensor, given: Tensor) -> None:
+        peers = self.replicas
+        if peers is not None or self.sums.is_plain:
+            self.shards.reduce_scatter(total, given).wait()
+        if self.sums.is_plain:
+            if peers is not None:
+                peers.all_reduce(total).wait()
+        elif peers is not None:
+            self._decode(self._gathered(self._encoded(total.view(1, -1)), peers), total)
+        else:
+            self._decode(self._exchanged(self._encoded(given.view(self.shards.size, -1))), total)
+
+    def _encoded(self, parts: Tensor) -> Tensor:
+        """The message of each part: uint8, (messages, bytes)."""
+        trained = [parameter.requires_grad for parameter in self.held]
+        if trained != self.trained:
+            self._begin(trained, torch.zeros_like(parts))
+        pairs = zip(self.feedbacks, parts, strict=True)
+        return torch.stack([feedback.encode(part) for feedback, part in pairs])
+
+    def _begin(self, trained: list[bool], residual: Tensor) -> None:
+        self.trained = trained
+        self.feedbacks = [ErrorFeedback(self.sums.codec, row) for row in residual]
+        for feedback, row in zip(self.feedbacks, residual, strict=True):
+            feedback.load_state({"residual": row})
+
+    def _gathered(self, own: Tensor, peers: Comm) -> Tensor:
+        if peers.size == 1:
+            return own
+        every = own.new_empty(peers.size * own.numel())
+        peers.all_gather(every, own.view(-1)).wait()
+        return every.view(peers.size, -1)
+
+    def _exchanged(self, messages: Tensor) -> Tensor:
+        received = torch.empty_like(messages)
+        sizes = [messages.shape[1]] * self.shards.size
+        self.shards.all_to_all(received.view(-1), messages.view(-1), sizes, sizes).wait()
+        return received
+
+    def _decode(self, messages: Tensor, total: Tensor) -> None:
+        total.zero_()
+        for message in messages:
+            self.sums.codec.add_decoded(message, total)
+
+    def state(self) -> dict[str, Any]:
+        """What this rank did not send yet."""
+        if not self.feedbacks:
+            return {}
+        residual = torch.stack([feedback.residual for feedback in self.feedbacks])
+        return {"trained": list(self.trained), "residual": residual}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned."""
+        if state:
+            self._begin(list(state["trained"]), state["residual"])
+
+
+class CompressedSums:
+    """Those of all units: one codec, and the steps in which it is not used yet."""
+
+    def __init__(self, codec: Codec, after: int) -> None:
+        self.codec, self.after, self.steps = codec, after, 0
+        self.units: list[CompressedSum] = []
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this step is summed as it is."""
+        return self.steps < self.after
+
+    def state(self) -> dict[str, Any]:
+        """Steps and residuals, unit by unit: of this rank alone."""
+        return {"steps": self.steps, "units": [unit.state() for unit in self.units]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned, of the same units on as many ranks."""
+        self.steps = int(state["steps"])
+        for unit, kept in zip(self.units, state["units"], strict=True):
+            unit.load_state(kept)
+
+
+class UnitSums:
+    """The sums of all units, as `reduce` says; every rank of the mesh makes one.
+
+    `axes` are those of the ranks of `comm` that hold a model together, and of those with the same
+    part of it. With `across` the sum over the second is what is compressed, and is made here:
+    `replicas`. Torch makes it otherwise.
+    """
+
+    def __init__(
+        self, reduce: Picked, comm: Comm, shards: int, axes: tuple[Comm, Comm], *, across: bool
+    ) -> None:
+        self.holders, replicas = axes
+        self.plan = PassPlan(comm, shards, *axes) if reduce.name == "tree" else None
+        self.compressed: CompressedSums | None = None
+        if reduce.name in PIECES:
+            self.compressed = CompressedSums(codec_of(reduce), reduce.options["after"])
+        self.replicas = replicas if across and self.compressed else None
+        where = "across groups" if across else "to owners"
+        self.name = f"{reduce.name} {where} of {self.holders.size}"  # others keep other residuals
+
+    def of(self, held: list[nn.Parameter]) -> UnitSum:
+        """The sum of one more unit, which has these weights."""
+        if self.plan is not None:
+            return AlongTree(self.plan.tree())
+        if self.compressed is None:
+            return Plain(self.holders)
+        one = CompressedSum(self.compressed, self.holders, self.replicas, held)
+        self.compressed.units.append(one)
+        return one
+
+    def begin(self, batch: Batch) -> None:
+        """A step begins; every rank calls this."""
+        if self.plan is not None:
+            self.plan.begin(batch)
+
+    def end(self) -> None:
+        """All passes of a step are summed."""
+        if self.plan is not None:
+            self.plan.end()
+        if self.compressed is not None:
+            self.compressed.steps += 1
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank did not send, by the name of the sum; nothing of plain ones."""
+        if self.compressed is None:
+            return {}
+        return {"reducer": {"name": self.name, "state": self.compressed.state()}}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Take up what `own_state` returned of the same sum on as many ranks; else nothing."""
+        kept = state.get("reducer", {})
+        if self.compressed is not None and kept.get("name") == self.name:
+            self.compressed.load_state(kept["state"])
