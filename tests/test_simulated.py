@@ -152,6 +152,21 @@ def test_without_a_node_the_job_goes_on_with_what_is_left(
 
 
 @pytest.mark.slow
+def test_servers_do_without_the_workers_of_a_lost_node(
+    train_on: Callable[..., Result], tmp_path: Path
+) -> None:
+    """The others compute their parts of each batch, to the same bits as if nothing had happened."""
+    flags: dict[str, Any] = {"strategy": "ps", "precision": "fp64", "steps": 40}
+    whole = train_on("digits", **flags).summary
+    flags |= {"bitwise": False, "inject": "kill-node@node=1,step=12"}
+    summary = alone(tmp_path / "less", **flags).summary
+    assert summary["weights_sha256"] == whole["weights_sha256"]
+    assert (summary["restarts"], summary["world_size"]) == (0, whole["world_size"])
+    lost = [row for row in read_events(tmp_path / "less/run") if row["event"] == "worker_lost"]
+    assert sorted(row["rank"] for row in lost) == [4, 5]
+
+
+@pytest.mark.slow
 def test_without_restarts_the_report_names_the_node(tmp_path: Path) -> None:
     with pytest.raises(PlaceError) as failed:
         alone(tmp_path, steps=10_000, inject="kill-node@node=0,step=5")

@@ -201,7 +201,7 @@ def test_clocks_are_never_further_apart_than_staleness_and_each_batch_counts_onc
 
 @pytest.mark.parametrize("spares", [False, True])
 def test_in_step_a_slow_worker_is_waited_for_unless_there_are_spares(spares: bool) -> None:
-    """Three workers, worker 2 at a tenth of the speed; with spares a batch has two parts."""
+    """Three workers, worker 0 at a tenth of the speed; with spares a batch has two parts."""
     parts = 2 if spares else 3
     handing = HandingOut(Ledger(30, 1, parts), in_step=True, spares=spares)
     for worker in range(3):
@@ -212,7 +212,7 @@ def test_in_step_a_slow_worker_is_waited_for_unless_there_are_spares(spares: boo
         for worker in range(3):
             if worker not in busy and (chunk := handing.next_for(worker)) is not None:
                 assert chunk.first == handing.ledger.steps_done, "never of a later step"
-                busy[worker] = [chunk.number, 10 if worker == 2 else 1]
+                busy[worker] = [chunk.number, 10 if worker == 0 else 1]
         for worker, (number, left) in list(busy.items()):
             busy[worker] = [number, left - 1]
             if left == 1:
