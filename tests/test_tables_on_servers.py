@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from allranks.errors import ProgramError, RequestError
+from allranks.job.job import Job
+from allranks.launcher.world import World
+from allranks.programs.clicks import ClickThrough
+from allranks.torch.parameter_server.serving import ServedTrainer
+from allranks.torch.trainer import Trainer
 from conftest import Train
+from limited_memory import Limited
 from test_every_strategy import difference
 
 TASK = "table_tasks:Tables"
@@ -94,3 +101,36 @@ def test_what_rows_cannot_do_is_refused(
 def test_a_regularizer_that_reads_a_table_is_refused(train: Train) -> None:
     with pytest.raises((RequestError, ProgramError), match="it reads a table that lies on servers"):
         train(TASK, "regularized=yes", strategy="ps", ranks=1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_nobody_but_the_scheduler_ever_holds_a_table(role: str, precision: str) -> None:
+    """Not to initialise it either. The weights beside it are those that the scheduler has."""
+    task = ClickThrough(rows=100_000, samples=64, held_out=64, width=8)
+    world = World(rank=2, size=3, role=role, role_index=0)
+    job = Job(strategy="ps", ranks=1, precision=precision)
+    whole = task.model()
+    limit = whole.deep.weight.nbytes // 4 * (1 if precision == "fp32" else 2)
+    with Trainer(task, job, world=world) as everything:
+        wanted = {n: p.detach().clone() for n, p in everything.strategy.model.named_parameters()}
+    with Limited(limit) as used, ServedTrainer(task, job, world=world) as trainer:
+        strategy: Any = trainer.strategy
+        found = dict(strategy.model.named_parameters())
+        assert [one.plan.rows for one in strategy.tables] == [
+            len(whole.wide.weight),
+            len(whole.deep.weight),
+        ]
+        for name, weight in wanted.items():
+            if name in ("wide.weight", "deep.weight"):
+                assert not len(found[name])
+            else:
+                assert torch.equal(found[name], weight), name
+    assert 0 < used.most < limit
+    with Limited(limit), pytest.raises(MemoryError):
+        Trainer(task, job, world=world)
+
+
+def test_a_table_that_no_optimizer_has_is_refused(train: Train) -> None:
+    with pytest.raises(RequestError, match="that the optimizer has not"):
+        train(TASK, "kind=left out", strategy="ps", ranks=1)

@@ -20,6 +20,13 @@ from allranks.job.job import Job
 from allranks.programs.models.gpt import GPT
 from allranks.strategies.torch_cards import CARDS
 from allranks.torch import Trainer
+from allranks.torch.deferred_init.in_blocks import (
+    BLOCK,
+    TOGETHER,
+    draw_in_blocks,
+    is_drawn_in_blocks,
+    sizes,
+)
 from allranks.torch.deferred_init.recorded import Outcome, Recorded, on_device, record
 from conftest import Train
 from contract_tasks import Words
@@ -210,3 +217,22 @@ def test_pretrained_weights_are_read_one_by_one(tmp_path: Path) -> None:
     for name, tensor in wanted.items():
         assert same(found[name], tensor), name
     assert same(found["frozen.weight"], file["frozen.weight"])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize("numbers", [BLOCK + 1, BLOCK + 16, BLOCK + 17, 2 * BLOCK + 1001])
+@pytest.mark.parametrize("name", ["normal_", "uniform_"])
+def test_a_large_tensor_is_drawn_in_blocks_as_if_at_once(
+    name: str, numbers: int, kind: torch.dtype
+) -> None:
+    whole = torch.empty(numbers, dtype=kind)
+    assert is_drawn_in_blocks(name, whole, whole.device)
+    assert sum(sizes(numbers)) == numbers
+    torch.manual_seed(3)
+    getattr(whole, name)(-1.0, 2.0)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    blocks: list[torch.Tensor] = []
+    draw_in_blocks(lambda block: blocks.append(getattr(block, name)(-1.0, 2.0)), numbers, kind)
+    assert max(map(len, blocks)) <= BLOCK + TOGETHER
+    assert torch.equal(torch.cat(blocks), whole) and torch.equal(torch.get_rng_state(), after)

@@ -26,6 +26,7 @@ from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.placement import RecordPlacement, update_by_nothing
 from allranks.torch.model.weights_file import WeightsFile
 from allranks.torch.parameter_server.server import serve
+from allranks.torch.parameter_server.serving import ServedTrainer
 from allranks.torch.parameter_server.trainer import SchedulerTrainer
 from allranks.torch.parameter_server.worker import work
 from allranks.torch.preparing.measuring import measure_step
@@ -62,13 +63,13 @@ def _learn(job: Job, world: World, events: JsonLines) -> None:
 
 def _work(job: Job, world: World, events: JsonLines) -> None:
     """Be a worker of `job`."""
-    with Trainer(_load_task(job), _led(job), world=world) as trainer:
+    with ServedTrainer(_load_task(job), _led(job), world=world) as trainer:
         work(trainer, job, world, events)
 
 
 def _serve(job: Job, world: World, events: JsonLines) -> None:
     """Be a server of `job`."""
-    with Trainer(_load_task(job), _led(job), world=world) as trainer:
+    with ServedTrainer(_load_task(job), _led(job), world=world) as trainer:
         serve(trainer, world, events)
 
 

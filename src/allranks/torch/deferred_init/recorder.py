@@ -39,6 +39,7 @@ from allranks.torch.deferred_init.arguments import (
     twin,
     written_by,
 )
+from allranks.torch.deferred_init.in_blocks import draw_in_blocks, is_drawn_in_blocks
 from allranks.torch.deferred_init.program import (
     Draw,
     NotRecordable,
@@ -194,6 +195,13 @@ class Recorder(TorchDispatchMode):
             and len(tensors) == 1
             and not (args[0].is_conj() or args[0].is_neg())
         ):
+            if is_drawn_in_blocks(name, args[0], device):
+                rest = args[1:], placed(kwargs, device)
+                draw_in_blocks(
+                    lambda block: func(block, *rest[0], **rest[1]), args[0].numel(), args[0].dtype
+                )
+                self._add(func, args, kwargs, args[:1], overwritten=args[:1], draw=draw)
+                return args[0]
             shape = args[0].shape, args[0].stride()
             scratch = torch.empty_strided(*shape, dtype=args[0].dtype, device=device)
             real = func(scratch, *args[1:], **placed(kwargs, device))

@@ -37,6 +37,7 @@ from allranks.strategies.card import Workload
 from allranks.strategies.cards.parameter_server import OUT_OF_STEP, ROWS, parts_of_a_step
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch
+from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.layers import normalising_layers
 from allranks.torch.optimizers.elementwise import groups_of_whole
 from allranks.torch.parameter_server.flat import FlatLayout
@@ -47,13 +48,14 @@ from allranks.torch.parameter_server.tables.placed import (
     let_go,
     most_bytes,
     placed_tables,
+    without_rows,
 )
 from allranks.torch.parameter_server.tables.pulled import find_tables
 from allranks.torch.parameter_server.tables.served import ServedTables
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.base import MakeOptimizer, Strategy
 from allranks.training.progress import StepResult
 
 
@@ -88,10 +90,18 @@ class ParameterServer(Strategy):
     def in_step(self) -> bool:
         return bool(self.context.options["mode"] != OUT_OF_STEP)
 
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
+    ) -> None:
+        if recorded is not None:
+            recorded = without_rows(model, recorded)
+        super().setup(model, make_optimizer, recorded)
+
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self.rows_travel:
             weights = dict(model.named_parameters())
-            self.context.scope.served = frozenset(id(weights[name]) for name in find_tables(model))
+            found = [weights[name] for name in find_tables(model)]
+            self.context.scope.served = frozenset(map(id, found))
         return model
 
     @property
@@ -119,8 +129,10 @@ class ParameterServer(Strategy):
             FlatLayout([p for p in pieces if p.server == server], step.parameters)
             for server in range(options["servers"])
         ]
-        named = zip(step.names, step.parameters, strict=True)
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in named]
+        shapes = [
+            (step.names[at], tuple(p.shape), str(p.dtype))
+            for at, p in zip(dense, held, strict=True)
+        ]
         said = repr((shapes, pieces, self.tables, type(step.optimizer).__qualname__))
         self.digest = hashlib.sha256(said.encode()).hexdigest()
 

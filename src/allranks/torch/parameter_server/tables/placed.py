@@ -9,14 +9,16 @@ list, and a position, that of its parameter among those that the optimizer updat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from allranks.errors import RequestError
 from allranks.launcher.messages.connection import Buffer
+from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.parameter_server.tables.pulled import find_tables
 from allranks.torch.parameter_server.tables.row_optimizers import rule_name
 from allranks.torch.parameter_server.tables.row_table import TablePlan
@@ -43,6 +45,14 @@ def placed_tables(
     an optimizer of it, that servers cannot do row by row.
     """
     found, weights = find_tables(model), dict(model.named_parameters())
+    for name in found:
+        if name not in names and weights[name].requires_grad:
+            raise RequestError(
+                asked=f"the table {name!r} on parameter servers",
+                found="a parameter that requires a gradient, and that the optimizer has not",
+                why="rows on servers are updated there, or the table is frozen and everywhere",
+                do="give it to the optimizer, or weight.requires_grad_(False)",
+            )
     groups = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
     return [
         PlacedTable(
@@ -54,6 +64,20 @@ def placed_tables(
         for at, name in enumerate(names)
         if name in found
     ]
+
+
+def without_rows(model: nn.Module, recorded: Recorded) -> Recorded:
+    """How all but the tables of a model that lies on meta is computed: these have no rows here.
+
+    A process that has a model so never holds a table whole, however it is initialised.
+    """
+    weights = dict(model.named_parameters())
+    tables = {name for name in find_tables(model) if weights[name].requires_grad}
+    for name in tables:
+        weights[name].data = weights[name].data.new_empty(0, *weights[name].shape[1:])
+    views = {name: view for name, view in recorded.views.items() if name not in tables}
+    empty = {name: torch.empty(weights[name].shape, dtype=weights[name].dtype) for name in tables}
+    return replace(recorded, views=views, given={**recorded.given, **empty})
 
 
 def most_bytes(tables: Sequence[PlacedTable], servers: int) -> int:

@@ -138,7 +138,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, TablePlan, list[Any]]]:
         for name, module, is_table in found:
             _check(names[key], name, module, is_table)
         layers: list[Any] = [module for _, module, _ in found]
-        rows, dim = layers[0].weight.shape
+        rows, dim = layers[0].num_embeddings, layers[0].embedding_dim
         yield names[key], TablePlan(names[key], rows, dim, layers[0].weight.dtype), layers
 
 
