@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import socket
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from allranks.errors import ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.programs.clicks import ClickThrough
+from allranks.torch.parameter_server.server import Server
 from allranks.torch.parameter_server.serving import ServedTrainer
+from allranks.torch.parameter_server.tables.placed import body_of
 from allranks.torch.trainer import Trainer
 from conftest import Train
 from limited_memory import Limited
+from table_tasks import Tables
 from test_every_strategy import difference
 
 TASK = "table_tasks:Tables"
@@ -85,13 +89,16 @@ def test_only_rows_that_are_looked_up_travel(train: Train) -> None:
     [
         ("kind=momentum", "ps", "momentum=0.9"),
         ("kind=Adagrad", "ps:mode=async,rate=dc-asgd", "workers"),
+        ("kind=Adagrad", "ps --compile", "passes of its own"),
     ],
 )
 def test_what_rows_cannot_do_is_refused(
     train: Train, setting: str, strategy: str, found: str
 ) -> None:
+    strategy, _, compiled = strategy.partition(" --")
+    flags = {compiled: "eager"} if compiled else {}
     with pytest.raises(RequestError, match=found):
-        train(TASK, setting, strategy=strategy, ranks=1)
+        train(TASK, setting, strategy=strategy, ranks=1, **flags)
     if setting == "kind=momentum":
         wanted, _ = weights_of(train, "single", setting)
         given, _ = weights_of(train, f"{strategy}:tables=whole", setting)
@@ -129,6 +136,39 @@ def test_nobody_but_the_scheduler_ever_holds_a_table(role: str, precision: str) 
     assert 0 < used.most < limit
     with Limited(limit), pytest.raises(MemoryError):
         Trainer(task, job, world=world)
+
+
+class Deaf:
+    """The end of a connection that nobody listens at."""
+
+    def send(self, header: Any, *body: Any) -> None:
+        """Nobody hears it."""
+
+
+def test_what_comes_while_rows_are_loaded_is_of_weights_before() -> None:
+    """The scheduler was started again, and a worker has not noticed yet."""
+    world = World(rank=1, size=3, role="server", role_index=0)
+    job = Job(strategy="ps:mode=async", ranks=1, precision="fp64")
+    with ServedTrainer(Tables(kind="SGD"), job, world=world) as trainer:
+        strategy: Any = trainer.strategy
+        shard, tables = strategy.shard(0), strategy.served_tables(0)
+        nobody, peer = socket.socket(), cast(Any, Deaf())
+        with nobody:
+            server = Server(shard, nobody, "", "", in_step=False, tables=tables)
+            ids, ones = torch.tensor([1, 4]), torch.ones(2, 3, dtype=torch.float64)
+            held = memoryview(bytearray(b"".join(bytes(part) for part in body_of(ids, ones))))
+            zeros = memoryview(bytearray(tables.tables[0].weight.nbytes))
+            load = {"do": "load_rows", "table": 0, "step": 0, "columns": []}
+            found = []
+            for number, is_loaded in enumerate((True, False)):
+                server.answer(1 << 30, peer, load, zeros)
+                if is_loaded:
+                    server.era = 0
+                push = {"number": number, "groups": [{"lr": 1.0}], "unused": []}
+                server.answer(0, peer, {"hold": {"table": 0, "count": 2}, "era": 0}, held)
+                server.answer(0, peer, {"push": push, "era": 0}, memoryview(b""))
+                found.append(tables.tables[0].weight[ids].tolist())
+    assert found == [[[-1.0] * 3] * 2, [[0.0] * 3] * 2]
 
 
 def test_a_table_that_no_optimizer_has_is_refused(train: Train) -> None:

@@ -48,6 +48,7 @@ SCHEDULER_ID = 1 << 30
 KEPT = 16
 """The optimizer keeps at most so many times the bytes of the weights."""
 OVER = "over"
+NO_ERA = -1
 
 
 class Server(Answering):
@@ -72,7 +73,7 @@ class Server(Answering):
         self.tables = tables or ServedTables((), shard.optimizer, 0, 1)
         self.shard, self.layout, self.digest, self.in_step = shard, layout, digest, in_step
         self._reached = reached
-        self.era = -1
+        self.era = NO_ERA
         self._brought: dict[int, Flat] = {}
         self._shared: dict[int, SharedNumbers] = {}
         self._own = threading.local()
@@ -194,6 +195,7 @@ class Server(Answering):
                     unused = message["unused"]
                     answer["squares"] = shard.squares(unused) + self.tables.squares(unused)
                 case "load_rows":
+                    self.era = NO_ERA  # what comes until all is loaded is of weights before
                     self.tables.load(message, body)
                 case "fetch_rows":
                     number = int(message["table"])

@@ -102,6 +102,7 @@ class ParameterServer(Strategy):
             weights = dict(model.named_parameters())
             found = [weights[name] for name in find_tables(model)]
             self.context.scope.served = frozenset(map(id, found))
+            self.can_be_compiled = not found  # rows come by messages, in the middle of forward
         return model
 
     @property

@@ -87,9 +87,13 @@ class RowGradients(Gradients):
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
         dense = super().norm(clips=clips, left_out=left_out)
+        if not self.found:
+            return dense
         return math.hypot(dense, *(float(gradient.norm()) for _, gradient in self.found.values()))
 
     def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
+        if not self.found:
+            return super().norm_unread(clips=clips, left_out=left_out)
         return torch.tensor(self.norm(clips=clips, left_out=left_out), dtype=torch.float64)
 
     def clip_(self, limit: float, norm: float | Tensor) -> None:
