@@ -18,9 +18,11 @@ Sum = Callable[[list[list[Tensor]], dict[Any, Tensor]], list[Tensor]]
 """Of the gradients of each rank, and what is kept from step to step, the sums."""
 
 
-def simulated(ranks: int, summed: Sum, after: int = 0) -> dict[str, Tensor]:
+def simulated(
+    ranks: int, summed: Sum, after: int = 0, kind: type[contract_tasks.Plain] = contract_tasks.Plain
+) -> dict[str, Tensor]:
     """A plain loop in one process over the gradients of each rank's samples."""
-    task = contract_tasks.Plain()
+    task = kind()
     torch.manual_seed(0)
     model = task.model().double()
     optimizer = task.optimizer(model)

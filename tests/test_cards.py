@@ -42,6 +42,7 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("ddp", "hierarchical"): (0, 3360, 4480, 5040, 5880),  # all of them one group
     ("ddp", "top-k"): (0, 512, 1024, 1536, 3584),  # 64 numbers of 4 + 1.5 bytes; the tally
     ("ddp", "two-bit"): (0, 360, 720, 1080, 2520),
+    ("ddp", "demo"): (0, 336, 672, 1008, 2352),  # 32 of the one block, 4 + 1.5 bytes; the tally
     ("ddp", "power-sgd"): (0, 400, 533, 600, 700),  # 20 + 40 numbers for 20 x 40; the tally
     ("ddp", "one-bit"): (0, 480, 661, 720, 952),  # 20 columns of 8 + 8 bytes; the tally
     ("ddp", "n-bit"): (0, 720, 997, 1080, 1456),  # of 20 + 8 bytes

@@ -169,6 +169,7 @@ REDUCERS = {
     "hierarchical": "allranks.torch.reducers.point_to_point:Hierarchical",
     "top-k": "allranks.torch.reducers.compressed.gathered:TopK",
     "two-bit": "allranks.torch.reducers.compressed.gathered:TwoBit",
+    "demo": "allranks.torch.reducers.compressed.demo:DeMo",
     "power-sgd": "allranks.torch.reducers.compressed.power_sgd:PowerSGD",
     "one-bit": "allranks.torch.reducers.compressed.columns:OneBit",
     "n-bit": "allranks.torch.reducers.compressed.columns:NBit",

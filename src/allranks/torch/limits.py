@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch.optim import SGD
+
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.mesh import DATA
@@ -184,7 +186,7 @@ def _late_gradients(task: Task, job: Job, strategy: Strategy) -> RequestError | 
 
 def _compressed_gradients(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
     """What would change the unit of a residual, or leave out rows that it is sent for."""
-    reduce = job.strategy_spec.options.get("reduce")
+    reduce = strategy.learner.context.options.get("reduce")
     if str(reduce) not in compressed.CHOICES:
         return None
     found = {
@@ -204,6 +206,24 @@ def _compressed_gradients(task: Task, job: Job, strategy: Strategy) -> RequestEr
     )
 
 
+def _signs(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    """What would keep a momentum beside that of each rank, or add to what signs are left of."""
+    reduce, optimizer = strategy.learner.context.options.get("reduce"), strategy.step.optimizer
+    if str(reduce) not in compressed.SIGNED:
+        return None
+    is_plain = type(optimizer) is SGD and not any(g["momentum"] for g in optimizer.param_groups)
+    if is_plain and not strategy.step.regularizers.is_there:
+        return None
+    return RequestError(
+        asked=f"--strategy {job.strategy} with {type(optimizer).__name__}",
+        found="a regularizer" if is_plain else "an optimizer that is not SGD without momentum",
+        why="each rank keeps the momentum itself, and weights move by the rate times signs",
+        do="add weight_decay to SGD instead"
+        if is_plain
+        else "let the task return SGD(model.parameters(), lr=…) with momentum=0",
+    )
+
+
 RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _whole_norm,
     _norm_of_one_sample,
@@ -214,6 +234,7 @@ RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _norm_of_a_cut_shard,
     _late_gradients,
     _compressed_gradients,
+    _signs,
     _mixture_of_a_cut_shard,
     for_learners,
 )

@@ -32,9 +32,16 @@ CHOICES: dict[str, tuple[Option, ...]] = {
         Option("min_rate", 2.0, "a matrix that shrinks less is summed as it is", at_least=0),
         AFTER,
     ),
+    "demo": (
+        Option("k", 32, "coefficients that are sent of each block", at_least=1),
+        Option("chunk", 64, "rows and columns of a block, at most 64", at_least=1),
+        Option("beta", 0.999, "what is left of a momentum after a step", at_least=0, below=1),
+    ),
     "one-bit": (AFTER,),
     "n-bit": (Option("bits", "4", "of each number", ("2", "4", "8", "16")), AFTER),
 }
+SIGNED = ("demo",)
+"""Those whose sum gives the signs by which weights move, and no more."""
 PIECES = ("top-k", "two-bit")
 """Those by which a part of a gradient can be given to its owner alone, as `fsdp` does."""
 COLUMNS = Reference(
@@ -48,16 +55,21 @@ GUARANTEES: dict[str, Guarantee] = {
         "a loop in which each rank keeps what it did not send, and sends the threshold, its "
         "negative or nothing of each number; the sums of these are the gradient"
     ),
+    "demo": Reference(
+        "a loop in which each rank adds its gradient to a momentum of its own, and takes out of it "
+        "the k largest cosine coefficients of each block; weights move by the signs of their sum"
+    ),
     "one-bit": COLUMNS,
     "n-bit": COLUMNS,
 }
 FORMULAS = (
     "top-k: (N-1) · (k per chunk · (itemsize or 1/4, and 1.5) + tally); "
     "two-bit: (N-1) · (1/4 per gradient + tally); "
+    "demo: (N-1) · (k per block · (itemsize + 1.5) + tally); "
     "power-sgd: 2(N-1)/N · (rank (rows + columns) numbers per matrix + the rest + tally); "
     "one-bit, n-bit: 2(N-1)/N · (4 ⌈bits · M/32⌉ + 8 per column of M numbers + the rest + tally)"
 )
-SIMPLE = "top-k, two-bit, power-sgd: b = 2; one-bit, n-bit: b = 2 + 1/N"
+SIMPLE = "top-k, two-bit, demo, power-sgd: b = 2; one-bit, n-bit: b = 2 + 1/N"
 
 
 def whole_words(size: int) -> int:
@@ -102,6 +114,32 @@ def factor_rank(shape: tuple[int, ...], rank: int, min_rate: float) -> int:
     return rank if rows * columns > (rows + columns) * rank * min_rate else 0
 
 
+def cosine_block(shape: tuple[int, ...], chunk: int) -> tuple[int, int]:
+    """Rows and columns of the blocks of a gradient: the largest divisors of its own up to `chunk`.
+
+    A matrix is the first axis by all others; a vector is one row.
+    """
+    if not is_matrix(shape):
+        return 1, _divisor(prod(shape), chunk)
+    return _divisor(shape[0], chunk), _divisor(prod(shape[1:]), chunk)
+
+
+def _divisor(count: int, at_most: int) -> int:
+    return next((d for d in range(min(count, at_most), 0, -1) if count % d == 0), 1)
+
+
+def check_blocks(options: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for blocks of which 12 bits cannot index a coefficient."""
+    keep, chunk = options["k"], options["chunk"]
+    if not 1 <= keep <= chunk**2 <= LARGEST_CHUNK:
+        raise RequestError(
+            asked=f"{keep} coefficients of blocks of {chunk} x {chunk}",
+            found=f"k={keep}, chunk={chunk}",
+            why="an index has 12 bits, so chunk is at most 64, and k at most chunk times chunk",
+            do="for example k=32,chunk=64",
+        )
+
+
 def check_top_k(options: Mapping[str, Any]) -> None:
     """Raise `RequestError` for a chunk or a k that 12 bits cannot index."""
     keep, chunk = options["k"], options["chunk"]
@@ -144,6 +182,21 @@ def coded_sent(name: str) -> Callable[[Workload, Mapping[str, Any]], int]:
     return sent
 
 
+def demo_bytes(shape: tuple[int, ...], itemsize: int, options: Mapping[str, Any]) -> int:
+    """The message of one gradient: the coefficients that are kept of its blocks."""
+    block = prod(cosine_block(shape, options["chunk"]))
+    keep = min(options["k"], block)
+    return top_k_bytes(prod(shape), itemsize, keep, block, two_bit=False)
+
+
+def demo_sent(work: Workload, options: Mapping[str, Any]) -> int:
+    """What every rank gives to all others."""
+    item = _counts(work)[0][1]
+    return _gathered(
+        work, [demo_bytes(shape, item, options) for shapes in work.shapes for shape in shapes]
+    )
+
+
 def power_sgd_sent(work: Workload, options: Mapping[str, Any]) -> int:
     """Two all-reduces: the left factors, then the right ones with all that is no matrix."""
     numbers = 0
@@ -170,5 +223,6 @@ def columns_sent(work: Workload, options: Mapping[str, Any]) -> int:
 WAYS = {
     **dict.fromkeys(("one-bit", "n-bit"), columns_sent),
     **{name: coded_sent(name) for name in PIECES},
+    "demo": demo_sent,
     "power-sgd": power_sgd_sent,
 }

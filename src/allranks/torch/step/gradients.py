@@ -56,6 +56,11 @@ class Gradients:
         """Multiply all of it."""
         multiply_(self.flats or gradients_of(self.parameters), factor)
 
+    def sign_(self) -> None:
+        """Let their signs be all that is left of them; what is not a number stays so."""
+        for tensor in self.flats or gradients_of(self.parameters):
+            tensor.sign_()
+
     def norm(self, *, clips: bool, left_out: bool) -> float:
         """Its length, the same on every rank; not finite exactly if one of its elements is not.
 

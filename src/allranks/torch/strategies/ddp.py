@@ -9,6 +9,7 @@ bytes, or an algorithm made of messages, as `ring`.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from allranks.catalog import REDUCERS, load
 from allranks.strategies.card import Picked, Workload
 from allranks.strategies.reduction_tree import Span
+from allranks.strategies.reductions.compressed import SIGNED
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.buckets import Buckets
@@ -121,6 +123,11 @@ class DDP(Strategy):
         # by shards the norm too is the same, to the bit, on any ranks: not that of buckets
         flats = [] if self.shard_alone else self.buckets.gradients
         return local, Gradients(self.step.parameters, flats, exact=self.shard_alone)
+
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        if self.reduced_by.name in SIGNED:
+            gradients.sign_()
+        return super().updating(gradients)
 
 
 class LateDDP(DDP):

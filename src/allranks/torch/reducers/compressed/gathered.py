@@ -31,11 +31,11 @@ from allranks.torch.reducers.compressed.base import Compressed, Exchange, views_
 
 
 class Gathered(Exchange):
-    """One bucket, encoded whole. Keeps a residual of its size."""
+    """One bucket, encoded whole. Keeps a residual of its size, which may fade."""
 
-    def __init__(self, comm: Comm, bucket: Bucket, codec: Codec) -> None:
+    def __init__(self, comm: Comm, bucket: Bucket, codec: Codec, decay: float = 1) -> None:
         self.comm, self.bucket = comm, bucket
-        self.feedback = ErrorFeedback(codec, bucket.gradients)
+        self.feedback = ErrorFeedback(codec, bucket.gradients, decay)
 
     def messages(self) -> Iterator[Pending]:
         gradients = self.bucket.gradients

@@ -1,0 +1,96 @@
+"""The largest cosine coefficients of each block of a tensor: what is slow in it, in few numbers.
+
+A matrix is cut into blocks of rows and columns, a vector into runs, whose lengths divide its own.
+A block X becomes A X B', where A and B are the cosine transforms of its two lengths (DCT-II); they
+are orthonormal, so A' Y B is X again. Of each block the k largest coefficients are sent, as
+`compression.top_k` sends numbers. Peng et al. 2024, DeMo, arXiv 2411.19870.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from allranks.strategies.reductions.compressed import cosine_block
+from allranks.torch.compression.base import Codec
+from allranks.torch.compression.top_k import TopK
+
+
+@lru_cache(maxsize=256)
+def cosines(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The orthonormal DCT-II, (count, count): row k is sqrt(2/n) cos(pi (2i+1) k / 2n) over i.
+
+    Row 0 is sqrt(1/n). Computed in float64.
+    """
+    at = torch.arange(count, dtype=torch.float64)
+    found = torch.cos(math.pi / (2 * count) * (2 * at + 1) * at[:, None]) * math.sqrt(2 / count)
+    found[0] = math.sqrt(1 / count)
+    return found.to(device, dtype)
+
+
+class CosineBlocks(Codec):
+    """Keeps `keep` coefficients of each block of a tensor of `shape`; there and back no loss.
+
+    A block has at most `chunk` rows and columns. What is coded is its memory, flat.
+    """
+
+    def __init__(self, shape: tuple[int, ...], keep: int, chunk: int) -> None:
+        self.rows, self.columns = cosine_block(shape, chunk)
+        count = math.prod(shape)
+        self.width = count if self.rows == 1 else count // max(shape[0], 1)
+        block = self.rows * self.columns
+        self.coefficients = TopK(min(keep, block), block)
+
+    def size_bytes(self, count: int, itemsize: int = 4) -> int:
+        return self.coefficients.size_bytes(count, itemsize)
+
+    def encode(self, flat: Tensor) -> Tensor:
+        return self.coefficients.encode(self.transformed(flat))
+
+    def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
+        found = torch.zeros_like(into)
+        self.coefficients.add_decoded(message, found)
+        into.add_(self.restored(found), alpha=alpha)
+
+    def transformed(self, flat: Tensor) -> Tensor:
+        """The coefficients of (n,), block by block, (n,)."""
+        rows, columns = self._transforms(flat)
+        blocks = flat.view(-1, self.rows, self.width // self.columns, self.columns).transpose(1, 2)
+        return (rows @ blocks @ columns.T).flatten()
+
+    def restored(self, coefficients: Tensor) -> Tensor:
+        """What was `transformed`."""
+        rows, columns = self._transforms(coefficients)
+        blocks = coefficients.view(-1, self.width // self.columns, self.rows, self.columns)
+        return (rows.T @ blocks @ columns).transpose(1, 2).flatten()
+
+    def _transforms(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        rows, columns = (cosines(n, like.dtype, like.device) for n in (self.rows, self.columns))
+        return rows, columns
+
+
+class Parts(Codec):
+    """A flat tensor of which each part has a codec of its own: `parts` are (start, count, codec).
+
+    What lies between them is not sent.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, int, Codec]]) -> None:
+        self.parts = parts
+
+    def size_bytes(self, count: int, itemsize: int = 4) -> int:
+        return sum(codec.size_bytes(own, itemsize) for _, own, codec in self.parts)
+
+    def encode(self, flat: Tensor) -> Tensor:
+        return torch.cat([codec.encode(flat[at : at + own]) for at, own, codec in self.parts])
+
+    def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
+        begun = 0
+        for at, own, codec in self.parts:
+            size = codec.size_bytes(own, into.element_size())
+            codec.add_decoded(message[begun : begun + size], into[at : at + own], alpha)
+            begun += size
