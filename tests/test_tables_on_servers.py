@@ -74,6 +74,17 @@ def test_the_bits_are_the_same_whoever_dies(train: Train, rank: int) -> None:
     assert difference(found, whole) == 0.0 and done.summary["restarts"] == 0
 
 
+@pytest.mark.slow
+def test_a_worker_that_is_slow_changes_nothing(train: Train) -> None:
+    """Rows that two workers bring of one part count once; sockets carry what memory does not."""
+    wanted, _ = weights_of(train, "single")
+    slow = "slow@rank=3,seconds=0.1,attempt=-1"
+    found, _ = weights_of(train, "ps:servers=2,backup=1", ranks=3, inject=slow)
+    assert difference(found, wanted) < 1e-10
+    found, _ = weights_of(train, "ps:servers=3,transport=sockets")
+    assert difference(found, wanted) < 1e-10
+
+
 def test_only_rows_that_are_looked_up_travel(train: Train) -> None:
     """In 12 steps 88 samples each look up 4 rows of each table, twice: in parts and both ways."""
     _, ours = weights_of(train, "ps", ranks=1)
