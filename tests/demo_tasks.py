@@ -25,10 +25,9 @@ class SignedPenalised(Signed, contract_tasks.Penalised):
     """With a regularizer, which is refused."""
 
 
+@dataclass(kw_only=True)
 class SignedDigits(Digits):
     """`digits` at its own rate, by SGD."""
-
-    lr: float = 1e-3
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=self.lr)

@@ -56,6 +56,7 @@ GOLDEN: dict[tuple[str, str], tuple[int, ...]] = {
     ("fsdp", "two-bit"): (0, 3064, 4090, 4608, 5404),
     ("hsdp", ""): (0, 4560, 5680, 6240, 7080),
     ("hsdp", "top-k"): (0, 4560, 4789, 4992, 5736),  # codes of a half to each other group of 2
+    ("hsdp", "demo"): (0, 4560, 4701, 4816, 5208),  # 32 of the block of 10 x 40
     ("hsdp", "two-bit"): (0, 4560, 4665, 4744, 4992),
     ("hsdp", "tree"): (0, 4560, 7387, 9520, 16880),
     **dict.fromkeys(

@@ -79,6 +79,28 @@ def test_a_training_is_its_simulation(ranks: int, keep: int, chunk: int, train: 
     assert sent == pytest.approx(result.summary["card_bytes_per_step"], abs=1)
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_a_training_in_parts_is_its_simulation(ranks: int, train: Train) -> None:
+    """Groups of two sum two passes as they are; each rank has a momentum of its rows."""
+    strategy = f"hsdp:shard=2,reduce=demo(k=3,chunk=4,beta={BETA})"
+    flags: dict[str, Any] = {"ranks": ranks, "precision": "fp64", "steps": STEPS}
+    result = train("demo_tasks:Signed", strategy=strategy, micro_batch=3, **flags)
+    found = load_file(result.run_dir / "weights.safetensors")
+
+    def sums(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Tensor]:
+        groups = [of_ranks[at : at + 2] for at in range(0, ranks, 2)]
+        whole = [[a + b for a, b in zip(*pair, strict=True)] for pair in groups]
+        rows = [[part for g in group for part in g.split(-(-len(g) // 2))] for group in whole]
+        parts = iter(demo_sum(3, 4)(rows, kept))
+        return [torch.cat([next(parts) for _ in g.split(-(-len(g) // 2))]) for g in whole[0]]
+
+    for key, tensor in simulated(ranks, sums, kind=Signed).items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-10)
+    sent = result.summary["sent_bytes"]["gradients"] / STEPS
+    assert sent <= result.summary["card_bytes_per_step"] + 1
+
+
 def signs_of_sums(of_ranks: list[list[Tensor]], kept: dict[Any, Tensor]) -> list[Tensor]:
     return [torch.stack(own).sum(0).sign() for own in zip(*of_ranks, strict=True)]
 
@@ -113,15 +135,17 @@ def test_all_of_a_block_is_all_of_it(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, given)
 
 
-def test_a_momentum_is_in_the_state(on_ranks: Callable[..., Any]) -> None:
-    job = {"strategy": "ddp:reduce=demo(k=3,chunk=4)"}
-    argument = {"module": "demo_tasks", "task": "Signed", "job": job, "steps": 3}
+@pytest.mark.parametrize("strategy", ["ddp:reduce=demo(k=3,chunk=4)", "hsdp:reduce=demo(k=3)"])
+def test_a_momentum_is_in_the_state(strategy: str, on_ranks: Callable[..., Any]) -> None:
+    argument = {"module": "demo_tasks", "task": "Signed", "job": {"strategy": strategy}, "steps": 3}
     on_ranks(2, "contract_workers:go_on_from_a_state", argument)
 
 
 @pytest.mark.slow
-def test_digits_are_learnt(train: Train) -> None:
-    result = train("demo_tasks:SignedDigits", "epochs=8", strategy="ddp:reduce=demo", ranks=2)
+@pytest.mark.parametrize("strategy", ["ddp:reduce=demo", "hsdp:shard=2,reduce=demo"])
+def test_digits_are_learnt(strategy: str, train: Train) -> None:
+    ranks = 4 if "shard" in strategy else 2
+    result = train("demo_tasks:SignedDigits", "epochs=8", strategy=strategy, ranks=ranks)
     assert result.summary["eval"]["accuracy"] > 0.95
 
 
@@ -143,7 +167,15 @@ def test_a_momentum_of_sgd_is_refused(train: Train) -> None:
         train("demo_tasks:Signed", "momentum=0.9", strategy="ddp:reduce=demo", steps=1)
 
 
-@pytest.mark.parametrize("options", ["chunk=65", "k=17,chunk=4"])
-def test_blocks_that_cannot_be_indexed_are_refused(options: str) -> None:
-    with pytest.raises(RequestError, match="12 bits"):
-        assert strategy_spec(f"ddp:reduce=demo({options})", 2).mesh
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("ddp:reduce=demo(chunk=65)", "12 bits"),
+        ("hsdp:reduce=demo(k=17,chunk=4)", "12 bits"),
+        ("hsdp:reduce=demo,offload=cpu", "where gradients are exchanged"),
+        ("fsdp:reduce=demo", "one of mean, tree, top-k, two-bit"),
+    ],
+)
+def test_what_cannot_be_is_refused(strategy: str, why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        assert strategy_spec(strategy, 2).mesh

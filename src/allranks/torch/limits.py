@@ -211,6 +211,8 @@ def _signs(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
     reduce, optimizer = strategy.learner.context.options.get("reduce"), strategy.step.optimizer
     if str(reduce) not in compressed.SIGNED:
         return None
+    if strategy.agreement.cuts_state and any(not p.ndim for p in strategy.step.parameters):
+        return _numbers_beside(job)
     is_plain = type(optimizer) is SGD and not any(g["momentum"] for g in optimizer.param_groups)
     if is_plain and not strategy.step.regularizers.is_there:
         return None
@@ -221,6 +223,15 @@ def _signs(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
         do="add weight_decay to SGD instead"
         if is_plain
         else "let the task return SGD(model.parameters(), lr=…) with momentum=0",
+    )
+
+
+def _numbers_beside(job: Job) -> RequestError:
+    return RequestError(
+        asked=f"--strategy {job.strategy}",
+        found="a weight of no dimension",
+        why="it is not cut, and what is summed beside the parts has no momentum",
+        do="--strategy ddp:reduce=demo, or give it the shape (1,)",
     )
 
 

@@ -47,8 +47,7 @@ def _check_compressed(reduce: Picked, ranks: int, tensor: int = 1) -> None:
     """Raise `RequestError` where no part of a gradient goes to another rank, or chunks are none."""
     if reduce.name not in compressed.PIECES:
         return
-    if reduce.name == "top-k":
-        compressed.check_top_k(reduce.options)
+    compressed.check_codes(reduce)
     if ranks == 1 or tensor > 1:
         raise RequestError(
             asked=f"--strategy fsdp:reduce={reduce} with tensor={tensor} on {ranks} ranks",
@@ -62,8 +61,14 @@ def _check_compressed(reduce: Picked, ranks: int, tensor: int = 1) -> None:
 
 def _hsdp_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
     shard = int(options["shard"])
-    if options["reduce"].name == "top-k":
-        compressed.check_top_k(options["reduce"].options)
+    compressed.check_codes(options["reduce"])
+    if options["reduce"].name in compressed.SIGNED and options["offload"] == "cpu":
+        raise RequestError(
+            asked=f"--strategy hsdp:reduce={options['reduce']},offload=cpu",
+            found="gradients on the host, and ranks that exchange those of their devices",
+            why="the momentum is where gradients are exchanged",
+            do="leave offload out, or reduce=top-k",
+        )
     if ranks % shard:
         fit = [size for size in range(2, ranks + 1) if ranks % size == 0]
         raise RequestError(
@@ -95,32 +100,61 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     if reduce.name in compressed.PIECES:
         others = groups - 1 if "shard" in options else holders - 1
         sent += others * _codes(work, reduce, gradients, holders)
-    else:
+    elif reduce.name not in compressed.SIGNED:
         sent += 2 * (1 - holders / readers) * gradients / holders
     if is_tree:
         sent += (groups - 1) * gradients
+    once = 0.0
+    if reduce.name in compressed.SIGNED:
+        once = (groups - 1) * _cosines(work, reduce, gradients, holders)
     last = Workload((tally,), work.ranks, work.shards)
     beside = tree_bytes(work, [tally]) if is_tree else ring_bytes(last, options)
     if along:
         reduced, gathered = along
         beside += round((tensor - 1) / tensor * (2 * reduced + gathered))
-    return round(work.passes * sent) + beside + moved
+    return round(work.passes * sent + once) + beside + moved
 
 
 def _codes(work: Workload, reduce: Picked, gradients: int, holders: int) -> int:
-    """The messages of one part of each unit. `shapes` are those of the padded gradients of each."""
-    counts = [sum(prod(shape) for shape in unit) for unit in work.shapes]
-    item = gradients // sum(counts) if sum(counts) else 1
-    return sum(compressed.code_bytes(reduce, count // holders, item) for count in counts)
+    """The messages of one part of each unit, whose gradients have these `shapes`."""
+    counts = [sum(prod(_part(shape, holders, 0)) for shape in unit) for unit in work.shapes]
+    item = _itemsize(work, gradients, holders)
+    return sum(compressed.code_bytes(reduce, count, item) for count in counts)
+
+
+def _cosines(work: Workload, reduce: Picked, gradients: int, holders: int) -> int:
+    """The message of the rank whose parts have the most blocks."""
+    item = _itemsize(work, gradients, holders)
+    return max(
+        sum(
+            compressed.demo_bytes(part, item, reduce.options)
+            for unit in work.shapes
+            for shape in unit
+            if prod(part := _part(shape, holders, rank))
+        )
+        for rank in range(holders)
+    )
+
+
+def _itemsize(work: Workload, gradients: int, holders: int) -> int:
+    """Of a number of the gradients, whose bytes are padded to equal parts."""
+    count = sum(prod(_part(shape, holders, 0)) for unit in work.shapes for shape in unit)
+    return -(-gradients // (count * holders)) if count else 1
+
+
+def _part(shape: tuple[int, ...], holders: int, rank: int) -> tuple[int, ...]:
+    """What a rank has of the rows of a tensor; the first has as much as any other, padded."""
+    rows = -(-shape[0] // holders)
+    return max(0, min(rows, shape[0] - rank * rows)), *shape[1:]
 
 
 def _parts(has: Contents, options: Mapping[str, Any]) -> float:
     """Parts of all on K ranks; of what is cut over a tensor axis a part of these on each."""
     tensor = int(options.get("tensor", 1))
     holders = int(options.get("shard", has.ranks // tensor))
-    residuals = 0
-    if options["reduce"].name in compressed.PIECES:
-        residuals = 1 if "shard" in options else holders
+    residuals, reduce = 0, options["reduce"].name
+    if reduce in (*compressed.PIECES, *compressed.SIGNED):
+        residuals = (1 + (reduce in compressed.SIGNED)) if "shard" in options else holders
     return (2 + residuals + has.kept) * (has.cut / tensor + has.rest) / holders
 
 
@@ -148,12 +182,17 @@ CHOICES: dict[str, tuple[Option, ...]] = {
     **{name: compressed.CHOICES[name] for name in compressed.PIECES},
 }
 REDUCE = Option("reduce", "mean", "how gradients are summed", CHOICES, _guarantees("of each rank"))
+FLEX_DEMO = Reference(
+    "a loop in which each group of K ranks adds the sum of its gradients to a momentum of its own, "
+    "and takes out of it the k largest cosine coefficients of each block of a rank's rows; weights "
+    "move by the signs of their sum"
+)
 REDUCE_ACROSS = Option(
     "reduce",
     "mean",
-    "how gradients are summed; top-k, two-bit: across the groups of K",
-    CHOICES,
-    _guarantees("of each group of K ranks, which are summed as they are,"),
+    "how gradients are summed; top-k, two-bit, demo: across the groups of K",
+    {**CHOICES, "demo": compressed.CHOICES["demo"]},
+    {**_guarantees("of each group of K ranks, which are summed as they are,"), "demo": FLEX_DEMO},
 )
 OFFLOAD = Option(
     "offload", "none", "where each rank's parts lie, and are updated", choices=("none", "cpu")
@@ -201,9 +240,11 @@ FSDP_CARDS = (
         bytes_sent=_bytes,
         bytes_formula=f"{GATHERED}; 2(1-K/N) · gradients/K per pass; 2(N-1)/N · tally. "
         "reduce=tree: a pass for each shard, and in each (N/K - 1) · gradients more. "
-        "top-k, two-bit: instead of 2(1-K/N) · gradients/K (N/K - 1) codes of a part of each unit",
-        memory=f"{MEMORY}; tree: the roots of all ranks; top-k, two-bit: 1/K of a gradient more",
-        stored=Stored("(2 + k)(C + R)/K; top-k, two-bit: (3 + k)", _parts),
+        "top-k, two-bit: instead of 2(1-K/N) · gradients/K (N/K - 1) codes of a part of each unit; "
+        "demo: instead of it, once a step, (N/K - 1) times k per block · (itemsize + 1.5)",
+        memory=f"{MEMORY}; tree: the roots of all ranks; top-k, two-bit: 1/K of a gradient more; "
+        "demo: 2/K",
+        stored=Stored("(2 + k)(C + R)/K; top-k, two-bit: (3 + k); demo: (4 + k)", _parts),
         many_ranks=True,
         agreement=Agreement("sharded"),
         mesh=_hsdp_mesh,

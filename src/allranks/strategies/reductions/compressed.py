@@ -128,6 +128,14 @@ def _divisor(count: int, at_most: int) -> int:
     return next((d for d in range(min(count, at_most), 0, -1) if count % d == 0), 1)
 
 
+def check_codes(reduce: Picked) -> None:
+    """Raise `RequestError` for numbers or coefficients that 12 bits cannot index."""
+    if reduce.name == "top-k":
+        check_top_k(reduce.options)
+    if reduce.name == "demo":
+        check_blocks(reduce.options)
+
+
 def check_blocks(options: Mapping[str, Any]) -> None:
     """Raise `RequestError` for blocks of which 12 bits cannot index a coefficient."""
     keep, chunk = options["k"], options["chunk"]

@@ -131,10 +131,7 @@ def groups_of_nodes(reduce: Picked, per_node: int, ranks: int) -> dict[str, str]
 
 def _check_compressed(reduce: Picked, options: Mapping[str, Any]) -> None:
     """Raise `RequestError` for chunks that cannot be indexed, or a gradient compressed and late."""
-    if reduce.name == "top-k":
-        compressed.check_top_k(reduce.options)
-    if reduce.name == "demo":
-        compressed.check_blocks(reduce.options)
+    compressed.check_codes(reduce)
     if reduce.name in compressed.CHOICES and options[LATE.name] == "1":
         raise RequestError(
             asked=f"ddp:reduce={reduce},late=1",

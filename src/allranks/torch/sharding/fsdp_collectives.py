@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from allranks.errors import RequestError
 from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
-from allranks.torch.sharding.parameters import padded_shape
 from allranks.torch.sharding.unit_sums import UnitSum
 
 At = Callable[[], AbstractContextManager[None]]
@@ -96,7 +95,8 @@ class Filling:
 
 def padded(parameter: Tensor, parts: int) -> int:
     """The bytes of a weight whose first axis is made a multiple of `parts`."""
-    return math.prod(padded_shape(parameter, parts)) * parameter.element_size()
+    rows = -(-parameter.shape[0] // parts) * parts
+    return rows * math.prod(parameter.shape[1:]) * parameter.element_size()
 
 
 def sizes_of(held: Sequence[Sequence[Tensor]], parts: int) -> tuple[int, int, int]:

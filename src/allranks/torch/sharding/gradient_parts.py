@@ -43,6 +43,10 @@ class PartsOfRanks(Gradients):
         if self.squares is not None:
             self.squares = self.squares * float(factor) ** 2
 
+    def sign_(self) -> None:
+        for part in self.held():
+            part.sign_()
+
     def follow(self, parameters: list[nn.Parameter]) -> None:
         super().follow(parameters)
         self.squares = None

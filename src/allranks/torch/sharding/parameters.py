@@ -1,10 +1,8 @@
-"""Parameters of which ranks hold parts: what they may not carry, and whole shapes."""
+"""What the parameters of a model may not carry where ranks hold parts of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor, nn
+from torch import nn
 
 from allranks.errors import RequestError
 
@@ -22,15 +20,3 @@ def check_no_hooks(model: nn.Module, asked: str) -> None:
                 why="a rank holds a part of a parameter, and the hook expects the whole gradient",
                 do="change gradients in the optimizer, or --strategy single",
             )
-
-
-def padded_shape(parameter: Tensor, parts: int) -> tuple[int, ...]:
-    """That of a weight whose first axis is made a multiple of `parts`."""
-    return -(-parameter.shape[0] // parts) * parts, *parameter.shape[1:]
-
-
-def padded_shapes(
-    units: Sequence[Sequence[Tensor]], parts: int
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Those of what is trained of each unit."""
-    return tuple(tuple(padded_shape(p, parts) for p in u if p.requires_grad) for u in units)

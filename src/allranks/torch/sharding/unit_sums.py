@@ -8,9 +8,9 @@ did not send of it. Every backward pass of a rank is summed by itself.
     hsdp    the parts are summed as they are in the group that holds the model; the sums of the
             groups are encoded, gathered by the ranks with the same part, and added up in order
 
-The second sends full gradients only within a group: FlexDeMo's way, Wang et al. 2025,
-arXiv 2502.06728, with its momentum left out. `power-sgd`, `one-bit` and `n-bit` are not here: their
-second half is made for a sum that every rank needs whole.
+With `demo` under `hsdp` passes are summed as they are in a group; at the end of a step `DeMo` is
+given this rank's parts, and the ranks with the same ones: FlexDeMo, arXiv 2502.06728. `power-sgd`,
+`one-bit` and `n-bit` are not here: their second half is made for a sum that every rank needs whole.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from allranks.strategies.card import Picked
-from allranks.strategies.reductions.compressed import PIECES
+from allranks.strategies.reductions.compressed import PIECES, SIGNED
+from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm import Comm
 from allranks.torch.compression.base import Codec
 from allranks.torch.compression.error_feedback import ErrorFeedback
 from allranks.torch.compression.named import codec_of
 from allranks.torch.data.batch import Batch
+from allranks.torch.reducers.base import Bucket
 from allranks.torch.reducers.chunk_tree import ChunkTree, PassPlan
+from allranks.torch.reducers.compressed.demo import DeMo
+from allranks.torch.step.gradients import Gradients
 
 
 class UnitSum(ABC):
@@ -176,7 +180,11 @@ class UnitSums:
         self.compressed: CompressedSums | None = None
         if reduce.name in PIECES:
             self.compressed = CompressedSums(codec_of(reduce), reduce.options["after"])
-        self.replicas = replicas if across and self.compressed else None
+        self.demo: DeMo | None = None
+        if reduce.name in SIGNED:
+            self.demo = DeMo(replicas, shards, **reduce.options)
+        self.keeps_residuals = self.compressed is not None or self.demo is not None
+        self.replicas = replicas if across and self.keeps_residuals else None
         where = "across groups" if across else "to owners"
         self.name = f"{reduce.name} {where} of {self.holders.size}"  # others keep other residuals
 
@@ -195,21 +203,48 @@ class UnitSums:
         if self.plan is not None:
             self.plan.begin(batch)
 
+    def lay_out(self, names: list[str], parameters: list[nn.Parameter]) -> None:
+        """These are trained from here on: what was not sent of those before is kept by name."""
+        if self.demo is None:
+            return
+        kept = self.demo.state() if self.demo.buckets else {}
+        self.parts = [(p, local(p)) for p in parameters if p.ndim]
+        sizes = [part.numel() for _, part in self.parts]
+        flat = self.parts[0][1].new_zeros(sum(sizes), requires_grad=False)
+        rows = zip(flat.split(sizes), self.parts, strict=True)
+        self.views = [row.view(part.shape) for row, (_, part) in rows]
+        named = [name for name, p in zip(names, parameters, strict=True) if p.ndim]
+        self.demo.prepare([Bucket(flat, flat, dict(zip(named, self.views, strict=True)))])
+        self.demo.load_state(kept)
+
     def end(self) -> None:
-        """All passes of a step are summed."""
+        """All passes of a step are summed; with `demo` over a group, and here over all groups."""
         if self.plan is not None:
             self.plan.end()
+        if self.demo is not None:
+            held = [local(p.grad) if p.grad is not None else None for p, _ in self.parts]
+            for view, own in zip(self.views, held, strict=True):
+                view.zero_() if own is None else view.copy_(own)
+            self.demo.launch(0, (0, 0), last=True)
+            self.demo.finish()
+            for view, own in zip(self.views, held, strict=True):
+                if own is not None:
+                    own.copy_(view)
         if self.compressed is not None:
             self.compressed.steps += 1
 
+    def before_update(self, gradients: Gradients) -> None:
+        """Leave what the update is made of: with `demo` signs."""
+        if self.demo is not None:
+            gradients.sign_()
+
     def own_state(self) -> dict[str, Any]:
         """What this rank did not send, by the name of the sum; nothing of plain ones."""
-        if self.compressed is None:
-            return {}
-        return {"reducer": {"name": self.name, "state": self.compressed.state()}}
+        keeper = self.compressed or self.demo
+        return {"reducer": {"name": self.name, "state": keeper.state()}} if keeper else {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Take up what `own_state` returned of the same sum on as many ranks; else nothing."""
-        kept = state.get("reducer", {})
-        if self.compressed is not None and kept.get("name") == self.name:
-            self.compressed.load_state(kept["state"])
+        kept, keeper = state.get("reducer", {}), self.compressed or self.demo
+        if keeper is not None and kept.get("name") == self.name:
+            keeper.load_state(kept["state"])

@@ -28,7 +28,6 @@ from allranks.strategies.reduction_tree import Span
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.optimizers.layerwise import Layerwise
-from allranks.torch.reducers.base import Reducer
 from allranks.torch.reducers.mean import Mean
 from allranks.torch.reducers.tree import Tree
 from allranks.torch.sharding.beside import Beside
@@ -39,7 +38,7 @@ from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, s
 from allranks.torch.sharding.fsdp_outputs import Outputs
 from allranks.torch.sharding.fsdp_units import check_can_be_cut, rows_apart, units_of
 from allranks.torch.sharding.gradient_parts import SomeCut
-from allranks.torch.sharding.parameters import check_no_hooks, padded_shapes
+from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.sharding.slots import Slots
 from allranks.torch.sharding.two_axes import TwoAxes
 from allranks.torch.sharding.unit_sums import UnitSums
@@ -90,6 +89,10 @@ class FSDP(Single):
     def parallelize(self, model: nn.Module) -> nn.Module:
         check_can_be_cut(model, self.name)
         numbers = [p for p in model.parameters() if not p.ndim]  # they cannot be cut
+        axes, options = (self.axis(SHARD), self.axis(REPLICATE)), self.context.options
+        across = self.name == HSDP.name
+        self.sums = UnitSums(options["reduce"], self.comm, self.task.shards, axes, across=across)
+        self.can_run_ahead &= not self.sums.keeps_residuals  # a step that is made again has others
         if not self.is_cut:
             self.held = [[p for p in model.parameters() if p.ndim]]
             return model
@@ -97,11 +100,7 @@ class FSDP(Single):
         units = [*units_of(self.task, model), model]
         self._cut_layers(model)
         self.slots = Slots(model)
-        kind: type[Reducer] = Tree if self.shard_alone else Mean
-        self.reducer = kind(self.comm, self.task.shards)
-        axes, options = (self.axis(SHARD), self.axis(REPLICATE)), self.context.options
-        across = self.name == HSDP.name
-        self.sums = UnitSums(options["reduce"], self.comm, self.task.shards, axes, across=across)
+        self.reducer = (Tree if self.shard_alone else Mean)(self.comm, self.task.shards)
         told = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         reshard, how = options["reshard"], dict[str, Any](offload_policy=self.policy)
         how |= {"mesh": self._device_mesh(), "ignored_params": set(numbers)}
@@ -185,6 +184,7 @@ class FSDP(Single):
             names = zip(self.step.names, self.step.parameters, strict=True)
             self.copies = {id(p) for name, p in names if name not in self.cut.dims}
         step = self.step
+        self.sums.lay_out(step.names, step.parameters)
         self.beside = Beside(self.reducer, step.layout, step.parameters, self.copies)
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
@@ -223,8 +223,7 @@ class FSDP(Single):
         for parameter in self.step.parameters:
             parameter.grad = None
         self.beside.begin()
-        self.most_passes = max(self.most_passes, batch.passes)
-        self.kind = "gradients"
+        self.kind, self.most_passes = "gradients", max(self.most_passes, batch.passes)
         self.order.begin()
         self.trail.begin()
         self.sums.begin(batch)
@@ -256,7 +255,8 @@ class FSDP(Single):
         return local, SomeCut(self.step.parameters, holders, own, exact=self.shard_alone)
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
-        if self.is_cut and self.two_axes is not None:
+        self.sums.before_update(gradients)
+        if self.two_axes is not None:
             self.two_axes.check_updates(self.step.optimizer, f"--strategy {self.name}:tensor")
         return self.wholes.gathered() if self.is_cut else super().updating(gradients)
 
@@ -277,7 +277,7 @@ class FSDP(Single):
     def promised_bytes(self) -> int:
         """For a step in which the rank with the most makes as many passes as in any until now."""
         ranks, shards = self.comm.size, self.task.shards
-        shapes = padded_shapes(self.held, self.axis(SHARD).size)
+        shapes = tuple(tuple(tuple(p.shape) for p in h if p.requires_grad) for h in self.held)
         work = Workload(self.messages(), ranks, shards, passes=self.most_passes, shapes=shapes)
         return self.card.bytes_sent(work, self.context.options)
 
@@ -332,11 +332,10 @@ class FSDP(Single):
         return self.wholes.told(super().state()) if self.is_cut else super().state()
 
     def own_state(self) -> dict[str, Any]:
-        return self.sums.own_state() if self.is_cut else super().own_state()
+        return self.sums.own_state()
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        if self.is_cut:
-            self.sums.load_own_state(state)
+        self.sums.load_own_state(state)
 
     def close(self) -> None:
         for hook in self._hooks:
