@@ -22,10 +22,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from allranks.errors import RequestError
+from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import read_events
 from allranks.launcher.nodes.channel import Disconnected
+from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.world import World
+from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.plan import Plan
 from allranks.torch.parameter_server.flat import FlatLayout
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
@@ -396,6 +400,14 @@ def test_one_worker_out_of_step_is_one_process(train: Train) -> None:
     assert ours.summary["train_loss"] == pytest.approx(single.summary["train_loss"], rel=1e-10)
     sent, card = ours.summary["sent_bytes"]["gradients"], ours.summary["card_bytes_per_step"]
     assert sent in (12 * card, 13 * card), "the weights to begin with, and after each step"
+
+
+def test_a_check_sees_what_lies_on_servers(server: ForkServer, tmp_path: Path) -> None:
+    """Each step from the weights of the reference, which are put on the servers."""
+    flags = {"ranks": 2, "strategy": "ps:servers=2,bound=8", "precision": "fp32", "steps": 4}
+    resolved = resolve(TASK, flags, ["clip_norm=0.1"])
+    verdict = check_against_one(resolved, tmp_path, server, Plan((2,), 4, shards=4))
+    assert verdict.equal and {look.comparison.steps for look in verdict.looks} == {4}
 
 
 @pytest.mark.slow

@@ -99,6 +99,16 @@ class Leading:
         """What workers must know of a step before they begin it."""
         return {}
 
+    def put_weights(self) -> None:
+        """The servers have the weights of this process from here on; nobody pulls meanwhile."""
+        weights = [p.detach() for p in self.strategy.parameters]
+        bodies: list[list[Buffer]] = []
+        for layout in self.strategy.layouts:
+            flat = layout.new()
+            flat.read_from(weights)
+            bodies.append([flat.buffer])
+        self.ask_all({"do": "put"}, bodies)
+
     def forward_backward(self, batch: Batch) -> Tally:
         return self.strategy.compute(batch)
 
@@ -131,6 +141,7 @@ class LeadingInStep(Leading):
         """The tallies of all parts, in their order."""
         step = self.strategy.step
         step.begin(batch)
+        self._service.go_on()
         while (found := self._service.step(LOOK_S)) is None:
             self._alive()
         tally = step.layout.tally()
@@ -156,6 +167,8 @@ class LeadingInStep(Leading):
         assert self._gradients is not None
         if not self._gradients.is_applied:
             self.ask_all({"do": "pass"})
+        if self.strategy.step.probe is not None:  # it may change weights before the next step
+            self._service.pause()
         self._service.close_step(self.told(), self.strategy.statistics())
 
     def told(self) -> dict[str, Any]:
@@ -205,7 +218,15 @@ class RemoteGradients(Gradients):
             parameter.grad = None
 
     def tensors(self) -> list[Tensor | None]:
-        return [None for _ in self.parameters]
+        """All of it, fetched from the servers: who traces a training asks for that."""
+        found = [torch.zeros_like(p) for p in self.parameters]
+        layouts = self._leading.strategy.layouts
+        answers = self._leading.ask_all({"do": "gradients"})
+        for layout, (_, body) in zip(layouts, answers, strict=True):
+            if layout.nbytes:
+                layout.new(body).write_to(found)
+        unused = set(self.unused)
+        return [None if at in unused else g * self.factor for at, g in enumerate(found)]
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
         answers = self._leading.ask_all({"do": "squares", "unused": self.unused})

@@ -8,6 +8,8 @@
                 pass                              version              the step updates nothing
                 fetch                             version, kept; body  weights and optimizer
                 peek                              version; body        weights alone
+                put; body                         version              other weights, for a check
+                gradients                         version; body        the sum of all parts
                 load_rows   table, step, columns; body      rows of a table, and their state
                 fetch_rows  table, state          step, columns, widths; body
     worker      hold   table, count; body         none                 rows, for the next push
@@ -218,6 +220,11 @@ class Server(Answering):
                     pieces = [bytes(shard.weights.buffer), *map(bytes, more)]
                 case "peek":
                     pieces = [bytes(shard.weights.buffer)]
+                case "put":
+                    shard.weights.copy_(self.layout.new(bytearray(body)))
+                case "gradients":
+                    self._wait(lambda: shard.is_complete)
+                    pieces = [bytes(shard.gradient.buffer)]
                 case other:
                     raise ValueError(f"to {other!r}, which no server does")
             answer["version"] = shard.version

@@ -123,7 +123,7 @@ class Service(Answering):
             return found
 
     def pause(self) -> None:
-        """Out of step: hand out nothing more, until `go_on`."""
+        """Hand out nothing more, until `go_on`."""
         with self.changed:
             self.handing.is_paused = True
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -72,6 +72,10 @@ class Side(Protocol):
 
     def take_weights(self, *, optimizer: bool = False) -> None:
         """The model has the newest weights from here on, and the optimizer what is kept of it."""
+        ...
+
+    def put_weights(self) -> None:
+        """The servers have the weights of the model from here on."""
         ...
 
 
@@ -243,6 +247,14 @@ class ParameterServer(Strategy):
     def whole_weights(self) -> AbstractContextManager[None]:
         self._take()
         return nullcontext()
+
+    @contextmanager
+    def owned(self, *, writes: bool = False) -> Iterator[None]:
+        """Within, the model has the weights of the servers; they have what was written there."""
+        self._take()
+        yield
+        if writes and self.side is not None:
+            self.side.put_weights()
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         self._take()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from allranks.errors import PeerLost
+from allranks.errors import PeerLost, RequestError
 from allranks.launcher.messages.meeting_point import listen
 from allranks.launcher.nodes.channel import Disconnected
 from allranks.torch.data.batch import Batch
@@ -153,8 +153,21 @@ class SchedulerTrainer(Trainer):
         self._leading.load(done.batch_index, world.restarts)
         strategy.side = self._leading
         service.tell(self._leading.told(), strategy.statistics())
+        if strategy.step.probe is not None:
+            self._check_traced()
+            service.pause()
         service.welcome(world.restarts)
         return service
+
+    def _check_traced(self) -> None:
+        """Raise `RequestError` for what no trace has: rows that are on servers alone."""
+        if self.strategy.tables:
+            raise RequestError(
+                asked=f"to check --strategy {self.job.strategy}",
+                found="tables whose rows lie on servers alone",
+                why="a check compares every weight and gradient whole",
+                do="tables=whole in the options of the strategy",
+            )
 
     def _linked(self, service: Service, patience_s: float) -> Links:
         """Connections to all servers, once they have said where they are."""

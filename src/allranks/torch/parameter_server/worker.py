@@ -175,6 +175,9 @@ class Exchange:
     def take_weights(self, *, optimizer: bool = False) -> None:
         """A worker has what it pulled."""
 
+    def put_weights(self) -> None:
+        """A worker changes nothing on a server but by a gradient."""
+
 
 class Worker:
     """One worker: its trainer, its connections, and the loop."""
