@@ -37,6 +37,7 @@ BENCHMARKS = (
     "tensorflow",
     "slow_link",
     "quality",
+    "parameter_server",
 )
 
 
