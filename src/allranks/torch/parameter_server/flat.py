@@ -102,6 +102,12 @@ class Flat:
         for own, more in zip(self.flats, other.flats, strict=True):
             own.add_(more)
 
+    def be_gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let the gradients of parameters that are whole here lie here, as they are now."""
+        for piece, view in zip(self.layout.pieces, self.views, strict=True):
+            if piece.is_whole:
+                parameters[piece.position].grad = view
+
     @torch.no_grad()
     def read_from(self, whole: Sequence[Tensor | None]) -> list[int]:
         """Copy the pieces of whole tensors, by their positions; zeros for one that is `None`.
@@ -114,7 +120,7 @@ class Flat:
             if tensor is None:
                 view.zero_()
                 missing.append(piece.position)
-            else:
+            elif tensor.data_ptr() != view.data_ptr():  # else it lies here already
                 view.copy_(cut(tensor, piece).view(view.shape))
         return missing
 

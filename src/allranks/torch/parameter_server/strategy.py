@@ -40,7 +40,7 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.layers import normalising_layers
 from allranks.torch.optimizers.elementwise import groups_of_whole
-from allranks.torch.parameter_server.flat import FlatLayout
+from allranks.torch.parameter_server.flat import Flat, FlatLayout
 from allranks.torch.parameter_server.placement import Sized, placed
 from allranks.torch.parameter_server.shard import COMPENSATED, Rule, Shard
 from allranks.torch.parameter_server.tables.placed import (
@@ -199,9 +199,18 @@ class ParameterServer(Strategy):
             return super().forward_backward(batch)
         return self.side.forward_backward(batch)
 
-    def compute(self, batch: Batch) -> Tally:
-        """Forward and backward of a part of a batch, here."""
-        return super().forward_backward(batch)
+    def compute(self, batch: Batch, into: Sequence[Flat] = ()) -> Tally:
+        """Forward and backward of a part of a batch, here; gradients add up where they are sent."""
+        if not into:
+            return super().forward_backward(batch)
+        for parameter in self.parameters:
+            parameter.grad = None
+        for flat in into:
+            flat.raw.zero_()
+            flat.be_gradients_of(self.parameters)
+        tally = self.step.layout.tally()
+        self.step.accumulate(batch, lambda leaf: tally)
+        return tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         if self.side is None:

@@ -149,7 +149,7 @@ class Exchange:
     # --- out of step: the update of a step of this process ----------------------------------
 
     def forward_backward(self, batch: Batch) -> Tally:
-        self.tally = self.strategy.compute(batch)
+        self.tally = self.strategy.compute(batch, self.gradients)
         return self.tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
@@ -295,7 +295,7 @@ class Worker:
         trainer.heartbeat.enter("compute")
         trainer.faults.reach("step", chunk.first)
         with trainer.meter.watching(batch.own_samples), KERNELS:
-            tally = self.strategy.compute(batch)
+            tally = self.strategy.compute(batch, self.exchange.gradients)
         if self.strategy.step.user_buffers.written:
             raise written_in_forward(sorted(self.strategy.step.user_buffers.written))
         trainer.heartbeat.enter("exchange")
