@@ -179,3 +179,12 @@ def test_an_old_public_path_names_the_new_one(old: str, new: str) -> None:
     for module in (f"allranks.{old}", f"allranks.{old}.task"):
         with pytest.raises(ImportError, match=rf"from allranks\.{new} import Task"):
             importlib.import_module(module)
+
+
+def test_each_file_of_tests_has_a_name_of_its_own() -> None:
+    """Pytest imports them by name, so two of one name are an error in a run that takes both."""
+    tests = Path(__file__).parent
+    names = Counter(
+        path.name for path in tests.rglob("test_*.py") if "cluster" not in path.parts
+    )  # the cluster's are a run of their own
+    assert [name for name, times in names.items() if times > 1] == []

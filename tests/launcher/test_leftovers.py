@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import signal
 import subprocess
@@ -194,3 +195,28 @@ def test_what_a_killed_leftover_kept_in_shared_memory_goes_with_it(start: Start)
     finally:
         for name in names:
             Path(name).unlink(missing_ok=True)
+
+
+def test_what_loader_processes_of_the_dead_kept_is_found_by_the_notes_in_a_folder(
+    dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank and loader processes ended before anyone saw them; of a process that lives, nothing."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pid, living = dead.partition(".")[0], str(os.getpid())
+    assert not started_at(int(pid)), "the id was used again"
+    folder = tmp_path / f"allranks-scratch-{dead}-1-{pid}"
+    folder.mkdir()
+    process = multiprocessing.process.current_process()
+    monkeypatch.setitem(process._config, "tempdir", str(folder))  # type: ignore[attr-defined]
+    leftovers.note_names()
+    assert os.listdir(folder) == [living]
+    names = [Path(f"/dev/shm/torch_{number}_1_0") for number in (pid, living)]
+    for name in names:
+        name.touch()
+    try:
+        sweep()
+        assert [name.exists() for name in names] == [False, True]
+        assert not folder.exists()
+    finally:
+        for name in names:
+            name.unlink(missing_ok=True)

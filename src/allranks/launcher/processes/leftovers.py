@@ -78,7 +78,7 @@ def end_processes_of(mark: str) -> None:
     for pid in killed:
         remove_shared_memory(pid)
     for path in Path(tempfile.gettempdir()).glob(f"{_prefix_of(mark)}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
 
 
 def sweep(within: Path | None = None) -> None:
@@ -89,7 +89,7 @@ def sweep(within: Path | None = None) -> None:
     for mark in {mark for _, mark in processes_left()}:
         end_processes_of(mark)
     for path in folders_left(within):
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
 
 
 def processes_left() -> list[tuple[int, str]]:
@@ -132,6 +132,17 @@ def name_folder_of_sockets() -> None:
             multiprocessing.process.current_process()._config["tempdir"] = str(path)  # type: ignore[attr-defined]
 
 
+def note_names() -> None:
+    """Note, in the folder of sockets of its rank, that this process names shared memory.
+
+    A loader process that was killed with its rank, and with all that watched them, is known by it.
+    """
+    folder = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    with contextlib.suppress(OSError):  # the rank has ended: this process is about to
+        if folder and Path(folder).name.startswith(SCRATCH):
+            Path(folder, str(os.getpid())).touch()
+
+
 def _folder_of_sockets(pid: int) -> Path:
     return Path(tempfile.gettempdir(), f"{_prefix_of(os.environ.get(VARIABLE, ''))}{pid}")
 
@@ -143,8 +154,22 @@ def _prefix_of(mark: str) -> str:
 
 def remove_loader_files(pid: int) -> None:
     """What data loaders keep, under the id of a process that ended, in shared memory and files."""
-    shutil.rmtree(_folder_of_sockets(pid), ignore_errors=True)
+    _remove(_folder_of_sockets(pid))
     remove_shared_memory(pid)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, and the shared memory of the processes it is named after or that it names.
+
+    Of processes that ended only: an id may have been given again.
+    """
+    named = [folder.name.rpartition("-")[2]]
+    with contextlib.suppress(OSError):
+        named += os.listdir(folder)
+    for pid in (int(name) for name in named if re.fullmatch("[0-9]{1,9}", name)):
+        if state_of(pid) in ("", "Z", "X"):
+            remove_shared_memory(pid)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_shared_memory(pid: int) -> None:

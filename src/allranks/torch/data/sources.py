@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from allranks.errors import RequestError
+from allranks.launcher.processes.leftovers import note_names
 from allranks.launcher.processes.linux import die_with_parent
 from allranks.torch.data.nested import map_tensors, tensors_in
 from allranks.torch.task import Task
@@ -256,8 +257,9 @@ def _unless_refused(batches: Iterator[Any], place: Place) -> Generator[Any]:
 
 
 def _start_process(number: int) -> None:
-    """End with the rank, and leave the other cores to the ranks."""
+    """End with the rank, leave nothing behind, and leave the other cores to the ranks."""
     die_with_parent()
+    note_names()
     torch.set_num_threads(1)
 
 
