@@ -113,7 +113,7 @@ Weights = dict[str, np.ndarray[Any, Any]]
 
 
 def is_taken_up(name: str, strategy: str) -> bool:
-    return name != "decoupled" and "by=cost" not in strategy
+    return name not in ("decoupled", "ps") and "by=cost" not in strategy
 
 
 def difference(ours: Weights, theirs: Weights) -> float:
@@ -357,7 +357,7 @@ def plain_training(ranks: int, rank: int) -> Weights:
 @pytest.mark.thinned(
     2,
     # by=cost measures again, and may cut elsewhere: checkpoints know no cut, this state does;
-    # decoupled has no loop of one's own
+    # decoupled and ps have no loop of one's own
     ("strategy", [s for n, ss in SETTINGS.items() for s in ss if is_taken_up(n, s)]),
     ("ranks", [1, 3]),
     ("task", ["Images", "Uneven", "Sentences"]),

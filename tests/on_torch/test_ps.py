@@ -45,7 +45,7 @@ from allranks.torch.parameter_server.state import (
 )
 from allranks.torch.parameter_server.worker import Exchange, Stale
 from allranks.torch.trainer import Trainer
-from allranks.training.dispatch.ledger import Ledger
+from allranks.training.dispatch.ledger import Chunk, Ledger
 from conftest import Train
 from decoupled_tasks import Plain
 from test_every_strategy import difference
@@ -227,6 +227,35 @@ def test_in_step_a_slow_worker_is_waited_for_unless_there_are_spares(spares: boo
     assert ticks <= 45 if spares else ticks >= 300
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_who_waits_for_the_next_step_is_called_back_for_a_part_that_nobody_has(seed: int) -> None:
+    """Workers die for good, at random, until one is left: each part of each step is brought."""
+    chance = random.Random(seed)
+    alive = list(range(chance.randint(2, 5)))
+    handing = HandingOut(Ledger(20, 1, len(alive)), in_step=True, ahead=True)
+    for worker in alive:
+        handing.joined(worker)
+    has, parts = dict[int, Chunk](), handing.ledger.parts
+    for _ in range(10_000):
+        worker, now = chance.choice(alive), handing.ledger.steps_done
+        if len(alive) > 1 and chance.random() < 0.02:
+            alive.remove(worker)
+            has.pop(worker, None)
+            handing.lost(worker)
+        elif worker not in has:
+            if (chunk := handing.next_for(worker)) is not None:
+                assert chunk.first in (now, now + 1)
+                has[worker] = chunk
+        elif has[worker].first == now:
+            assert handing.came(worker, has.pop(worker).number)
+            if handing.is_complete:
+                handing.close_step()
+        elif handing.calls_back():
+            handing.returned(worker)
+            del has[worker]
+    assert handing.ledger.is_over and handing.ledger.steps_of_parts == 20 * parts
+
+
 # --- the wire -----------------------------------------------------------------------------
 
 SCRIPT = "0 1 0 0 1 2 0 1 1 2 0 2 0 1"
@@ -347,10 +376,12 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow(but=2)
-@pytest.mark.parametrize("who", ["worker", "server", "scheduler"])
-def test_in_step_the_bits_are_the_same_whoever_dies(train: Train, who: str) -> None:
-    rank = {"scheduler": 0, "server": 2, "worker": 4}[who]
-    flags: dict[str, Any] = {"strategy": "ps:servers=2,bound=8", "ranks": 2, "precision": "fp64"}
+@pytest.mark.parametrize(
+    ("rank", "rejoins"), [(4, 3), (4, 0), (2, 3), (0, 3)], ids=str
+)  # a worker that comes again, and one that does not; a server; the scheduler
+def test_in_step_the_bits_are_the_same_whoever_dies(train: Train, rank: int, rejoins: int) -> None:
+    strategy = f"ps:servers=2,bound=8,rejoins={rejoins}"
+    flags: dict[str, Any] = {"strategy": strategy, "ranks": 2, "precision": "fp64"}
     undisturbed = train(TASK, **flags)
     killed = train(
         TASK,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -146,6 +147,11 @@ class Connection:
         if isinstance(error, TimeoutError) and error.errno is None:
             return Disconnected(f"nothing of it came or went for {self.timeout_s:g} s")
         return Disconnected(f"its connection broke: {error}")
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something of this peer has come that nobody has received, or its end."""
+        return bool(select.select([self._socket], [], [], 0)[0])
 
     def waits_for_ever(self) -> None:
         """A peer that works in silence is no peer that is gone: TCP's probes tell them apart."""

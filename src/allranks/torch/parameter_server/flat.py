@@ -109,6 +109,15 @@ class Flat:
                 parameters[piece.position].grad = view
 
     @torch.no_grad()
+    def be_memory_of(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let parameters that are whole here lie here: what comes is theirs without a copy."""
+        for piece, view in zip(self.layout.pieces, self.views, strict=True):
+            own = parameters[piece.position]
+            if piece.is_whole and own.device == view.device and own.is_contiguous():
+                view.copy_(own)
+                own.data = view
+
+    @torch.no_grad()
     def read_from(self, whole: Sequence[Tensor | None]) -> list[int]:
         """Copy the pieces of whole tensors, by their positions; zeros for one that is `None`.
 
@@ -129,7 +138,8 @@ class Flat:
         """Copy the pieces into whole tensors, by their positions."""
         for piece, view in zip(self.layout.pieces, self.views, strict=True):
             target = cut(whole[piece.position], piece)
-            target.copy_(view.view(target.shape))
+            if target.data_ptr() != view.data_ptr():  # else it lies here already
+                target.copy_(view.view(target.shape))
 
 
 def cut(tensor: Tensor, piece: Piece) -> Tensor:

@@ -1,11 +1,13 @@
 """Who works on what, in step or out of it. No clock, no thread, no wire.
 
-In step the global batch of a step is cut into parts, each a chunk of the ledger; those of the next
-step are handed out when all have come. A worker that is lost leaves its part to another one; with
-`spares` a worker that has nothing to do is given a part that another one has, and the first to
-bring it counts. Out of step a chunk is a whole batch. A worker's clock is how many it has brought;
-who is more than `staleness` ahead of the slowest one waits for it (Ho et al. 2013). The slowest one
-never waits, so there is always one that goes on.
+In step the global batch of a step is cut into parts, each a chunk of the ledger. Who has brought
+its part is handed one of the next step at once (`ahead`), for whose weights it waits at the
+servers. A worker that is lost leaves its part to another one; to one that waits there, too, which
+is called back, and returns what it has. With `spares` nobody is ahead: a worker that has nothing to
+do is given a part that another one has, and the first to bring it counts. Out of step a chunk is a
+whole batch. A worker's clock is how many it has brought; who is more than `staleness` ahead of the
+slowest one waits for it (Ho et al. 2013). The slowest one never waits, so there is always one that
+goes on.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ class HandingOut:
     arrived: set[int] = field(default_factory=set)
     """In step: the chunks of this step that have come."""
     is_paused: bool = False
+    ahead: bool = False
+    """In step: whether parts of the next step are handed out before this one is over."""
+    _is_behind: bool = False
+    """Whether workers were called back: nobody is ahead until the step is over."""
 
     def joined(self, worker: int) -> None:
         """A worker is there, and has nothing: if it was there before, what it had is free again."""
@@ -40,8 +46,8 @@ class HandingOut:
         if self.is_paused:
             return None
         if self.in_step:
-            now = self.ledger.steps_done
-            return self.ledger.next_for(worker, self.arrived, before=now + 1, spare=self.spares)
+            before = self.ledger.steps_done + 1 + (self.ahead and not self._is_behind)
+            return self.ledger.next_for(worker, self.arrived, before=before, spare=self.spares)
         ahead = self.clocks[worker] - min(self.clocks.values())
         if self.staleness != ANY and ahead > self.staleness:
             return None
@@ -72,6 +78,20 @@ class HandingOut:
         for number in sorted(self.arrived):
             self.ledger.merged(number)
         self.arrived.clear()
+        self._is_behind = False
+
+    def calls_back(self) -> bool:
+        """In step: whether those who are ahead are called back, for a part that nobody has."""
+        ledger = self.ledger
+        now = range(ledger.whole, min(ledger.whole + ledger.parts, ledger.chunks))
+        is_free = any(n not in self.arrived and n not in ledger.held for n in now)
+        found = is_free and any(n >= now.stop for n in ledger.held)
+        self._is_behind = self._is_behind or found
+        return found
+
+    def returned(self, worker: int) -> None:
+        """A worker that was called back has nothing any more."""
+        self.ledger.lost(worker)
 
     @property
     def is_idle(self) -> bool:

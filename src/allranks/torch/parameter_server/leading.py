@@ -52,10 +52,8 @@ class Leading:
         self, message: dict[str, Any], bodies: Sequence[Sequence[Buffer]] = ()
     ) -> list[tuple[dict[str, Any], memoryview]]:
         """Say the same to all servers; raises `PeerLost` where one is gone."""
-        try:
+        with _is_lost():
             return self.links.ask_all(message, bodies)
-        except Disconnected as error:
-            raise PeerLost(str(error)) from error
 
     def load(self, version: int, era: int) -> None:
         """Let the servers have the weights and the optimizer of this process."""
@@ -69,13 +67,11 @@ class Leading:
             specs.append(spec)
             bodies.append([flat.buffer, *body])
         message = {"do": "load", "version": version, "era": era}
-        try:
+        with _is_lost():
             load_tables(strategy.tables, strategy.parameters, strategy.step.optimizer, self.links)
             for server, (spec, body) in enumerate(zip(specs, bodies, strict=True)):
                 self.links.send(server, {**message, "kept": spec}, *body)
                 self.links.receive(server)
-        except Disconnected as error:
-            raise PeerLost(str(error)) from error
 
     def take_weights(self, *, optimizer: bool = False) -> None:
         """The model has the weights of the servers from here on."""
@@ -90,14 +86,8 @@ class Leading:
                 kept = unpacked(answer["kept"], body[layout.nbytes :])
                 join_state(strategy.step.optimizer, strategy.parameters, layout.pieces, kept)
         keeping = strategy.step.optimizer if optimizer else None
-        try:
+        with _is_lost():
             take_tables(strategy.tables, strategy.parameters, keeping, self.links)
-        except Disconnected as error:
-            raise PeerLost(str(error)) from error
-
-    def told(self) -> dict[str, Any]:
-        """What workers must know of a step before they begin it."""
-        return {}
 
     def put_weights(self) -> None:
         """The servers have the weights of this process from here on; nobody pulls meanwhile."""
@@ -136,13 +126,17 @@ class LeadingInStep(Leading):
         super().__init__(strategy, links)
         self._service, self._alive = service, alive
         self._gradients: RemoteGradients | None = None
+        self._squares_come = False
 
     def forward_backward(self, batch: Batch) -> Tally:
         """The tallies of all parts, in their order."""
         step = self.strategy.step
         step.begin(batch)
         self._service.go_on()
+        self._ask_for_squares()
         while (found := self._service.step(LOOK_S)) is None:
+            if self._service.calls_back():
+                self.call_back()
             self._alive()
         tally = step.layout.tally()
         for brought in found:
@@ -164,17 +158,60 @@ class LeadingInStep(Leading):
         gradients.apply()
 
     def after_update(self, result: StepResult) -> None:
+        """Let the servers update; whoever waits there for the next version begins with it."""
         assert self._gradients is not None
-        if not self._gradients.is_applied:
-            self.ask_all({"do": "pass"})
         if self.strategy.step.probe is not None:  # it may change weights before the next step
             self._service.pause()
-        self._service.close_step(self.told(), self.strategy.statistics())
+        self._service.close_step()
+        self.tell(self._gradients.update or {"do": "pass"})
 
-    def told(self) -> dict[str, Any]:
-        step = self.strategy.step
+    def tell(self, message: dict[str, Any]) -> None:
+        """Say this to all servers, and to workers, by the first one, what the next step is made of.
+
+        Their answers are not waited for: who is gone is noticed when it is spoken to again.
+        """
+        step, links = self.strategy.step, self.links
         scale = None if step.loss_scale is None else step.loss_scale.value
-        return {"loss_scale": scale, "regularizer": float(step.regularizers.was)}
+        told = {"loss_scale": scale, "regularizer": float(step.regularizers.was)}
+        with _is_lost():
+            for server in range(1, len(links.servers)):
+                links.send(server, message)
+            links.send(0, {**message, "told": told}, self.strategy.statistics())
+        links.leave_unheard()
+
+    # --- the norm -------------------------------------------------------------------------
+
+    def _ask_for_squares(self) -> None:
+        """Ask for the norm before it is there: it comes when the last part has.
+
+        A regularizer, and who traces, ask for other things first.
+        """
+        step = self.strategy.step
+        if step.probe is None and not step.regularizers.is_there:
+            with _is_lost():
+                self.links.say_to_all({"do": "squares", "unused": []})
+            self._squares_come = True
+
+    def squares(self, unused: Sequence[int]) -> float:
+        """The sum of the squares of the gradient; of parameters that nobody used they are zeros."""
+        answers = self._squares_that_come() or self.ask_all({"do": "squares", "unused": unused})
+        return math.fsum(float(answer["squares"]) for answer, _ in answers)
+
+    def _squares_that_come(self) -> list[tuple[dict[str, Any], memoryview]] | None:
+        """The answers that were asked for; `None` if they were not, or servers were interrupted."""
+        if not self._squares_come:
+            return None
+        with _is_lost():
+            answers = self.links.hear_all()
+        self._squares_come = False
+        return None if any(answer["squares"] is None for answer, _ in answers) else answers
+
+    def call_back(self) -> None:
+        """Let those who wait at the servers for the next step ask the scheduler again."""
+        with _is_lost():
+            self.links.say_to_all({"do": "call_back"})
+            self._squares_that_come()
+            self.links.hear_all()
 
 
 class RemoteGradients(Gradients):
@@ -188,7 +225,8 @@ class RemoteGradients(Gradients):
         self._leading = leading
         self.factor = 1.0
         self.unused: list[int] = []
-        self.is_applied = False
+        self.update: dict[str, Any] | None = None
+        """What the servers are told to do with it."""
 
     def settle(self, unused: Sequence[int]) -> None:
         self.unused = list(unused)
@@ -229,8 +267,7 @@ class RemoteGradients(Gradients):
         return [None if at in unused else g * self.factor for at, g in enumerate(found)]
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
-        answers = self._leading.ask_all({"do": "squares", "unused": self.unused})
-        squares = math.fsum(float(answer["squares"]) for answer, _ in answers)
+        squares = self._leading.squares(self.unused)
         return math.sqrt(squares) * abs(self.factor) if squares >= 0 else math.nan
 
     def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
@@ -241,8 +278,16 @@ class RemoteGradients(Gradients):
         self.factor *= min(1.0, limit / (float(norm) + 1e-6))
 
     def apply(self) -> None:
-        """Let the servers update with it, at the rates that the optimizer has now."""
+        """The servers are to update with it, at the rates that the optimizer has now."""
         groups = hyper_parameters_said(self._leading.strategy.step.optimizer)
-        message = {"do": "apply", "factor": self.factor, "groups": groups, "unused": self.unused}
-        self._leading.ask_all(message)
-        self.is_applied = True
+        how = {"factor": self.factor, "groups": groups, "unused": self.unused}
+        self.update = {"do": "apply", **how}
+
+
+@contextmanager
+def _is_lost() -> Iterator[None]:
+    """Within, a server that is gone is a `PeerLost`."""
+    try:
+        yield
+    except Disconnected as error:
+        raise PeerLost(str(error)) from error

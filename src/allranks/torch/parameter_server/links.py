@@ -19,6 +19,10 @@ class Stale(Disconnected):
     """The servers have other weights than those that this worker went on from."""
 
 
+class CalledBack(Exception):
+    """There is work that comes before the weights that this worker waits for."""
+
+
 class Links:
     """The servers at these addresses, in order. What goes wrong is `Disconnected`."""
 
@@ -27,6 +31,7 @@ class Links:
         self._most = [(1 + KEPT) * size + (1 << 20) for size in nbytes]
         self.servers: list[Connection] = []
         self.shares: list[bool] = []
+        self._unheard: list[int] = []
 
     def open(self, hello: Message, offers: Sequence[Message] = ()) -> Self:
         """Connect to all, and say hello; `offers` are of memory to share, one for each.
@@ -44,6 +49,7 @@ class Links:
                 answer, _ = made.ask({**hello, "memory": offers[number]} if offers else hello)
                 self.shares.append(bool(answer["memory"]))
                 made.waits_for_ever()
+        self._unheard = [0] * len(self.servers)
         return self
 
     def send(self, server: int, message: Message, *body: Buffer) -> None:
@@ -55,19 +61,40 @@ class Links:
     ) -> tuple[Message, memoryview]:
         """The answer of one server; raises `Disconnected` for one that refuses, too."""
         with naming(server):
-            connection = self.servers[server]
-            answer, body = connection.receive() if place is None else connection.receive(place)
-            if "refused" in answer:
-                raise Disconnected(f"it refuses: {answer['refused']}")
-            return answer, body
+            while self._unheard[server]:
+                self._answer(server)
+                self._unheard[server] -= 1
+            return self._answer(server, place)
+
+    def _answer(
+        self, server: int, place: Callable[[int], memoryview] | None = None
+    ) -> tuple[Message, memoryview]:
+        connection = self.servers[server]
+        answer, body = connection.receive() if place is None else connection.receive(place)
+        if "refused" in answer:
+            raise Disconnected(f"it refuses: {answer['refused']}")
+        return answer, body
 
     def ask_all(
         self, message: Message, bodies: Sequence[Sequence[Buffer]] = ()
     ) -> list[tuple[Message, memoryview]]:
         """Say the same to all, with a body of its own for each, and wait for all answers."""
+        self.say_to_all(message, bodies)
+        return self.hear_all()
+
+    def say_to_all(self, message: Message, bodies: Sequence[Sequence[Buffer]] = ()) -> None:
+        """Say the same to all, with a body of its own for each; their answers come later."""
         for server in range(len(self.servers)):
             self.send(server, message, *(bodies[server] if bodies else ()))
+
+    def hear_all(self) -> list[tuple[Message, memoryview]]:
+        """What all answer to the first thing said that nobody has heard the answers to."""
         return [self.receive(server) for server in range(len(self.servers))]
+
+    def leave_unheard(self) -> None:
+        """Nobody waits for the answers to what was said last; one that refuses is heard later."""
+        for server in range(len(self.servers)):
+            self._unheard[server] += 1
 
     def close(self) -> None:
         for connection in self.servers:

@@ -7,16 +7,20 @@
                 apply  factor, groups, unused     version
                 pass                              version              the step updates nothing
                 fetch                             version, kept; body  weights and optimizer
+                call_back                         version              to who waits: `again`
+                tell   told; body                 version              what the next step is made of
                 peek                              version; body        weights alone
                 put; body                         version              other weights, for a check
                 gradients                         version; body        the sum of all parts
                 load_rows   table, step, columns; body      rows of a table, and their state
                 fetch_rows  table, state          step, columns, widths; body
+                apply, pass and tell say `told`, with a body: what workers are told with weights
     worker      hold   table, count; body         none                 rows, for the next push
                 rows   table, count; body         rows, as they are
                 push   step, part; body           none
                 push   number, groups, unused; body
                 pull   version                    version; body        this version, or a later one
+                                                  told; body           after it, in step
 
 An `era` begins whenever weights are loaded: after the scheduler was started again, from its
 checkpoint. What a worker brings of an era before is dropped, and it is told so (`stale`). With a
@@ -47,6 +51,7 @@ from allranks.torch.parameter_server.tables.served import ServedTables, answer_r
 from allranks.torch.trainer import Trainer
 
 SCHEDULER_ID = 1 << 30
+LOOK_S = 0.2
 KEPT = 16
 """The optimizer keeps at most so many times the bytes of the weights."""
 OVER = "over"
@@ -76,6 +81,8 @@ class Server(Answering):
         self.shard, self.layout, self.digest, self.in_step = shard, layout, digest, in_step
         self._reached = reached
         self.era = NO_ERA
+        self._told: tuple[Message, bytes] | None = None
+        self._calls_back = False
         self._brought: dict[int, Flat] = {}
         self._shared: dict[int, SharedNumbers] = {}
         self._own = threading.local()
@@ -143,15 +150,18 @@ class Server(Answering):
         shared = self._shared.get(who)
         found = self._copy_for_this_thread() if shared is None else shared.weights
         with self.changed:
-            self._wait(lambda: self.era > era or self._has(era, version))
-            is_stale = self.era != era
-            if not is_stale:
+            self._wait(lambda: self.era > era or self._calls_back or self._has(era, version))
+            is_stale, is_there = self.era != era, self._has(era, version)
+            told = self._told
+            if is_there:
                 version = self.shard.pull(who, found)
-        if is_stale:
-            connection.send({"stale": self.era})
-        else:
+        if is_there:
             body = () if shared is not None else (found.buffer,)
-            connection.send({"version": version}, *body)
+            connection.send({"version": version, "follows": told is not None}, *body)
+            if told is not None:
+                connection.send(*told)
+        else:
+            connection.send({"stale": self.era} if is_stale else {"again": version})
 
     def _gradient_of(self, who: int) -> Flat:
         """What it has pushed; a server may hold rows of tables, and nothing else."""
@@ -193,9 +203,7 @@ class Server(Answering):
                 case "load":
                     self._load(message, body)
                 case "squares":
-                    self._wait(lambda: shard.is_complete)
-                    unused = message["unused"]
-                    answer["squares"] = shard.squares(unused) + self.tables.squares(unused)
+                    answer["squares"] = self._squares(connection, message["unused"])
                 case "load_rows":
                     self.era = NO_ERA  # what comes until all is loaded is of weights before
                     self.tables.load(message, body)
@@ -211,9 +219,15 @@ class Server(Answering):
                     done = float(message["factor"]), message["groups"], message["unused"]
                     shard.apply(*done)
                     self.tables.apply(*done)
+                    self._calls_back = False
                 case "pass":
                     self.tables.forget()
                     shard.pass_over()
+                    self._calls_back = False
+                case "call_back":
+                    self._calls_back = True
+                case "tell":
+                    pass
                 case "fetch":
                     kept = cut_state(shard.optimizer, shard.pieces, self._own_pieces)
                     answer["kept"], more = packed(kept)
@@ -227,9 +241,21 @@ class Server(Answering):
                     pieces = [bytes(shard.gradient.buffer)]
                 case other:
                     raise ValueError(f"to {other!r}, which no server does")
+            if "told" in message:
+                self._told = message["told"], bytes(body)
             answer["version"] = shard.version
             self.changed.notify_all()
         connection.send(answer, *pieces)
+
+    def _squares(self, connection: Connection, unused: list[int]) -> float | None:
+        """Those of the step, once all parts are there; `None` if the scheduler says more before."""
+        while not self.shard.is_complete:
+            if connection.has_more:
+                return None
+            self.changed.wait(LOOK_S)
+            if self.is_closed:
+                raise Disconnected("this server is at its end")
+        return self.shard.squares(unused) + self.tables.squares(unused)
 
     @property
     def _own_pieces(self) -> list[Piece]:
@@ -250,6 +276,7 @@ class Server(Answering):
         kept = unpacked(message["kept"], body[cut:])
         join_state(optimizer, self.shard.pieces, self._own_pieces, kept)
         self.shard.begin(int(message["version"]))
+        self._calls_back = False
         self.era = int(message["era"])
 
 

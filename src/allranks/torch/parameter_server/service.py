@@ -5,6 +5,7 @@
     worker   hello: index, digest                       era, servers: [[address, port], …]
     worker   ask, or brought: chunk, …; body: tally     work, and what is `told`; body: statistics
              sent: {kind: bytes so far}
+    worker   returned: what it was handed ahead         work
 
 `work` is a chunk ("first", "part", …) or "over". An answer is held back while there is nothing for
 the worker. The thread that trains hears of what came (`step`, `brought`), and of a server that is
@@ -67,7 +68,7 @@ class Service(Answering):
         self.era = -1
         """Set once the servers have their weights: workers are welcome from then on."""
         self.told: dict[str, Any] = {}
-        """What workers are told with their work, of the step that is going on."""
+        """Out of step: what workers are told with their work."""
         self.statistics = b""
         """The body of that."""
         self.is_over = False
@@ -103,14 +104,18 @@ class Service(Answering):
         return sorted(found, key=lambda one: one.chunk.part)
 
     def tell(self, told: dict[str, Any], statistics: bytes) -> None:
-        """What workers must know of the work that they are given from here on."""
+        """Out of step: what workers must know of the work that they are given from here on."""
         with self.changed:
             self.told, self.statistics = told, statistics
 
-    def close_step(self, told: dict[str, Any], statistics: bytes) -> None:
-        """In step: hand out the next one, and what workers must know of it."""
+    def calls_back(self) -> bool:
+        """In step: whether workers that are ahead are called back, for a part that nobody has."""
         with self.changed:
-            self.tell(told, statistics)
+            return self.handing.calls_back()
+
+    def close_step(self) -> None:
+        """In step: hand out the next one."""
+        with self.changed:
             self.handing.close_step()
             self.changed.notify_all()
 
@@ -195,6 +200,8 @@ class Service(Answering):
             self._sent[who] = message.get("sent", {})
             if "brought" in message:
                 self._take(who, message["brought"], body)
+            if "returned" in message:
+                self.handing.returned(who)
             self._wait_for_work(lambda: not self._is_there(who, connection) or self._next_for(who))
             if not self._is_there(who, connection):
                 raise Disconnected("it has come again, by another connection")

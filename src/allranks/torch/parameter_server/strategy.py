@@ -23,7 +23,7 @@ This class is what all three have of a strategy: how the weights are laid out, a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -288,6 +288,16 @@ class ParameterServer(Strategy):
         By them a shard of one sample is normalised, so workers are told them with their work.
         """
         return b"".join(tensor.cpu().numpy().tobytes() for tensor in self._statistics())
+
+    def hear(self, told: Mapping[str, Any], statistics: memoryview) -> None:
+        """Take what must be alike in all workers of a step, as the scheduler has it."""
+        step = self.step
+        if step.loss_scale is not None and told.get("loss_scale") is not None:
+            step.loss_scale.value = float(told["loss_scale"])
+        if (was := told.get("regularizer")) is not None:
+            step.regularizers.was = step.layout.like.new_tensor(float(was))
+        if len(statistics):
+            self.take_statistics(statistics)
 
     def take_statistics(self, found: memoryview) -> None:
         """Go on with the running statistics that `statistics` returned elsewhere."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from allranks.errors import PeerLost, RequestError
@@ -135,6 +136,7 @@ class SchedulerTrainer(Trainer):
         total = job.steps if job.steps is not None else self._per_epoch * self.task.epochs
         ledger = Ledger(total, 1, strategy.parts, done.batch_index)
         handing = HandingOut(ledger, strategy.in_step, options["backup"] > 0, options["staleness"])
+        handing.ahead = not handing.spares and strategy.step.probe is None
         if strategy.handed is not None and not strategy.in_step:
             handing.load_state(strategy.handed)
         listener, kind = listen(world), strategy.step.layout.like.dtype
@@ -146,16 +148,18 @@ class SchedulerTrainer(Trainer):
         self.heartbeat.enter("exchange")
         links = self._linked(service, options["patience_s"])
         self._taken.undone_by(links.close)
-        if strategy.in_step:
-            self._leading = LeadingInStep(strategy, links, service)
-        else:
-            self._leading = Leading(strategy, links)
-        self._leading.load(done.batch_index, world.restarts)
-        strategy.side = self._leading
-        service.tell(self._leading.told(), strategy.statistics())
         if strategy.step.probe is not None:
             self._check_traced()
             service.pause()
+        if strategy.in_step:
+            self._leading = leading = LeadingInStep(strategy, links, service)
+            leading.load(done.batch_index, world.restarts)
+            leading.tell({"do": "tell"})
+        else:
+            self._leading = Leading(strategy, links)
+            self._leading.load(done.batch_index, world.restarts)
+            service.tell({}, strategy.statistics())
+        strategy.side = self._leading
         service.welcome(world.restarts)
         return service
 
@@ -188,10 +192,10 @@ class SchedulerTrainer(Trainer):
 
     def _leave(self, service: Service) -> None:
         """The last step was made: take all that servers have, and let everybody go."""
-        self.strategy.side = None
         self._leading.take_weights(optimizer=True)
         self._count_bytes(service)
-        service.finish()
+        self._let_go(service)
+        self.strategy.side = None
 
     def _count_bytes(self, service: Service) -> None:
         """What the busiest process has sent: a server its weights, or a worker its gradients."""
@@ -239,5 +243,12 @@ class SchedulerTrainer(Trainer):
 
     def close(self, *, failed: bool = False) -> None:
         if self.service is not None:
-            self.service.finish()
+            self._let_go(self.service, failed=failed)
         super().close(failed=failed)
+
+    def _let_go(self, service: Service, *, failed: bool = False) -> None:
+        """There is no more work: workers hear of it, those that wait at the servers too."""
+        if isinstance(self.strategy.side, LeadingInStep) and not failed:
+            with suppress(PeerLost):
+                self.strategy.side.call_back()
+        service.finish()

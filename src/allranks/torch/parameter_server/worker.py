@@ -29,7 +29,7 @@ from allranks.launcher.world import World
 from allranks.strategies.roles import WORKER
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.precision import KERNELS
-from allranks.torch.parameter_server.links import Links, Stale
+from allranks.torch.parameter_server.links import CalledBack, Links, Stale
 from allranks.torch.parameter_server.memory import offered
 from allranks.torch.parameter_server.reader import Reader
 from allranks.torch.parameter_server.server import OVER
@@ -86,6 +86,7 @@ class Exchange:
                 if links.shares[server]:
                     gradient, weights = shared.gradient, shared.weights
             self.gradients[server], self.weights[server] = gradient, weights
+            weights.be_memory_of(self.strategy.parameters)
         self.links, self.era, self.version = links, era, -1
         self.rows.link(links, era)
 
@@ -104,18 +105,27 @@ class Exchange:
         self.take()
 
     def take(self) -> None:
-        """Take the weights that were asked for."""
+        """Take the weights that were asked for, and in step what is told with them.
+
+        Raises `CalledBack`, with all answers heard, where other work comes first.
+        """
         assert self.links is not None
         self.lookups.forget()
         parameters = [p.detach() for p in self.strategy.parameters]
         found = []
         for server, flat in enumerate(self.weights):
             answer, _ = self.links.receive(server, flat.place)
-            self.moved["pulled"][server] += flat.layout.nbytes
             if "stale" in answer:
                 raise Stale(f"server {server} has been loaded anew")
+            if "again" in answer:
+                continue
+            self.moved["pulled"][server] += flat.layout.nbytes
             found.append(int(answer["version"]))
             flat.write_to(parameters)
+            if answer["follows"]:
+                self.strategy.hear(*self.links.receive(server))
+        if len(found) < len(self.weights):
+            raise CalledBack
         self.version = min(found)
 
     def push(
@@ -191,6 +201,7 @@ class Worker:
         self.reader = Reader(trainer, strategy.parts)
         self._patience_s = float(strategy.context.options["patience_s"])
         self._scheduler: Connection | None = None
+        self._is_back = False
         if not strategy.in_step:
             strategy.side = self.exchange
 
@@ -204,8 +215,9 @@ class Worker:
                 answer = self._ask(done)
                 if answer["work"] == OVER:
                     return
-                self._hear(answer)
                 done = self._work(Chunk(**answer["work"]))
+            except CalledBack:
+                done, self._is_back = None, True
             except Refused:
                 raise
             except Disconnected:  # what it was at is handed out again
@@ -249,21 +261,14 @@ class Worker:
         assert scheduler is not None
         heartbeat.enter("exchange")
         message: dict[str, Any] = {"sent": self.exchange.moved}
+        if self._is_back:
+            message["returned"], self._is_back = True, False
         body: tuple[Buffer, ...] = ()
         if done is not None:
             message["brought"], body = done[0], (done[1],)
         answer, statistics = scheduler.ask(message, *body)
-        if len(statistics):
-            self.strategy.take_statistics(statistics)
+        self.strategy.hear(answer, statistics)
         return answer
-
-    def _hear(self, answer: dict[str, Any]) -> None:
-        """Take what must be alike in all workers of a step."""
-        step = self.strategy.step
-        if step.loss_scale is not None and answer.get("loss_scale") is not None:
-            step.loss_scale.value = float(answer["loss_scale"])
-        if (was := answer.get("regularizer")) is not None:
-            step.regularizers.was = step.layout.like.new_tensor(float(was))
 
     def _leave(self) -> None:
         self.exchange.unlink()
