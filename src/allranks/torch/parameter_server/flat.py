@@ -102,6 +102,11 @@ class Flat:
         for own, more in zip(self.flats, other.flats, strict=True):
             own.add_(more)
 
+    def be_sum_of(self, one: Flat, other: Flat) -> None:
+        """Become the sum of the numbers of two other memories."""
+        for own, first, second in zip(self.flats, one.flats, other.flats, strict=True):
+            torch.add(first, second, out=own)
+
     def be_gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let the gradients of parameters that are whole here lie here, as they are now."""
         for piece, view in zip(self.layout.pieces, self.views, strict=True):

@@ -150,6 +150,7 @@ class Server(Answering):
         shared = self._shared.get(who)
         found = self._copy_for_this_thread() if shared is None else shared.weights
         with self.changed:
+            self.shard.keep(self._gradient_of(who) if shared is None else shared.gradient)
             self._wait(lambda: self.era > era or self._calls_back or self._has(era, version))
             is_stale, is_there = self.era != era, self._has(era, version)
             told = self._told

@@ -44,11 +44,42 @@ class Rule:
 
 @dataclass
 class Summed:
-    """The parts of a step that have come: those up to `parts` in order are in `sum`."""
+    """The parts of a step that have come: those up to `parts` in order are added.
 
-    sum: Flat
+    The first one, and those that came early, stay where workers have written them, as long as that
+    memory does not change; the sum of two is the first that needs memory of its own.
+    """
+
+    own: Flat
     parts: int = 0
-    held: dict[int, Flat] = field(default_factory=dict)
+    first: Flat | None = None
+    early: dict[int, Flat] = field(default_factory=dict)
+
+    @property
+    def sum(self) -> Flat:
+        return self.own if self.first is None else self.first
+
+    def add(self, gradient: Flat) -> None:
+        """Add the next part in order."""
+        if not self.parts:
+            self.first = gradient
+        elif self.first is not None:
+            self.own.be_sum_of(self.first, gradient)
+            self.first = None
+        else:
+            self.own.add_(gradient)
+        self.parts += 1
+
+    def keep(self, memory: Flat) -> None:
+        """This memory changes from here on: what lies there is copied."""
+        if self.first is memory:
+            self.own.copy_(memory)
+            self.first = None
+        for part, gradient in self.early.items():
+            if gradient is memory:
+                kept = memory.layout.new()
+                kept.copy_(memory)
+                self.early[part] = kept
 
 
 class Shard:
@@ -93,31 +124,23 @@ class Shard:
     def bring(self, part: int, gradient: Flat) -> bool:
         """A part of the gradient of the step that is going on; whether it is new.
 
-        The memory is read, and may change afterwards.
+        Its memory is not to change before the step is over, unless `keep` is called.
         """
         found = self._summed
         if found is None:
             self._room = self._room or self.layout.new()
             found = self._summed = Summed(self._room)
-        if part < found.parts or part in found.held:
+        if part < found.parts or part in found.early:
             return False
-        if part != found.parts:
-            held = self.layout.new()
-            held.copy_(gradient)
-            found.held[part] = held
-            return True
-        self._take(found, gradient)
-        while (following := found.held.pop(found.parts, None)) is not None:
-            self._take(found, following)
+        found.early[part] = gradient
+        while (following := found.early.pop(found.parts, None)) is not None:
+            found.add(following)
         return True
 
-    @staticmethod
-    def _take(found: Summed, gradient: Flat) -> None:
-        if found.parts:
-            found.sum.add_(gradient)
-        else:
-            found.sum.copy_(gradient)
-        found.parts += 1
+    def keep(self, memory: Flat) -> None:
+        """What was brought may change in this memory from here on."""
+        if self._summed is not None:
+            self._summed.keep(memory)
 
     @property
     def is_complete(self) -> bool:

@@ -25,6 +25,7 @@ from allranks.launcher.messages.answering import ANSWER_S
 from allranks.launcher.messages.connection import Buffer, Connection
 from allranks.launcher.messages.meeting_point import connect
 from allranks.launcher.nodes.channel import Disconnected, Message, Refused
+from allranks.launcher.processes.linux import keep_freed_memory
 from allranks.launcher.world import World
 from allranks.strategies.roles import WORKER
 from allranks.torch.data.batch import Batch
@@ -339,6 +340,7 @@ class Worker:
 def work(trainer: Trainer, job: Job, world: World, events: JsonLines) -> None:
     """Be a worker until the scheduler says that it is over."""
     events.event("ready", host=sockets.gethostname(), role=world.role, index=world.role_index)
+    keep_freed_memory()
     worker = Worker(trainer, job, world)
     try:
         worker.run()
