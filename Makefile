@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 SCRIPTS := .venv/scripts
-NATIVE := $(wildcard src/allranks/torch/shared_memory/native/*)
+NATIVE := $(wildcard src/allranks/torch/*/native/*)
 TORCHES := 2.11.0 2.14.1
 CORE := tests/test_every_strategy.py $(addprefix tests/on_torch/test_,step.py single.py layers.py \
 	precision.py state.py changes.py leaving.py machine.py replicas.py checkpoint_save.py)

@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
+from allranks.torch.compression import kernels
+from allranks.torch.compression.base import Codec
+from allranks.torch.compression.columns import ColumnQuantizer
 from allranks.torch.compression.error_feedback import ErrorFeedback
 from allranks.torch.compression.top_k import TopK
+from allranks.torch.compression.two_bit import TwoBit
 
 
 def decoded(codec: TopK, flat: Tensor) -> Tensor:
@@ -111,3 +115,72 @@ def test_what_is_not_finite_is_sent_once() -> None:
 def test_what_12_bits_cannot_index_is_refused(keep: int, chunk: int) -> None:
     with pytest.raises(RequestError, match="12 bits"):
         TopK(keep, chunk)
+
+
+# --- the loops in C -----------------------------------------------------------------------
+
+
+def numbers(count: int, dtype: torch.dtype) -> Tensor:
+    """Ties, both zeros and what is not finite among them."""
+    found = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
+    found[::7] = found[0].item()
+    found[1::11] = 0.0
+    found[2::13] = -0.0
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 9, 4096, 9001])
+@pytest.mark.parametrize(
+    "codec", [TopK(3, 7), TopK(64, 4096, "two-bit"), TwoBit(0.4)], ids=lambda codec: str(codec)[:40]
+)
+def test_the_library_gives_the_bytes_of_torch(
+    codec: Codec, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kernels.LIBRARY is not None
+    flat, there = numbers(count, dtype), numbers(count, dtype)
+    flat[3::101], flat[4::103] = torch.inf, -torch.inf
+    if isinstance(codec, TwoBit):
+        flat[5::107] = torch.nan
+    found = []
+    for library in (kernels.LIBRARY, None):
+        monkeypatch.setattr(kernels, "LIBRARY", library)
+        message, into = codec.encode(flat), there.clone()
+        codec.add_decoded(message, into, alpha=-0.5)  # exact: torch may fuse it
+        found.append((message.tolist(), into))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1].nan_to_num(9), found[1][1].nan_to_num(9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [1, 31, 100, 777])
+@pytest.mark.parametrize("bits", [1, 2, 8, 16])
+def test_the_library_quantises_columns_as_torch_does(
+    bits: int, length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The means and ranges that it adds up in float64 may differ in their last bits."""
+    quantizer = ColumnQuantizer(bits)
+    columns = numbers(5 * length, dtype).view(5, length)
+    columns[3], columns[4, -1] = 0.0, torch.nan
+    messages, values, sums = [], [], []
+    for library in (kernels.LIBRARY, None):
+        monkeypatch.setattr(kernels, "LIBRARY", library)
+        messages.append(quantizer.encode(columns))
+        values.append(quantizer.decode(messages[0], length, dtype))
+        sums.append(columns.clone())
+        quantizer.add_decoded(messages[0], sums[-1], alpha=-1)
+    assert torch.equal(values[0].nan_to_num(9), values[1].nan_to_num(9))
+    assert torch.equal(sums[0].nan_to_num(9), sums[1].nan_to_num(9))
+    bounds = [message[:4, -8:].contiguous().view(torch.float32) for message in messages]
+    assert torch.allclose(*bounds, rtol=1e-6, atol=1e-7)
+    other = quantizer.decode(messages[1], length, dtype)[:4]
+    step = (bounds[0][:, 1:] - bounds[0][:, :1]) / quantizer.steps + 1e-6
+    assert bool(((values[0][:4] - other).abs() <= 1.001 * step).all())
+    if bits == 1:
+        assert torch.equal(messages[0][:, :-8], messages[1][:, :-8])
+
+
+def test_what_does_not_lie_in_one_piece_is_left_to_torch() -> None:
+    every, codec = numbers(200, torch.float32), TwoBit(0.4)
+    half = every.view(-1, 2)[:, 1]
+    assert torch.equal(codec.encode(half), codec.encode(half.clone()))

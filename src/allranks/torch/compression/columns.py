@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.reductions.compressed import column_bytes
+from allranks.torch.compression.kernels import is_double, kernels
 
 WORD = 32
 RANGE = 4.0  # in roots of the mean square
@@ -30,6 +31,12 @@ class ColumnQuantizer:
 
     def encode(self, columns: Tensor) -> Tensor:
         """Messages of (c, M): uint8, (c, column_bytes(M, bits))."""
+        if (library := kernels(columns)) is not None:
+            count, length = columns.shape
+            sent = torch.empty((count, column_bytes(length, self.bits)), dtype=torch.uint8)
+            given = is_double(columns), columns.data_ptr(), count, length, self.bits
+            library.encode_columns(*given, sent.data_ptr())
+            return sent
         codes, lower, upper = self._one_bit(columns) if self.bits == 1 else self._many(columns)
         count, length = columns.shape
         slots = WORD // self.bits
@@ -44,8 +51,25 @@ class ColumnQuantizer:
 
     def decode(self, messages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """What `messages` say, (c, length)."""
-        messages = messages.contiguous()
-        assert messages.shape[1] == column_bytes(length, self.bits)
+        into = torch.empty(len(messages), length, dtype=dtype, device=messages.device)
+        self.add_decoded(messages, into, adds=False)
+        return into
+
+    def add_decoded(
+        self, messages: Tensor, into: Tensor, alpha: float = 1, *, adds: bool = True
+    ) -> None:
+        """Add `alpha` times what `messages` say to `into`, (c, M); or lay it there."""
+        messages, (count, length) = messages.contiguous(), into.shape
+        assert messages.shape == (count, column_bytes(length, self.bits))
+        if (library := kernels(into, messages)) is not None:
+            given = is_double(into), messages.data_ptr(), count, length, self.bits
+            library.decode_columns(*given, into.data_ptr(), alpha, adds)
+        elif adds:
+            into.add_(self._values(messages, length, into.dtype), alpha=alpha)
+        else:
+            into.copy_(self._values(messages, length, into.dtype)).mul_(alpha)
+
+    def _values(self, messages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         found = messages.view(torch.int32).long()
         shifts = torch.arange(0, WORD, self.bits, device=messages.device)[:, None]
         codes = (found[:, None, :-2] >> shifts) & (2**self.bits - 1)

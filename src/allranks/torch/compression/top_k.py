@@ -18,6 +18,7 @@ from torch import Tensor
 from allranks.strategies.reductions import compressed
 from allranks.strategies.reductions.compressed import LARGEST_CHUNK, check_top_k, kept
 from allranks.torch.compression.base import Codec
+from allranks.torch.compression.kernels import is_double, kernels
 
 
 class TopK(Codec):
@@ -81,6 +82,10 @@ class TopK(Codec):
         keep = min(self.keep, rows.shape[1])
         if keep == rows.shape[1]:
             return torch.arange(keep, device=rows.device).expand(rows.shape[0], keep)
+        if (library := kernels(rows)) is not None:
+            found = torch.empty(rows.shape[0], keep, dtype=torch.int64)
+            library.top_k(is_double(rows), rows.data_ptr(), *rows.shape, keep, found.data_ptr())
+            return found
         size = rows.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
         least = size.topk(keep, dim=1).values[:, -1:]
         above, equal = size > least, size == least

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from allranks.strategies.reductions.compressed import two_bit_bytes
 from allranks.torch.compression.base import Codec
+from allranks.torch.compression.kernels import is_double, kernels
 
 
 class TwoBit(Codec):
@@ -26,6 +27,11 @@ class TwoBit(Codec):
         return two_bit_bytes(count)
 
     def encode(self, flat: Tensor) -> Tensor:
+        if (library := kernels(flat)) is not None:
+            message = torch.empty(two_bit_bytes(flat.numel()), dtype=torch.uint8)
+            given = is_double(flat), flat.data_ptr(), flat.numel(), self.threshold
+            library.encode_two_bits(*given, message.data_ptr(), message.numel())
+            return message
         codes = flat.new_zeros(4 * two_bit_bytes(flat.numel()), dtype=torch.uint8)
         own = codes[: flat.numel()]
         own[flat >= self.threshold] = 3
@@ -35,6 +41,10 @@ class TwoBit(Codec):
         return four[:, 0] << 6 | four[:, 1] << 4 | four[:, 2] << 2 | four[:, 3]
 
     def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
+        if (library := kernels(into, message)) is not None:
+            given = is_double(into), message.data_ptr(), into.numel(), self.threshold, alpha
+            library.add_two_bits(*given, into.data_ptr())
+            return
         shifts = torch.arange(6, -1, -2, device=message.device, dtype=torch.uint8)
         codes = ((message[:, None] >> shifts) & 3).flatten()[: into.numel()]
         values = [0.0, torch.nan, -self.threshold, self.threshold]

@@ -215,12 +215,7 @@ class Server(Answering):
                     self.tables.scale(float(message["factor"]))
                     shard.add(self.layout.new(bytearray(body)), float(message["factor"]))
                 case "apply":
-                    self._wait(lambda: shard.is_complete)
-                    self._reached(shard.version)
-                    done = float(message["factor"]), message["groups"], message["unused"]
-                    shard.apply(*done)
-                    self.tables.apply(*done)
-                    self._calls_back = False
+                    self._apply(message)
                 case "pass":
                     self.tables.forget()
                     shard.pass_over()
@@ -247,6 +242,14 @@ class Server(Answering):
             answer["version"] = shard.version
             self.changed.notify_all()
         connection.send(answer, *pieces)
+
+    def _apply(self, message: Message) -> None:
+        self._wait(lambda: self.shard.is_complete)
+        self._reached(self.shard.version)
+        done = float(message["factor"]), message["groups"], message["unused"]
+        self.shard.apply(*done)
+        self.tables.apply(*done)
+        self._calls_back = False
 
     def _squares(self, connection: Connection, unused: list[int]) -> float | None:
         """Those of the step, once all parts are there; `None` if the scheduler says more before."""

@@ -73,21 +73,20 @@ class _Matrix:
     def summed(self, received: Tensor) -> Tensor:
         """(bytes,) of the sum of this rank's stripe, of (rank, bytes)."""
         for message in received:
-            self.of_sum.add_(self._decoded(message.reshape(self.stripe, -1)))
+            self.quantizer.add_decoded(message.reshape(self.stripe, -1), self.of_sum)
         return self._encoded(self.of_sum).flatten()
 
     def take(self, every: Tensor) -> None:
         """Lay the sums of all stripes, (rank, bytes), into the bucket."""
-        total = self._decoded(every.reshape(self.ranks * self.stripe, -1))
-        self.view.copy_(total[: self.count].view(self.view.shape))
+        columns = every.reshape(self.ranks * self.stripe, -1)[: self.count]
+        total = self.quantizer.decode(columns, self.length, self.view.dtype)
+        self.view.copy_(total.view(self.view.shape))
 
     def _encoded(self, residual: Tensor) -> Tensor:
         message = self.quantizer.encode(residual)
-        residual.sub_(self._decoded(message)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.quantizer.add_decoded(message, residual, alpha=-1)
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return message
-
-    def _decoded(self, messages: Tensor) -> Tensor:
-        return self.quantizer.decode(messages, self.length, self.view.dtype)
 
 
 class _Striped(Exchange):
