@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from allranks.job.placement import read_placements
 from allranks.job.run_folder import is_in_use, read_events
 from allranks.launcher.scripts.plan import CommandRequest
 from allranks.strategies.resolve import strategy_spec
+from allranks.tools.report.outcome import outcome_of, read_job
 
 MOST_NOTES = 10
 HEADING_FIELDS = ("schema", "kind", "program", "processes", "run_dir")
 COMMAND_DEFAULTS = {**CommandRequest(()).to_data(), "ranks": 1, "nodes": 1}
-ENDS = ("done", "stopped", "failed", "interrupted")
 
 
 @click.command()
@@ -59,7 +58,7 @@ def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
             why="a run folder always has one",
             do="see `allranks runs` for those there are",
         )
-    job = _job(path)
+    job = read_job(path)
     if placement:
         _print_placement(path, job, as_object)
         return
@@ -125,44 +124,20 @@ def _print_placement(path: Path, job: dict[str, Any], as_object: bool) -> None:
         click.echo(table(held, mesh))
 
 
-def _job(path: Path) -> dict[str, Any]:
-    try:
-        job = tomllib.loads((path / "job.toml").read_text())
-        return {**job, "program": job["program"], "ranks": job["ranks"]}
-    except (OSError, ValueError, KeyError) as error:
-        raise RequestError(
-            asked=f"to read {path / 'job.toml'}",
-            found=f"{type(error).__name__}: {error}",
-            why="it is not what a job writes",
-            do="look at the file, or remove the folder",
-        ) from None
-
-
 def _row(path: Path) -> dict[str, Any]:
     """State, result and first fault of one run, from its job and its events."""
-    summary, fault = None, None
     try:
-        job = _job(path)
+        job = read_job(path)
     except RequestError:
         nothing = {"program": None, "ranks": None, "summary": None, "fault": None}
         return {"run_dir": str(path), "state": "unreadable", **nothing}
-    state = "running" if is_in_use(path) else "killed"
-    restarts = 0
-    for event in read_events(path):
-        if event["rank"] is None and event["event"] in ENDS:
-            if state != "running":
-                state, fault = event["event"], event.get("report")
-        elif event["event"] == "attempt":
-            summary, fault = None, None
-            state = "running" if state == "running" else "killed"
-        elif event["rank"] == 0 and event["event"] == "done":
-            summary = {"run_dir": str(path), **event["summary"], "restarts": restarts}
-        restarts = 0 if event["event"] == "started" else restarts + (event["event"] == "restart")
+    is_running = is_in_use(path)
+    outcome = outcome_of(path, read_events(path), is_running)
     return {
         "run_dir": str(path),
-        "state": state,
+        "state": outcome.state,
         "program": job["program"],
         "ranks": job["ranks"],
-        "summary": summary,
-        "fault": fault,
+        "summary": outcome.summary,
+        "fault": outcome.fault,
     }

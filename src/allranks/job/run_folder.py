@@ -11,6 +11,7 @@
     weights.safetensors the weights at the end                           (leader)
     average.safetensors their moving average, if the task keeps one      (leader)
     metrics.csv, evaluations.csv, tensorboard/   on request, `--log`     (leader)
+    report.html         a page to look at                                (`allranks report`)
     trace/              with `check` only: every step in full            (each rank its own files)
 
 A run folder in use holds a lock that the kernel drops when its supervisor dies, however it dies.

@@ -1,0 +1,48 @@
+"""`allranks report RUN…`: one page to look at of what runs have recorded; a trace of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from allranks.checkpoint.files import as_json
+from allranks.cli.display.event_text import in_words
+from allranks.errors import printable
+from allranks.tools.report.page import page_of
+from allranks.tools.report.records import labels_of, read_run
+from allranks.tools.report.runs_to_data import run_to_data
+from allranks.tools.report.trace import trace_of
+from allranks.tools.report.writing import page_path, run_folders, trace_path, write_file
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--out", help="The page (default RUN/report.html, of several runs report.html here).")
+@click.option("--trace", help="Write a Chrome trace to this file, too.")
+@click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
+def report(runs: tuple[str, ...], out: str | None, trace: str | None, as_object: bool) -> None:
+    """Write one HTML file that shows RUN, or several runs beside each other.
+
+    RUN is a run folder, of a job that is over or goes on, or the folder of a sweep. The page loads
+    nothing from anywhere.
+
+    \b
+    allranks report runs/digits-20261123-101500-1234-1
+    allranks report runs/a runs/b --out comparison.html
+    """
+    paths = run_folders(runs)
+    page, trace_file = page_path(paths, out), trace_path(trace)
+    read = [read_run(path, name) for path, name in zip(paths, labels_of(paths), strict=True)]
+    written = {"page": str(page)}
+    text = page_of(read, in_words)
+    traced = None if trace_file is None else as_json(trace_of(read))
+    write_file(page, text, "--out")
+    if trace_file is not None and traced is not None:
+        write_file(trace_file, traced, "--trace")
+        written["trace"] = str(trace_file)
+    for what, path in written.items():
+        click.echo(printable(f"{what} {path}"), err=as_object)
+    if as_object:
+        numbers: dict[str, Any] = {**written, "runs": [run_to_data(run) for run in read]}
+        click.echo(as_json(numbers))

@@ -1,0 +1,1 @@
+"""`allranks report`: what runs have recorded, as one page and as a trace."""

@@ -1,0 +1,251 @@
+"""A chart as geometry: paths, ticks and labels in percent of its frame, the same as a table.
+
+The frame is stretched to any width by the page, and text is laid over it as text: so letters keep
+their size on a phone, and can be read aloud, searched and selected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from allranks.tools.report.curves import Series, thinned
+from allranks.tools.report.numbers import format_number
+
+FRAME = 1000.0
+LOG_FROM = 50.0  # the largest over the smallest value, all of them positive
+MARGIN = 0.05
+TABLE_ROWS = 24
+MOST_DOTS = 60
+ENOUGH = 0.8  # of the distance between ticks that their number would need
+LABEL_APART = 7.5  # percent of the height
+LINE, FAINT, DOTS = "line", "faint", "dots"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of a chart; `colour` counts the runs, and `label` names it where one points."""
+
+    label: str
+    series: Series
+    colour: int = 0
+    style: str = LINE
+    letter: str = ""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A label at `place` percent from the left, or from the top."""
+
+    place: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Path:
+    """What is drawn of one line: the line, its dots, and ticks below where it was not finite."""
+
+    d: str
+    dots: str
+    gaps: str
+    colour: int
+    style: str
+
+
+@dataclass(frozen=True)
+class EndLabel:
+    """The letter of a run beside the end of its curve."""
+
+    place: float
+    letter: str
+    colour: int
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over one axis of steps. `from_zero` has the axis begin at zero."""
+
+    title: str
+    lines: tuple[Line, ...]
+    unit: str = ""
+    note: str = ""
+    from_zero: bool = False
+    x_title: str = "step"
+    scale: Scale = field(init=False)
+
+    def __post_init__(self) -> None:
+        lines = tuple(
+            Line(line.label, thinned(line.series), line.colour, line.style, line.letter)
+            for line in self.lines
+            if line.series
+        )
+        object.__setattr__(self, "lines", lines)
+        object.__setattr__(self, "scale", _scale_of(lines, self.from_zero))
+
+    @property
+    def is_log(self) -> bool:
+        return self.scale.is_log
+
+    @property
+    def paths(self) -> list[Path]:
+        """What is drawn, faint lines first."""
+        order = {FAINT: 0, LINE: 1, DOTS: 2}
+        lines = sorted(self.lines, key=lambda line: order[line.style])
+        return [_path(line, self.scale) for line in lines]
+
+    @property
+    def x_ticks(self) -> list[Tick]:
+        low, high = self.scale.x
+        places = [x for x in nice_ticks(low, high, 6) if float(x).is_integer() and low <= x <= high]
+        return [Tick(self.scale.left(x), f"{x:,.0f}") for x in places]
+
+    @property
+    def y_ticks(self) -> list[Tick]:
+        low, high = self.scale.y
+        values = log_ticks(low, high) if self.is_log else nice_ticks(low, high, 5)
+        return [
+            Tick(self.scale.top(v), format_number(v))
+            for v in values
+            if low <= v <= high * (1 + 1e-9)
+        ]
+
+    @property
+    def end_labels(self) -> list[EndLabel]:
+        """Letters at the ends of the curves, pushed apart where they would lie on each other."""
+        ends = {}
+        for line in sorted(self.lines, key=lambda line: (FAINT, DOTS, LINE).index(line.style)):
+            finite = [y for y in line.series.ys if math.isfinite(y)]
+            if line.letter and finite:
+                ends[line.letter] = (self.scale.top(finite[-1]), line.letter, line.colour)
+        placed: list[EndLabel] = []
+        for top, letter, colour in sorted(ends.values()):
+            at = max(top, placed[-1].place + LABEL_APART) if placed else top
+            placed.append(EndLabel(at, letter, colour))
+        over = max(0.0, placed[-1].place - 100) if placed else 0.0
+        return [EndLabel(label.place - over, label.letter, label.colour) for label in placed]
+
+    @property
+    def alt(self) -> str:
+        """The chart in a sentence for each of its lines."""
+        told = [f"{self.title}{f' in {self.unit}' if self.unit else ''} by {self.x_title}."]
+        for line in self.lines:
+            points = [p for p in zip(line.series.xs, line.series.ys, strict=True)]
+            finite = [(x, y) for x, y in points if math.isfinite(y)]
+            if finite:
+                (x0, y0), (x1, y1) = finite[0], finite[-1]
+                low = min(finite, key=lambda point: point[1])
+                high = max(finite, key=lambda point: point[1])
+                told.append(
+                    f"{line.label}: {format_number(y0)} at {x0:,.0f}, {format_number(y1)} at "
+                    f"{x1:,.0f}; lowest {format_number(low[1])} at {low[0]:,.0f}, "
+                    f"highest {format_number(high[1])} at {high[0]:,.0f}."
+                )
+            if len(finite) < len(points):
+                told.append(f"{line.label}: {len(points) - len(finite)} points are not finite.")
+        return " ".join(told)
+
+    @property
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The head and some rows of the numbers, evenly taken; a cell is the point nearest."""
+        xs = sorted({x for line in self.lines for x in line.series.xs})
+        count = min(TABLE_ROWS, len(xs))
+        kept = [xs[round(i * (len(xs) - 1) / max(count - 1, 1))] for i in range(count)]
+        apart = max((b - a for a, b in pairwise(kept)), default=1.0) / 2
+        rows = []
+        for x in dict.fromkeys(kept):
+            cells = []
+            for line in self.lines:
+                point = line.series.nearest(x)
+                is_near = point is not None and abs(point[0] - x) <= apart
+                cells.append(format_number(point[1], 5) if point and is_near else "")
+            rows.append([f"{x:,.0f}", *cells])
+        return [self.x_title, *(line.label for line in self.lines)], rows
+
+    @property
+    def data(self) -> dict[str, object]:
+        """What the page's script needs to say the values under the pointer."""
+        lines = [
+            {
+                "label": line.label,
+                "colour": line.colour,
+                "x": list(line.series.xs),
+                "y": [float(f"{y:.6g}") for y in line.series.ys],
+            }
+            for line in self.lines
+        ]
+        return {"x": list(self.scale.x), "x_title": self.x_title, "lines": lines}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From numbers to percent of the frame."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    is_log: bool
+
+    def left(self, x: float) -> float:
+        low, high = self.x
+        return round(100 * (x - low) / (high - low), 3)
+
+    def top(self, y: float) -> float:
+        low, high = self.y
+        if self.is_log:
+            low, high, y = math.log10(low), math.log10(high), math.log10(y)
+        return round(100 * (1 - (y - low) / (high - low)), 3)
+
+
+def _scale_of(lines: Iterable[Line], from_zero: bool) -> Scale:
+    xs = [x for line in lines for x in line.series.xs] or [0.0, 1.0]
+    ys = [y for line in lines for y in line.series.ys if math.isfinite(y)] or [0.0, 1.0]
+    left, right = min(xs), max(xs)
+    if left == right:
+        left, right = left - 0.5, right + 0.5
+    low, high = min(ys), max(ys)
+    if low > 0 and high / low >= LOG_FROM and not from_zero:
+        room = (high / low) ** MARGIN
+        return Scale((left, right), (low / room, high * room), is_log=True)
+    if from_zero:
+        low = min(low, 0.0)
+    room = MARGIN * (high - low) or abs(high) * MARGIN or 0.5
+    return Scale(
+        (left, right), (low if from_zero and low == 0 else low - room, high + room), is_log=False
+    )
+
+
+def _path(line: Line, scale: Scale) -> Path:
+    """The path of a line; it is broken where a number is not finite, and dots are short strokes."""
+    parts, gaps, dots, pen_down = [], [], [], False
+    for x, y in zip(line.series.xs, line.series.ys, strict=True):
+        left = scale.left(x) * FRAME / 100
+        if not math.isfinite(y):
+            gaps.append(f"M{left:.1f} {FRAME:.0f}v{-0.04 * FRAME:.0f}")
+            pen_down = False
+            continue
+        at = f"{left:.1f} {scale.top(y) * FRAME / 100:.1f}"
+        parts.append(f"{'L' if pen_down else 'M'}{at}")
+        dots.append(f"M{at}h0")
+        pen_down = True
+    shown = dots if len(dots) == 1 or (line.style == DOTS and len(dots) <= MOST_DOTS) else []
+    return Path("".join(parts), "".join(shown), "".join(gaps), line.colour, line.style)
+
+
+def nice_ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power."""
+    rough = (high - low) / max(count - 1, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= ENOUGH * rough)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [float(f"{n * step:.10g}") for n in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> Sequence[float]:
+    """Powers of ten; with their doubles and halves where there would be few."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    tens = [10.0**n for n in powers if low <= 10.0**n <= high]
+    if len(tens) > 3:
+        return tens
+    return [float(f"{m}e{n}") for n in powers for m in (1, 2, 5) if low <= m * 10.0**n <= high]

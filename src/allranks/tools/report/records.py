@@ -1,0 +1,175 @@
+"""What one run folder holds, read once: the job, the events, the rows of the metrics, placements.
+
+A job may be writing meanwhile: a torn last line is not read, and what is not there yet is empty.
+Nothing is written, and no framework is needed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from allranks.checkpoint.folder import FOLDER as CHECKPOINTS
+from allranks.checkpoint.folder import committed, step_of
+from allranks.errors import RequestError
+from allranks.job.job_file import SCHEMA, redacted
+from allranks.job.placement import RankPlacement, read_placements
+from allranks.job.run_folder import is_in_use, read_events, read_rows
+from allranks.tools.report.outcome import Outcome, outcome_of, read_job
+
+Event = dict[str, Any]
+NEEDED = {
+    "attempt": ("attempt",),
+    "training": ("step", "monotonic"),
+    "evaluated": ("step", "metrics"),
+    "bad_step": ("step", "bad"),
+}
+"""What an event must have beside its name and its time, where it is read here."""
+
+COMMAND = "run"  # the `kind` of a job that is a script of any framework
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has recorded up to `read_at` (wall clock); `label` tells it from other runs."""
+
+    path: Path
+    label: str
+    job: dict[str, Any]
+    outcome: Outcome
+    events: tuple[Event, ...]
+    rows: tuple[dict[str, Any], ...]
+    placements: tuple[RankPlacement, ...]
+    checkpoints: tuple[int, ...]
+    read_at: float
+
+    @property
+    def is_command(self) -> bool:
+        """Whether it is a script that `allranks run` has started: no rank of it speaks."""
+        return self.job.get("kind") == COMMAND
+
+    @property
+    def ranks(self) -> int:
+        """The ranks that were asked for."""
+        return int(self.job["ranks"])
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """What the leader said at the end; empty where it said nothing."""
+        return self.outcome.summary or {}
+
+    @cached_property
+    def speakers(self) -> tuple[int, ...]:
+        """The ranks that appear: those of the job, and servers or evaluators on top that spoke."""
+        spoke = {event["rank"] for event in self.events if event["rank"] is not None}
+        return tuple(sorted(spoke | set(range(self.ranks))))
+
+    def of(self, name: str, rank: int | None = None) -> list[Event]:
+        """The events of this name that the supervisor wrote, or a rank, in order of time."""
+        return [e for e in self.events if e["event"] == name and e["rank"] == rank]
+
+    @cached_property
+    def starts(self) -> dict[int, Event]:
+        """Of each attempt that steps are left of: its first step, and what the leader said of it.
+
+        An attempt that began from an earlier step has taken the place of what came before.
+        """
+        found: dict[int, Event] = {}
+        for event in self.of("training", 0):
+            first = int(event["step"])
+            found = {step: one for step, one in found.items() if step < first} | {first: event}
+        return found
+
+    @cached_property
+    def hosts(self) -> dict[int, str]:
+        """On which host each rank was last, of those that are known."""
+        found = {}
+        for event in self.events:
+            if event["event"] == "ready" and event["rank"] is not None and event.get("host"):
+                found[event["rank"]] = str(event["host"])
+            elif event["event"] == "attempt" and event.get("hosts"):
+                names = [host["name"] for host in event["hosts"] for _ in range(host["processes"])]
+                found.update(enumerate(map(str, names)))
+        return found
+
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """The hosts, in the order of their first rank."""
+        return tuple(dict.fromkeys(self.hosts[rank] for rank in sorted(self.hosts)))
+
+
+def read_run(path: Path, label: str) -> Run:
+    """The records of a run folder; raises `RequestError` where it is none, or not to be read."""
+    if not (path / "job.toml").is_file():
+        raise RequestError(
+            asked=f"report {path}",
+            found="an empty folder" if _is_empty(path) else "no job.toml in it",
+            why="a run folder always has one",
+            do="see `allranks runs` for those there are",
+        )
+    job = read_job(path)
+    if job.get("schema") != SCHEMA:
+        raise RequestError(
+            asked=f"report {path}",
+            found=f"schema {job.get('schema')} in its job.toml",
+            why=f"this version reads schema {SCHEMA}",
+            do="report it with the version of allranks that trained it",
+        )
+    try:
+        run = _read(path, label, job)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(
+            asked=f"report {path}",
+            found=f"{type(error).__name__}: {error}",
+            why="its records are not what a job writes",
+            do="look at its events*.jsonl and metrics.jsonl",
+        ) from error
+    if not run.events:
+        raise RequestError(
+            asked=f"report {path}",
+            found="a job.toml and no events",
+            why="nothing was started in it, so there is nothing to tell",
+            do="start it: allranks train --job " + str(path / "job.toml"),
+        )
+    return run
+
+
+def _read(path: Path, label: str, job: dict[str, Any]) -> Run:
+    is_running = is_in_use(path)  # before the events: an end that comes between is then in them
+    events = read_events(path)
+    for event in events:
+        event["time"] = float(event["time"])
+        for name in NEEDED.get(str(event["event"]), ()):
+            event[name]
+    rows = list(read_rows(path / "metrics.jsonl"))
+    for row in rows:
+        row["loss"], row["monotonic"] = float(row["loss"]), float(row["monotonic"])
+        row["step"], row["samples"] = int(row["step"]), int(row["samples"])
+    task = redacted(job.get("task", {}))
+    return Run(
+        path=path,
+        label=label,
+        job={**redacted(job), "task": task},
+        outcome=outcome_of(path, events, is_running),
+        events=tuple(events),
+        rows=tuple(rows),
+        placements=tuple(read_placements(path, int(job["ranks"]))),
+        checkpoints=tuple(sorted(step_of(one) for one in committed(path / CHECKPOINTS))),
+        read_at=time.time(),
+    )
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def labels_of(paths: list[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart: the last folder, or more of them."""
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        labels = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [str(path) for path in paths]

@@ -1,0 +1,235 @@
+"""The tables of the page: what differs between runs, where ranks lie, versions, what was asked."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.job.job_file import HIDDEN, write_toml
+from allranks.job.units import format_bytes
+from allranks.strategies.mesh import REPLICATE
+from allranks.strategies.resolve import strategy_spec
+from allranks.tools.report.charts import letter_of
+from allranks.tools.report.curves import evaluations
+from allranks.tools.report.numbers import UNKNOWN, format_number, format_seconds
+from allranks.tools.report.records import Run
+from allranks.tools.report.timeline import timeline_of
+
+APART = ("schema", "source", "task", "run_dir", "kind")
+DIGEST_SHOWN = 12
+LEFT, RIGHT = "", "number"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under a head; `kinds` says of each column whether it holds numbers."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    kinds: tuple[str, ...]
+
+
+def given(job: dict[str, Any]) -> dict[str, Any]:
+    """The values of a job and of its task by name, `task.lr` for a field."""
+    task = {f"task.{name}": value for name, value in job.get("task", {}).items()}
+    return {name: value for name, value in job.items() if name not in APART} | task
+
+
+def differences(runs: Sequence[Run]) -> Table:
+    """What was asked that is not the same of all runs: a row for each value, a column for a run."""
+    values = [given(run.job) for run in runs]
+    names = dict.fromkeys(name for one in values for name in one)
+    rows = []
+    for name in names:
+        cells = [_plain(one.get(name)) for one in values]
+        if len(set(cells)) > 1:
+            rows.append((name, *cells))
+    return _beside(runs, rows, LEFT)
+
+
+def results(runs: Sequence[Run]) -> Table:
+    """How the runs ended, beside each other; speeds with their ratio to the first."""
+    lines: dict[str, list[str]] = {"state": [run.outcome.state for run in runs]}
+    found = [evaluations(run) for run in runs]
+    for name in dict.fromkeys(name for one in found for name in one):
+        lines[f"{name}, last evaluation"] = [
+            format_number(one[name].ys[-1]) if one.get(name) else UNKNOWN for one in found
+        ]
+    lines["training loss, last epoch"] = [_number(run.summary.get("train_loss")) for run in runs]
+    lines["steps"] = [steps_of(run) for run in runs]
+    speeds = [run.summary.get("samples_per_s") for run in runs]
+    lines["samples/s"] = [
+        _number(speed) + (f" (× {speed / speeds[0]:.2f})" if place and speed and speeds[0] else "")
+        for place, speed in enumerate(speeds)
+    ]
+    lines["time"] = [format_seconds(timeline_of(run).seconds) for run in runs]
+    lines["sent by rank 0 in a step"] = [sent_per_step(run) or UNKNOWN for run in runs]
+    lines["restarts"] = [str(sum(1 for _ in run.of("restart"))) for run in runs]
+    digests = [str(run.summary.get("weights_sha256") or UNKNOWN) for run in runs]
+    lines["weights, sha256"] = [
+        digest if digest == UNKNOWN else f"{digest[:DIGEST_SHOWN]}…" for digest in digests
+    ]
+    return _beside(runs, [(name, *cells) for name, cells in lines.items()])
+
+
+def same_weights(runs: Sequence[Run]) -> list[str]:
+    """Which runs ended with the same bits, a sentence for each set of them."""
+    found: dict[str, list[str]] = {}
+    for number, run in enumerate(runs):
+        digest = run.summary.get("weights_sha256")
+        if digest:
+            found.setdefault(str(digest), []).append(letter_of(number))
+    same = [f"{', '.join(who)} ended with the same weights, bit for bit."
+            for who in found.values() if len(who) > 1]  # fmt: skip
+    return same or (["No two ended with the same bits."] if len(found) > 1 else [])
+
+
+def _beside(runs: Sequence[Run], rows: list[tuple[str, ...]], kind: str = RIGHT) -> Table:
+    head = ("", *(f"{letter_of(number)} {run.label}" for number, run in enumerate(runs)))
+    return Table(head, tuple(rows), (LEFT, *[kind] * len(runs)))
+
+
+def steps_of(run: Run) -> str:
+    """Steps that were made, and of how many where it ended earlier."""
+    made = run.rows[-1]["step"] + 1 if run.rows else run.summary.get("steps")
+    if made is None:
+        return UNKNOWN
+    starts = run.of("training", 0)
+    total = starts[-1].get("total_steps") if starts else None
+    return f"{made:,}" if total in (None, made) else f"{made:,} of {total:,}"
+
+
+def sent_per_step(run: Run) -> str:
+    """The bytes of gradients and weights that rank 0 sent in a step; "" where nobody counted."""
+    sent = run.summary.get("sent_bytes")
+    if not isinstance(sent, dict):
+        return ""
+    steps = int(run.summary["steps"]) - int(run.summary.get("resumed_from_step") or 0)
+    return format_bytes(sent.get("gradients", 0) / max(steps, 1))
+
+
+def placement(run: Run) -> Table:
+    """Which rank is where: host, coordinates on the mesh, device, what it holds."""
+    held = {one.rank: one for one in run.placements}
+    axes, places = _mesh(run)
+    rows = []
+    for rank in run.speakers:
+        totals = held[rank].totals if rank in held else ()
+        devices = ", ".join(dict.fromkeys(total.device for total in totals)) or UNKNOWN
+        size = held[rank].all_bytes if rank in held else None
+        node = run.nodes.index(run.hosts[rank]) if rank in run.hosts else None
+        rows.append(
+            (
+                str(rank),
+                role_of(run, rank),
+                run.hosts.get(rank, UNKNOWN),
+                UNKNOWN if node is None else str(node),
+                *(places.get(rank) or ("–",) * len(axes)),
+                devices,
+                UNKNOWN if size is None else format_bytes(size),
+            )
+        )
+    head = ("rank", "role", "host", "node", *axes, "device", "tensors held")
+    kinds = (RIGHT, LEFT, LEFT, RIGHT, *[RIGHT] * len(axes), LEFT, RIGHT)
+    return Table(head, tuple(rows), kinds)
+
+
+def role_of(run: Run, rank: int) -> str:
+    """What a rank said that it is; who says nothing trains."""
+    said = [event["role"] for event in run.of("ready", rank) if event.get("role")]
+    return str(said[-1]) if said else "script" if run.is_command else "trains"
+
+
+def _mesh(run: Run) -> tuple[tuple[str, ...], dict[int, tuple[str, ...]]]:
+    """The axes of the strategy, and where each rank lies along them.
+
+    Nothing where unknown, and where all ranks hold the same.
+    """
+    if run.is_command or not run.job.get("strategy"):
+        return (), {}
+    try:
+        mesh = strategy_spec(str(run.job["strategy"]), run.ranks).mesh
+        places = {rank: tuple(map(str, mesh.place(rank))) for rank in range(run.ranks)}
+    except (RequestError, ValueError, IndexError):  # a strategy of another version
+        return (), {}
+    if [name for name, _ in mesh.axes] == [REPLICATE]:
+        return (), {}  # its place is its rank
+    return tuple(f"axis {name}" for name, _ in mesh.axes), places
+
+
+def environment(run: Run) -> Table:
+    """The variables that the job recorded, redacted as it did."""
+    started = run.of("started")
+    found = started[-1].get("environment", {}) if started else {}
+    return Table(("variable", "value"), tuple((n, str(v)) for n, v in found.items()), (LEFT, LEFT))
+
+
+def machine(run: Run) -> Table:
+    """Versions and threads, as the ranks found them: once where all found the same."""
+    facts: dict[str, dict[str, list[int]]] = {}
+    for rank in run.speakers:
+        for event in run.of("ready", rank)[-1:]:
+            for name, value in event.get("machine", {}).items():
+                if value is not None:
+                    facts.setdefault(name, {}).setdefault(_plain(value), []).append(rank)
+    rows = []
+    for name, values in facts.items():
+        for value, ranks in values.items():
+            whose = "" if len(values) == 1 else f" (rank {', '.join(map(str, ranks))})"
+            rows.append((name, value + whose))
+    return Table(("fact", "value"), tuple(rows), (LEFT, LEFT))
+
+
+def asked(run: Run) -> Table:
+    """Every value that somebody gave, with where it came from; not those that are defaults."""
+    sources = run.job.get("source", {})
+    values = given(run.job).items()
+    rows = [
+        (name, _plain(value), str(sources.get(name, "")))
+        for name, value in values
+        if (sources.get(name, "default") != "default") or (run.is_command and value not in ("", 0))
+    ]
+    if run.is_command:
+        return Table(("value", "is"), tuple(row[:2] for row in rows), (LEFT, LEFT))
+    return Table(("value", "is", "from"), tuple(rows), (LEFT, LEFT, LEFT))
+
+
+def job_toml(run: Run) -> str:
+    """The job as it was resolved, without where its values came from."""
+    return write_toml({name: value for name, value in run.job.items() if name != "source"})
+
+
+def command_again(run: Run) -> str:
+    """The command that was given, or the one that takes the whole job from its file."""
+    sources = run.job.get("source", {})
+    path = shlex.quote(str(run.path / "job.toml"))
+    if run.is_command:
+        return f"allranks run --ranks {run.ranks} -- {run.job.get('command', '')}"
+    words = [shlex.quote(str(run.job["program"]))]
+    for name, value in given(run.job).items():
+        if name == "program" or sources.get(name, "default") == "default":
+            continue
+        if sources[name] != "command line" or value is False or value == HIDDEN:
+            return f"allranks train --job {path}"
+        words.append(_option(name, value))
+    return " ".join(["allranks train", *words])
+
+
+def _option(name: str, value: Any) -> str:
+    if name.startswith("task."):
+        return shlex.join(["--set", f"{name.removeprefix('task.')}={_plain(value)}"])
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else shlex.join([flag, _plain(value)])
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "–"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _number(value: Any) -> str:
+    return UNKNOWN if value is None else format_number(float(value))

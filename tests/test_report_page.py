@@ -1,0 +1,273 @@
+"""`allranks report`: the page and the trace of run folders whose every number is known."""
+
+from __future__ import annotations
+
+import fcntl
+import html
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.cli.main import main
+from allranks.launcher.start import Result
+from allranks.tools.report.curves import Series, thinned
+from report_runs import DIGEST, event, job_toml, write_lines, write_run
+
+Door = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Door:
+    """`door(*words)`: exit code, standard output and standard error of `allranks report`."""
+
+    def call(*words: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["allranks", "report", *map(str, words)])
+        code: Any = 0
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code
+        return int(code or 0), *capsys.readouterr()
+
+    return call
+
+
+class Elements(HTMLParser):
+    """The names and the attributes of all elements, and the text between them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def words_of(page: str) -> str:
+    """What a person reads, on one line; cells and blocks apart by a space."""
+    body = re.sub(r"<(style|script)\b.*?</\1>", "", page, flags=re.S)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
+def test_a_page_says_what_a_run_has_recorded(door: Door, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "one")
+    assert door(run) == (0, f"page {run / 'report.html'}\n", "")
+    words = words_of((run / "report.html").read_text())
+    for told in (
+        "digits done 2 ranks on 2 nodes · ddp · simulated · cpu · fp32",
+        "accuracy, evaluated 0.75 after step 12",
+        "training loss 0.5967 mean of the last epoch",
+        "samples/s 160 of all ranks",
+        "steps 12",
+        "time 7 s",
+        "restarts 1 2 steps made again",
+        "sent in a step 2.0 KiB by rank 0; its card says 2.0 KiB",
+        f"weights, sha256 {DIGEST}",
+        "3 s all ranks started again from step 6; 2 steps lost rank 1 on node1 failed first",
+        "1 starting 1 3 s 1 s",  # rank, phase, attempt, from, for
+        "0 training 0 2 s 900 ms",
+        "compute communication and waiting input evaluation",
+        "1.25 s (45.5 %) 0 ms (0.0 %) 0 ms (0.0 %) 0 ms (0.0 %) 0 ms (0.0 %) 750 ms",
+        "1 trains node1 1 cpu 4.0 KiB",
+        "1 1.0 KiB 1.0 KiB 2.0 KiB 4.0 KiB",
+        "Learning rate: 0.003 at every step.",
+        "allranks train digits --ranks 2 --set lr=0.003",
+        "threads 1 (rank 0) threads 2 (rank 1)",
+        "NCCL_AUTH [redacted]",
+        "Activations and the peak of a process are not recorded",
+    ):
+        assert told in words, told
+
+
+def test_curves_and_phases_are_the_recorded_numbers(door: Door, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    code, out, _ = door(run, "--json")
+    (told,) = json.loads(out)["runs"]
+    assert code == 0
+    curves = told["curves"]
+    assert curves["Throughput"] == {
+        "samples/s": {"step": [6, 12], "value": pytest.approx([320.0, 160.0], rel=1e-6)}
+    }, "no window reaches over the restart"
+    assert curves["Loss"]["evaluation"] == {"step": [12], "value": [0.61]}
+    assert curves["Loss"]["training"]["step"] == list(range(1, 13))
+    spans = [
+        (s["rank"], s["phase"], round(s["start_s"], 3), round(s["end_s"], 3)) for s in told["spans"]
+    ]
+    assert spans == [
+        *((0, "starting", 0, 1), (0, "preparing", 1, 2), (0, "training", 2, 2.9)),
+        *((1, "starting", 0, 1), (1, "preparing", 1, 2), (1, "training", 2, 3)),
+        *((0, "starting", 3, 4), (0, "preparing", 4, 5), (0, "training", 5, 6.5)),
+        *((1, "starting", 3, 4), (1, "preparing", 4, 5), (1, "training", 5, 6.5)),
+    ]
+    assert told["held_bytes"] == {"0": 4096, "1": 4096}
+
+
+def test_nothing_that_was_recorded_is_read_as_html(door: Door, tmp_path: Path) -> None:
+    nasty = "</script><img src=x onerror=alert(1)>'\"&"
+    run = write_run(
+        tmp_path / "<i>",
+        report=f"{nasty}\n{nasty}",
+        metrics={"loss": 0.5, nasty: 0.1},
+        program=nasty,
+    )
+    plain = write_run(tmp_path / "plain")
+    assert door(run, plain, "--out", tmp_path / "page.html")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    found = Elements(page)
+    assert not {"img", "i>"} & set(found.names)
+    assert found.names.count("script") == 2
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    assert nasty in "".join(found.text)
+    (data,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.S)
+    assert any(nasty in one["label"] for chart in json.loads(data) for one in chart["lines"])
+
+
+def test_a_page_loads_nothing(door: Door, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    door(run)
+    page = (run / "report.html").read_text()
+    assert not re.search(r"https?:|@import|@font-face|url\(", page)
+    links = [value for name, value in Elements(page).attributes if name in ("href", "src")]
+    assert links == ["data:,"]
+
+
+def test_several_runs_are_beside_each_other(door: Door, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "a")
+    write_run(tmp_path / "runs" / "b", strategy="zero1")
+    write_run(tmp_path / "runs" / "c", digest="cd" * 32)
+    assert door(tmp_path / "runs", "--out", tmp_path / "page.html")[0] == 0, "as of a sweep"
+    page = (tmp_path / "page.html").read_text()
+    words = words_of(page)
+    assert "3 runs of digits A a done B b done C c done What differs In their jobs" in words
+    (differs,) = re.findall(r"In their jobs A a B b C c (.*?) In what came out", words)
+    assert differs == "strategy ddp zero1 ddp"
+    assert "samples/s 160 160 (× 1.00) 160 (× 1.00)" in words
+    assert "A, B ended with the same weights, bit for bit." in words
+    assert page.count('class="curve line c2"') == page.count('class="curve line c0"') > 0
+
+
+def test_a_running_job_is_reported_as_far_as_it_is(door: Door, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "live"
+    run.mkdir(parents=True)
+    (run / "job.toml").write_text(job_toml())
+    started = [event(0.0, "started", ranks=2), event(0.0, "attempt", attempt=0)]
+    write_lines(run / "events.jsonl", started)
+    write_lines(run / "events-0.jsonl", [event(1.0, "ready", attempt=0, host="node0")])
+    (run / "metrics.jsonl").write_text('{"step": 0, "los')  # a line that is being written
+    with open(run / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, out, _ = door(run, "--json")
+    (told,) = json.loads(out)["runs"]
+    assert (code, told["state"]) == (0, "running")
+    assert [(s["rank"], s["phase"], s["open"]) for s in told["spans"]] == [
+        (0, "starting", False),
+        (0, "preparing", True),
+        (1, "starting", True),
+    ]
+    words = words_of((run / "report.html").read_text())
+    assert "digits running" in words
+    assert "No step was written down" in words
+    door(run, "--json")
+    assert "digits killed" in words_of((run / "report.html").read_text()), "nobody holds it"
+
+
+def test_a_trace_is_what_chrome_reads(door: Door, tmp_path: Path) -> None:
+    run, path = write_run(tmp_path / "one"), tmp_path / "trace.json"
+    assert door(run, "--trace", path)[0] == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    for one in events:
+        assert one["ph"] in "XMiC" and {"pid", "tid", "ts", "name"} <= set(one)
+        assert one["ts"] >= 0 and ("dur" in one) == (one["ph"] == "X")
+    spans = [one for one in events if one["ph"] == "X"]
+    assert {(one["pid"], one["tid"]) for one in spans} == {(0, 0), (1, 1)}, "a node each"
+    training = [one for one in spans if one["name"] == "training" and one["tid"] == 0]
+    assert [(t["ts"], t["dur"]) for t in training] == [
+        (2e6, pytest.approx(0.9e6, abs=1)),
+        (5e6, pytest.approx(1.5e6, abs=1)),
+    ]
+    steps = {one["name"]: (one["ts"], one["dur"]) for one in spans if one["cat"] == "step"}
+    assert len(steps) == 10, "the first of each attempt has no begin"
+    assert steps["step 8"] == (pytest.approx(5.0e6, abs=1), pytest.approx(0.2e6, abs=1))
+    told = [one["args"]["name"] for one in events if one["ph"] == "M"]
+    assert told == ["node 0: node0", "node 1: node1", "supervisor", "rank 0", "rank 1"]
+
+
+def broken(run: Path, file: str, text: str) -> None:
+    (run / file).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda run: broken(run, "job.toml", "schema = 7\nprogram = 'x'\nranks = 1\n"), "schema 7"),
+        (lambda run: broken(run, "job.toml", "= no TOML"), "TOMLDecodeError"),
+        (lambda run: broken(run, "events.jsonl", '{"event": "attempt"}\n'), "KeyError"),
+        (lambda run: broken(run, "metrics.jsonl", "no JSON\n"), "JSONDecodeError"),
+        (lambda run: (run / "job.toml").unlink(), "no job.toml"),
+        (lambda run: [file.unlink() for file in run.glob("events*")], "no events"),
+        (lambda run: broken(run, "report.html", "somebody's"), "no report"),
+    ],
+)
+def test_what_is_no_run_is_refused(
+    door: Door, tmp_path: Path, damage: Callable[[Path], Any], found: str
+) -> None:
+    run = write_run(tmp_path / "one")
+    damage(run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    code, out, err = door(run, "--trace", tmp_path / "trace.json")
+    assert (code, out) == (2, "")
+    assert re.search(r"asked: .*\nfound: .*\nwhy:   .*\ndo:    ", err) and found in err
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_path_that_cannot_be_is_refused(door: Door, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    (tmp_path / "empty").mkdir()
+    for words, found in (
+        ((tmp_path / "none",), "nothing there"),
+        ((tmp_path / "empty",), "an empty folder"),
+        ((run, "--out", tmp_path / "none" / "page.html"), "no folder"),
+        ((run, "--out", tmp_path), "a folder"),
+        ((run, "--trace", run / "job.toml"), "no trace"),
+    ):
+        code, _, err = door(*words)
+        assert code == 2 and found in err, err
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_a_thinned_curve_keeps_what_stands_out() -> None:
+    ys = [math.sin(i / 900) for i in range(20_000)]
+    ys[7_777], ys[12_345] = 99.0, math.nan
+    thin = thinned(Series("loss", tuple(range(20_000)), tuple(ys)))
+    assert len(thin.xs) < 700
+    assert (7_777, 99.0) in zip(thin.xs, thin.ys, strict=True)
+    assert [x for x, y in zip(thin.xs, thin.ys, strict=True) if math.isnan(y)] == [12_345]
+    assert (thin.xs[0], thin.xs[-1]) == (0, 19_999)
+
+
+def test_what_a_job_writes_is_what_a_report_reads(door: Door, train: Callable[..., Result]) -> None:
+    result = train("digits", ranks=2, steps=12, eval_every="4")
+    code, out, _ = door(result.run_dir, "--json")
+    (told,) = json.loads(out)["runs"]
+    assert code == 0
+    assert told["summary"]["weights_sha256"] == result.summary["weights_sha256"]
+    assert told["curves"]["Evaluation: accuracy"]["accuracy"]["step"] == [4, 8, 12]
+    assert {s["phase"] for s in told["spans"]} == {"starting", "preparing", "training"}
+    assert set(told["seconds_per_phase"]) == set(told["held_bytes"]) == {"0", "1"}
+    words = words_of((result.run_dir / "report.html").read_text())
+    assert "Not recorded" not in words
