@@ -121,3 +121,22 @@ def write_run(
     for rank in (0, 1):
         (placement / f"rank-{rank:03d}.json").write_text(json.dumps({"rows": [{**row, **sizes}]}))
     return path
+
+
+def write_phases(run: Path) -> None:
+    """Steps 7 and 8 of attempt 1, 5 ms each: rank 0 computes for 1 ms, rank 1 for 4 ms.
+
+    Rank 0 comes to the exchange first, and waits for 3 ms; sending takes 1 ms.
+    """
+    data, compute, exchange = 1, 2, 3
+    spans = (
+        [[data, 0, 100], [compute, 100, 900], [exchange, 1000, 4000]],
+        [[compute, 0, 4000], [exchange, 4000, 1000]],
+    )
+    (run / "phases").mkdir()
+    for rank, own in enumerate(spans):
+        rows = [
+            {"step": 6 + number, "attempt": 1, "from": 5.0 + 0.005 * number, "spans": own}
+            for number in range(2)
+        ]
+        write_lines(run / "phases" / f"rank-{rank:03d}.jsonl", rows)

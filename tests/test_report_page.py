@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import html
+import itertools
 import json
 import math
 import re
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 
 from allranks.cli.main import main
+from allranks.job.run_folder import read_rows
 from allranks.launcher.start import Result
 from allranks.tools.report.curves import Series, thinned
-from report_runs import DIGEST, event, job_toml, write_lines, write_run
+from report_runs import DIGEST, event, job_toml, write_lines, write_phases, write_run
 
 Door = Callable[..., tuple[int, str, str]]
 
@@ -206,6 +208,42 @@ def test_a_trace_is_what_chrome_reads(door: Door, tmp_path: Path) -> None:
     assert told == ["node 0: node0", "node 1: node1", "supervisor", "rank 0", "rank 1"]
 
 
+def test_waiting_is_until_the_last_rank_has_come(door: Door, tmp_path: Path) -> None:
+    run, path = write_run(tmp_path / "one"), tmp_path / "trace.json"
+    write_phases(run)
+    code, out, _ = door(run, "--json", "--trace", path)
+    (told,) = json.loads(out)["runs"]
+    assert code == 0
+    near = {
+        rank: {kind: round(1e3 * s, 3) for kind, s in one.items() if s}
+        for rank, one in told["seconds_per_step"].items()
+    }
+    assert near == {
+        "0": {"data": 0.1, "compute": 0.9, "waiting": 3.0, "communication": 1.0},
+        "1": {"compute": 4.0, "communication": 1.0},
+    }
+    events = json.loads(path.read_text())["traceEvents"]
+    within = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e.get("cat") == "within"]
+    assert (0, "waiting", pytest.approx(5.001e6, abs=1), pytest.approx(3e3, abs=1)) in within
+    steps = [(e["tid"], e["name"]) for e in events if e.get("cat") == "step"]
+    assert steps.count((0, "step 8")) == steps.count((1, "step 8")) == 1
+    words = words_of((run / "report.html").read_text())
+    assert "0 0.1 ms 0.9 ms 1 ms 3 ms 5 ms 1 0 ms 4 ms 1 ms 0 ms 5 ms" in words
+    assert "mean of 1 recorded step, without the first of an attempt. A rank waits" in words
+
+
+def test_unlike_clocks_tell_no_waiting(door: Door, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    write_phases(run)
+    path = run / "events-1.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    write_lines(path, [{**row, "monotonic": row["monotonic"] + 99.0} for row in rows])
+    door(run)
+    words = words_of((run / "report.html").read_text())
+    assert "not told from communication everywhere: the ranks have unlike clocks" in words
+    assert "waiting for the last rank" not in words
+
+
 def broken(run: Path, file: str, text: str) -> None:
     (run / file).write_text(text)
 
@@ -261,7 +299,7 @@ def test_a_thinned_curve_keeps_what_stands_out() -> None:
 
 
 def test_what_a_job_writes_is_what_a_report_reads(door: Door, train: Callable[..., Result]) -> None:
-    result = train("digits", ranks=2, steps=12, eval_every="4")
+    result = train("digits", ranks=2, steps=12, eval_every="4", log="phases")
     code, out, _ = door(result.run_dir, "--json")
     (told,) = json.loads(out)["runs"]
     assert code == 0
@@ -271,3 +309,12 @@ def test_what_a_job_writes_is_what_a_report_reads(door: Door, train: Callable[..
     assert set(told["seconds_per_phase"]) == set(told["held_bytes"]) == {"0", "1"}
     words = words_of((result.run_dir / "report.html").read_text())
     assert "Not recorded" not in words
+    for rank, mean in told["seconds_per_step"].items():
+        rows = read_rows(result.run_dir / "phases" / f"rank-00{rank}.jsonl")
+        begins = [(row["step"], row["from"], row["spans"]) for row in rows]
+        assert [step for step, _, _ in begins] == list(range(12))
+        for (_, start, spans), (_, end, _) in itertools.pairwise(begins):
+            assert spans[0][1] == 0 and spans[-1][1] + spans[-1][2] == pytest.approx(
+                1e6 * (end - start), abs=2
+            ), "spans fill a step"
+        assert mean["compute"] > 0 and mean["waiting"] + mean["communication"] > 0

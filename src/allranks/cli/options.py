@@ -95,7 +95,7 @@ EVALUATION_OPTIONS: Options = (
     (("--eval-every",), {"help": "Evaluate after so many steps, or after each `epoch`."}),
     (("--early-stop",), {"help": "End when max:METRIC or min:METRIC gets no better."}),
     (("--patience",), {"type": int, "help": "Evaluations without a better one (default 3)."}),
-    (("--log",), {"help": "Further files to write: csv, tensorboard, or both."}),
+    (("--log",), {"help": "Further files to write: csv, tensorboard, phases."}),
     (("--profile",), {"is_flag": True, "default": None, "help": "Write where a few steps spend."}),
 )
 

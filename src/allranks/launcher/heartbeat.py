@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 PHASES = ("start", "data", "compute", "exchange", "evaluate", "save", "done")
@@ -59,11 +59,15 @@ class Heartbeat:
         self._row[_STEP] = -1
         self._since = self._row[_SINCE] = time.monotonic()
         self._saves = 0.0
+        self.watch: Callable[[str, float, float], None] | None = None
+        """Called with each phase that was left, since when, and when (monotonic)."""
 
     def enter(self, phase: str) -> str:
         """This rank is in `phase` from now on; returns the phase it was in."""
         row, now, before = self._row, time.monotonic(), self._phase
         row[_SECONDS + before] += now - self._since
+        if self.watch is not None:
+            self.watch(PHASES[before], self._since, now)
         self._phase = number = _NUMBER[phase]
         self._since = row[_SINCE] = now
         row[_PHASE] = number
@@ -73,6 +77,16 @@ class Heartbeat:
     def at_step(self, step: int) -> None:
         """This rank works on step `step` of the job from now on."""
         self._row[_STEP] = step
+
+    @property
+    def phase(self) -> str:
+        """The phase that this rank is in."""
+        return PHASES[self._phase]
+
+    @property
+    def since(self) -> float:
+        """Since when it is in its phase, by the monotonic clock of this host."""
+        return self._since
 
     @property
     def step(self) -> int:

@@ -20,6 +20,7 @@ from allranks import __version__
 from allranks.tools.report import tables
 from allranks.tools.report.bars import Bars, lanes_of, memory_bars, time_bars
 from allranks.tools.report.charts import COLOURS, charts_of, constants_of, letter_of
+from allranks.tools.report.closely import Closely, closely
 from allranks.tools.report.headline import Headline, headline_of, missing
 from allranks.tools.report.numbers import counted, format_seconds
 from allranks.tools.report.outcome import RUNNING
@@ -57,6 +58,7 @@ class RunView:
     timeline: Timeline
     ticks: tuple[Tick, ...]
     lanes: Sequence[int]
+    closely: Closely | None
     times: Bars | None
     memory: Bars | None
     faults: tuple[Fault, ...]
@@ -138,6 +140,7 @@ def _view(number: int, run: Run, several: bool, in_words: InWords) -> RunView:
         timeline=timeline,
         ticks=_ticks(timeline),
         lanes=lanes_of(run.speakers),
+        closely=closely(run, timeline),
         times=time_bars(run),
         memory=memory_bars(run),
         faults=_faults(run, timeline),

@@ -19,7 +19,7 @@ LOG_FROM = 50.0  # the largest over the smallest value, all of them positive
 MARGIN = 0.05
 TABLE_ROWS = 24
 MOST_DOTS = 60
-ENOUGH = 0.8  # of the distance between ticks that their number would need
+ENOUGH = 0.7  # of the distance between ticks that their number would need
 LABEL_APART = 7.5  # percent of the height
 LINE, FAINT, DOTS = "line", "faint", "dots"
 

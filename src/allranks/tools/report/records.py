@@ -18,7 +18,9 @@ from allranks.errors import RequestError
 from allranks.job.job_file import SCHEMA, redacted
 from allranks.job.placement import RankPlacement, read_placements
 from allranks.job.run_folder import is_in_use, read_events, read_rows
+from allranks.launcher.heartbeat import PHASES
 from allranks.tools.report.outcome import Outcome, outcome_of, read_job
+from allranks.training.record.phases import phases_path
 
 Event = dict[str, Any]
 NEEDED = {
@@ -44,6 +46,7 @@ class Run:
     rows: tuple[dict[str, Any], ...]
     placements: tuple[RankPlacement, ...]
     checkpoints: tuple[int, ...]
+    phases: dict[int, tuple[dict[str, Any], ...]]
     read_at: float
 
     @property
@@ -120,7 +123,7 @@ def read_run(path: Path, label: str) -> Run:
         )
     try:
         run = _read(path, label, job)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise RequestError(
             asked=f"report {path}",
             found=f"{type(error).__name__}: {error}",
@@ -158,8 +161,23 @@ def _read(path: Path, label: str, job: dict[str, Any]) -> Run:
         rows=tuple(rows),
         placements=tuple(read_placements(path, int(job["ranks"]))),
         checkpoints=tuple(sorted(step_of(one) for one in committed(path / CHECKPOINTS))),
+        phases=_phases(path, int(job["ranks"])),
         read_at=time.time(),
     )
+
+
+def _phases(path: Path, ranks: int) -> dict[int, tuple[dict[str, Any], ...]]:
+    """The rows of `--log phases` by rank, checked; empty where the job was not asked for them."""
+    found = {}
+    for rank in range(ranks):
+        rows = tuple(read_rows(phases_path(path, rank)))
+        for row in rows:
+            row["step"], row["attempt"] = int(row["step"]), int(row["attempt"])
+            row["from"] = float(row["from"])
+            row["spans"] = [(PHASES[number], int(a), int(us)) for number, a, us in row["spans"]]
+        if rows:
+            found[rank] = rows
+    return found
 
 
 def _is_empty(path: Path) -> bool:

@@ -8,12 +8,14 @@ from typing import Any
 from allranks.tools.report.bars import bars_to_data
 from allranks.tools.report.charts import charts_of
 from allranks.tools.report.records import Run
+from allranks.tools.report.steps import seconds_per_step, steps_of
 from allranks.tools.report.timeline import timeline_of
 
 
 def run_to_data(run: Run) -> dict[str, Any]:
     """The numbers of one run. Spans are in seconds since its start."""
     timeline = timeline_of(run)
+    mean = seconds_per_step(steps_of(run, timeline))
     curves = {
         chart.title: {
             line.label: {"step": line.series.xs, "value": line.series.ys} for line in chart.lines
@@ -33,5 +35,6 @@ def run_to_data(run: Run) -> dict[str, Any]:
         "checkpoints": run.checkpoints,
         "curves": curves,
         "spans": [dataclasses.asdict(span) for span in timeline.spans],
+        "seconds_per_step": {str(rank): one for rank, one in mean.items()},
         **bars_to_data(run),
     }

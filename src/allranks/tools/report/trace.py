@@ -1,18 +1,20 @@
 """A run as a Chrome trace: a file that chrome://tracing and ui.perfetto.dev open.
 
 Format: the "JSON Object Format" of the Trace Event Format (Google, 2016). A process is a node, a
-thread a rank. Complete events (`X`) are the phases of ranks and the steps that the leader wrote
-down; instants (`i`) are evaluations, faults and restarts; a counter (`C`) is the loss.
+thread a rank. Complete events (`X`) are the phases of ranks, the steps that the leader wrote down,
+and with `--log phases` the steps of every rank with what it did in them; instants (`i`) are
+evaluations, faults and restarts; a counter (`C`) is the loss.
 Times are microseconds since the start of the run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from allranks.tools.report.records import Run
+from allranks.tools.report.steps import Step, steps_of
 from allranks.tools.report.timeline import Timeline, timeline_of
 
 MICROSECONDS = 1e6
@@ -56,18 +58,40 @@ def _events(run: Run, first_pid: int, prefix: str) -> Iterator[dict[str, Any]]:
             "cat": "event",
             "args": {"text": mark.text},
         }
-    yield from _steps(run, timeline, pids.get(0, above))
+    near = steps_of(run, timeline)
+    for step in near:
+        yield from _closely(step, pids.get(step.rank, above))
+    known = {(step.attempt, step.number) for step in near if step.rank == 0}
+    yield from _steps(run, timeline, pids.get(0, above), known)
 
 
-def _steps(run: Run, timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
-    """The steps between two rows of one attempt; the first of an attempt has no begin."""
-    ahead_s, before = 0.0, None
+def _closely(step: Step, pid: int) -> Iterator[dict[str, Any]]:
+    """A step whose phases were recorded, and within it its phases."""
+    length = _microseconds(step.end_s - step.start_s)
+    args = {"attempt": step.attempt}
+    at = _at("X", pid, step.rank, f"step {step.number}", step.start_s)
+    yield {**at, "dur": length, "cat": "step", "args": args}
+    for piece in step.pieces:
+        at = _at("X", pid, step.rank, piece.phase, piece.start_s)
+        yield {**at, "dur": _microseconds(piece.end_s - piece.start_s), "cat": "within"}
+
+
+def _steps(
+    run: Run, timeline: Timeline, pid: int, known: Container[tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
+    """The steps between two rows of one attempt, but for those `known` as (attempt, step).
+
+    The first of an attempt has no begin.
+    """
+    ahead_s, before, attempt = 0.0, None, 0
     for row in run.rows if run.starts else ():
         start = run.starts.get(row["step"])
         if start is not None:
             ahead_s, before = start["time"] - start["monotonic"], None
+            attempt = int(start.get("attempt", 0))
         at = timeline.at(row["monotonic"] + ahead_s)
-        if before is not None and at >= before:
+        is_new = (attempt, row["step"] + 1) not in known
+        if before is not None and at >= before and is_new:
             yield {
                 **_at("X", pid, 0, f"step {row['step'] + 1}", before),
                 "dur": _microseconds(at - before),

@@ -3,6 +3,7 @@
     metrics.csv      a line for each step, columns of metrics.jsonl; steps and epochs from 1
     evaluations.csv  a line for each metric of each evaluation on the way
     tensorboard/     event files (`tensorboard_log`)
+    phases/          of every rank its own (`phases`): no `Log`, which the leader writes
 
 A training that goes on has each step once in them: steps that its checkpoint does not know of are
 dropped, and no others, because `flush` is called before each checkpoint. Nothing is read back from
@@ -119,7 +120,7 @@ def open_logs(job: Job, step: int) -> Logs:
     The leader calls this once its metrics are open.
     """
     names = dict.fromkeys(logs_of(job))
-    return Logs([load(LOGS[name])(Path(job.run_dir), step) for name in names])
+    return Logs([load(LOGS[name])(Path(job.run_dir), step) for name in names if name in LOGS])
 
 
 def counted(row: Mapping[str, Any]) -> dict[str, Any]:

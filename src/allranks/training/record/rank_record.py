@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.job.job import Job
+from allranks.job.limits import logs_of
 from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.launcher.world import World
 from allranks.training.callback import Callback
@@ -14,6 +15,8 @@ from allranks.training.engine.trainer import Trainer
 from allranks.training.progress import StepResult
 from allranks.training.record.keeping import Keeping
 from allranks.training.record.logs import Logs, open_logs, open_metrics, row_of
+from allranks.training.record.phases import NAME as PHASES
+from allranks.training.record.phases import PhaseRecord
 
 
 class RankRecord(Callback):
@@ -31,6 +34,7 @@ class RankRecord(Callback):
         self._unread: list[StepResult] = []
         self._speaks = self._trains_apart = False
         self._seen_before = 0
+        self._phases: PhaseRecord | None = None
 
     def open(self, trainer: Trainer, resumed_from: int | None) -> None:
         """Before the first step: the leader's files, without what came after the checkpoint."""
@@ -47,9 +51,18 @@ class RankRecord(Callback):
         """The time of the training counts from here."""
         self._began_at = self._last_step_at = time.perf_counter()
 
+    def on_start(self, trainer: Trainer) -> None:
+        """Watch the phases of the steps, if the job asks for that."""
+        if PHASES in logs_of(self.job):
+            world = self.world
+            watched = (world.rank, world.attempt, trainer.heartbeat)
+            self._phases = PhaseRecord(self.run_dir, *watched)
+
     def close(self) -> None:
         """No more is written but events; what found no room in the run folder is kept elsewhere."""
         self._write()
+        if self._phases is not None:
+            self._phases.close()
         if self._metrics is not None:
             self.keeping.rest("metrics.jsonl", self._metrics.close_with_rest())
         self.keeping.incomplete += self._logs.close()
@@ -80,6 +93,8 @@ class RankRecord(Callback):
             self._first_step = False
             total = trainer.total_steps
             self.events.event("training", step=result.batch_index, total_steps=total)
+        if self._phases is not None:
+            self._phases.on_step(result.batch_index)
         self._unread.append(result)
         if result.is_read:
             self._write()

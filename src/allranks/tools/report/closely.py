@@ -1,0 +1,124 @@
+"""A few steps under the magnifier, and the mean step of each rank: the view of `steps`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from allranks.tools.report.bars import lanes_of
+from allranks.tools.report.numbers import counted, format_seconds
+from allranks.tools.report.plot import Tick, nice_ticks
+from allranks.tools.report.records import Run
+from allranks.tools.report.steps import (
+    EXCHANGE,
+    KINDS,
+    Step,
+    seconds_per_step,
+    share_a_clock,
+    steps_of,
+    window,
+)
+from allranks.tools.report.tables import RIGHT, Table
+from allranks.tools.report.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Bit:
+    """A phase in a lane: from where and how wide in percent, and what it says."""
+
+    left: float
+    width: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Closely:
+    """Some steps of each rank on one scale, and a table of the mean step."""
+
+    title: str
+    legend: Mapping[str, str]
+    lanes: Mapping[int, tuple[Bit, ...]]
+    ends: Mapping[int, tuple[float, ...]]
+    ticks: tuple[Tick, ...]
+    table: Table
+    note: str
+
+
+def closely(run: Run, timeline: Timeline) -> Closely | None:
+    """The view of the recorded steps; `None` where none was recorded."""
+    steps = steps_of(run, timeline)
+    shown = window(steps)
+    if not shown:
+        return None
+    begin, end = min(s.start_s for s in shown), max(s.end_s for s in shown)
+    length = max(end - begin, 1e-9)
+    mean = seconds_per_step(steps)
+    kinds = [kind for kind in KINDS if any(one[kind] for one in mean.values())]
+    head = ("rank", *(KINDS[kind] for kind in kinds), "together")
+    rows = tuple(
+        (
+            str(rank),
+            *(format_seconds(one[kind]) for kind in kinds),
+            format_seconds(sum(one[kind] for kind in kinds)),
+        )
+        for rank, one in mean.items()
+    )
+    ranks = lanes_of(sorted({step.rank for step in shown}))
+    numbers = sorted({step.number for step in shown})
+    which = f"{numbers[0]:,} to {numbers[-1]:,}" if len(numbers) > 1 else f"{numbers[0]:,}"
+    present = {piece.phase for step in shown for piece in step.pieces} | set(kinds)
+    return Closely(
+        title=f"Step{'s' if len(numbers) > 1 else ''} {which}, {format_seconds(length)}",
+        legend={kind: text for kind, text in KINDS.items() if kind in present},
+        lanes={rank: _bits(rank, shown, begin, length) for rank in ranks},
+        ends={rank: _ends(rank, shown, begin, length) for rank in ranks},
+        ticks=_ticks(length),
+        table=Table(head, rows, (RIGHT,) * len(head)),
+        note=_note(run, steps),
+    )
+
+
+def _note(run: Run, steps: tuple[Step, ...]) -> str:
+    counted_steps = {(step.attempt, step.number) for step in steps}
+    firsts = {step.attempt for step in steps}
+    told = (
+        f"The table is the mean of {counted(len(counted_steps) - len(firsts), 'recorded step')}, "
+        "without the first of an attempt."
+    )
+    if len(run.phases) < 2:
+        return told
+    if not any(step.seconds(EXCHANGE) for step in steps):
+        return (
+            f"{told} A rank waits from the moment it comes to an exchange until the last rank has "
+            "come; the rest of the exchange is communication."
+        )
+    unlike = "make unlike numbers of exchanges" if share_a_clock(run) else "have unlike clocks"
+    return f"{told} Waiting is not told from communication everywhere: the ranks {unlike}."
+
+
+def _bits(rank: int, steps: tuple[Step, ...], begin: float, length: float) -> tuple[Bit, ...]:
+    return tuple(
+        Bit(
+            round(100 * (piece.start_s - begin) / length, 3),
+            round(100 * (piece.end_s - piece.start_s) / length, 3),
+            piece.phase,
+            f"rank {rank}, step {step.number:,}, {KINDS.get(piece.phase, piece.phase)}: "
+            f"{format_seconds(piece.end_s - piece.start_s)}",
+        )
+        for step in steps
+        if step.rank == rank
+        for piece in step.pieces
+    )
+
+
+def _ends(rank: int, steps: tuple[Step, ...], begin: float, length: float) -> tuple[float, ...]:
+    """Where one step ends and the next begins."""
+    own = [step for step in steps if step.rank == rank]
+    return tuple(round(100 * (step.end_s - begin) / length, 3) for step in own[:-1])
+
+
+def _ticks(length_s: float) -> tuple[Tick, ...]:
+    milliseconds = 1e3 * length_s
+    places = [t for t in nice_ticks(0, milliseconds, 6) if t <= milliseconds]
+    return tuple(Tick(round(100 * t / milliseconds, 3), f"{t:g} ms" if t else "0") for t in places)

@@ -1,0 +1,71 @@
+"""`--log phases`: when each rank was in which phase of its first steps, to the microsecond.
+
+    phases/rank-RRR.jsonl   a line for each step: {"step", "attempt", "from", "spans"}
+
+`from` is the monotonic clock at which the step began, which is where the one before it ended; a
+span is [phase, microseconds from there, microseconds long], phases as `heartbeat.PHASES` counts
+them. Only the first `MOST_STEPS` steps of an attempt are written, so that a file stays small.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from allranks.job.run_folder import JsonLines
+from allranks.launcher.heartbeat import PHASES, Heartbeat
+
+NAME = "phases"
+MOST_STEPS = 2000
+_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+
+
+def phases_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / NAME / f"rank-{rank:03d}.jsonl"
+
+
+class PhaseRecord:
+    """Watches the heartbeat of one rank; each rank has its own, and none communicates."""
+
+    def __init__(self, run_dir: Path, rank: int, attempt: int, heartbeat: Heartbeat) -> None:
+        """Watch from now on: a step is about to begin."""
+        path = phases_path(run_dir, rank)
+        path.parent.mkdir(exist_ok=True)
+        self._file = JsonLines(path)
+        self._attempt, self._heartbeat = attempt, heartbeat
+        self._from = time.monotonic()
+        self._spans: list[tuple[int, float, float]] = []
+        self._steps = 0
+        heartbeat.watch = self._left
+
+    def on_step(self, step: int) -> None:
+        """`step` global batches were made before the one that is over now."""
+        if self._heartbeat.watch is None:
+            return
+        now = time.monotonic()
+        self._left(self._heartbeat.phase, self._heartbeat.since, now)
+        began = self._from
+        spans = [
+            [number, round(1e6 * (start - began)), round(1e6 * (end - start))]
+            for number, start, end in self._spans
+        ]
+        row = {"step": step, "attempt": self._attempt, "from": began, "spans": spans}
+        self._file.row(row)
+        self._spans.clear()
+        self._from = now
+        self._steps += 1
+        if self._steps == MOST_STEPS:
+            self.close()
+
+    def close(self) -> None:
+        """Watch no longer; what a full disk did not take is lost: it is no result."""
+        if self._heartbeat.watch is not None:
+            self._heartbeat.watch = None
+            self._file.close_with_rest()
+
+    def _left(self, phase: str, since: float, now: float) -> None:
+        """A phase is over, or a step in the midst of it."""
+        start, number = max(since, self._from), _NUMBER[phase]
+        if self._spans and self._spans[-1][0] == number and self._spans[-1][2] >= start:
+            start = self._spans.pop()[1]
+        self._spans.append((number, start, now))
