@@ -229,7 +229,10 @@ def test_waiting_is_until_the_last_rank_has_come(door: Door, tmp_path: Path) -> 
     assert steps.count((0, "step 8")) == steps.count((1, "step 8")) == 1
     words = words_of((run / "report.html").read_text())
     assert "0 0.1 ms 0.9 ms 1 ms 3 ms 5 ms 1 0 ms 4 ms 1 ms 0 ms 5 ms" in words
-    assert "mean of 1 recorded step, without the first of an attempt. A rank waits" in words
+    assert (
+        "mean of 1 step: all that every rank recorded, but the first of an attempt. A rank waits"
+        in words
+    )
 
 
 def test_unlike_clocks_tell_no_waiting(door: Door, tmp_path: Path) -> None:

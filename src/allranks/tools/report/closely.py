@@ -10,9 +10,11 @@ from allranks.tools.report.numbers import counted, format_seconds
 from allranks.tools.report.plot import Tick, nice_ticks
 from allranks.tools.report.records import Run
 from allranks.tools.report.steps import (
+    COLUMNS,
     EXCHANGE,
     KINDS,
     Step,
+    complete,
     seconds_per_step,
     share_a_clock,
     steps_of,
@@ -55,7 +57,7 @@ def closely(run: Run, timeline: Timeline) -> Closely | None:
     length = max(end - begin, 1e-9)
     mean = seconds_per_step(steps)
     kinds = [kind for kind in KINDS if any(one[kind] for one in mean.values())]
-    head = ("rank", *(KINDS[kind] for kind in kinds), "together")
+    head = ("rank", *(COLUMNS[kind] for kind in kinds), "together")
     rows = tuple(
         (
             str(rank),
@@ -80,15 +82,15 @@ def closely(run: Run, timeline: Timeline) -> Closely | None:
 
 
 def _note(run: Run, steps: tuple[Step, ...]) -> str:
-    counted_steps = {(step.attempt, step.number) for step in steps}
-    firsts = {step.attempt for step in steps}
+    whole = complete(steps)
+    count = len({(step.attempt, step.number) for step in whole})
     told = (
-        f"The table is the mean of {counted(len(counted_steps) - len(firsts), 'recorded step')}, "
-        "without the first of an attempt."
+        f"Shown are steps in a row that took the median time. The table is the mean of "
+        f"{counted(count, 'step')}: all that every rank recorded, but the first of an attempt."
     )
     if len(run.phases) < 2:
         return told
-    if not any(step.seconds(EXCHANGE) for step in steps):
+    if not any(step.seconds(EXCHANGE) for step in whole):
         return (
             f"{told} A rank waits from the moment it comes to an exchange until the last rank has "
             "come; the rest of the exchange is communication."
@@ -120,5 +122,5 @@ def _ends(rank: int, steps: tuple[Step, ...], begin: float, length: float) -> tu
 
 def _ticks(length_s: float) -> tuple[Tick, ...]:
     milliseconds = 1e3 * length_s
-    places = [t for t in nice_ticks(0, milliseconds, 6) if t <= milliseconds]
+    places = [t for t in nice_ticks(0, milliseconds, 5) if t <= milliseconds]
     return tuple(Tick(round(100 * t / milliseconds, 3), f"{t:g} ms" if t else "0") for t in places)

@@ -151,7 +151,7 @@ def _view(number: int, run: Run, several: bool, in_words: InWords) -> RunView:
 
 
 def _ticks(timeline: Timeline) -> tuple[Tick, ...]:
-    places = [t for t in nice_ticks(0, timeline.seconds, 6) if t <= timeline.seconds]
+    places = [t for t in nice_ticks(0, timeline.seconds, 5) if t <= timeline.seconds]
     return tuple(Tick(_percent(t, timeline), f"{t:g} s" if t else "0") for t in places)
 
 

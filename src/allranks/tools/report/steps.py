@@ -8,6 +8,7 @@ its part before. Told apart only where all ranks share one clock, and have as ma
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -25,6 +26,7 @@ KINDS = {
     "evaluate": "evaluation",
     "save": "checkpoints",
 }
+COLUMNS = {**KINDS, WAITING: "waiting"}
 ONE_CLOCK_S = 0.002
 SHOWN_STEPS = 3
 MICROSECONDS = 1e6
@@ -117,17 +119,28 @@ def _split(step: Step, last_came: Sequence[float]) -> Step:
     return replace(step, pieces=tuple(pieces))
 
 
-def seconds_per_step(steps: Sequence[Step]) -> dict[int, dict[str, float]]:
-    """The mean seconds of a step in each phase, by rank; of the first step of an attempt nothing.
+def complete(steps: Sequence[Step]) -> list[Step]:
+    """The steps that every rank has recorded, but for the first one of an attempt.
 
-    That one pays for what is set up once.
+    That one pays for what is set up once; one that a fault cut short has lost a rank.
     """
-    first = {attempt: min(s.number for s in steps if s.attempt == attempt) for attempt in
-             {s.attempt for s in steps}}  # fmt: skip
-    found: dict[int, list[Step]] = {}
+    ranks = {step.rank for step in steps}
+    counts = Counter((step.attempt, step.number) for step in steps)
+    firsts: dict[int, int] = {}
     for step in steps:
-        if step.number > first[step.attempt]:
-            found.setdefault(step.rank, []).append(step)
+        firsts[step.attempt] = min(step.number, firsts.get(step.attempt, step.number))
+    return [
+        step
+        for step in steps
+        if counts[step.attempt, step.number] == len(ranks) and step.number > firsts[step.attempt]
+    ]
+
+
+def seconds_per_step(steps: Sequence[Step]) -> dict[int, dict[str, float]]:
+    """The mean seconds of a `complete` step in each phase, by rank."""
+    found: dict[int, list[Step]] = {}
+    for step in complete(steps):
+        found.setdefault(step.rank, []).append(step)
     return {
         rank: {kind: mean(step.seconds(kind) for step in own) for kind in KINDS}
         for rank, own in found.items()
@@ -135,20 +148,25 @@ def seconds_per_step(steps: Sequence[Step]) -> dict[int, dict[str, float]]:
 
 
 def window(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """A few steps to look at closely, of all ranks: the same ones, about the middle.
+    """A few steps to look at closely, of all ranks: those in a row that took the median time.
 
-    Of the last attempt, and without the first step if there are others.
+    Of the last attempt. Fewer than `SHOWN_STEPS` where there are not as many.
     """
-    if not steps:
-        return ()
-    last = max(step.attempt for step in steps)
-    own = [step for step in steps if step.attempt == last]
-    ranks = {step.rank for step in own}
-    counts: dict[int, int] = {}
+    own = complete(steps)
+    last = max((step.attempt for step in own), default=0)
+    by_number: dict[int, list[Step]] = {}
     for step in own:
-        counts[step.number] = counts.get(step.number, 0) + 1
-    shared = sorted(number for number, count in counts.items() if count == len(ranks))
-    shared = shared[1:] or shared
-    begin = max(0, (len(shared) - SHOWN_STEPS) // 2)
-    chosen = set(shared[begin : begin + SHOWN_STEPS])
-    return tuple(step for step in own if step.number in chosen)
+        if step.attempt == last:
+            by_number.setdefault(step.number, []).append(step)
+    numbers = sorted(by_number)
+    length = min(SHOWN_STEPS, len(numbers))
+    rows = [numbers[i : i + length] for i in range(len(numbers) - length + 1)]
+    timed = sorted(
+        (sum(step.end_s - step.start_s for number in row for step in by_number[number]), row)
+        for row in rows
+        if row and row[-1] - row[0] == length - 1
+    )
+    if not timed:
+        return ()
+    _, chosen = timed[(len(timed) - 1) // 2]
+    return tuple(step for number in chosen for step in by_number[number])
