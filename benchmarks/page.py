@@ -28,6 +28,7 @@ BENCHMARKS = (
     "checkpoint",
     "restart",
     "witness",
+    "watched",
     "strategies",
     "memory",
     "branches",

@@ -136,7 +136,7 @@ def run(words: tuple[str, ...], dry_run: bool, as_object: bool, **flags: Any) ->
     for note in request.notes:
         say(f"note: {note}")
     try:
-        result = _run(request, wanted, _watcher(output))
+        result = _run(request, wanted, command_watcher(output))
     finally:
         say(output.close())
     if as_object:
@@ -316,7 +316,9 @@ def _in_log_dir(log_dir: str, command: tuple[str, ...]) -> str:
     return str(Path(log_dir, Path(new_run_dir(name_of(command))).name)) if log_dir else ""
 
 
-def _watcher(output: RankOutput) -> CommandWatcher:
+def command_watcher(output: RankOutput) -> CommandWatcher:
+    """Shows what the ranks say, where the run folder is, and news of the launcher."""
+
     def started(plan: CommandPlan, run_dir: Path) -> None:
         output.started(plan, run_dir)
         ranks = plan.topology.world_size

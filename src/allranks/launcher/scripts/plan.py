@@ -31,7 +31,8 @@ class CommandRequest:
     names the framework that the fork server imports beforehand; `shared_memory` asks for torch's
     collectives in memory where they would go over Gloo. After a signal the processes have
     `grace_s` to leave. No output of any of them for `hang_timeout_s` (0: for ever) is a hang.
-    `shown` are the local ranks whose output is shown: "0,2", "all" or "none".
+    `shown` are the local ranks whose output is shown: "0,2", "all" or "none". `environment` are
+    variables that each process gets besides those that say who it is.
     """
 
     command: tuple[str, ...]
@@ -52,6 +53,7 @@ class CommandRequest:
     master_addr: str = ""
     master_port: int = 0
     notes: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
     def to_data(self) -> dict[str, Any]:
         """As plain values for `job.toml`, without secrets; `program` is what a list would show."""
@@ -62,7 +64,7 @@ class CommandRequest:
             "roles": roles_as_text(self.roles),
             "families": ",".join(self.families),
         }
-        for name in ("notes", "run_dir"):
+        for name in ("notes", "run_dir", "environment"):
             values.pop(name)
         return {"kind": "run", **values}
 
@@ -155,6 +157,7 @@ def plan_command(
             max_restarts=request.max_restarts,
             families=request.families,
         )
+        environment |= dict(request.environment)
         command = with_local_rank(request.command, request.local_rank_argument, member.local_rank)
         defaults = defaults_for(topology, member.rank, given)
         ranks.append(RankCommand(member.rank, member.host.name, command, environment, defaults))

@@ -18,6 +18,7 @@ from allranks.launcher.scripts.plan import WARM, CommandRequest, RankCommand, sc
 
 IN_SCRIPTS = "allranks.torch.shared_memory.in_scripts"
 IN_PLACE_OF_GLOO = f"{IN_SCRIPTS}:in_place_of_gloo"
+WATCHER, WATCHED_IN = "allranks.tools.watching.install:watch_here", "ALLRANKS_WATCHED"
 OUTCOME = "collectives.json"
 
 
@@ -51,11 +52,14 @@ def check_warm(request: CommandRequest) -> None:
 def argument_of(request: CommandRequest, one: RankCommand, run_dir: Path) -> dict[str, Any]:
     """What `warm_script` is told: the script, its words, and what is called before it."""
     position = script_position(one.command)
+    before = {IN_PLACE_OF_GLOO: str(run_dir / OUTCOME)} if request.shared_memory else {}
+    if WATCHED_IN in one.environment:
+        before[WATCHER] = one.environment[WATCHED_IN]
     return {
         "script": one.command[position],
         "words": list(one.command[position + 1 :]),
         "is_module": "-m" in one.command[1:position],
-        "before": {IN_PLACE_OF_GLOO: str(run_dir / OUTCOME)} if request.shared_memory else {},
+        "before": before,
     }
 
 

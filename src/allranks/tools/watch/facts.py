@@ -1,0 +1,100 @@
+"""The facts that the ranks of a watched script wrote, read from their folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Fact = Mapping[str, Any]
+END = -1
+"""The step of digests that were taken at the end."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank told, in the order in which it did."""
+
+    rank: int
+    facts: tuple[Fact, ...]
+
+    def all(self, kind: str) -> list[Fact]:
+        """Its facts of a kind."""
+        return [fact for fact in self.facts if fact["fact"] == kind]
+
+    def by_id(self, kind: str, name: str = "id") -> dict[int, Fact]:
+        """Its facts of a kind by their numbers, the last of each."""
+        return {fact[name]: fact for fact in self.all(kind)}
+
+    def last(self, kind: str, name: str, default: Any) -> Any:
+        """A value of the last fact of a kind."""
+        found = self.all(kind)
+        return found[-1][name] if found else default
+
+
+def read_ranks(folder: Path) -> tuple[Rank, ...]:
+    """The ranks by number; of several processes of one number the one that told most.
+
+    Ranks are those of the process group. If no process made one, they are the launcher's.
+    """
+    told = [read_facts(path.read_text()) for path in sorted(folder.glob("*.jsonl"))]
+    told = [facts for facts in told if facts]
+    grouped = any(_rank_in_group(facts) is not None for facts in told)
+    found: dict[int, tuple[Fact, ...]] = {}
+    for facts in told:
+        rank = _rank_in_group(facts) if grouped else facts[0].get("rank")
+        if rank is not None and len(facts) > len(found.get(int(rank), ())):
+            found[int(rank)] = facts
+    return tuple(Rank(rank, facts) for rank, facts in sorted(found.items()))
+
+
+def read_facts(text: str) -> tuple[Fact, ...]:
+    """The facts of one process; a last line that was cut is left out."""
+
+    def lines() -> Iterator[Fact]:
+        for line in text.splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
+
+    return tuple(lines())
+
+
+def _rank_in_group(facts: Iterable[Fact]) -> int | None:
+    found = [fact["rank"] for fact in facts if fact["fact"] == "world"]
+    return found[-1] if found else None
+
+
+def line_of(value: Any) -> tuple[str, int] | None:
+    """A place in the script, as JSON has it."""
+    return None if value is None else (str(value[0]), int(value[1]))
+
+
+def groups_of_replicas(ranks: tuple[Rank, ...]) -> list[tuple[int, list[Rank]]]:
+    """Of each DDP its number, and the ranks that hold it in one group; more than one of them."""
+    found = []
+    known = {one.rank: one for one in ranks}
+    for one in ranks:
+        for number, fact in one.by_id("replica").items():
+            members = [known[rank] for rank in fact["group"] if rank in known]
+            alike = [
+                member
+                for member in members
+                if member.by_id("replica").get(number, {}).get("where") == fact["where"]
+            ]
+            if one.rank == min(fact["group"]) and len(alike) > 1:
+                found.append((number, alike))
+    return found
+
+
+def groups_that_reduce(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
+    """The ranks among which gradients are reduced: by a DDP, else by the script itself.
+
+    Of several axes a DDP has one; ranks along another may have the same samples.
+    """
+    found = {tuple(one.rank for one in group): group for _, group in groups_of_replicas(ranks)}
+    by_hand = any(fact["sent"] for one in ranks for fact in one.all("window"))
+    return list(found.values()) or ([list(ranks)] if by_hand and len(ranks) > 1 else [])

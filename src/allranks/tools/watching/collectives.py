@@ -1,0 +1,130 @@
+"""What a script's own collectives reduce: small numbers with their values, large ones counted.
+
+DDP's reductions are not among them: they are made below Python.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from allranks.tools.watching.facts import Facts, wrap
+from allranks.tools.watching.numbers import tensors_in
+from allranks.tools.watching.progress import Progress
+
+SMALL, MOST_TOLD, MOST_SENT = 16, 200, 10_000
+REDUCING = ("all_reduce", "reduce")
+GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_object", "gather", "gather_object")
+OTHERS = ("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single")
+TO_ONE = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+
+
+class Collectives:
+    """All that the script itself calls of `torch.distributed`."""
+
+    def __init__(self, torch: Any, facts: Facts, progress: Progress) -> None:
+        self.torch, self.facts, self.progress = torch, facts, progress
+        self._told = 0
+
+    def install(self, ended: Callable[[], None]) -> None:
+        """Wrap them; `ended` is called before a group is destroyed."""
+        dist = self.torch.distributed
+        note = self.facts.guarded(self._note)
+        reduced = self.facts.guarded(self._reduced)
+        joined = self.facts.guarded(self._joined)
+
+        def with_values(own: Callable[..., Any]) -> Callable[..., Any]:
+            def inner(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+                before = note(own.__name__, tensor)
+                result = own(tensor, *args, **kwargs)
+                if before is not None and result is None:
+                    reduced(own.__name__, tensor, before, args, kwargs)
+                return result
+
+            return inner
+
+        def noted(own: Callable[..., Any]) -> Callable[..., Any]:
+            def inner(*args: Any, **kwargs: Any) -> Any:
+                note(own.__name__, [*args, *kwargs.values()])
+                return own(*args, **kwargs)
+
+            return inner
+
+        def joining(own: Callable[..., Any]) -> Callable[..., Any]:
+            def inner(*args: Any, **kwargs: Any) -> Any:
+                result = own(*args, **kwargs)
+                self.facts.speak()
+                joined()
+                return result
+
+            return inner
+
+        for name in REDUCING:
+            self._wrap(dist, name, with_values)
+        for name in (*GATHERING, *OTHERS, *TO_ONE):
+            self._wrap(dist, name, noted)
+        self._wrap(dist, "init_process_group", joining)
+        self._wrap(dist, "destroy_process_group", lambda own: _after(ended, own))
+
+    def _wrap(self, dist: Any, name: str, made: Callable[..., Any]) -> None:
+        """In `torch.distributed`, and where torch gives it out a second time."""
+        if not hasattr(dist, name):
+            return
+        own = getattr(dist, name)
+        wrap(dist, name, made)
+        home = sys.modules.get("torch.distributed.distributed_c10d")
+        if name.endswith("process_group") and getattr(home, name, None) is own:
+            setattr(home, name, getattr(dist, name))
+
+    def _joined(self) -> None:
+        dist = self.torch.distributed
+        self.facts.tell("world", rank=dist.get_rank(), size=dist.get_world_size())
+
+    def _note(self, name: str, given: Any) -> list[float] | None:
+        progress = self.progress
+        if name in TO_ONE:
+            progress.to_one += 1
+            return None
+        tensors = list(tensors_in(self.torch, given))
+        size = sum(tensor.numel() for tensor in tensors)
+        if name in GATHERING and progress.last_pass:
+            self.facts.tell("gathered", after=progress.last_pass)
+            progress.last_pass = None if size > SMALL else progress.last_pass
+        if size > SMALL:
+            progress.large_collectives += 1
+        if len(progress.sent) < MOST_SENT:
+            progress.sent.update(tensor.data_ptr() for tensor in tensors)
+        if size <= SMALL and name in REDUCING and self._told < MOST_TOLD:
+            return [float(value) for value in given.detach().reshape(-1).tolist()]
+        return None
+
+    def _reduced(self, name: str, tensor: Any, before: list[float], args: Any, kwargs: Any) -> None:
+        self._told += 1
+        operation = args[-1] if name == "reduce" and len(args) > 1 else args[0] if args else None
+        operation = kwargs.get("op", operation)
+        self.facts.tell(
+            "reduced",
+            name=name,
+            operation="SUM" if operation is None else str(operation).rpartition(".")[2],
+            where=self.facts.where(),
+            before=before,
+            values=[float(value) for value in tensor.detach().reshape(-1).tolist()],
+            after=self.progress.last_pass,
+        )
+
+    def finish(self) -> None:
+        """Tell how many there were."""
+        self.facts.tell(
+            "collectives", large=self.progress.large_collectives, to_one=self.progress.to_one
+        )
+
+
+def _after(first: Callable[[], None], own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own`, once `first` was called."""
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return own(*args, **kwargs)
+
+    return both

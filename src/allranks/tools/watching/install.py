@@ -1,0 +1,53 @@
+"""Called once torch has been imported in a watched script: puts every recorder in its place."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+from typing import Any
+
+from allranks.tools.watching.collectives import Collectives
+from allranks.tools.watching.data import Loaders
+from allranks.tools.watching.facts import Facts
+from allranks.tools.watching.files import Files
+from allranks.tools.watching.progress import Progress
+from allranks.tools.watching.replicas import Replicas
+from allranks.tools.watching.stepping import Schedules, Stepping
+
+WRAPPED = (
+    *("torch.distributed", "torch.optim.lr_scheduler", "torch.utils.data.distributed"),
+    *("torch.utils.data.dataloader", "torch.nn.parallel", "torch.serialization"),
+)
+
+
+def watch_here(folder: str) -> None:
+    """The same where torch is imported already: in the fork of a warm server."""
+    install(importlib.import_module("torch"), folder)
+
+
+def install(torch: Any, folder: str) -> None:
+    """Watch this process; facts go to `folder`."""
+    for name in WRAPPED:
+        importlib.import_module(name)
+    assert torch.__file__ is not None
+    facts, progress = Facts(folder, os.path.dirname(torch.__file__)), Progress()
+    loaders = Loaders(torch, facts, progress)
+    replicas = Replicas(torch, facts, progress)
+    stepping = Stepping(torch, facts, progress, replicas)
+    schedules = Schedules(torch, facts, stepping)
+    collectives = Collectives(torch, facts, progress)
+    facts.tell("process", rank=os.environ.get("RANK"), torch=str(torch.__version__))
+    digests = facts.guarded(replicas.finish)
+
+    def finish() -> None:
+        parts = (loaders, schedules, stepping, collectives)
+        for part in parts:
+            facts.guarded(part.finish)()
+        digests()
+
+    for recorder in (loaders, replicas, stepping, schedules, Files(torch, facts)):
+        facts.guarded(recorder.install)()
+    if torch.distributed.is_available():
+        facts.guarded(collectives.install)(digests)
+    atexit.register(finish)

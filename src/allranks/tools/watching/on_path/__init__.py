@@ -1,0 +1,1 @@
+"""What stands on PYTHONPATH in a watched script, so that Python imports it first."""

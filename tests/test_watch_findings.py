@@ -1,0 +1,230 @@
+"""What the facts of ranks prove, and what they do not: pure, on facts written down here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.errors import RequestError
+from allranks.tools.watch.facts import Rank, read_ranks
+from allranks.tools.watch.finding import Finding
+from allranks.tools.watch.watch import Watched, findings_of, watched_in
+
+LINE = ["train.py", 7]
+
+
+def fact(kind: str, **values: Any) -> dict[str, Any]:
+    return {"fact": kind, "where": LINE, **values}
+
+
+def loader(**values: Any) -> dict[str, Any]:
+    usual = {"length": 32, "sampler": "DistributedSampler", "shuffle": True, "replicas": 2}
+    return fact("loader", loader=0, sampler_where=None, **{**usual, **values})
+
+
+def one_pass(ids: list[int], number: int = 0, **values: Any) -> dict[str, Any]:
+    rows = {str(i): [i, i % 3] for i in ids}
+    usual = {"samples": len(ids), "order": hash(tuple(ids)), "sizes": [[len(ids), 1]], "ids": ids}
+    usual |= {"rows": rows, "ended": True, "grad": True, "backwards": 4, "epochs_set": 0}
+    return fact("pass", loader=0, number=number, **{**usual, **values})
+
+
+def window(**values: Any) -> dict[str, Any]:
+    usual = {"id": 0, "optimizer": 0, "step": 1, "backwards": 1, "backward_where": LINE}
+    usual |= {"accumulated": False, "is_mean": False, "unchanged": None, "sent": False}
+    return fact("window", **{"forwards": [[0, True]], **usual, **values})
+
+
+def digest(step: int, of: str = "replica", forwards: int = 3, **names: int) -> dict[str, Any]:
+    return fact("digest", of=of, id=0, step=step, parameters=names, buffers={}, forwards=forwards)
+
+
+def large(count: int) -> dict[str, Any]:
+    return fact("collectives", large=count, to_one=0)
+
+
+REPLICA = fact("replica", id=0, group=[0, 1], broadcast_buffers=True, tensors=2)
+SGD = fact("optimizer", id=0, name="SGD", replicas=[], outside={"head": [2]}, sent=[])
+
+
+def names(*ranks: list[dict[str, Any]]) -> list[str]:
+    return [one.name for one in of(*ranks)]
+
+
+def of(*ranks: list[dict[str, Any]]) -> tuple[Finding, ...]:
+    return findings_of(tuple(Rank(i, tuple(facts)) for i, facts in enumerate(ranks)))
+
+
+def both(*facts: dict[str, Any]) -> list[str]:
+    return names(list(facts), list(facts))
+
+
+def test_an_order_that_changes_once_in_three_epochs_is_no_finding() -> None:
+    same, other = list(range(16)), list(range(16, 0, -1))
+    assert both(loader(), one_pass(same), one_pass(same, 1)) == ["same-order-each-epoch"]
+    assert both(loader(), one_pass(same), one_pass(same, 1), one_pass(other, 2)) == []
+    assert both(loader(), one_pass(same), one_pass(same, 1, backwards=0)) == []
+    assert both(loader(shuffle=False), one_pass(same), one_pass(same, 1)) == []
+
+
+def test_a_rank_with_a_dataset_of_its_own_shares_no_samples() -> None:
+    """The indices are equal; that the samples are, only what was in the batches can tell."""
+    plain, ids = loader(sampler="RandomSampler", replicas=None), list(range(16))
+    mine = one_pass(ids)
+    its = one_pass(ids, rows={str(i): [100 + i, 50 + i] for i in ids})
+    assert names([REPLICA, plain, mine], [REPLICA, plain, its]) == []
+    assert names([REPLICA, plain, mine], [REPLICA, plain, mine]) == ["same-samples-on-ranks"]
+    labels_only = one_pass(ids, rows={str(i): [100 + i, i % 3] for i in ids})  # noise was added
+    assert names([REPLICA, plain, mine], [REPLICA, plain, labels_only]) == ["same-samples-on-ranks"]
+    constant = [one_pass(ids, rows={str(i): [k + i, 0] for i in ids}) for k in (0, 100)]
+    assert names([REPLICA, plain, constant[0]], [REPLICA, plain, constant[1]]) == []
+
+
+def test_samples_shared_by_padding_or_without_a_reduction_are_no_finding() -> None:
+    padded = [one_pass([*range(0, 32, 2), 0]), one_pass([*range(1, 32, 2), 0])]
+    assert names(*([REPLICA, loader(), one] for one in padded)) == []
+    assert both(loader(sampler="RandomSampler"), one_pass(list(range(16)))) == []
+
+
+def evaluation(total: float, length: float) -> list[str]:
+    ids = [list(range(0, 10, 2)), [*range(1, 9, 2), 9, 0]]
+    reduced = fact("reduced", after=[0, 0], values=[3.0, total], before=[], name="all_reduce")
+    found = []
+    for one in ids:
+        taken = one_pass(one, backwards=0, grad=False)
+        found.append([loader(length=length, shuffle=False), taken, reduced])
+    return names(*found)
+
+
+def test_padding_is_proved_by_the_count_that_is_reduced() -> None:
+    assert evaluation(11, 10) == ["padded-evaluation"]
+    assert evaluation(10, 10) == []  # repeated samples were left out of the count
+    assert evaluation(1, 10) == []  # a mean: nobody knows of what
+
+
+def test_replicas_drift_only_if_they_still_do_at_the_end() -> None:
+    def drift(*last: int) -> list[list[dict[str, Any]]]:
+        return [[REPLICA, digest(1, w=i), digest(-1, w=one, b=5)] for i, one in enumerate(last)]
+
+    assert names(*drift(1, 2)) == ["replicas-drift"]
+    assert "from step 1 on, and at the end: w" in of(*drift(1, 2))[0].found
+    assert names(*drift(1, 1)) == []
+    assert names(*([*facts, large(3)] for facts in drift(1, 2))) == []  # it averages by itself
+    hooked = fact("hooked", id=0)
+    assert names(*([*facts, hooked] for facts in drift(1, 2))) == []
+
+
+def test_replicas_of_two_groups_may_differ() -> None:
+    replicas = [{**REPLICA, "group": group} for group in ([0, 1], [0, 1], [2, 3], [2, 3])]
+    facts = [[one, digest(-1, w=i // 2)] for i, one in enumerate(replicas)]
+    assert names(*facts) == []
+
+
+def test_parameters_of_a_stage_or_of_an_own_reduction_are_no_finding() -> None:
+    ends = [[SGD, digest(0, "loose", head=1), digest(-1, "loose", head=i)] for i in (1, 2)]
+    assert names(*ends) == ["gradients-of-one-rank"]
+    assert names(*([REPLICA, *facts] for facts in ends)) == ["parameters-outside-ddp"]
+    assert names(*([*facts, large(1)] for facts in ends)) == []
+    stages = fact("collectives", large=0, to_one=4)
+    assert names(*([*facts, stages] for facts in ends)) == []
+
+
+def test_a_step_without_reduction_explains_the_drift() -> None:
+    counts = fact("counts", windows=[3, 1], steps={"0": 4}, scaled=False)
+    shared = [REPLICA, window(), window(id=1, step=4, forwards=[[0, True], [0, False]]), counts]
+    found = of(*([*shared, digest(-1, w=i)] for i in (1, 2)))
+    assert [one.name for one in found] == ["step-without-reduction"]
+    assert "1 of 4 steps" in found[0].found and "step 4" in found[0].found
+
+
+def test_equal_streams_need_draws_that_were_all_equal() -> None:
+    def draws(*states: int) -> list[dict[str, Any]]:
+        made = enumerate(states, 1)
+        return [fact("draws", of="replica", id=0, number=i, before={"torch": s}) for i, s in made]
+
+    assert names([REPLICA, *draws(1, 2)], [REPLICA, *draws(1, 2)]) == ["equal-random-streams"]
+    assert names([REPLICA, *draws(1, 2)], [REPLICA, *draws(1, 3)]) == []
+    assert names([REPLICA, *draws(1)], [REPLICA, *draws(1)]) == []
+
+
+@pytest.mark.parametrize(
+    ("between", "first", "scaled", "found"),
+    [
+        ({"1": 40}, 0, False, []),
+        ({"1": 40, "2": 1}, 0, False, []),
+        ({"2": 40, "1": 1}, 0, False, ["schedule-too-fast"]),
+        ({"1": 40}, 1, False, ["schedule-ahead"]),
+        ({"1": 40}, 7, False, []),  # it goes on where a checkpoint was
+        ({"1": 40}, 1, True, []),  # GradScaler may have left the optimizer's first step out
+    ],
+)
+def test_schedules(between: dict[str, int], first: int, scaled: bool, found: list[str]) -> None:
+    made = fact("scheduler", id=0, name="StepLR", optimizer=0, between=between, first=first)
+    assert both(made, fact("counts", windows=[], steps={"0": 40}, scaled=scaled)) == found
+
+
+def test_accumulation_that_is_not_divided() -> None:
+    added = {"accumulated": True, "is_mean": True, "backwards": 4, "unchanged": True}
+    assert both(SGD, window(**added)) == ["accumulation-not-divided"]
+    assert both(SGD, window(**{**added, "unchanged": False})) == []  # gradients were scaled
+    assert both(SGD, window(**{**added, "is_mean": False})) == []
+    assert both({**SGD, "name": "AdamW"}, window(**added)) == []
+    synced = {**added, "is_mean": False, "backwards": 2, "forwards": [[0, True]] * 2}
+    assert both(SGD, window(**synced)) == ["reduced-at-each-micro-batch"]
+
+
+def test_means_of_unequal_batches() -> None:
+    def ranks(is_mean: bool) -> list[list[dict[str, Any]]]:
+        sizes = ([[8, 3], [4, 1]], [[8, 3], [3, 1]])
+        ids = ([*range(28)], [*range(28, 55)])
+        return [
+            [REPLICA, window(is_mean=is_mean), loader(), one_pass(i, sizes=one)]
+            for i, one in zip(ids, sizes, strict=True)
+        ]
+
+    assert names(*ranks(True)) == ["mean-of-unequal-means"]
+    assert "batch 4 has 4 and 3 samples" in of(*ranks(True))[0].found
+    assert names(*ranks(False)) == []
+
+
+def test_files_and_lines_of_all_ranks() -> None:
+    save = fact("file", how="save", path="/run/weights.pt")
+    assert both(save, {**save, "how": "open"}) == ["checkpoint-of-all-ranks"]
+    assert names([save], []) == []
+    assert both(fact("print", text="epoch 1", digest=1)) == ["printed-by-all-ranks"]
+    assert names(*([fact("print", text=f"rank {i}", digest=i)] for i in range(2))) == []
+
+
+def test_facts_are_read_by_rank_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+    def write(name: str, *facts: dict[str, Any], end: str = "") -> None:
+        text = "".join(json.dumps(one) + "\n" for one in facts) + end
+        (tmp_path / f"{name}.jsonl").write_text(text)
+
+    process = {"fact": "process", "rank": "0"}
+    write("10", process)  # a launcher of its own, which takes part in no group
+    write("11", process, {"fact": "world", "rank": 1}, end='{"fact": "pri')
+    write("12", process, {"fact": "world", "rank": 0})
+    ranks = read_ranks(tmp_path)
+    assert [(one.rank, len(one.facts)) for one in ranks] == [(0, 2), (1, 2)]
+
+
+def test_without_facts_there_is_no_verdict(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="imported torch"):
+        watched_in(tmp_path)
+
+
+def test_what_a_person_reads(tmp_path: Path) -> None:
+    found = Finding("a-fault", "result", (str(tmp_path / "train.py"), 3), "x", "y", "z")
+    text = str(Watched(2, (found,), ("Loaders.install: gone",)))
+    assert text.splitlines()[1:] == [
+        "  found:  x",
+        "  effect: y",
+        "  fix:    z",
+        "not watched: Loaders.install: gone",
+        "1 finding on 2 ranks",
+    ]
+    assert text.splitlines()[0].endswith("train.py:3: a-fault (result)")
+    assert found.to_data()["line"] == 3

@@ -1,0 +1,122 @@
+"""`allranks check -- script`: each fault of a tutorial is found, its corrected twin is silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.scripts.plan import CommandRequest
+from allranks.launcher.scripts.run import run_command
+from allranks.tools.watch.started import FACTS, watched_request
+from allranks.tools.watch.watch import Watched, watched_in
+
+SCRIPT = Path(__file__).parent / "watched" / "tutorial.py"
+COMMAND = (sys.executable, "-m", "allranks.cli.main", "check")
+
+FAULTS = {
+    "same-order": ("same-order-each-epoch", "sampler = DistributedSampler(data)"),
+    "never-reduced": ("step-without-reduction", "optimizer.step()"),
+    "outside": ("parameters-outside-ddp", "optimizer.step()"),
+    "no-sampler": ("same-samples-on-ranks", "DataLoader(data, batch_size=BATCH, shuffle=True)"),
+    "too-many-replicas": ("sampler-for-other-ranks", "num_replicas=2 * ranks"),
+    "padded": ("padded-evaluation", "DistributedSampler(data, shuffle=False)"),
+    "unequal": ("mean-of-unequal-means", "return DataLoader(data, batch_size=BATCH), None"),
+    "module": ("replicas-drift", "model = DDP("),
+    "buffers": ("replicas-drift", "model = DDP("),
+    "no-ddp": ("gradients-of-one-rank", "optimizer.step()"),
+    "by-hand": ("weights-begin-unequal", "optimizer.step()"),
+    "dropout": ("equal-random-streams", "outputs = called(inputs)"),
+    "augmented": ("equal-random-streams", "DataLoader(data, batch_size=BATCH, sampler=sampler)"),
+    "too-fast": ("schedule-too-fast", "scheduler.step()"),
+    "ahead": ("schedule-ahead", "scheduler.step()"),
+    "no-division": ("accumulation-not-divided", "loss.backward()"),
+    "always-reduced": ("reduced-at-each-micro-batch", "loss.backward()"),
+    "saved": ("checkpoint-of-all-ranks", "torch.save("),
+    "written": ("file-of-all-ranks", "with open("),
+    "printed": ("printed-by-all-ranks", "print("),
+}
+TWINS = (
+    "evaluated-twin dropout-twin augmented-twin schedule-twin",
+    "accumulated-twin buffers-twin",
+    "by-hand-twin",
+)
+
+
+def watch(server: ForkServer, folder: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    monkeypatch.setenv("SAVED_IN", str(folder))
+    command = (sys.executable, "-u", str(SCRIPT), *words.split())
+    request = CommandRequest(command, processes=2, warm="torch", shown="none")
+    request = watched_request(request, str(folder / "run"), os.environ)
+    run_command(request, server)
+    return watched_in(folder / "run" / FACTS)
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_and_nothing_else(
+    fault: str, server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = watch(server, tmp_path, fault, monkeypatch)
+    name, code = FAULTS[fault]
+    assert [one.name for one in watched.findings] == [name], str(watched)
+    where = watched.findings[0].where
+    assert where is not None and where[0] == str(SCRIPT)
+    assert code in SCRIPT.read_text().splitlines()[where[1] - 1]
+    assert not watched.unwatched
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("words", TWINS)
+def test_the_corrected_twin_is_silent(
+    words: str, server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = watch(server, tmp_path, words, monkeypatch)
+    assert not watched.findings and not watched.unwatched, str(watched)
+    assert watched.ranks == 2
+
+
+@pytest.mark.slow
+def test_the_verb_watches_a_script_of_its_own_process(tmp_path: Path) -> None:
+    """Not from a warm server: Python itself imports the watcher, on its way to torch."""
+    words = ["--ranks", "2", "--json", "--", str(SCRIPT), "printed", "saved"]
+    environment = {**os.environ, "SAVED_IN": str(tmp_path)}
+    done = subprocess.run(
+        [*COMMAND, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    names = ["checkpoint-of-all-ranks", "printed-by-all-ranks"]
+    assert [one["name"] for one in told["findings"]] == names
+    assert "fix:    if rank == 0" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_is_reported_as_run_does(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import torch\nraise ValueError('of the script')\n")
+    done = subprocess.run(
+        [*COMMAND, "--", str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "failed first" in done.stderr and "ValueError: of the script" in done.stderr
+
+
+def test_what_never_imports_torch_was_not_watched(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("print('no torch')\n")
+    done = subprocess.run(
+        [*COMMAND, "--", str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "imported torch" in done.stderr
