@@ -212,6 +212,7 @@ class Server(Answering):
                     number = int(message["table"])
                     answer, pieces = self.tables.fetch(number, with_state=message["state"])
                 case "add":
+                    self._wait(lambda: shard.is_complete)  # tallies may come before gradients
                     self.tables.scale(float(message["factor"]))
                     shard.add(self.layout.new(bytearray(body)), float(message["factor"]))
                 case "apply":
