@@ -89,9 +89,16 @@ def test_samples_shared_by_padding_or_without_a_reduction_are_no_finding() -> No
     assert both(loader(sampler="RandomSampler"), one_pass(list(range(16)))) == []
 
 
-def evaluation(total: float, length: float) -> list[str]:
+def test_a_look_at_one_batch_is_not_the_first_epoch() -> None:
+    plain, look = loader(sampler="RandomSampler"), one_pass([0, 1], backwards=0, ended=False)
+    assert both(REPLICA, plain, look, one_pass(list(range(16)), 1)) == ["same-samples-on-ranks"]
+
+
+def evaluation(total: float, length: float, *more: float) -> list[str]:
     ids = [list(range(0, 10, 2)), [*range(1, 9, 2), 9, 0]]
-    reduced = fact("reduced", after=[0, 0], values=[3.0, total], before=[], name="all_reduce")
+    reduced = fact(
+        "reduced", after=[0, 0], values=[3.0, total, *more], before=[], name="all_reduce"
+    )
     found = []
     for one in ids:
         taken = one_pass(one, backwards=0, grad=False)
@@ -102,6 +109,7 @@ def evaluation(total: float, length: float) -> list[str]:
 def test_padding_is_proved_by_the_count_that_is_reduced() -> None:
     assert evaluation(11, 10) == ["padded-evaluation"]
     assert evaluation(10, 10) == []  # repeated samples were left out of the count
+    assert evaluation(11, 10, 10) == []  # 11 is something else
     assert evaluation(1, 10) == []  # a mean: nobody knows of what
 
 

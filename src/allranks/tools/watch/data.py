@@ -47,7 +47,7 @@ def samples_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     for group in groups_that_reduce(ranks):
         for loader, fact in _loaders(tuple(group)):
             passes = [_first(rank, loader) for rank in group]
-            given = [one for one in passes if one is not None and one["backwards"] and one["ids"]]
+            given = [one for one in passes if one is not None and one["ids"]]
             if len(given) == len(group):
                 yield from _shared(fact, given)
 
@@ -132,7 +132,7 @@ def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         return
     for loader, fact in _loaders(ranks):
         passes = [_first(rank, loader) for rank in ranks]
-        given = [one for one in passes if one is not None and one["backwards"] and one["samples"]]
+        given = [one for one in passes if one is not None and one["samples"]]
         sizes = [_sizes(one) for one in given]
         if len(given) < len(ranks) or len(set(map(len, sizes))) > 1:
             continue
@@ -170,7 +170,8 @@ def _numbered(rank: Rank, loader: int, number: int) -> Fact | None:
 
 
 def _first(rank: Rank, loader: int) -> Fact | None:
-    return next(iter(_passes(rank, loader)), None)
+    """Its first pass in which something was trained; before it some look at a batch."""
+    return next((one for one in _passes(rank, loader) if one["backwards"]), None)
 
 
 def _sizes(one: Fact) -> list[int]:

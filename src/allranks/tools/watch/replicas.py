@@ -166,8 +166,6 @@ def _first_difference(ranks: list[Rank], of: str, number: int, kind: str) -> tup
     """
     tables = [_digests(rank, of, number) for rank in ranks]
     at_end = _differing([table.get(END) for table in tables], kind)
-    if not at_end:
-        return END, []
     steps = list(tables[0]) if kind == "parameters" else [END]
     for step in steps:
         if _differing([table.get(step) for table in tables], kind):

@@ -44,7 +44,7 @@ class Pass:
         self.order = crc32(array("q", ids).tobytes(), self.order)
         if self.number < MOST_PASSES and len(self.ids) < MOST_IDS:
             self.ids += ids
-        if self.number == 0 and ids and len(self.rows) < MOST_ROWS:
+        if self.number < MOST_PASSES and ids and len(self.rows) < MOST_ROWS:
             self.rows.update(zip(ids, rows_of(torch, data, len(ids)), strict=True))
         if self.sizes and self.sizes[-1][0] == len(ids):
             self.sizes[-1][1] += 1
@@ -156,7 +156,8 @@ class Loaders:
     def _before(self, iterator: Any) -> dict[str, int] | None:
         """The generators before a batch, where draws are looked at: the first begins a sampler."""
         one = self._of_iterator[iterator]
-        watched = one.number == 0 and 0 < one.batches <= MOST_DRAWS and iterator._num_workers == 0
+        watched = one.number < MOST_PASSES and 0 < one.batches <= MOST_DRAWS
+        watched = watched and iterator._num_workers == 0
         return random_states(self.torch) if watched else None
 
     def _take(self, iterator: Any, batch: Any, before: dict[str, int] | None) -> None:
@@ -167,8 +168,9 @@ class Loaders:
             after = random_states(self.torch)
             drew = {name: state for name, state in before.items() if after.get(name) != state}
             if drew:
+                number = one.number * 1000 + one.batches
                 self.facts.tell(
-                    "draws", of="loader", id=one.loader, number=one.batches, before=drew, where=None
+                    "draws", of="loader", id=one.loader, number=number, before=drew, where=None
                 )
 
     def _ended(self, iterator: Any) -> None:
