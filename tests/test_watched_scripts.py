@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.scripts.plan import CommandRequest
@@ -16,6 +18,7 @@ from allranks.launcher.scripts.run import run_command
 from allranks.tools.watch.started import FACTS, watched_request
 from allranks.tools.watch.watch import Watched, watched_in
 
+SPAWNING = Path(__file__).parent / "scripts" / "imagenet_spawn.py"
 SCRIPT = Path(__file__).parent / "watched" / "tutorial.py"
 COMMAND = (sys.executable, "-m", "allranks.cli.main", "check")
 
@@ -48,10 +51,14 @@ TWINS = (
 )
 
 
-def watch(server: ForkServer, folder: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    monkeypatch.setenv("SAVED_IN", str(folder))
-    command = (sys.executable, "-u", str(SCRIPT), *words.split())
-    request = CommandRequest(command, processes=2, warm="torch", shown="none")
+def request_for(folder: Path, *words: str) -> CommandRequest:
+    command = (sys.executable, "-u", str(SCRIPT), *words)
+    saved_in = (("SAVED_IN", str(folder)),)
+    return CommandRequest(command, 2, warm="torch", shown="none", environment=saved_in)
+
+
+def watch(server: ForkServer, folder: Path, words: str) -> Watched:
+    request = request_for(folder, *words.split())
     request = watched_request(request, str(folder / "run"), os.environ)
     run_command(request, server)
     return watched_in(folder / "run" / FACTS)
@@ -59,10 +66,8 @@ def watch(server: ForkServer, folder: Path, words: str, monkeypatch: pytest.Monk
 
 @pytest.mark.slow(but=3)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_and_nothing_else(
-    fault: str, server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched = watch(server, tmp_path, fault, monkeypatch)
+def test_a_fault_is_found_and_nothing_else(fault: str, server: ForkServer, tmp_path: Path) -> None:
+    watched = watch(server, tmp_path, fault)
     name, code = FAULTS[fault]
     assert [one.name for one in watched.findings] == [name], str(watched)
     where = watched.findings[0].where
@@ -73,12 +78,39 @@ def test_a_fault_is_found_and_nothing_else(
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("words", TWINS)
-def test_the_corrected_twin_is_silent(
-    words: str, server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched = watch(server, tmp_path, words, monkeypatch)
+def test_the_corrected_twin_is_silent(words: str, server: ForkServer, tmp_path: Path) -> None:
+    watched = watch(server, tmp_path, words)
     assert not watched.findings and not watched.unwatched, str(watched)
     assert watched.ranks == 2
+
+
+@pytest.mark.slow
+def test_a_script_computes_what_it_does_unwatched(server: ForkServer, tmp_path: Path) -> None:
+    """Dropout, noise on samples, a schedule: equal bits, so nothing was drawn and nothing moved."""
+    words = ("dropout-twin", "augmented-twin", "schedule-twin", "buffers-twin")
+    plain = request_for(tmp_path, *words)
+    saved = []
+    for way in ("plain", "watched"):
+        run_dir = str(tmp_path / way)
+        request = dataclasses.replace(plain, run_dir=run_dir)
+        if way == "watched":
+            request = watched_request(request, run_dir, os.environ)
+        run_command(request, server)
+        saved.append(torch.load(tmp_path / "weights.pt", weights_only=True))
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+    assert len(list((tmp_path / "watched" / FACTS).glob("*.jsonl"))) == 2
+
+
+@pytest.mark.slow
+def test_ranks_that_a_script_spawns_itself_are_watched(tmp_path: Path) -> None:
+    """One process starts two: what they find out they are is what counts, not the launcher's."""
+    words = [*COMMAND, "--ranks", "1", "--json", "--", str(SPAWNING)]
+    words += ["--multiprocessing-distributed", "-j", "0"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (told["ranks"], told["findings"], told["unwatched"]) == (2, [], [])
 
 
 @pytest.mark.slow

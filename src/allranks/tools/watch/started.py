@@ -23,6 +23,7 @@ def watched_request(
     assert on_path.__file__ is not None
     folders = [os.path.dirname(on_path.__file__), given.get("PYTHONPATH", "")]
     environment = (
+        *request.environment,
         ("PYTHONPATH", os.pathsep.join(folder for folder in folders if folder)),
         (WATCHED_IN, os.path.join(run_dir, FACTS)),
     )
