@@ -224,10 +224,8 @@ class Server(Answering):
                     self.tables.forget()
                     shard.pass_over()
                     self._calls_back = False
-                case "call_back":
-                    self._calls_back = True
-                case "tell":
-                    pass
+                case "call_back" | "tell":
+                    self._calls_back = message["do"] == "call_back"
                 case "fetch":
                     kept = cut_state(shard.optimizer, shard.pieces, self._own_pieces)
                     answer["kept"], more = packed(kept)
