@@ -60,9 +60,12 @@ def rank_events(rank: int, metrics: dict[str, float], summary: dict[str, Any]) -
         event(4.0, "ready", attempt=1, host=HOSTS[rank], machine=machine),
         event(5.0, "training", attempt=1, step=6, total_steps=12),
     ]
-    evaluated = event(6.2, "evaluated", attempt=1, step=12, metrics=metrics, best=True)
+    evaluated = [
+        event(at, "evaluated", attempt=1, step=step, metrics=metrics, best=False)
+        for at, step in ((5.5, 9), (6.2, 12))
+    ]
     done = event(6.5, "done", attempt=1, summary=summary, seconds=SECONDS[rank])
-    return [*first, *([] if rank else [lost]), *again, *([] if rank else [evaluated]), done]
+    return [*first, *([] if rank else [lost]), *again, *([] if rank else evaluated), done]
 
 
 def rows() -> list[dict[str, Any]]:

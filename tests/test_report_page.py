@@ -104,7 +104,7 @@ def test_curves_and_phases_are_the_recorded_numbers(door: Door, tmp_path: Path) 
     assert curves["Throughput"] == {
         "samples/s": {"step": [6, 12], "value": pytest.approx([320.0, 160.0], rel=1e-6)}
     }, "no window reaches over the restart"
-    assert curves["Loss"]["evaluation"] == {"step": [12], "value": [0.61]}
+    assert curves["Loss"]["evaluation"] == {"step": [9, 12], "value": [0.61, 0.61]}
     assert curves["Loss"]["training"]["step"] == list(range(1, 13))
     spans = [
         (s["rank"], s["phase"], round(s["start_s"], 3), round(s["end_s"], 3)) for s in told["spans"]
@@ -203,6 +203,7 @@ def test_a_trace_is_what_chrome_reads(door: Door, tmp_path: Path) -> None:
     ]
     steps = {one["name"]: (one["ts"], one["dur"]) for one in spans if one["cat"] == "step"}
     assert len(steps) == 10, "the first of each attempt has no begin"
+    assert steps["step 2"] == (pytest.approx(2.0e6, abs=1), pytest.approx(0.1e6, abs=1))
     assert steps["step 8"] == (pytest.approx(5.0e6, abs=1), pytest.approx(0.2e6, abs=1))
     told = [one["args"]["name"] for one in events if one["ph"] == "M"]
     assert told == ["node 0: node0", "node 1: node1", "supervisor", "rank 0", "rank 1"]
@@ -235,6 +236,17 @@ def test_waiting_is_until_the_last_rank_has_come(door: Door, tmp_path: Path) -> 
     )
 
 
+def test_a_graph_that_computes_and_communicates_is_not_taken_apart(
+    door: Door, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "one", engine="tensorflow")
+    write_phases(run)
+    door(run)
+    words = words_of((run / "report.html").read_text())
+    assert "computation and communication in one graph" in words
+    assert "waiting for the last rank" not in words
+
+
 def test_unlike_clocks_tell_no_waiting(door: Door, tmp_path: Path) -> None:
     run = write_run(tmp_path / "one")
     write_phases(run)
@@ -258,6 +270,11 @@ def broken(run: Path, file: str, text: str) -> None:
         (lambda run: broken(run, "job.toml", "= no TOML"), "TOMLDecodeError"),
         (lambda run: broken(run, "events.jsonl", '{"event": "attempt"}\n'), "KeyError"),
         (lambda run: broken(run, "metrics.jsonl", "no JSON\n"), "JSONDecodeError"),
+        (lambda run: broken(run, "placement/rank-000.json", '{"rows": 3}'), "TypeError"),
+        (
+            lambda run: write_lines(run / "events-1.jsonl", [event(1, "ready", machine=3)]),
+            "AttributeError",  # found as the page is made
+        ),
         (lambda run: (run / "job.toml").unlink(), "no job.toml"),
         (lambda run: [file.unlink() for file in run.glob("events*")], "no events"),
         (lambda run: broken(run, "report.html", "somebody's"), "no report"),

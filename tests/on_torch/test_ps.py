@@ -13,8 +13,7 @@ from collections import Counter
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from threading import Thread
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ from allranks.torch.parameter_server.flat import FlatLayout
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.placement import Piece, Sized, placed
-from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
+from allranks.torch.parameter_server.server import Server
 from allranks.torch.parameter_server.shard import COMPENSATED, STALENESS_AWARE, Rule, Shard
 from allranks.torch.parameter_server.state import (
     cut_state,
@@ -111,28 +110,6 @@ def test_parts_add_up_in_their_order_whoever_comes_first_and_once() -> None:
         memory.flats[0].fill_(10.0**part)
         shard.bring(part, memory)
     assert shard.gradient.flats[0].item() == 111.0
-
-
-class Deaf:
-    """The end of a connection that nobody listens at."""
-
-    def send(self, header: Any, *body: Any) -> None:
-        """Nobody hears it."""
-
-
-def test_what_is_added_to_a_gradient_waits_for_its_last_part() -> None:
-    """The scheduler knows by the tally of a part that it was computed, not that it is there."""
-    shard, deaf = shard_of([0.0], parts=1, lr=1.0), cast(Any, Deaf())
-    with socket.socket() as nobody:
-        server = Server(shard, nobody, "", "", in_step=True)
-        server.era = 0
-        add = {"do": "add", "factor": 3.0}, gradient(shard, 4.0).buffer
-        adding = Thread(target=server.answer, args=(SCHEDULER_ID, deaf, *add), daemon=True)
-        adding.start()
-        server.place(0, shard.layout.nbytes)[:] = gradient(shard, 2.0).buffer
-        server.answer(0, deaf, {"push": {"step": 0, "part": 0}, "era": 0}, memoryview(b""))
-        adding.join(60)
-    assert shard.gradient.flats[0].item() == 10.0
 
 
 def test_a_gradient_of_old_weights_is_applied_at_a_lower_rate_or_compensated() -> None:

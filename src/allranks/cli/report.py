@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.event_text import in_words
 from allranks.errors import printable
 from allranks.tools.report.page import page_of
-from allranks.tools.report.records import labels_of, read_run
+from allranks.tools.report.records import labels_of, read_run, understood
 from allranks.tools.report.runs_to_data import run_to_data
 from allranks.tools.report.trace import trace_of
 from allranks.tools.report.writing import page_path, run_folders, trace_path, write_file
@@ -35,8 +33,10 @@ def report(runs: tuple[str, ...], out: str | None, trace: str | None, as_object:
     page, trace_file = page_path(paths, out), trace_path(trace)
     read = [read_run(path, name) for path, name in zip(paths, labels_of(paths), strict=True)]
     written = {"page": str(page)}
-    text = page_of(read, in_words)
-    traced = None if trace_file is None else as_json(trace_of(read))
+    with understood(paths):
+        text = page_of(read, in_words)
+        traced = None if trace_file is None else as_json(trace_of(read))
+        numbers = [run_to_data(run) for run in read] if as_object else []
     write_file(page, text, "--out")
     if trace_file is not None and traced is not None:
         write_file(trace_file, traced, "--trace")
@@ -44,5 +44,4 @@ def report(runs: tuple[str, ...], out: str | None, trace: str | None, as_object:
     for what, path in written.items():
         click.echo(printable(f"{what} {path}"), err=as_object)
     if as_object:
-        numbers: dict[str, Any] = {**written, "runs": [run_to_data(run) for run in read]}
-        click.echo(as_json(numbers))
+        click.echo(as_json({**written, "runs": numbers}))

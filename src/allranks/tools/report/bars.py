@@ -20,6 +20,7 @@ TIMES = {
     "save": "checkpoints",
     "start": "start",
 }
+ONE_GRAPH = "computation and communication in one graph"
 MEMORY = {
     "bytes": "weights and buffers",
     "gradient_bytes": "gradients",
@@ -84,16 +85,19 @@ def time_bars(run: Run) -> Bars | None:
     seconds = phase_seconds(run)
     if not seconds:
         return None
-    bars = _bars(seconds, TIMES, "rank {}".format, format_seconds)
+    kinds = {**TIMES, "exchange": ONE_GRAPH} if run.is_one_graph else TIMES
+    bars = _bars(seconds, kinds, "rank {}".format, format_seconds)
     waited = waited_at_least(seconds)
     rows = []
     for rank, one in seconds.items():
         total = sum(one.values()) or 1.0
         cells = [f"{format_seconds(one.get(n, 0))} ({_share(one, n, total)})" for n in TIMES]
-        rows.append((str(rank), *cells, format_seconds(waited[rank])))
-    head = ("rank", *TIMES.values(), "of it waiting, at least")
-    kinds = (RIGHT,) * len(head)
-    return Bars(TIMES, bars, Table(head, tuple(rows), kinds), len(seconds) - len(bars))
+        rows.append(
+            (str(rank), *cells, UNKNOWN if run.is_one_graph else format_seconds(waited[rank]))
+        )
+    head = ("rank", *kinds.values(), "of it waiting, at least")
+    table = Table(head, tuple(rows), (RIGHT,) * len(head))
+    return Bars(kinds, bars, table, len(seconds) - len(bars))
 
 
 def _share(one: Mapping[str, float], name: str, total: float) -> str:

@@ -35,10 +35,15 @@ def constants_of(runs: Sequence[Run]) -> list[str]:
     """The rates that were the same at every step of all runs, in words: they need no chart."""
     told = []
     for name, title in RATES:
-        values = {y for run in runs for y in column(run, name).ys}
+        values = _values([column(run, name) for run in runs])
         if len(values) == 1:
-            told.append(f"{title}: {format_number(values.pop())} at every step.")
+            told.append(f"{title}: {values.pop()} at every step.")
     return told
+
+
+def _values(series: Sequence[Series]) -> set[str]:
+    """The values as a person reads them: 0.003 is the same in 32 bits and in 64."""
+    return {format_number(y, 5) for one in series for y in one.ys}
 
 
 def _lines(
@@ -75,7 +80,12 @@ def _loss(runs: Sequence[Run]) -> Chart:
 
 def _metrics(runs: Sequence[Run]) -> list[Chart]:
     found = [evaluations(run) for run in runs]
-    names = dict.fromkeys(name for one in found for name in one if name != "loss")
+    names = dict.fromkeys(
+        name
+        for one in found
+        for name, series in one.items()
+        if name != "loss" and len(series.xs) > 1  # of one number the tables tell
+    )
     return [
         Chart(
             f"Evaluation: {name}",
@@ -97,6 +107,6 @@ def _rates(runs: Sequence[Run]) -> list[Chart]:
     charts = []
     for name, title in RATES:
         series = [column(run, name) for run in runs]
-        if len({y for one in series for y in one.ys}) > 1:
+        if len(_values(series)) > 1:
             charts.append(Chart(title, tuple(_lines(runs, series, title))))
     return charts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from allranks.tools.report.bars import lanes_of
+from allranks.tools.report.bars import ONE_GRAPH, lanes_of
 from allranks.tools.report.numbers import counted, format_seconds
 from allranks.tools.report.plot import Tick, nice_ticks
 from allranks.tools.report.records import Run
@@ -56,8 +56,10 @@ def closely(run: Run, timeline: Timeline) -> Closely | None:
     begin, end = min(s.start_s for s in shown), max(s.end_s for s in shown)
     length = max(end - begin, 1e-9)
     mean = seconds_per_step(steps)
-    kinds = [kind for kind in KINDS if any(one[kind] for one in mean.values())]
-    head = ("rank", *(COLUMNS[kind] for kind in kinds), "together")
+    names = {**KINDS, EXCHANGE: ONE_GRAPH} if run.is_one_graph else KINDS
+    columns = {**COLUMNS, EXCHANGE: names[EXCHANGE]}
+    kinds = [kind for kind in names if any(one[kind] for one in mean.values())]
+    head = ("rank", *(columns[kind] for kind in kinds), "together")
     rows = tuple(
         (
             str(rank),
@@ -72,8 +74,8 @@ def closely(run: Run, timeline: Timeline) -> Closely | None:
     present = {piece.phase for step in shown for piece in step.pieces} | set(kinds)
     return Closely(
         title=f"Step{'s' if len(numbers) > 1 else ''} {which}, {format_seconds(length)}",
-        legend={kind: text for kind, text in KINDS.items() if kind in present},
-        lanes={rank: _bits(rank, shown, begin, length) for rank in ranks},
+        legend={kind: text for kind, text in names.items() if kind in present},
+        lanes={rank: _bits(rank, shown, begin, length, names) for rank in ranks},
         ends={rank: _ends(rank, shown, begin, length) for rank in ranks},
         ticks=_ticks(length),
         table=Table(head, rows, (RIGHT,) * len(head)),
@@ -88,6 +90,8 @@ def _note(run: Run, steps: tuple[Step, ...]) -> str:
         f"Shown are steps in a row that took the median time. The table is the mean of "
         f"{counted(count, 'step')}: all that every rank recorded, but the first of an attempt."
     )
+    if run.is_one_graph:
+        return f"{told} What happens within the graph of a step, TensorFlow does not tell."
     if len(run.phases) < 2:
         return told
     if not any(step.seconds(EXCHANGE) for step in whole):
@@ -99,13 +103,15 @@ def _note(run: Run, steps: tuple[Step, ...]) -> str:
     return f"{told} Waiting is not told from communication everywhere: the ranks {unlike}."
 
 
-def _bits(rank: int, steps: tuple[Step, ...], begin: float, length: float) -> tuple[Bit, ...]:
+def _bits(
+    rank: int, steps: tuple[Step, ...], begin: float, length: float, names: Mapping[str, str]
+) -> tuple[Bit, ...]:
     return tuple(
         Bit(
             round(100 * (piece.start_s - begin) / length, 3),
             round(100 * (piece.end_s - piece.start_s) / length, 3),
             piece.phase,
-            f"rank {rank}, step {step.number:,}, {KINDS.get(piece.phase, piece.phase)}: "
+            f"rank {rank}, step {step.number:,}, {names.get(piece.phase, piece.phase)}: "
             f"{format_seconds(piece.end_s - piece.start_s)}",
         )
         for step in steps

@@ -17,6 +17,7 @@ from allranks.tools.report.numbers import format_number
 FRAME = 1000.0
 LOG_FROM = 50.0  # the largest over the smallest value, all of them positive
 MARGIN = 0.05
+LARGEST = 1e100
 TABLE_ROWS = 24
 MOST_DOTS = 60
 ENOUGH = 0.7  # of the distance between ticks that their number would need
@@ -116,15 +117,21 @@ class Chart:
         """Letters at the ends of the curves, pushed apart where they would lie on each other."""
         ends = {}
         for line in sorted(self.lines, key=lambda line: (FAINT, DOTS, LINE).index(line.style)):
-            finite = [y for y in line.series.ys if math.isfinite(y)]
+            finite = [y for y in line.series.ys if is_drawn(y)]
             if line.letter and finite:
                 ends[line.letter] = (self.scale.top(finite[-1]), line.letter, line.colour)
-        placed: list[EndLabel] = []
-        for top, letter, colour in sorted(ends.values()):
-            at = max(top, placed[-1].place + LABEL_APART) if placed else top
-            placed.append(EndLabel(at, letter, colour))
-        over = max(0.0, placed[-1].place - 100) if placed else 0.0
-        return [EndLabel(label.place - over, label.letter, label.colour) for label in placed]
+        ordered = sorted(ends.values())
+        places = [top for top, _, _ in ordered]
+        for i in range(1, len(places)):
+            places[i] = max(places[i], places[i - 1] + LABEL_APART)
+        below = 100.0
+        for i in reversed(range(len(places))):  # and up again from the floor
+            places[i] = min(places[i], below)
+            below = places[i] - LABEL_APART
+        return [
+            EndLabel(place, letter, colour)
+            for place, (_, letter, colour) in zip(places, ordered, strict=True)
+        ]
 
     @property
     def alt(self) -> str:
@@ -132,7 +139,7 @@ class Chart:
         told = [f"{self.title}{f' in {self.unit}' if self.unit else ''} by {self.x_title}."]
         for line in self.lines:
             points = [p for p in zip(line.series.xs, line.series.ys, strict=True)]
-            finite = [(x, y) for x, y in points if math.isfinite(y)]
+            finite = [(x, y) for x, y in points if is_drawn(y)]
             if finite:
                 (x0, y0), (x1, y1) = finite[0], finite[-1]
                 low = min(finite, key=lambda point: point[1])
@@ -143,7 +150,8 @@ class Chart:
                     f"highest {format_number(high[1])} at {high[0]:,.0f}."
                 )
             if len(finite) < len(points):
-                told.append(f"{line.label}: {len(points) - len(finite)} points are not finite.")
+                count = len(points) - len(finite)
+                told.append(f"{line.label}: {count} points are not finite, or too large to draw.")
         return " ".join(told)
 
     @property
@@ -197,14 +205,19 @@ class Scale:
         return round(100 * (1 - (y - low) / (high - low)), 3)
 
 
+def is_drawn(y: float) -> bool:
+    """Whether a number has a place on an axis: it is finite, and so is what is reckoned with it."""
+    return math.isfinite(y) and abs(y) < LARGEST
+
+
 def _scale_of(lines: Iterable[Line], from_zero: bool) -> Scale:
     xs = [x for line in lines for x in line.series.xs] or [0.0, 1.0]
-    ys = [y for line in lines for y in line.series.ys if math.isfinite(y)] or [0.0, 1.0]
+    ys = [y for line in lines for y in line.series.ys if is_drawn(y)] or [0.0, 1.0]
     left, right = min(xs), max(xs)
     if left == right:
         left, right = left - 0.5, right + 0.5
     low, high = min(ys), max(ys)
-    if low > 0 and high / low >= LOG_FROM and not from_zero:
+    if low > 1 / LARGEST and high / low >= LOG_FROM and not from_zero:
         room = (high / low) ** MARGIN
         return Scale((left, right), (low / room, high * room), is_log=True)
     if from_zero:
@@ -220,7 +233,7 @@ def _path(line: Line, scale: Scale) -> Path:
     parts, gaps, dots, pen_down = [], [], [], False
     for x, y in zip(line.series.xs, line.series.ys, strict=True):
         left = scale.left(x) * FRAME / 100
-        if not math.isfinite(y):
+        if not is_drawn(y):
             gaps.append(f"M{left:.1f} {FRAME:.0f}v{-0.04 * FRAME:.0f}")
             pen_down = False
             continue

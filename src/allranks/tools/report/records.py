@@ -7,11 +7,15 @@ Nothing is written, and no framework is needed.
 from __future__ import annotations
 
 import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from allranks.catalog import TENSORFLOW
 from allranks.checkpoint.folder import FOLDER as CHECKPOINTS
 from allranks.checkpoint.folder import committed, step_of
 from allranks.errors import RequestError
@@ -31,6 +35,7 @@ NEEDED = {
 }
 """What an event must have beside its name and its time, where it is read here."""
 
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 COMMAND = "run"  # the `kind` of a job that is a script of any framework
 
 
@@ -53,6 +58,14 @@ class Run:
     def is_command(self) -> bool:
         """Whether it is a script that `allranks run` has started: no rank of it speaks."""
         return self.job.get("kind") == COMMAND
+
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether a step computes and communicates in one call, so that no rank tells them apart.
+
+        TensorFlow's does: its ranks are in `exchange` all the while.
+        """
+        return self.job.get("engine") == TENSORFLOW
 
     @property
     def ranks(self) -> int:
@@ -121,15 +134,8 @@ def read_run(path: Path, label: str) -> Run:
             why=f"this version reads schema {SCHEMA}",
             do="report it with the version of allranks that trained it",
         )
-    try:
+    with understood([path]):
         run = _read(path, label, job)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise RequestError(
-            asked=f"report {path}",
-            found=f"{type(error).__name__}: {error}",
-            why="its records are not what a job writes",
-            do="look at its events*.jsonl and metrics.jsonl",
-        ) from error
     if not run.events:
         raise RequestError(
             asked=f"report {path}",
@@ -138,6 +144,25 @@ def read_run(path: Path, label: str) -> Run:
             do="start it: allranks train --job " + str(path / "job.toml"),
         )
     return run
+
+
+@contextmanager
+def understood(paths: Sequence[Path]) -> Iterator[None]:
+    """Within, what the records of these runs cannot be read as is a `RequestError`.
+
+    Its `found` says where it came up: a report reads files that somebody may have changed.
+    """
+    try:
+        yield
+    except UNREADABLE as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        raise RequestError(
+            asked=f"report {' '.join(map(str, paths))}",
+            found=f"{type(error).__name__}: {error} (at {where})",
+            why="its records are not what a job writes",
+            do="look at its events*.jsonl and metrics.jsonl",
+        ) from error
 
 
 def _read(path: Path, label: str, job: dict[str, Any]) -> Run:

@@ -3,7 +3,8 @@
 Ranks that make the same collectives come to their k-th exchange of a step at different moments. The
 time from a rank's coming until the last one comes is called waiting, the rest of the exchange
 communication. It is a bound for ranks that send while they compute: who comes last may have sent
-its part before. Told apart only where all ranks share one clock, and have as many exchanges.
+its part before. Told apart only where all ranks share one clock, and have as many exchanges, and
+where these hold no computation.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def share_a_clock(run: Run) -> bool:
 
 def _told_apart(run: Run, steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """The same with exchanges as waiting and communication, where that can be known."""
-    if len(run.phases) < 2 or not share_a_clock(run):
+    if len(run.phases) < 2 or run.is_one_graph or not share_a_clock(run):
         return steps
     together: dict[tuple[int, int], list[Step]] = {}
     for step in steps:

@@ -219,14 +219,15 @@ def command_again(run: Run) -> str:
 
 
 def _option(name: str, value: Any) -> str:
+    said = "" if value == "" else _plain(value)
     if name.startswith("task."):
-        return shlex.join(["--set", f"{name.removeprefix('task.')}={_plain(value)}"])
+        return shlex.join(["--set", f"{name.removeprefix('task.')}={said}"])
     flag = f"--{name.replace('_', '-')}"
-    return flag if value is True else shlex.join([flag, _plain(value)])
+    return flag if value is True else shlex.join([flag, said])
 
 
 def _plain(value: Any) -> str:
-    if value is None:
+    if value in (None, ""):
         return "–"
     return str(value).lower() if isinstance(value, bool) else str(value)
 

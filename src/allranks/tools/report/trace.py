@@ -96,7 +96,7 @@ def _steps(
                 **_at("X", pid, 0, f"step {row['step'] + 1}", before),
                 "dur": _microseconds(at - before),
                 "cat": "step",
-                "args": {name: row[name] for name in ("epoch", "loss", "samples")},
+                "args": {name: row.get(name) for name in ("epoch", "loss", "samples")},
             }
         if math.isfinite(row["loss"]):
             yield {**_at("C", pid, 0, "loss", at), "args": {"loss": row["loss"]}}
