@@ -28,6 +28,10 @@ FAULTS = {
     "outside": ("parameters-outside-ddp", "optimizer.step()"),
     "no-sampler": ("same-samples-on-ranks", "DataLoader(data, batch_size=BATCH, shuffle=True)"),
     "too-many-replicas": ("sampler-for-other-ranks", "num_replicas=2 * ranks"),
+    "sharded no-sampler": (
+        "same-samples-on-ranks",
+        "DataLoader(data, batch_size=BATCH, shuffle=True)",
+    ),
     "padded": ("padded-evaluation", "DistributedSampler(data, shuffle=False)"),
     "unequal": ("mean-of-unequal-means", "return DataLoader(data, batch_size=BATCH), None"),
     "module": ("replicas-drift", "model = DDP("),
@@ -48,6 +52,7 @@ TWINS = (
     "evaluated-twin dropout-twin augmented-twin schedule-twin",
     "accumulated-twin buffers-twin",
     "by-hand-twin",
+    "sharded",
 )
 
 

@@ -21,6 +21,10 @@ BY_HAND = bool(FAULTS & {"by-hand", "by-hand-twin"})
 DROPOUT = "dropout" in FAULTS or "dropout-twin" in FAULTS
 
 
+if "sharded" in FAULTS:
+    import torch.distributed.fsdp
+
+
 def has(fault):
     return fault in FAULTS
 
@@ -118,7 +122,9 @@ def main():
     head = nn.Linear(2, 2) if has("outside") else None
     if not has("dropout") and not has("augmented"):
         torch.manual_seed(1 + rank)
-    if has("no-ddp") or BY_HAND:
+    if has("no-ddp") or BY_HAND or has("sharded"):
+        if has("sharded"):
+            torch.distributed.fsdp.fully_shard(net)
         model, parameters = net, list(net.parameters())
     else:
         model = DDP(net, forward_sync_buffers=not has("buffers"))

@@ -91,10 +91,14 @@ def groups_of_replicas(ranks: tuple[Rank, ...]) -> list[tuple[int, list[Rank]]]:
 
 
 def groups_that_reduce(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
-    """The ranks among which gradients are reduced: by a DDP, else by the script itself.
+    """The ranks among which gradients are reduced: by a DDP or FSDP, else by the script itself.
 
     Of several axes a DDP has one; ranks along another may have the same samples.
     """
     found = {tuple(one.rank for one in group): group for _, group in groups_of_replicas(ranks)}
+    known = {one.rank: one for one in ranks}
+    for fact in (fact for one in ranks for fact in one.all("sharded")):
+        if len(fact["group"]) > 1 and known.keys() >= set(fact["group"]):
+            found[tuple(fact["group"])] = [known[rank] for rank in fact["group"]]
     by_hand = any(fact["sent"] for one in ranks for fact in one.all("window"))
     return list(found.values()) or ([list(ranks)] if by_hand and len(ranks) > 1 else [])

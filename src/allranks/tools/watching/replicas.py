@@ -6,6 +6,7 @@ Digests of them are taken after steps 1, 8, 64, … and at the end: replicas mus
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -108,6 +109,27 @@ class Replicas:
             self.facts.tell(
                 "draws", of="replica", id=replica.number, number=number, before=drew, where=where
             )
+
+    def tell_sharded(self) -> None:
+        """The groups over which FSDP cuts modules and reduces gradients, each once.
+
+        Of FSDP2 only where its mesh has one axis: of several one may be another parallelism's.
+        """
+        module = sys.modules.get("torch.distributed.fsdp")
+        if module is None:
+            return
+        first, second = module.FullyShardedDataParallel, getattr(module, "FSDPModule", ())
+        groups = set()
+        for thing in gc.get_objects():
+            if issubclass(type(thing), first):
+                ranks = self.torch.distributed.get_process_group_ranks(thing.process_group)
+                groups.add(tuple(ranks))
+            elif second and issubclass(type(thing), second):
+                cut = [one for one in thing.parameters() if hasattr(one, "device_mesh")]
+                meshes = {one.device_mesh for one in cut}
+                groups |= {tuple(one.mesh.tolist()) for one in meshes if one.ndim == 1}
+        for group in sorted(groups):
+            self.facts.tell("sharded", group=group)
 
     def of(self, parameters: list[Any]) -> list[Replica]:
         """The DDPs that hold any of these."""

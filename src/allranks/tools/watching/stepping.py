@@ -99,6 +99,8 @@ class Stepping:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.progress.probes = [parameters[0], parameters[-1]]
+        if self.progress.steps == 0:
+            self.facts.guarded(self.replicas.tell_sharded)()
         if self.steps[number] == 0:
             self._tell_optimizer(number, optimizer, parameters)
         self._tell_window(number)
