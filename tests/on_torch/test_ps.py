@@ -13,7 +13,8 @@ from collections import Counter
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from allranks.torch.parameter_server.flat import FlatLayout
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.placement import Piece, Sized, placed
-from allranks.torch.parameter_server.server import Server
+from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
 from allranks.torch.parameter_server.shard import COMPENSATED, STALENESS_AWARE, Rule, Shard
 from allranks.torch.parameter_server.state import (
     cut_state,
@@ -110,6 +111,28 @@ def test_parts_add_up_in_their_order_whoever_comes_first_and_once() -> None:
         memory.flats[0].fill_(10.0**part)
         shard.bring(part, memory)
     assert shard.gradient.flats[0].item() == 111.0
+
+
+class Deaf:
+    """The end of a connection that nobody listens at."""
+
+    def send(self, header: Any, *body: Any) -> None:
+        """Nobody hears it."""
+
+
+def test_what_is_added_to_a_gradient_waits_for_its_last_part() -> None:
+    """The scheduler knows by the tally of a part that it was computed, not that it is there."""
+    shard, deaf = shard_of([0.0], parts=1, lr=1.0), cast(Any, Deaf())
+    with socket.socket() as nobody:
+        server = Server(shard, nobody, "", "", in_step=True)
+        server.era = 0
+        add = {"do": "add", "factor": 3.0}, gradient(shard, 4.0).buffer
+        adding = Thread(target=server.answer, args=(SCHEDULER_ID, deaf, *add), daemon=True)
+        adding.start()
+        server.place(0, shard.layout.nbytes)[:] = gradient(shard, 2.0).buffer
+        server.answer(0, deaf, {"push": {"step": 0, "part": 0}, "era": 0}, memoryview(b""))
+        adding.join(60)
+    assert shard.gradient.flats[0].item() == 10.0
 
 
 def test_a_gradient_of_old_weights_is_applied_at_a_lower_rate_or_compensated() -> None:
@@ -260,6 +283,26 @@ def test_who_waits_for_the_next_step_is_called_back_for_a_part_that_nobody_has(s
             handing.returned(worker)
             del has[worker]
     assert handing.ledger.is_over and handing.ledger.steps_of_parts == 20 * parts
+
+
+def test_until_the_step_is_over_nobody_who_was_called_back_is_ahead_again() -> None:
+    """Else whoever gets no free part is handed the next step, sent away by servers, and so on."""
+    handing = HandingOut(Ledger(5, 1, 3), in_step=True, ahead=True)
+    for worker in range(3):
+        handing.joined(worker)
+        assert handing.next_for(worker) == Chunk(worker, worker, 0, 1)
+    for worker in (0, 1):
+        handing.came(worker, worker)
+        assert handing.next_for(worker) == Chunk(3 + worker, worker, 1, 1)
+    assert not handing.calls_back()
+    handing.lost(2)
+    assert handing.calls_back()
+    for worker in (0, 1):
+        handing.returned(worker)
+    assert handing.next_for(1) == Chunk(2, 2, 0, 1) and handing.next_for(0) is None
+    handing.came(1, 2)
+    handing.close_step()
+    assert handing.next_for(0) == Chunk(3, 0, 1, 1)
 
 
 # --- the wire -----------------------------------------------------------------------------

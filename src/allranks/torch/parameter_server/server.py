@@ -56,6 +56,8 @@ KEPT = 16
 """The optimizer keeps at most so many times the bytes of the weights."""
 OVER = "over"
 NO_ERA = -1
+OF_THE_SUM = ("add", "apply", "gradients")
+"""What the scheduler says of the sum of all parts of a step."""
 
 
 class Server(Answering):
@@ -200,6 +202,8 @@ class Server(Answering):
     def _obey(self, connection: Connection, message: Message, body: memoryview) -> None:
         shard, answer, pieces = self.shard, dict[str, Any](), list[Any]()
         with self.changed:
+            if message["do"] in OF_THE_SUM:  # tallies may come before gradients
+                self._wait(lambda: shard.is_complete)
             match message["do"]:
                 case "load":
                     self._load(message, body)
@@ -231,7 +235,6 @@ class Server(Answering):
                 case "put":
                     shard.weights.copy_(self.layout.new(bytearray(body)))
                 case "gradients":
-                    self._wait(lambda: shard.is_complete)
                     pieces = [bytes(shard.gradient.buffer)]
                 case other:
                     raise ValueError(f"to {other!r}, which no server does")
@@ -242,7 +245,6 @@ class Server(Answering):
         connection.send(answer, *pieces)
 
     def _apply(self, message: Message) -> None:
-        self._wait(lambda: self.shard.is_complete)
         self._reached(self.shard.version)
         done = float(message["factor"]), message["groups"], message["unused"]
         self.shard.apply(*done)
