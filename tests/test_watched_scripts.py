@@ -56,14 +56,14 @@ TWINS = (
 )
 
 
-def request_for(folder: Path, *words: str) -> CommandRequest:
-    command = (sys.executable, "-u", str(SCRIPT), *words)
+def request_for(folder: Path, *words: str, script: Path = SCRIPT) -> CommandRequest:
+    command = (sys.executable, "-u", str(script), *words)
     saved_in = (("SAVED_IN", str(folder)),)
     return CommandRequest(command, 2, warm="torch", shown="none", environment=saved_in)
 
 
-def watch(server: ForkServer, folder: Path, words: str) -> Watched:
-    request = request_for(folder, *words.split())
+def watch(server: ForkServer, folder: Path, words: str, script: Path = SCRIPT) -> Watched:
+    request = request_for(folder, *words.split(), script=script)
     request = watched_request(request, str(folder / "run"), os.environ)
     run_command(request, server)
     return watched_in(folder / "run" / FACTS)
@@ -87,6 +87,12 @@ def test_the_corrected_twin_is_silent(words: str, server: ForkServer, tmp_path: 
     watched = watch(server, tmp_path, words)
     assert not watched.findings and not watched.unwatched, str(watched)
     assert watched.ranks == 2
+
+
+@pytest.mark.slow
+def test_what_looks_like_a_fault_and_is_none(server: ForkServer, tmp_path: Path) -> None:
+    watched = watch(server, tmp_path, "", script=SCRIPT.with_name("harmless.py"))
+    assert not watched.findings and not watched.unwatched, str(watched)
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ class Loaders:
             rows={str(i): row for i, row in one.rows.items()},
             ended=one.ended,
             grad=one.grad,
-            backwards=self.progress.backwards - one.backwards,
+            backwards=self.progress.backwards - one.backwards if one.grad else 0,
             epochs_set=one.epochs_set,
         )
 
