@@ -29,8 +29,8 @@ class Candidate:
 
     `sends` is what a message holds: the `gradients` of a step; all `weights` of a meeting, or the
     `largest` numbers of what has become of them.
-    `arithmetic_s` is the time of its own arithmetic for each parameter and exchange, in seconds;
-    `route` is how its bytes come to the links of nodes with several ranks.
+    `arithmetic_s` is the time of its own arithmetic for each parameter and exchange, in seconds, of
+    codecs with their loops in C (`torch.compression.native`); `route` is how its bytes come to the links of nodes with several ranks.
     """
 
     text: str
@@ -86,7 +86,7 @@ COMPRESSED = [
         "ddp:reduce=one-bit",
         "each gradient is rounded to one of two numbers; what that leaves out comes later",
         route="all-to-all",
-        arithmetic_s=6e-8,
+        arithmetic_s=7e-9,
     ),
 ]
 """What follows the shapes of the parameters."""
@@ -124,7 +124,7 @@ def _apart(name: str, every: int) -> Candidate:
     costs = f"learners train apart for {every} steps, and {JOINED[name]}"
     text = f"{name}:every={every}"
     if name == "sparse-loco":
-        return Candidate(text, costs, "largest", arithmetic_s=3.5e-8)
+        return Candidate(text, costs, "largest", arithmetic_s=1.7e-8)
     return Candidate(text, costs, "weights", arithmetic_s=1e-8)
 
 
