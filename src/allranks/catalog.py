@@ -23,6 +23,7 @@ VERBS = {
     "strategies": ("allranks.cli.strategies:strategies", "What each strategy promises."),
     "runs": ("allranks.cli.runs:runs", "The run folders there are."),
     "show": ("allranks.cli.runs:show", "One run: its result, or its first fault."),
+    "bench": ("allranks.cli.bench:bench", "How fast, by strategy and number of ranks."),
     "report": ("allranks.cli.report:report", "A page to look at, of one run or several."),
     "checkpoints": ("allranks.cli.checkpoints:checkpoints", "The checkpoints of a run."),
 }

@@ -30,7 +30,8 @@ class Candidate:
     `sends` is what a message holds: the `gradients` of a step; all `weights` of a meeting, or the
     `largest` numbers of what has become of them.
     `arithmetic_s` is the time of its own arithmetic for each parameter and exchange, in seconds, of
-    codecs with their loops in C (`torch.compression.native`); `route` is how its bytes come to the links of nodes with several ranks.
+    codecs with their loops in C (`torch.compression.native`); `route` is how its bytes come to the
+    links of nodes with several ranks.
     """
 
     text: str
