@@ -198,12 +198,18 @@ class SchedulerTrainer(Trainer):
         self.strategy.side = None
 
     def _count_bytes(self, service: Service) -> None:
-        """What the busiest process has sent: a server its weights, or a worker its gradients."""
+        """What the busiest process has sent: a server its weights, or a worker its gradients.
+
+        In step that worker is one that did a part of each step: who did another one's part, while
+        that one was not there yet, the clock says.
+        """
         workers = [sent for sent in service.sent_by_workers().values() if sent]
         pulled = max(sum(sent["pulled"][s] for sent in workers) for s in range(service.servers))
-        pushed = max((sent["pushed"] for sent in workers), default=0)
+        pushed = [sent["pushed"] for sent in workers]
+        busiest = max(pushed, default=0)
+        of_one = sum(pushed) // self.strategy.parts if self.strategy.in_step else busiest
         own = service.sent_bytes()
-        self.comm.sent["gradients"] += max(pulled, pushed)
+        self.comm.sent["gradients"] += max(pulled, of_one)
         self.comm.sent["control"] += own["sent"] + own["control"]
 
     # --- between the steps ----------------------------------------------------------------
