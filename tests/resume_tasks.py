@@ -278,3 +278,11 @@ def state_and_load_state(argument: dict[str, Any]) -> None:
             trainer.load_state(state)
             list(_train(trainer, 2 * k))
             assert weights_sha256(trainer.weights()) == wanted
+
+
+@dataclass(kw_only=True)
+class Unjudged(contract_tasks.Sentences):
+    """Without data to evaluate on, its first forward pass is that of a step."""
+
+    def eval_data(self) -> None:  # type: ignore[override]
+        return None

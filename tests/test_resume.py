@@ -404,6 +404,18 @@ def test_a_strategy_with_another_state_is_refused(train: Train, folder: Path) ->
     assert refusal.do == "go on with --strategy independent"
 
 
+def test_what_is_refused_in_the_first_step_is_a_bad_request_here_too(
+    train: Train, tmp_path: Path
+) -> None:
+    """No update was made since the start, whatever the run before has made."""
+    program, run_dir = "resume_tasks:Unjudged", tmp_path / "another"
+    before = train(program, strategy="single", steps=2, checkpoint_every=2)
+    asked = {"steps": 4, "resume": str(before.run_dir), "run_dir": str(run_dir)}
+    with pytest.raises(RequestError, match="each rank takes as many heads"):
+        train(program, strategy="context", ranks=3, **asked)
+    assert not run_dir.exists()
+
+
 def test_another_optimizer_in_the_same_program_is_refused(train: Train, folder: Path) -> None:
     """The file was changed: its rate would be found in the checkpoint, its moments would not."""
     (folder / "mine.py").write_text(PROGRAM)

@@ -144,6 +144,16 @@ def test_more_ranks_than_shards_are_refused_with_the_number_to_set() -> None:
     assert len(plan_for(ranks=9, shards=9).ranks) == 9
 
 
+@pytest.mark.parametrize("strategy", ["ps", "decoupled", "ps:backup=1"])
+def test_workers_own_whole_shards_as_ranks_do(strategy: str) -> None:
+    spare = "backup" in strategy
+    with pytest.raises(RequestError) as refused:
+        plan_for(ranks=9 + spare, strategy=strategy)
+    assert refused.value.found == "the task cuts its batch into shards = 8"
+    assert plan_for(ranks=8 + spare, strategy=strategy).notes[0].startswith("processes: ")
+    assert plan_for(ranks=9, strategy="ps:mode=async").job.ranks == 9  # each reads whole batches
+
+
 def test_kernels_that_vary_are_ruled_out_on_a_gpu_under_bitwise_only() -> None:
     name = "CUBLAS_WORKSPACE_CONFIG"
     assert plan_for(bitwise=True, device="cuda").ranks[0].defaults[name] == ":4096:8"

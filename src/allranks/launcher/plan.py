@@ -20,7 +20,6 @@ from allranks.job.job_file import redacted
 from allranks.job.limits import devices_of
 from allranks.launcher.world import Visible, World
 from allranks.strategies.dial.choosing import Decision
-from allranks.strategies.mesh import DATA
 from allranks.strategies.roles import ProcessSet
 from allranks.strategies.shards import busy_fraction
 
@@ -113,7 +112,7 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
     are `visible`, ranks see those that the job names; local rank r uses the r-th of them.
     """
     process_set = job.strategy_spec.process_set
-    notes = _notes(job, shape) if process_set.are_all_trainers else (f"processes: {process_set}",)
+    notes = _notes(job, shape)
     store = str(Path(job.run_dir) / STORE) if process_set.size > 1 and not seats else ""
     seats = seats or [Seat()] * process_set.size
     devices = devices_seen(job, visible)
@@ -153,8 +152,9 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
 
 def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
     """What the user should know; raises where a rank or a replica would have no shard."""
-    replicas = job.strategy_spec.replicas
-    readers = job.strategy_spec.mesh.size(DATA)
+    process_set, replicas = job.strategy_spec.process_set, job.strategy_spec.replicas
+    roles = () if process_set.are_all_trainers else (f"processes: {process_set}",)
+    readers = job.strategy_spec.parts_of_a_batch
     each = job.ranks // readers
     workers, what = (readers, "rank" if each == 1 else f"group of {each} ranks")
     if replicas > 1:
@@ -173,8 +173,9 @@ def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
         )
     busy = busy_fraction(shape.shards, workers)
     if busy == 1:
-        return ()
+        return roles
     return (
+        *roles,
         f"{workers} {what}s on {shape.shards} shards: {what}s are busy {busy:.0%} of the time; "
         f"--set shards={workers * -(-shape.shards // workers)} would keep all busy, as another job",
     )

@@ -268,6 +268,8 @@ class Card:
     raises `RequestError` for a number that does not fit."""
     roles: Callable[[int, Mapping[str, Any]], tuple[Role, ...]] = lambda ranks, _: trainers(ranks)
     """The processes of a job of so many ranks with these options, the leader first."""
+    parts_of_a_batch: Callable[[int, Mapping[str, Any]], int] | None = None
+    """Into how many parts the shards of a batch are dealt out; `None`: one for each data rank."""
     devices_of_a_rank: Callable[[Mapping[str, Any]], int] = lambda _: 1
     """How many devices one rank works on with these options."""
     on_a_device: Literal["replica", "part"] = "replica"

@@ -12,7 +12,7 @@ from allranks.errors import RequestError, nearest
 from allranks.strategies.card import Card, Guarantee, Picked
 from allranks.strategies.cards.outer import of_nodes
 from allranks.strategies.choice import Choice, parse_choice
-from allranks.strategies.mesh import Mesh
+from allranks.strategies.mesh import DATA, Mesh
 from allranks.strategies.reductions.option import groups_of_nodes
 from allranks.strategies.roles import ProcessSet
 from allranks.strategies.torch_cards import CARDS
@@ -80,6 +80,12 @@ class StrategySpec:
     def mesh(self) -> Mesh:
         """How its ranks lie along its axes; raises `RequestError` where they do not fit."""
         return self.card.mesh(self.ranks, self.options)
+
+    @property
+    def parts_of_a_batch(self) -> int:
+        """Into how many parts the shards of a batch are dealt out."""
+        dealt = self.card.parts_of_a_batch
+        return dealt(self.ranks, self.options) if dealt is not None else self.mesh.size(DATA)
 
     @property
     def guarantee(self) -> Guarantee:

@@ -146,7 +146,8 @@ class RankProgram(ABC, Generic[T]):
                 cause, trainer = cls.root_cause(error), run.trainer
                 step = trainer.progress.batch_index if trainer else None
                 updates = trainer.progress.updates_unless_bad if trainer else 0
-                events.event("failed", **failure_of(cause, updates, step))
+                own = updates - run.record.updates_before  # without those it was resumed with
+                events.event("failed", **failure_of(cause, own, step))
                 return exit_code_of(cause)
         return 0
 

@@ -71,6 +71,7 @@ PARAMETER_SERVER_CARD = Card(
     many_ranks=True,
     agreement=Agreement(lockstep=False),
     roles=_roles,
+    parts_of_a_batch=parts_of_a_step,
     options=(
         Option(
             "mode",

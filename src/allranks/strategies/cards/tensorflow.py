@@ -79,6 +79,7 @@ TENSORFLOW_CARDS = (
         bytes_sent=_pull_and_push,
         bytes_formula="2 · weights, from and to each worker",
         roles=_served,
+        parts_of_a_batch=lambda ranks, options: 1,
         memory="weights + optimizer once, over the servers; weights + gradients on every worker",
         many_ranks=True,
         options=(

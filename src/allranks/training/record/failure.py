@@ -13,7 +13,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # Keras paints its errors
 
 
 def failure_of(error: BaseException, updates: int, step: int | None) -> dict[str, Any]:
-    """The values of the event `failed`, after so many updates, in `step` of the job."""
+    """The values of the event `failed`, after so many own updates, in `step` of the job."""
     return {
         "kind": type(error).__name__,
         "fault_kind": classify(error),

@@ -34,6 +34,7 @@ class RankRecord(Callback):
         self._unread: list[StepResult] = []
         self._speaks = self._trains_apart = False
         self._seen_before = 0
+        self.updates_before = 0
         self._phases: PhaseRecord | None = None
 
     def open(self, trainer: Trainer, resumed_from: int | None) -> None:
@@ -43,6 +44,7 @@ class RankRecord(Callback):
         self._speaks = self.world.is_leader or self._trains_apart
         self.resumed_from = resumed_from
         self._seen_before = trainer.progress.samples_seen
+        self.updates_before = trainer.progress.updates
         if self.world.is_leader:
             self._metrics = open_metrics(self.run_dir, trainer.progress.batch_index)
             self._logs = open_logs(self.job, trainer.progress.batch_index)
