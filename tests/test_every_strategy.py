@@ -217,11 +217,14 @@ BETWEEN_TWO = ("ring", "halving-doubling", "binary-tree", "star", "hierarchical"
 
 def matters(strategy: str, ranks: int, task: str) -> bool:
     """Of what a strategy takes what can go wrong for it: on one rank those for many are another
-    one, and an all-reduce by sends does not see what is in its buckets.
+    one, whatever their options, and an all-reduce by sends does not see what is in its buckets.
     """
     if not takes(strategy, ranks, task):
         return False
-    if strategy == "single" or (ranks == 1 and CARDS[strategy.partition(":")[0]].many_ranks):
+    name = strategy.partition(":")[0]
+    if ranks == 1 and CARDS[name].many_ranks:
+        return task == "Images" and strategy == SETTINGS[name][0]
+    if strategy == "single":
         return task == "Images"
     sends = any(f"reduce={way}" in strategy for way in BETWEEN_TWO)
     return not sends or task in ("Images", "Words", "Uneven")
