@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -119,6 +120,18 @@ def _row(one: Found, base: Found | None, ours: Found | None, until: str) -> Row:
         _apart(one.losses, ours.losses) if ours is not None and what.is_peer else None,
         None if what.is_peer else len({run.weights_sha256 for run in runs}) == 1,
     )
+
+
+def row_from(data: Mapping[str, Any]) -> Row:
+    """The row that the record of a bench describes; what has no bound there has none here."""
+    values = dict(data)
+    for name in ("speed", "speed_up", "efficiency", "until_s"):
+        found = values[name]
+        if found is not None:
+            low = -math.inf if found["low"] is None else found["low"]
+            high = math.inf if found["high"] is None else found["high"]
+            values[name] = Interval(found["mean"], low, high, found["repeats"])
+    return Row(**values)
 
 
 def _reached(runs: Iterable[Measured]) -> list[Measured]:

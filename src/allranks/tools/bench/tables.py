@@ -128,9 +128,9 @@ def proposal(plan: Plan, rows: Sequence[Row], machine: str) -> str:
         cells = cells_of(row, (*SCALING, "peak memory"))
         cells[6:] = [_bytes(row.peak_bytes) or UNKNOWN] if row.speed is not None else []
         cells += [""] * (7 - len(cells))
-        lines.append("| " + " | ".join([*cells, _above(row)]) + " |")
+        lines.append("| " + " | ".join([*cells, above(row)]) + " |")
     lines += _until_lines(plan, rows)
-    lines += ["", "## Request", "", _request(plan, rows), ""]
+    lines += ["", "## Request", "", request_in_words(plan, rows), ""]
     return "\n".join(lines)
 
 
@@ -157,7 +157,8 @@ def _until_lines(plan: Plan, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _above(row: Row) -> str:
+def above(row: Row) -> str:
+    """Whether the efficiency of a row is above the line with its whole interval."""
     if row.efficiency is None:
         return row.problem if row.speed is None else ""
     if row.ranks == row.base:
@@ -169,7 +170,8 @@ def _above(row: Row) -> str:
     return "no" if row.efficiency.high < ENOUGH else "undecided"
 
 
-def _request(plan: Plan, rows: Sequence[Row]) -> str:
+def request_in_words(plan: Plan, rows: Sequence[Row]) -> str:
+    """What to ask a computing centre for."""
     found = request_of(rows, plan)
     if found is None or found.speed is None:
         return "Nothing was measured that a request could rest on."
