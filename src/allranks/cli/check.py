@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from allranks.checkpoint.files import as_json
+from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.rank_output import RankOutput
 from allranks.cli.display.say import say
 from allranks.cli.grouped_help import GroupedCommand
@@ -22,6 +22,7 @@ from allranks.launcher.scripts.run import run_command, run_dir_of
 from allranks.launcher.scripts.torchrun import Asked
 from allranks.tools.check.plan import STEPS, USUAL_STRATEGY, default_ranks
 from allranks.tools.check.scratch import checked_in_scratch
+from allranks.tools.report.checks import RECORD
 from allranks.tools.watch.started import FACTS, watched_request
 from allranks.tools.watch.watch import watched_in
 
@@ -64,8 +65,11 @@ def check(program: str | None, keep_runs: str | None, as_object: bool, **flags: 
     resolved = resolved_from(program, flags)
     verdict = checked_in_scratch(resolved, keep_runs, given=given, bounded=bounded)
     click.echo(str(verdict), err=as_object)
+    said = as_json(verdict.to_data())
+    if keep_runs is not None:
+        write_whole(Path(keep_runs) / RECORD, f"{said}\n".encode())
     if as_object:
-        click.echo(as_json(verdict.to_data()))
+        click.echo(said)
     if not verdict.equal:
         sys.exit(EXIT_DIFFERENCE_FOUND)
 

@@ -94,6 +94,7 @@ TRAINING_OPTIONS: Options = (
 EVALUATION_OPTIONS: Options = (
     (("--eval-every",), {"help": "Evaluate after so many steps, or after each `epoch`."}),
     (("--early-stop",), {"help": "End when max:METRIC or min:METRIC gets no better."}),
+    (("--until",), {"help": "End when an evaluation has it: accuracy=0.97 or min:loss=0.1."}),
     (("--patience",), {"type": int, "help": "Evaluations without a better one (default 3)."}),
     (("--log",), {"help": "Further files to write: csv, tensorboard, phases."}),
     (("--profile",), {"is_flag": True, "default": None, "help": "Write where a few steps spend."}),

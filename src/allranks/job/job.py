@@ -34,7 +34,8 @@ class Training:
     one rank (None: all that the rank owns). `loader_workers` processes read data for each rank, and
     `prefetch` batches are made ready ahead of the step. The job evaluates every `eval_every` steps
     ("100", or "epoch"), and ends when `patience` evaluations in a row have not bettered the metric
-    `early_stop` ("max:accuracy"). `optimizer` ("adamw:lr=1e-3") and `schedule`
+    `early_stop` ("max:accuracy"), or as soon as an evaluation is `until` ("accuracy=0.97",
+    "min:loss=0.1"). `optimizer` ("adamw:lr=1e-3") and `schedule`
     ("warmup-lr:steps=1000") are taken in place of the task's.
     """
 
@@ -49,6 +50,7 @@ class Training:
     prefetch: int = 2
     eval_every: str = ""
     early_stop: str = ""
+    until: str = ""
     patience: int = 3
     optimizer: str = ""
     schedule: str = ""

@@ -42,7 +42,7 @@ from allranks.job.job_file import FOR_CHECK, SCHEMA, redacted, write_toml
 FLUSH_EVERY_S = 0.25
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RESERVED_BYTES = 64 << 10  # for the summary of a job, or the report of its end
-LAST_EVENTS = ("done", "failed", "stopped", "interrupted", "kept_elsewhere", "not_kept")
+LAST_EVENTS = ("done", "failed", "stopped", "interrupted", "kept_elsewhere", "not_kept", "held")
 
 
 class RunFolder:

@@ -17,6 +17,7 @@ from allranks.launcher.world import World
 from allranks.strategies.cards.decoupled import SYNCHRONIZER
 from allranks.strategies.cards.parameter_server import SCHEDULER, SERVER
 from allranks.strategies.roles import LEARNER, WORKER
+from allranks.torch.accelerator import peak_bytes
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.decoupled.learner import learn
 from allranks.torch.decoupled.trainer import SynchronizerTrainer
@@ -52,7 +53,7 @@ def _load_task(job: Job) -> Task:
 def _led(job: Job) -> Job:
     """The job as a process sees it that another one leads: who leads evaluates and saves."""
     alone = dataclasses.replace(job, run_dir="", checkpoint_every=None, resume="")
-    return dataclasses.replace(alone, eval_every="", early_stop="", best="")
+    return dataclasses.replace(alone, eval_every="", early_stop="", until="", best="")
 
 
 def _learn(job: Job, world: World, events: JsonLines) -> None:
@@ -156,6 +157,10 @@ class TorchRank(RankProgram[Trainer]):
     def sha256(weights: Iterator[tuple[str, Tensor]]) -> str:
         """The digest of all weights, held one at a time."""
         return weights_sha256(weights)
+
+    def device_peak_bytes(self, trainer: Trainer) -> int | None:
+        """What the allocator of the rank's device has counted."""
+        return peak_bytes(trainer.device)
 
     def figures(self, trainer: Trainer, samples_per_s: float | None) -> dict[str, Any]:
         """What was sent and computed, and what the witness has seen."""

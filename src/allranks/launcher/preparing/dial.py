@@ -136,6 +136,7 @@ def _alone(job: Job) -> Job:
         verify_every=None,
         eval_every="",
         early_stop="",
+        until="",
     )
 
 

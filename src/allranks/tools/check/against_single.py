@@ -46,7 +46,7 @@ HERE: dict[str, Any] = {"nodes": 1, "place": LOCAL}
 UNDISTURBED: dict[str, Any] = {
     # a job file may say otherwise: both start at step 0 and come to the end
     **{"resume": "", "inject": "", "checkpoint_every": None, "best": "", "max_restarts": 0},
-    **{"time_limit": None, "early_stop": "", "witness": "off"},
+    **{"time_limit": None, "early_stop": "", "until": "", "witness": "off"},
 }
 MANY_NAMES = 4
 

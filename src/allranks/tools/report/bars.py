@@ -28,6 +28,9 @@ MEMORY = {
     "gathered_bytes": "gathered within a step",
 }
 
+HOST = "host_bytes"
+PEAKS = {HOST: "process, at most", "device_bytes": "device, at most"}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -120,18 +123,26 @@ def memory_bars(run: Run) -> Bars | None:
     if not held:
         return None
     kinds = {n: text for n, text in MEMORY.items() if any(one[n] for one in held.values())}
+    on_device = any(one.device_bytes is not None for one in run.held.values())
+    peaks = PEAKS if on_device else {HOST: PEAKS[HOST]}
     rows = [
         (
             str(rank),
             *(UNKNOWN if (rank, n) in unknown else format_bytes(one[n]) for n in kinds),
             format_bytes(sum(one.values())),
+            *(_peak(run, rank, which) for which in peaks),
         )
         for rank, one in held.items()
     ]
-    head = ("rank", *kinds.values(), "together")
+    head = ("rank", *kinds.values(), "together", *peaks.values())
     bars = _bars(held, kinds, "rank {}".format, format_bytes)
     table = Table(head, tuple(rows), (RIGHT,) * len(head))
     return Bars(kinds, bars, table, len(held) - len(bars))
+
+
+def _peak(run: Run, rank: int, which: str) -> str:
+    peak = getattr(run.held.get(rank), which, None)
+    return UNKNOWN if peak is None else format_bytes(peak)
 
 
 def _bars(
@@ -160,6 +171,7 @@ def bars_to_data(run: Run) -> dict[str, Any]:
     return {
         "seconds_per_phase": {str(rank): one for rank, one in phase_seconds(run).items()},
         "held_bytes": {str(one.rank): one.all_bytes for one in run.placements},
+        "peak_bytes": {str(rank): one.to_data() for rank, one in run.held.items()},
     }
 
 
