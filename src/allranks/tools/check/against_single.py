@@ -36,6 +36,8 @@ from allranks.launcher.start import Result, run_job
 from allranks.strategies.card import Exact
 from allranks.strategies.resolve import resolved_strategy
 from allranks.tools.check import hints
+from allranks.tools.check.causes.cause import Finding
+from allranks.tools.check.causes.diagnose import cause_of
 from allranks.tools.check.compare import Difference, Tolerance, Trace, compare, sizes_between
 from allranks.tools.check.plan import Plan
 from allranks.tools.check.sizes import number_difference
@@ -248,7 +250,16 @@ class _Check:
             more = len(comparison.passed_over) - MANY_NAMES
             names += f" and {more} others" if more > 0 else ""
             self.notes.append(f"weights of {names}: their gradient is only rounding")
-        return Look(job.ranks, job.precision, job.bitwise, comparison, tolerance, at_end)
+        look = Look(job.ranks, job.precision, job.bitwise, comparison, tolerance, at_end)
+        return dataclasses.replace(look, cause=self._cause(job, reference, look))
+
+    def _cause(self, job: Job, reference: _Run, look: Look) -> Finding | None:
+        """Why the job differs, where its steps were compared within a tolerance."""
+        first = look.comparison.first
+        if first is None or look.tolerance.exact:
+            return None
+        run = lambda name, job: self._run(name, job).trace  # noqa: E731
+        return cause_of(first, job, _in_one(job), reference.trace, look.tolerance, run)
 
     def _run(self, name: str, job: Job) -> _Run:
         job = dataclasses.replace(

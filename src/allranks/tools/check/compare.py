@@ -79,10 +79,15 @@ class Difference:
     def name(self) -> str:
         return f"{self.stage}/{self.tensor}"
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """Which stage differs, in which step and tensor, and by how much."""
         where = "before the first step" if self.step == START else f"at step {self.step}"
         tensor = f", tensor {self.tensor!r}" if self.tensor else ""
-        return f"{self.stage} differs {where}{tensor}: {self.found}\nlooks like: {self.hint}"
+        return f"{self.stage} differs {where}{tensor}: {self.found}"
+
+    def __str__(self) -> str:
+        return f"{self.where}\nlooks like: {self.hint}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from allranks.tools.check.causes.cause import Finding
 from allranks.tools.check.compare import Comparison, Difference, Tolerance
 
 EQUAL_BITS = "equal bits"
@@ -25,6 +26,9 @@ class Look:
     """Whether one process gives two answers: when its batches are cut, whatever the ranks do."""
     asked: bool = True
     """Whether the job promises what was looked at; equal bits it does not without `bitwise`."""
+
+    cause: Finding | None = None
+    """Why, if that was confirmed."""
 
     @property
     def first(self) -> Difference | None:
@@ -87,7 +91,8 @@ class Verdict:
         else:
             lines.append(f"different: {what} on {look.what}")
         if look.first is not None:
-            lines.append(str(look.first))
+            lines.append(str(look.first) if look.cause is None else look.first.where)
+            lines += [] if look.cause is None else [str(look.cause)]
         lines += [_line_of(one) for one in self.looks if one is not look or one.first is None]
         return "\n".join([*lines, "not checked: " + "; ".join(self.not_checked)])
 
@@ -132,4 +137,5 @@ def _data_of(look: Look) -> dict[str, Any]:
             "found": first.found,
             "hint": first.hint,
         },
+        "cause": None if look.cause is None else look.cause.to_data(),
     }
