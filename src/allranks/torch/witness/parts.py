@@ -136,6 +136,8 @@ class _Parts:
     def otherwise(self, biases: tuple[str, ...]) -> dict[str, float]:
         """The sum of the losses of the batch with a fault in it, by the name of the fault."""
         found = {"one stream": self._sum([self._first_stream(part) for _, _, part in self.parts])}
+        if (stale := self._stale()) is not None:
+            found["stale micro-batch"] = stale
         named = dict(self.step.model.named_parameters())
         chosen = [named[name] for name in biases if name in named]
         if chosen:
@@ -145,6 +147,18 @@ class _Parts:
 
     def _sum(self, parts: list[Part]) -> float:
         return sum(float(self._losses(part)[0].sum()) for part in parts)
+
+    def _stale(self) -> float | None:
+        """The sum if the last micro-batch goes through with the data of the one before."""
+        last = max(micro for micro, _, _ in self.parts)
+        before = {place: part for micro, place, part in self.parts if micro == last - 1}
+        total = 0.0
+        for micro, place, part in self.parts:
+            given = before.get(place) if micro == last else part
+            if given is None or given.samples != part.samples:
+                return None
+            total += float(self._losses(part, given.data)[0].sum())
+        return total
 
     def _first_stream(self, part: Part) -> Part:
         """The part with the numbers that the first rank draws for a shard in the same place."""

@@ -69,6 +69,29 @@ def with_padding(evidence: Evidence) -> Iterator[Account]:
         yield Account(says, {NUMBER: found - values + weights}, values / weights)
 
 
+def samples_together(evidence: Evidence) -> Iterator[Account]:
+    """Parts do not add up; one process that cuts its batch as the ranks do has what they have."""
+    cut, stage = evidence.cut, evidence.stage
+    if cut is None or evidence.usable is not None:
+        return
+    says = (
+        "one process gives the same as the ranks where it cuts its batch as they do: samples of a "
+    )
+    says += "micro-batch depend on each other, or its loss is a mean over what it holds"
+    if stage in ROWS:
+        found, other = (
+            trace.ranks[0][evidence.step][ROWS[stage]] for trace in (evidence.ours, cut)
+        )
+        right = evidence.wanted_row[ROWS[stage]]
+        if None not in (found, other, right):
+            yield Account(says, {NUMBER: float(found) - float(other) + float(right)})
+        return
+    alone = {n.removeprefix(f"{stage}/"): t for n, t in cut.tensors(evidence.step).items()}
+    ours, wanted = evidence.found(stage), evidence.wanted(stage)
+    names = [n for n in evidence.differing if n in alone and n in ours and n in wanted]
+    yield Account(says, {n: ours[n] - alone[n] + wanted[n] for n in names})
+
+
 def one_stream(evidence: Evidence) -> Iterator[Account]:
     """Every rank draws the numbers that the first one draws."""
     yield from _otherwise(

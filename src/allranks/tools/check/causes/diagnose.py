@@ -60,6 +60,7 @@ def _collected(
     mesh = ours.strategy_spec.mesh
     facts = again.ranks[0][START].get("facts", {})
     parts: Parts | None = None
+    alone: Trace | None = None
     if first.step != START:
         row = again.ranks[0][first.step]
         data = max(1, mesh.size(DATA))
@@ -70,9 +71,10 @@ def _collected(
             micro_batch=ours.micro_batch or _micro_batch(row),
             added_by_each=_biases(facts),
         )
-        parts = read_parts(run(f"cause-{one.precision}-parts", cut).path, first.step)
+        alone = run(f"cause-{one.precision}-parts", cut)
+        parts = read_parts(alone.path, first.step)
     each = tuple(_tensors(again.path, first.step, rank) for rank in range(len(again.ranks)))
-    return Evidence(first, tolerance, mesh, right, again, each, parts, facts)
+    return Evidence(first, tolerance, mesh, right, again, each, parts, facts, alone)
 
 
 def _traced(job: Job, step: int) -> Job:

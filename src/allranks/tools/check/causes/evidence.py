@@ -111,6 +111,8 @@ class Evidence:
     tensors_of_ranks: tuple[Tensors, ...]
     parts: Parts | None
     facts: Mapping[str, Any]
+    cut: Trace | None = None
+    """One process whose batch is cut as the ranks cut theirs."""
 
     @property
     def step(self) -> int:

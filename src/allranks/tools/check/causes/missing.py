@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from allranks.strategies.shards import rows_of
 from allranks.tools.check.causes.cause import Account
 from allranks.tools.check.causes.evidence import Evidence, Part
 from allranks.tools.check.causes.weighting import Weighing, instead
@@ -50,6 +51,27 @@ def of_a_rank(evidence: Evidence) -> Iterator[Account]:
         if weight > 0:
             said = f"{says}, as its own mean"
             yield _weighed(evidence, said, _only(1 / weight, rank, True), rank)
+
+
+def of_other_ranks(evidence: Evidence) -> Iterator[Account]:
+    """Each rank's part of a gradient that is cut holds what it brings in itself, and no more."""
+    parts, cut = evidence.usable, evidence.facts.get("cut", {})
+    if parts is None or len(parts.by_rank) != evidence.ranks or not evidence.differing:
+        return
+    ours, wanted = evidence.found("gradient"), evidence.wanted("gradient")
+    for times in (1.0, float(evidence.ranks)):
+        repaired = {}
+        for name in evidence.differing:
+            if cut.get(name) != 0 or name not in ours or name not in wanted:
+                return
+            made = np.zeros_like(wanted[name])
+            for rank, own in parts.by_rank.items():
+                rows = list(rows_of(len(made), evidence.ranks, rank))
+                brought = np.asarray(evidence.sum_of(own, name, _all(times / parts.weight)))
+                made[rows] = np.broadcast_to(brought, made.shape)[rows]
+            repaired[name] = ours[name] - made + wanted[name]
+        says = "each rank's part of a gradient has only what that rank brings in"
+        yield Account(says, repaired, None, tuple(range(evidence.ranks)))
 
 
 def of_a_micro_batch(evidence: Evidence) -> Iterator[Account]:
@@ -150,6 +172,10 @@ def _only(unit: float, rank: int, its: bool) -> Weighing:
         return unit if (part.rank == rank) == its else 0.0
 
     return by
+
+
+def _all(unit: float) -> Weighing:
+    return lambda _: unit
 
 
 def _those(micros: set[int], inside: float, outside: float) -> Weighing:

@@ -67,6 +67,13 @@ CAUSES = tuple(
             "add what comes from another rank to what is there, and sum over all of them",
         ),
         (
+            "samples depend on each other",
+            ("weight", "loss", "gradient", "buffer"),
+            counts.samples_together,
+            "let each sample's loss and output follow it alone: no mean, no statistics, no padding "
+            'over a micro-batch; what counts goes into weight(batch), or say loss_over = "batch"',
+        ),
+        (
             "one random stream",
             LOSS,
             counts.one_stream,
@@ -155,6 +162,12 @@ CAUSES = tuple(
             BOTH,
             missing.of_a_rank,
             "let every rank's part be in the sum: the same buckets, in the same order, on all",
+        ),
+        (
+            "part of a rank lost",
+            GRADIENT,
+            missing.of_other_ranks,
+            "add what every rank brings in to each part, before the ranks keep theirs",
         ),
         (
             "micro-batch lost",
