@@ -223,7 +223,7 @@ class _Walk:
         for stage in STAGES:
             if stage in self.tolerance.stages or step == START:
                 yield from self._tensors(step, stage, _of(ours, stage), _of(theirs, stage), rows)
-            if stage == "gradient" and step != START:
+            if stage == "gradient" and step != START and stage in self.tolerance.stages:
                 norms = rows[0]["grad_norm"], wanted["grad_norm"]
                 yield from _number(step, "gradient norm", *norms, self.tolerance.floor, rows[0])
             if stage == "clipped gradient":

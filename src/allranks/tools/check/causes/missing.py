@@ -36,7 +36,7 @@ def not_summed(evidence: Evidence) -> Iterator[Account]:
 def of_a_rank(evidence: Evidence) -> Iterator[Account]:
     """What one rank brings in is not there, or nothing else is."""
     parts = evidence.usable
-    if parts is None or len(parts.by_rank) < 2:
+    if parts is None or len(parts.by_rank) < 2 or _held_unlike(evidence):
         return
     for rank, own in parts.by_rank.items():
         weight = sum(part.weight for part in own)
@@ -46,6 +46,8 @@ def of_a_rank(evidence: Evidence) -> Iterator[Account]:
         if others > 0:
             said = f"{says}, and the mean is over the others"
             yield _weighed(evidence, said, _only(1 / others, rank, False), rank)
+        if len(parts.by_rank) == 2:  # that is the same again
+            continue
         says = f"only what rank {rank} brings in is there"
         yield _weighed(evidence, says, _only(1 / parts.weight, rank, True), rank)
         if weight > 0:
