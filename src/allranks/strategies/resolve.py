@@ -38,6 +38,9 @@ CALLED_OTHERWISE = {
 }
 """Names that people know -> those of the same here."""
 
+LAYOUT = ("learners", "inner", "bucket_mb", "shard", "data", "tensor")
+"""Options that say how ranks lie and what they send at once, whatever is exact or not."""
+
 
 def card_for(choice: Choice) -> Card:
     """The card of a chosen strategy; an unknown name raises with the nearest known one."""
@@ -127,6 +130,13 @@ def engines_of(text: str) -> tuple[str, ...]:
 def strategy_spec(text: str, ranks: int) -> StrategySpec:
     """The strategy that a text describes, for so many ranks; raises `RequestError`."""
     return _spec(text, parse_choice(text), ranks)
+
+
+def at_setting(text: str, setting: Mapping[str, str]) -> str:
+    """The strategy with the options of a setting, and of its own those that lay its ranks out."""
+    choice = parse_choice(text)
+    kept = {name: value for name, value in choice.options.items() if name in LAYOUT}
+    return str(Choice(choice.name, {**kept, **setting}))
 
 
 def has_mesh(text: str, ranks: int) -> bool:

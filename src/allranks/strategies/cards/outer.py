@@ -163,7 +163,7 @@ def _local_sgd(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
     return Card(
         name="local-sgd",
         summary="Learners train apart, and take the mean of their weights every few steps.",
-        guarantee=Approximate(f"every=1, and {PLAIN_SGD}"),
+        guarantee=_exact_at("every=1", {}),
         stored=_stored(0),
         options=(_every(16), *common, *NEAR, STATE),
         paper="Stich 2019, Local SGD, arXiv 1805.09767; Lin et al. 2020 (post-local: after=…), "
@@ -176,7 +176,7 @@ def _slowmo(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
     return Card(
         name="slowmo",
         summary="local-sgd whose means move the global weights with a slow momentum.",
-        guarantee=Approximate(f"every=1, alpha=1, beta=0, and {PLAIN_SGD}"),
+        guarantee=_exact_at("every=1, alpha=1, beta=0", {"alpha": "1", "beta": "0"}),
         stored=_stored(1),
         options=(
             _every(12),
@@ -196,7 +196,9 @@ def _block_momentum(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card
     return Card(
         name="block-momentum",
         summary="BMUF: the mean step of a block moves the global weights with momentum.",
-        guarantee=Approximate(f"every=1, momentum=0, block_rate=1, and {PLAIN_SGD}"),
+        guarantee=_exact_at(
+            "every=1, momentum=0, block_rate=1", {"momentum": "0", "block_rate": "1"}
+        ),
         stored=_stored(2),
         options=(
             _every(16),
@@ -216,7 +218,7 @@ def _diloco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
     return Card(
         name="diloco",
         summary="Learners make many steps apart; SGD with Nesterov momentum joins what they found.",
-        guarantee=Approximate(f"every=1, lr=1, momentum=0, and {PLAIN_SGD}"),
+        guarantee=_exact_at("every=1, lr=1, momentum=0", {"lr": "1", "momentum": "0"}),
         stored=_stored(1),
         options=(
             _every(50),
@@ -235,7 +237,7 @@ def _diloco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
 
 
 def _sparse_loco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
-    exact = f"every=1, keep=chunk, bits=0, decay=1, and {PLAIN_SGD}"
+    whole = {"keep": "4096", "chunk": "4096", "bits": "0", "decay": "1", "lr": "1"}
     formula = (
         "those of `inner` + ((L-1) · message + 2(L-1)/L · (buffers + 56))/every; a message has "
     )
@@ -243,7 +245,7 @@ def _sparse_loco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
     return Card(
         name="sparse-loco",
         summary="Of what learners found, the largest numbers in 2 bits; what was not sent is kept.",
-        guarantee=Approximate(exact),
+        guarantee=_exact_at("every=1, keep=chunk, bits=0, decay=1", whole),
         stored=_stored(1),
         options=(
             _every(30),
@@ -258,6 +260,10 @@ def _sparse_loco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
         paper="Sarfi et al. 2025, SparseLoCo, arXiv 2508.15706",
         **{**both, "bytes_formula": formula},
     )
+
+
+def _exact_at(words: str, setting: Mapping[str, str]) -> Approximate:
+    return Approximate(f"{words}, and {PLAIN_SGD}", {"every": "1", **setting}, plain_sgd=True)
 
 
 def _every(steps: int) -> Option:

@@ -49,8 +49,14 @@ COLUMNS = Reference(
     "before, and the sum of these is quantised again with what that left out"
 )
 GUARANTEES: dict[str, Guarantee] = {
-    "top-k": Approximate("k = chunk and values=raw: all is kept"),
-    "power-sgd": Approximate("rank is that of every matrix, and min_rate=0"),
+    "top-k": Approximate(
+        "k = chunk and values=raw: all is kept",
+        {"reduce": f"top-k(k={LARGEST_CHUNK},chunk={LARGEST_CHUNK},values=raw)"},
+    ),
+    "power-sgd": Approximate(
+        "rank is that of every matrix, and min_rate=0",
+        {"reduce": f"power-sgd(rank={2**31},min_rate=0)"},
+    ),
     "two-bit": Reference(
         "a loop in which each rank keeps what it did not send, and sends the threshold, its "
         "negative or nothing of each number; the sums of these are the gradient"
