@@ -79,7 +79,7 @@ SETTINGS = {
     "local-sgd": ["local-sgd:every=2"],
     "slowmo": ["slowmo:every=2"],
     "block-momentum": ["block-momentum:every=2"],
-    "diloco": ["diloco:every=2,fragments=2,overlap=1"],
+    "diloco": ["diloco:every=2,fragments=2,overlap=1", "diloco:every=2,fragments=2,bits=4"],
     "sparse-loco": ["sparse-loco:every=2,chunk=64,keep=8"],
 }
 LEARNERS = ("local-sgd", "slowmo", "block-momentum", "diloco", "sparse-loco")

@@ -28,8 +28,14 @@ from allranks.launcher.world import World
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.build import job_for
 from allranks.torch.decoupled.flat import FlatModel, Numbers
+from allranks.torch.decoupled.inner_state import (
+    inner_state,
+    load_inner_state,
+    packed,
+    unpacked,
+)
 from allranks.torch.decoupled.learner import Learner
-from allranks.torch.decoupled.merging import Merging, Work
+from allranks.torch.decoupled.merging import Clock, Merging, Work
 from allranks.torch.outer.optimizers import Nesterov
 from allranks.torch.trainer import Trainer
 from allranks.training.dispatch.ledger import Ledger
@@ -154,6 +160,55 @@ def test_a_scripted_schedule_is_that_of_a_plain_loop() -> None:
         apart = (merging.theta.weights - plain.theta).abs().max()
         moved = (plain.theta - plain.first).abs().max()
         assert float(apart) < 1e-10 and float(moved) > 0.1
+
+
+def test_a_checkpoint_has_each_optimizer_as_it_was_after_what_is_in_the_weights() -> None:
+    """Chunk 0 is merged, 2 waits, 4 is under way: the state after 0, and from it the same again."""
+    job = Job(strategy="decoupled:every=2", ranks=2, precision="fp64")
+    with Trainer(Plain(), job, world=_learner(0)) as trainer:
+        learner, ledger = Learner(trainer, 2, keeps=True), Ledger(12, 2, 2)
+        theta = learner.flat.read()
+        merging = Merging(theta, learner.flat.parameters, Nesterov(1.0, 0.0), ledger, quorum=9)
+
+        def take() -> None:
+            own = merging.found.get(0)
+            waits = [w.chunk for w in own.work] if own else []
+            body = memoryview(bytearray(b"".join(map(bytes, merging.theta.buffers))))
+            learner.take({"version": merging.version, "waits": waits}, body)
+
+        def bring(number: int) -> Any:
+            said, found = learner.train(ledger.chunk(number))
+            merging.bring(0, Work.from_data(said), found.copied())
+            learner.brought(ledger.chunk(number), found)
+            take()
+            return inner_state(trainer.strategy)
+
+        take()
+        wanted = bring(0)
+        merging.merge()
+        take()
+        after_2 = bring(2)
+        assert list(learner.kept) == [0, 2] and merging.state()["clocks"][0]["chunk"] == 0
+        body = memoryview(bytearray(b"".join(packed(learner.kept[0], 1 << 20))))
+        (state,) = [unpacked(body)]
+        bring(4)
+        momentum = state["state"]["0.weight"]["momentum_buffer"]
+        assert torch.equal(momentum, wanted["state"]["0.weight"]["momentum_buffer"])
+        assert merging.clocks == {0: Clock(0, 16)}
+        load_inner_state(trainer.strategy, state)
+        learner.forget()
+        take()
+        again = bring(2)
+        for name, row in again["state"].items():
+            assert torch.equal(row["momentum_buffer"], after_2["state"][name]["momentum_buffer"])
+        merging.merge()
+        take()
+        assert list(learner.kept) == [2], "what came before it is not asked for any more"
+        with pytest.raises(RequestError, match="16 at most"):
+            packed(state, 16)
+        for torn in (body[:4], body[:-8]):
+            with pytest.raises(ValueError, match=r"no state|are missing"):
+                unpacked(torn)
 
 
 def _learner(index: int) -> World:
@@ -331,6 +386,23 @@ def test_one_learner_that_asks_after_each_step_is_single(train: Train) -> None:
     assert ours.summary["eval"]["loss"] == pytest.approx(single.summary["eval"]["loss"], rel=1e-9)
     card, sent = ours.summary["card_bytes_per_step"], ours.summary["sent_bytes"]["gradients"]
     assert sent in (20 * card, 21 * card), "the weights to begin with, and after each step"
+
+
+def test_a_learner_goes_on_with_the_optimizer_that_it_had(train: Train, tmp_path: Path) -> None:
+    """AdamW, stopped after 8 steps and taken up again: the bits of a run that nobody stopped."""
+    flags: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 8}
+    kept, anew = ("decoupled:every=2,lr=0.7,momentum=0.9" + more for more in ("", ",inner=anew"))
+
+    def ended(strategy: str, **more: Any) -> Any:
+        result = train("contract_tasks:Plain", strategy=strategy, **flags, **more)
+        return result, load_file(result.run_dir / "weights.safetensors")
+
+    _, whole = ended(kept, steps=20)
+    for strategy, is_exact in ((kept, True), (anew, False)):
+        first, _ = ended(strategy, steps=8)
+        second, found = ended(strategy, steps=20, resume=str(first.run_dir))
+        assert second.summary["resumed_from_step"] == 8
+        assert (difference(found, whole) == 0) == is_exact
 
 
 @pytest.mark.slow(but=1)

@@ -45,6 +45,9 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
     if name == "learner_lost" and event["freed"]:
         return [f"note: {_handed_out_again(event)}"]
+    if name == "inner_left_out":
+        who = ", ".join(map(str, event["learners"]))
+        return [f"note: a checkpoint without the optimizers of learners {who}, who did not answer"]
     if name == "learner_joined" and event["version"]:
         return [f"note: learner {event['learner']} joins at version {event['version']}"]
     if name == "straggler":

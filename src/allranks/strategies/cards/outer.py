@@ -125,13 +125,18 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     return round(sent)
 
 
-def _stored(keeps: int) -> Stored:
-    """What a learner of one rank has, the global weights, what is sent, and what moves them."""
+def _stored(keeps: int, coded: str = "") -> Stored:
+    """What a learner of one rank has, the global weights, what is sent, and what moves them.
+
+    With `bits` of `coded` also what was not sent.
+    """
 
     def of(has: Contents, options: Mapping[str, Any]) -> float:
-        return (4 + keeps + has.kept) * (has.cut + has.rest)
+        left_out = int(bool(coded) and options["bits"] == coded)
+        return (4 + keeps + left_out + has.kept) * (has.cut + has.rest)
 
-    return Stored(f"({4 + keeps} + k)(C + R), learners of one rank", of)
+    more = f"; bits={coded}: ({5 + keeps} + k)" if coded else ""
+    return Stored(f"({4 + keeps} + k)(C + R), learners of one rank{more}", of)
 
 
 def outer_cards(others: Iterable[Card]) -> tuple[Card, ...]:
@@ -215,11 +220,15 @@ def _block_momentum(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card
 
 
 def _diloco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
+    formula = f"{both['bytes_formula']}; bits=4: instead of weights (L-1) times half a byte of each"
+    formula += " number, and a scale for each 512, every time"
     return Card(
         name="diloco",
         summary="Learners make many steps apart; SGD with Nesterov momentum joins what they found.",
-        guarantee=_exact_at("every=1, lr=1, momentum=0", {"lr": "1", "momentum": "0"}),
-        stored=_stored(1),
+        guarantee=_exact_at(
+            "every=1, lr=1, momentum=0, bits=0", {"lr": "1", "momentum": "0", "bits": "0"}
+        ),
+        stored=_stored(1, coded="4"),
         options=(
             _every(50),
             Option("lr", 0.7, "outer rate", above=0),
@@ -227,12 +236,13 @@ def _diloco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
             Option("fragments", 1, "parts of the model, sent at times of their own", at_least=1),
             Option("overlap", 0, "steps that a fragment is under way", at_least=0),
             Option("mix", 0.0, "share of its own weights a learner keeps", at_least=0, below=1),
+            Option("bits", "0", "of each number that is sent; 0: as many as it has", ("0", "4")),
             *common,
             STATE,
         ),
         paper="Douillard et al. 2023, DiLoCo, arXiv 2311.08105; 2025, Streaming DiLoCo "
-        "(fragments, overlap, mix), arXiv 2501.18512",
-        **both,
+        "(fragments, overlap, mix, bits), arXiv 2501.18512",
+        **{**both, "bytes_formula": formula},
     )
 
 

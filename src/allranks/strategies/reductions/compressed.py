@@ -101,6 +101,11 @@ def two_bit_bytes(count: int) -> int:
     return whole_words(4 * -(-count // 16))
 
 
+def four_bit_bytes(count: int) -> int:
+    """Eight numbers in a word of 32 bits, and a scale for each 512 of them."""
+    return whole_words(4 * -(-count // 8) + 4 * -(-count // 512))
+
+
 def is_matrix(shape: tuple[int, ...]) -> bool:
     """Whether a gradient of such a shape has columns."""
     return len(shape) > 1 and 0 not in shape

@@ -27,6 +27,13 @@ from allranks.launcher.messages.meeting_point import connect
 from allranks.launcher.nodes.channel import Disconnected, Message, Refused
 from allranks.launcher.world import World
 from allranks.torch.decoupled.flat import FlatModel, Numbers
+from allranks.torch.decoupled.inner_state import (
+    inner_state,
+    largest,
+    load_inner_state,
+    packed,
+    unpacked,
+)
 from allranks.torch.decoupled.service import OVER
 from allranks.torch.trainer import Trainer
 from allranks.training.dispatch.ledger import Chunk
@@ -38,13 +45,15 @@ NOTHING_TO_DO_S = 0.05
 class Learner:
     """One learner: its trainer, the weights that it began from, and what it has found since."""
 
-    def __init__(self, trainer: Trainer, parts: int) -> None:
+    def __init__(self, trainer: Trainer, parts: int, *, keeps: bool = False) -> None:
         self.trainer = trainer
         self.flat = FlatModel(trainer.strategy.model)
         self.parts = parts
         self.version = -1
         self.theta: Numbers | None = None
         self.unmerged: dict[int, Numbers] = {}
+        self.keeps, self.kept = keeps, dict[int, Any]()
+        """The inner optimizer after each chunk that waits, and after the last one that does not."""
         self.begin = self.flat.read()
         self._memory = memoryview(bytearray(self.flat.nbytes))
 
@@ -66,6 +75,8 @@ class Learner:
             begin.weights[:own].sub_(found.weights[:own])
             begin.weights[own:] = found.weights[own:]
             begin.counts.copy_(found.counts)
+        for settled in [n for n in self.kept if n not in self.unmerged][:-1]:
+            del self.kept[settled]
         self.begin = begin
         self.flat.write(begin)
 
@@ -89,6 +100,8 @@ class Learner:
     def brought(self, chunk: Chunk, found: Numbers) -> None:
         """It is on its way: kept until an answer says that it is in the weights."""
         self.unmerged[chunk.number] = found
+        if self.keeps:
+            self.kept[chunk.number] = inner_state(self.trainer.strategy)
 
     def forget(self) -> None:
         """Another synchronizer has come: what it does not know of is handed out again."""
@@ -140,7 +153,7 @@ class Wire:
                 answer, numbers = connection.ask(message, *body, place=self.learner.place)
                 if found is not None and holds is not None:
                     self.learner.brought(holds, found)
-                self.learner.take(answer, numbers)
+                self._take(connection, answer, numbers)
                 return answer["work"]
             except Disconnected:
                 self.close()
@@ -150,12 +163,13 @@ class Wire:
         learner, heartbeat = self.learner, self.learner.trainer.heartbeat
         heartbeat.enter("exchange")
         self._connection = connection = connect(
-            self.world, learner.flat.nbytes, ANSWER_S, self._patience_s
+            self.world, largest(learner.flat.nbytes), ANSWER_S, self._patience_s
         )
         hello = {
             "learner": self.world.role_index,
             "digest": learner.flat.digest,
             "holds": -1 if holds is None else holds.number,
+            "fresh": learner.version < 0,
         }
         try:
             answer, numbers = connection.ask(hello, place=learner.place)
@@ -167,8 +181,20 @@ class Wire:
                 do="let model() of the task return the same model in every process",
             ) from error
         learner.forget()
-        learner.take(answer, numbers)
+        if answer["inner"]:
+            _, body = connection.receive()
+            load_inner_state(learner.trainer.strategy, unpacked(body))
+        self._take(connection, answer, numbers)
         return answer["work"]
+
+    def _take(self, connection: Connection, answer: Message, numbers: memoryview) -> None:
+        """Take an answer up, and say what the inner optimizer was, if that is asked."""
+        learner, asked = self.learner, int(answer["keep"])
+        state = learner.kept.get(asked)
+        learner.take(answer, numbers)
+        if asked >= 0:
+            most = largest(learner.flat.nbytes)
+            connection.send({"inner": asked}, *([] if state is None else packed(state, most)))
 
     def close(self) -> None:
         if self._connection is not None:
@@ -179,7 +205,7 @@ class Wire:
 def learn(trainer: Trainer, job: Job, world: World, events: JsonLines) -> None:
     """Be a learner until the synchronizer says that it is over."""
     options = job.strategy_spec.options
-    learner = Learner(trainer, job.ranks)
+    learner = Learner(trainer, job.ranks, keeps=options["inner"] == "kept")
     wire = Wire(learner, world, options["patience_s"])
     heartbeat = trainer.heartbeat
     events.event("ready", host=sockets.gethostname(), role=world.role, index=world.role_index)

@@ -8,9 +8,13 @@ it takes to add two of them. Each answer is made at once: no learner waits for a
     found  a `Work`; body: old minus new                   -> version, waits, work; body: weights
     ask                                                    -> the same
 
+    inner  the chunk; body: the optimizer after it         -> nothing
+
 `work` is a chunk ("first", "steps", …), `null` where there is nothing to do for the moment, or
 "over". The weights come along where they are newer than those the learner has; `waits` are the
-chunks that it has brought and that are in no version yet.
+chunks that it has brought and that are in no version yet. With `keep` the synchronizer asks for the
+inner optimizer as it was after a chunk, for a checkpoint; a learner whose process is a new one
+(`fresh`) is sent the one of the last checkpoint behind its first answer.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from allranks.launcher.messages.answering import Answering
 from allranks.launcher.messages.connection import Connection
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.torch.decoupled.flat import FlatModel, Numbers
+from allranks.torch.decoupled.inner_state import largest, packed, unpacked
 from allranks.torch.decoupled.merging import Merged, Merging, Work
 from allranks.training.dispatch.ledger import Chunk
 
@@ -47,8 +52,12 @@ class Service(Answering):
         grace_s: float,
         report: Report,
         samples_of: Callable[[Chunk], int] = lambda chunk: 0,
+        keeps: bool = False,
     ) -> None:
-        super().__init__(listener, secret, flat.nbytes)
+        super().__init__(listener, secret, largest(flat.nbytes))
+        self.inner: dict[int, tuple[int, Any]] = {}
+        """Of each learner a chunk, and the inner optimizer as it was after that."""
+        self._keeps, self._wanted = keeps, dict[int, int]()
         self.merging, self._flat = merging, flat
         self._grace_s, self._report, self._samples_of = grace_s, report, samples_of
         self._merges: list[Merged] = []
@@ -75,6 +84,26 @@ class Service(Answering):
         with self.changed:
             return self.merging.theta.copied(), self.merging.state()
 
+    def collect(self, clocks: dict[int, dict[str, Any]], patience_s: float) -> dict[int, Any]:
+        """The inner optimizers of the learners at these clocks; all that come in time.
+
+        A learner says what its optimizer was when it comes with its next chunk.
+        """
+        wanted = {learner: int(clock["chunk"]) for learner, clock in clocks.items()}
+
+        def is_here(learner: int) -> bool:
+            return learner in self.inner and self.inner[learner][0] == wanted[learner]
+
+        with self.changed:
+            there = wanted.items() if self._keeps else ()
+            self._wanted = {k: n for k, n in there if k in self._peers and not is_here(k)}
+            self.changed.wait_for(lambda: not self._wanted or self.is_closed, patience_s)
+            late, self._wanted = sorted(self._wanted), {}
+            found = {k: self.inner[k] for k in wanted if is_here(k)}
+        if late:
+            self._report("inner_left_out", learners=late, patience_s=patience_s)
+        return {k: {"chunk": n, "state": state} for k, (n, state) in found.items()}
+
     def sent_by_kind(self) -> dict[str, float]:
         """What was sent to learners so far: weights, and all the rest."""
         found = self.sent_bytes()
@@ -97,12 +126,25 @@ class Service(Answering):
             before.shut()
         connection.given = -1
         self._report("learner_joined", learner=learner, version=self.merging.version)
-        self._send_answer(learner, connection, None if known else self._work_for(learner))
+        inner = self.inner.get(learner) if hello.get("fresh") else None
+        work = None if known else self._work_for(learner)
+        self._send_answer(learner, connection, work, follows=inner is not None)
+        if inner is not None:
+            connection.send({"inner": inner[0]}, *packed(inner[1], largest(self._flat.nbytes)))
         return learner
 
     def answer(
         self, learner: int, connection: Connection, message: Message, body: memoryview
     ) -> None:
+        if "inner" in message:
+            state = int(message["inner"]), unpacked(body) if len(body) else None
+            with self.changed:
+                if state[1] is not None:
+                    self.inner[learner] = state
+                if self._wanted.get(learner) == state[0]:
+                    del self._wanted[learner]
+                self.changed.notify_all()
+            return
         if "work" in message:
             work, delta = Work.from_data(message["work"]), self._flat.take(body)
             with self.changed:
@@ -124,13 +166,19 @@ class Service(Answering):
             chunk = self.merging.ledger.next_for(learner, self.merging.waiting)
             return None if chunk is None else dataclasses.asdict(chunk)
 
-    def _send_answer(self, learner: int, connection: Connection, work: Any) -> None:
+    def _send_answer(
+        self, learner: int, connection: Connection, work: Any, *, follows: bool = False
+    ) -> None:
         with self.changed:
             version, numbers = self._newest()
             own = self.merging.found.get(learner)
             waits = [] if own is None else [one.chunk for one in own.work]
+            keep = self._wanted.get(learner, -1)
+            if self._keeps and work == OVER and learner in self.merging.clocks:
+                keep = self.merging.clocks[learner].chunk  # it leaves: a last checkpoint may follow
         is_new, connection.given = version != connection.given, version
         header = {"version": version, "waits": waits, "work": work}
+        header |= {"inner": follows, "keep": keep}
         connection.send(header, *(numbers.buffers if is_new else ()))
 
     def _newest(self) -> tuple[int, Numbers]:
@@ -163,6 +211,8 @@ class Service(Answering):
             if self.is_closed or self._peers.get(learner) is not connection:
                 return
             del self._peers[learner]
+            self._wanted.pop(learner, None)
+            self.changed.notify_all()
             freed = self.merging.ledger.lost(learner)
             over = self.is_over or self.merging.ledger.is_over
             version = self.merging.version

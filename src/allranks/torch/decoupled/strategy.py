@@ -14,8 +14,9 @@ for which a step is a merge, so that record, evaluation and checkpoints are thos
 What the launcher does for it: a learner that is lost is no failure while `least` are left, and is
 started again; so is the synchronizer, from its checkpoint, while learners wait for it (`Role`).
 
-This class is what both have of a strategy: a step of one process alone. Of the inner optimizers
-nothing is in a checkpoint: they are the learners' own, and a learner that comes again begins anew.
+This class is what both have of a strategy: a step of one process alone. The inner optimizers are
+the learners' own; a checkpoint has what each was after its last chunk that is in the weights
+(`inner_state`), and a learner that comes again begins with that of the last checkpoint.
 """
 
 from __future__ import annotations
