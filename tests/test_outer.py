@@ -67,6 +67,13 @@ def test_rows_are_summed_over_all_before_learners_train_apart(kind: str, train: 
     assert difference(found, wanted) < 1e-12
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_moving_average_is_refused_of_one_learner_too(ranks: int, train: Train) -> None:
+    """It was kept of the learner's weights, and the global ones were written in its place."""
+    with pytest.raises(RequestError, match="moves other weights"):
+        train("contract_tasks:Descent", "ema=0.5", strategy="diloco", ranks=ranks, steps=2)
+
+
 def exact_slow(**options: Any) -> Outer:
     return slowmo(**options, rate=1e-2)
 

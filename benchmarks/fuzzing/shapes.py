@@ -129,7 +129,9 @@ def _learners(
     name: str, settings: dict[str, Any], ranks: int, dice: random.Random
 ) -> tuple[str, int] | None:
     """Learners of one rank, or of several; where they are exact."""
-    if settings.get("by", "sgd") != "sgd" or "clip_norm" in settings:
+    if settings.get("by", "sgd") != "sgd" or settings.keys() & {"clip_norm", "ema", "batchnorm"}:
+        return None
+    if settings.get("kind") == "contrast":
         return None
     said = OUTER[name]
     if ranks > 2 and ranks % 2 == 0 and dice.random() < 0.5:
