@@ -59,6 +59,23 @@ def test_one_step_of_plain_sgd_between_meetings_is_exact(
     assert sent == pytest.approx(result.summary["card_bytes_per_step"], rel=0.01)
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("kind", ["SGD", "SparseAdam"])
+def test_rows_are_summed_over_all_before_learners_train_apart(kind: str, train: Train) -> None:
+    program, numbers = ("table_tasks:Tables", f"kind={kind}"), {"precision": "fp64", "steps": 4}
+    single = train(*program, strategy="single", **numbers)
+    ours = train(*program, strategy="local-sgd:after=4", ranks=2, **numbers)
+    found, wanted = (load_file(one.run_dir / "weights.safetensors") for one in (ours, single))
+    assert difference(found, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_moving_average_is_refused_of_one_learner_too(ranks: int, train: Train) -> None:
+    """It was kept of the learner's weights, and the global ones were written in its place."""
+    with pytest.raises(RequestError, match="moves other weights"):
+        train("contract_tasks:Descent", "ema=0.5", strategy="diloco", ranks=ranks, steps=2)
+
+
 def exact_slow(**options: Any) -> Outer:
     return slowmo(**options, rate=1e-2)
 

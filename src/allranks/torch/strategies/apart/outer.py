@@ -103,6 +103,8 @@ class Outer(Strategy):
             for parameter in self.step.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                elif parameter.grad.is_sparse:  # summed dense, as in buckets
+                    parameter.grad = parameter.grad.to_dense()
             for tensor in (sums.tensor, *gradients.tensors()):
                 assert tensor is not None
                 self.learners.all_reduce(tensor).wait()
