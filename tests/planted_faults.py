@@ -88,8 +88,8 @@ PLANTED = {
         line(
             (
                 "torch/pipelining/stage_gradients.py",
-                'self.line.all_reduce(found, "control").wait()',
-                "found[1] = 1",
+                "norms = self._norms(None)",
+                "norms = self.own()[0].tolist()",
             ),
             (0, "gradient norm", None),
             *("--strategy", "1f1b", "--set", "clip_norm=0.1"),
@@ -130,8 +130,17 @@ PLANTED = {
         "pytorch/torchtitan#4332",
         "some gradients times ranks",
     ),
-    "a pipeline that nobody normalises": planted(
-        "a pipeline whose gradients nobody normalises",
+    "a pipeline that nobody normalises": Planted(
+        line(
+            (
+                "torch/strategies/pipeline.py",
+                "self._ends[stage, number] = backward\n",
+                "backward.gradients = [g * len(self.micros) for g in backward.gradients]\n"
+                "            self._ends[stage, number] = backward\n",
+            ),
+            AT_ONCE,
+            *("--strategy", "gpipe", "--micro-batch", "64"),
+        ),
         "deepspeedai/DeepSpeed#7773",
         "micro-batches not averaged",
     ),

@@ -92,7 +92,7 @@ def told(
         for name, array in own.items()
     }
     save_file(tensors, tmp_path / f"one/parts/step-{step:08d}.safetensors")
-    words = {"parts": parts, "regularizer": False, "if": {}}
+    words = {"parts": parts, "if": {}}
     (tmp_path / f"one/parts/step-{step:08d}.json").write_text(json.dumps(words))
     first = compare(right, ours, FP64).first
     assert first is not None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.tools.check.causes.evidence import Evidence
+from allranks.tools.check.causes.evidence import NUMBERS, Evidence
 from allranks.tools.check.sizes import Array, number_difference
 
 NUMBER = ""
@@ -92,7 +92,7 @@ def confirmed(cause: Cause, account: Account, evidence: Evidence) -> Finding | N
     """What was found, if the difference vanishes with this repair."""
     if NUMBER in account.repaired:
         number = float(account.repaired[NUMBER])
-        wanted = evidence.wanted_row[ROWS[evidence.stage]]
+        wanted = evidence.wanted_row[NUMBERS[evidence.stage]]
         left = number_difference(number, wanted, evidence.tolerance.floor)
         limit, tensors = evidence.tolerance.limit(evidence.first), account.tensors
     else:
@@ -106,13 +106,3 @@ def confirmed(cause: Cause, account: Account, evidence: Evidence) -> Finding | N
         return None
     shown = account.ratio, account.ranks, tuple(tensors)
     return Finding(cause.name, account.says, cause.do, *shown, left, limit)
-
-
-ROWS = {
-    "samples": "samples",
-    "weight": "weight",
-    "loss": "loss",
-    "learning rate": "learning_rate",
-    "gradient norm": "grad_norm",
-}
-"""What a number of each stage is called in the rows of a trace."""
