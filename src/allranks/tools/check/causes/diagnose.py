@@ -73,7 +73,7 @@ def _collected(
             micro_batch=ours.micro_batch or _micro_batch(passes),
             added_by_each=_biases(facts),
         )
-        alone = run(f"cause-{one.precision}-parts", cut)
+        alone = run(f"cause-{ours.precision}-{ours.ranks}-parts", cut)
         parts = read_parts(alone.path, first.step)
     each = tuple(_tensors(again.path, first.step, rank) for rank in range(len(again.ranks)))
     return Evidence(first, tolerance, mesh, right, again, each, parts, facts, alone)

@@ -212,6 +212,11 @@ class Evidence:
             return math.inf
         return tensor_difference(tensor, wanted[name]) / self.scales[name]
 
+    def size_now(self, name: str) -> float:
+        """How far a tensor of the stage is from that of one process, on any rank."""
+        each = [self.found(self.stage, rank) for rank in range(max(1, len(self.tensors_of_ranks)))]
+        return max((self.size(name, own[name]) for own in each if name in own), default=math.inf)
+
     def beyond(self, tensors: Tensors) -> list[str]:
         """Those of some tensors of the stage that differ from one process."""
         return [n for n, tensor in tensors.items() if not self.size(n, tensor) <= self.limit(n)]

@@ -184,7 +184,7 @@ CAUSES = tuple(
         ),
         (
             "rounded before the sum",
-            BOTH,
+            GRADIENT,
             missing.rounded,
             "sum gradients in 32 bits, or ask for reduce=bf16, whose card says so",
         ),
