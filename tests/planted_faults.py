@@ -102,8 +102,21 @@ PLANTED = {
         "NVIDIA/Megatron-LM#7452",
         "norm counts copies",
     ),
-    "clipped by each rank": planted(
-        "clip before reduce", "huggingface/accelerate#641", "clipped before the sum"
+    "clipped by each rank": Planted(
+        line(
+            (
+                PASSES,
+                "        self.user_buffers.end(batch)\n",
+                "        self.user_buffers.end(batch)\n"
+                f"        if {RANKS} > 1:\n"
+                "            own = torch.nn.utils.get_total_norm([p.grad for p in self.parameters])\n"
+                "            torch.nn.utils.clip_grads_with_norm_(self.parameters, 0.1, own)\n",
+            ),
+            AT_ONCE,
+            *("--set", "clip_norm=0.1"),
+        ),
+        "huggingface/accelerate#641",
+        "clipped before the sum",
     ),
     "a lost tensor reduction": planted(
         "a lost tensor reduction", "pytorch/torchtitan#2387", "sum over ranks lost"
