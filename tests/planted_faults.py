@@ -109,7 +109,8 @@ PLANTED = {
                 "        self.user_buffers.end(batch)\n",
                 "        self.user_buffers.end(batch)\n"
                 f"        if {RANKS} > 1:\n"
-                "            own = torch.nn.utils.get_total_norm([p.grad for p in self.parameters])\n"
+                "            own = [p.grad for p in self.parameters]\n"
+                "            own = torch.nn.utils.get_total_norm(own)\n"
                 "            torch.nn.utils.clip_grads_with_norm_(self.parameters, 0.1, own)\n",
             ),
             AT_ONCE,
