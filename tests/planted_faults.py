@@ -88,8 +88,8 @@ PLANTED = {
         line(
             (
                 "torch/pipelining/stage_gradients.py",
-                'self.line.all_reduce(found, "control").wait()',
-                "found[1] = 1",
+                "norms = self._norms(None)",
+                "norms = self.own()[0].tolist()",
             ),
             (0, "gradient norm", None),
             *("--strategy", "1f1b", "--set", "clip_norm=0.1"),
@@ -102,8 +102,22 @@ PLANTED = {
         "NVIDIA/Megatron-LM#7452",
         "norm counts copies",
     ),
-    "clipped by each rank": planted(
-        "clip before reduce", "huggingface/accelerate#641", "clipped before the sum"
+    "clipped by each rank": Planted(
+        line(
+            (
+                PASSES,
+                "        self.user_buffers.end(batch)\n",
+                "        self.user_buffers.end(batch)\n"
+                f"        if {RANKS} > 1:\n"
+                "            own = [p.grad for p in self.parameters]\n"
+                "            own = torch.nn.utils.get_total_norm(own)\n"
+                "            torch.nn.utils.clip_grads_with_norm_(self.parameters, 0.1, own)\n",
+            ),
+            AT_ONCE,
+            *("--set", "clip_norm=0.1"),
+        ),
+        "huggingface/accelerate#641",
+        "clipped before the sum",
     ),
     "a lost tensor reduction": planted(
         "a lost tensor reduction", "pytorch/torchtitan#2387", "sum over ranks lost"
@@ -130,8 +144,17 @@ PLANTED = {
         "pytorch/torchtitan#4332",
         "some gradients times ranks",
     ),
-    "a pipeline that nobody normalises": planted(
-        "a pipeline whose gradients nobody normalises",
+    "a pipeline that nobody normalises": Planted(
+        line(
+            (
+                "torch/strategies/pipeline.py",
+                "self._ends[stage, number] = backward\n",
+                "backward.gradients = [g * len(self.micros) for g in backward.gradients]\n"
+                "            self._ends[stage, number] = backward\n",
+            ),
+            AT_ONCE,
+            *("--strategy", "gpipe", "--micro-batch", "64"),
+        ),
         "deepspeedai/DeepSpeed#7773",
         "micro-batches not averaged",
     ),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from allranks.job.config import resolve
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import run_job
 from allranks.strategies.mesh import Mesh, replicated_mesh
 from allranks.tools.check.causes.cause import Finding
 from allranks.tools.check.causes.diagnose import diagnosed
@@ -74,11 +78,12 @@ def told(
     mesh: Mesh | None = None,
     step: int = 0,
     before: Tensors | None = None,
+    alone: Tensors | None = None,
     **row: Any,
 ) -> Finding | None:
     """The cause of what two ranks have of the gradients beside one process."""
     gradients, losses = made()
-    right = write_trace(tmp_path / "one", step, [mixed(RIGHT)], {}, before or {})
+    right = write_trace(tmp_path / "one", step, [alone or mixed(RIGHT)], {}, before or {})
     ours = write_trace(tmp_path / "two", step, ranks, row, before or {})
     parts = [
         {"rank": rank, "micro": rank, "shard": shard, "samples": size, "values": size}
@@ -92,7 +97,7 @@ def told(
         for name, array in own.items()
     }
     save_file(tensors, tmp_path / f"one/parts/step-{step:08d}.safetensors")
-    words = {"parts": parts, "regularizer": False, "if": {}}
+    words = {"parts": parts, "if": {}}
     (tmp_path / f"one/parts/step-{step:08d}.json").write_text(json.dumps(words))
     first = compare(right, ours, FP64).first
     assert first is not None
@@ -158,8 +163,9 @@ def test_what_is_not_confirmed_is_not_told(factors: list[float], tmp_path: Path)
 
 
 def test_parts_that_do_not_add_up_prove_nothing(tmp_path: Path) -> None:
-    wrong = alike({name: array + 1e-3 for name, array in mixed(RIGHT).items()})
-    assert told(tmp_path, wrong) is None
+    alone = {name: array + 1e-3 for name, array in mixed(RIGHT).items()}
+    means = alike(mixed([1 / (2 * n) for n in OWN]))
+    assert told(tmp_path, means, alone=alone) is None
 
 
 def test_gradients_of_the_step_before(tmp_path: Path) -> None:
@@ -187,6 +193,34 @@ def test_two_causes_of_the_same_numbers_are_both_told(tmp_path: Path) -> None:
     assert found is not None and found.cause == "summed, not averaged"
     assert any("2 micro-batches" in other for other in found.or_else)
     assert "    or: " in str(found)
+
+
+# --- the parts of a step ----------------------------------------------------------------------
+
+
+def test_the_parts_of_a_step_add_up_to_its_gradient(server: ForkServer, tmp_path: Path) -> None:
+    """Uneven weights, a regularizer, a frozen weight, and one that two layers use."""
+    flags = {"strategy": "single", "precision": "fp64", "steps": 9, "witness": "off"}
+    resolved = resolve("contract_tasks:Words", flags, ())
+    traced = {"trace": True, "parts_of": 1, "cut_for": 3, "run_dir": str(tmp_path / "run")}
+    job = dataclasses.replace(resolved.job, **traced)
+    result = run_job(dataclasses.replace(resolved, job=job), server)
+    trace = Trace(result.run_dir / "trace")
+    assert trace.steps == [-1, 0, 1]  # no step follows
+    parts = read_parts(trace.path, 1)
+    assert parts is not None and [len(own) for own in parts.by_rank.values()] == [3, 3, 2]
+    row, gradients = trace.ranks[0][1], trace.tensors(1)
+    assert parts.weight == row["weight"] != sum(part.values for part in parts.each)
+    shared = "embedding.weight"
+    for name in (key.removeprefix("gradient/") for key in gradients if key.startswith("gradient/")):
+        whole = sum(np.asarray(part.gradient(name)) for part in parts.each) / parts.weight
+        added = np.asarray(parts.regularizer.get(name, 0.0))
+        assert np.allclose(whole + added, gradients[f"gradient/{name}"], rtol=0, atol=1e-14), name
+        assert (added != 0).any() == (name == shared)
+    uses = parts.by_use[shared]
+    assert len(uses) == 2 and not any(np.allclose(use, 0) for use in uses)
+    alone = gradients[f"gradient/{shared}"] - parts.regularizer[shared]
+    assert np.allclose(sum(uses) / parts.weight, alone, rtol=0, atol=1e-14)
 
 
 # --- planted in the engine --------------------------------------------------------------------
@@ -220,5 +254,3 @@ def test_the_cause_of_a_planted_fault(name: str, host: Host, tmp_path: Path) -> 
 
 UNEXPLAINED: frozenset[str] = frozenset()
 """Faults that are found, and whose cause nobody has a way to confirm."""
-
-Check = Callable[..., Any]

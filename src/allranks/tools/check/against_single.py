@@ -75,7 +75,8 @@ class Run:
 
     def clear(self) -> None:
         """Its tensors are not needed any more."""
-        shutil.rmtree(self.trace.path / "tensors", ignore_errors=True)
+        for name in ("tensors", "parts"):
+            shutil.rmtree(self.trace.path / name, ignore_errors=True)
 
 
 class Check:
@@ -250,8 +251,15 @@ class Check:
         first = look.comparison.first
         if first is None or look.tolerance.exact:
             return None
-        run = lambda name, job: self.run(name, job).trace  # noqa: E731
-        return cause_of(first, job, in_one(job), reference.trace, look.tolerance, run)
+        runs: list[Run] = []
+
+        def run(name: str, job: Job) -> Trace:
+            runs.append(self.run(name, job))
+            return runs[-1].trace
+
+        found = cause_of(first, job, in_one(job), reference.trace, look.tolerance, run)
+        self.clear(*runs)
+        return found
 
     def run(self, name: str, job: Job) -> Run:
         job = dataclasses.replace(

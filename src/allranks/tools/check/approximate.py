@@ -36,13 +36,6 @@ def is_approximate(job: Job, ranks: int) -> bool:
 def check_approximate(resolved: Resolved, folder: Path, server: ForkServer, plan: Plan) -> Verdict:
     """Check the exact setting of the job's strategy, and measure its drift as it was asked for."""
     job = undisturbed(resolved.job)
-    if job.bitwise:
-        raise RequestError(
-            asked=f"check --strategy {job.strategy} --bitwise",
-            found=f"its card says: {job.strategy_spec.guarantee}",
-            why="its result follows the number of ranks, so its bits do",
-            do="leave --bitwise out",
-        )
     agreement = job.strategy_spec.card.agreement
     if agreement.is_one_training and not agreement.lockstep:
         raise RequestError(

@@ -1,7 +1,8 @@
 """The parts of one step, each by itself: what `check` puts a difference together from.
 
     trace/parts/step-SSSSSSSS.json            of each part: rank, micro-batch, shard, samples, sums
-    trace/parts/step-SSSSSSSS.safetensors     NUMBER/losses, weights, gradient/NAME, moments/NAME
+    trace/parts/step-SSSSSSSS.safetensors     NUMBER/losses, weights, gradient/NAME, moments/NAME;
+                                            regularizer/gradient/NAME
 
 Written by one process that cuts its batch as the ranks would. A part is a piece of a shard in a
 micro-batch; it goes through the model alone, before the step is made, and leaves no trace. What the
@@ -31,7 +32,7 @@ from allranks.torch.data.nested import map_tensors
 from allranks.torch.model.layers import shard_norms
 from allranks.torch.state import kept_random_streams
 from allranks.torch.step.losses import forward, weighted_losses
-from allranks.torch.step.step import SharedStep
+from allranks.torch.step.step import REGULARIZER, SharedStep
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.recomputed import Part, cut_out, leaving_no_trace
 
@@ -51,9 +52,9 @@ def write_parts(trace: Path, strategy: Strategy, batch: Batch, job: Job) -> None
         try:
             found = _Parts(step, batch, job.cut_for)
             rows, tensors = found.all()
-            told = {"parts": rows, "regularizer": step.regularizers.is_there}
-            told["if"] = found.otherwise(tuple(job.added_by_each))
+            told = {"parts": rows, "if": found.otherwise(tuple(job.added_by_each))}
             tensors |= {f"if/{name}": t for name, t in found.by_use().items()}
+            tensors |= {f"regularizer/{name}": t for name, t in found.regularizer().items()}
         except RequestError:  # what has no rows cannot be cut
             return
     (trace / "parts").mkdir(exist_ok=True)
@@ -129,6 +130,19 @@ class _Parts:
             return [None] * len(of)
         found = torch.autograd.grad(total, of, allow_unused=True)
         return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+
+    def regularizer(self) -> dict[str, Tensor]:
+        """The gradient of what is added once in a step, beside the parts."""
+        step = self.step
+        if not step.regularizers.is_there:
+            return {}
+        step.scope.key(self.batch.index, REGULARIZER)
+        value = step.task.regularizer(step.model)
+        if value is None or not value.requires_grad:
+            return {}
+        found = torch.autograd.grad(value, step.parameters, allow_unused=True)
+        pairs = zip(step.names, found, strict=True)
+        return {f"gradient/{name}": g for name, g in pairs if g is not None}
 
     # --- with a fault ---------------------------------------------------------------------
 

@@ -97,10 +97,10 @@ class Trace(Callback):
         squares = self._squares.setdefault(stage, {"cut": 0.0, "whole": 0.0})
         for name, gradient in zip(names, tensors, strict=True):
             if gradient is not None:
-                own = local(gradient.detach())
-                kind = "cut" if name in self._cut else "whole"
-                squares[kind] += 0.0 if own.is_meta else float(own.double().square().sum())
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
+                own = local(dense.detach())
+                kind = "cut" if name in self._cut else "whole"
+                squares[kind] += 0.0 if own.is_meta else float(reals(own).double().square().sum())
                 full = self.strategy.full(name, dense.detach())
                 self._gradients[f"{stage}/{name}"] = full.clone()
 
@@ -188,8 +188,9 @@ class Trace(Callback):
             for name, parameter in self.strategy.model.named_parameters():
                 saved: Any = self.strategy.as_saved(name, parameter.detach())
                 if is_dtensor(saved):
-                    for place in saved.placements:
-                        if place.is_shard():
+                    sizes = saved.device_mesh.shape
+                    for place, size in zip(saved.placements, sizes, strict=True):
+                        if place.is_shard() and size > 1:
                             found[name] = place.dim
         return found
 

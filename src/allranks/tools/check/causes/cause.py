@@ -7,16 +7,19 @@ of the stage within the tolerance of the look, is confirmed. What is not confirm
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.tools.check.causes.evidence import Evidence
+import numpy as np
+
+from allranks.tools.check.causes.evidence import NUMBERS, Evidence
 from allranks.tools.check.sizes import Array, number_difference
 
 NUMBER = ""
 """The name under which a repaired number stands."""
+VANISHED = 1 / 20
+"""Of what a difference was, this may be left of it at most."""
 
 
 @dataclass(frozen=True)
@@ -89,30 +92,30 @@ class Finding:
 
 
 def confirmed(cause: Cause, account: Account, evidence: Evidence) -> Finding | None:
-    """What was found, if the difference vanishes with this repair."""
+    """What was found, if the difference vanishes with this repair.
+
+    It must be within the tolerance of the look then, and a small part of what it was: a tolerance
+    of 16 bits is wide enough for half of a difference.
+    """
     if NUMBER in account.repaired:
-        number = float(account.repaired[NUMBER])
-        wanted = evidence.wanted_row[ROWS[evidence.stage]]
-        left = number_difference(number, wanted, evidence.tolerance.floor)
-        limit, tensors = evidence.tolerance.limit(evidence.first), account.tensors
+        tensors: tuple[str, ...] = account.tensors
+        key, floor = NUMBERS[evidence.stage], evidence.tolerance.floor
+        wanted, before = evidence.wanted_row[key], evidence.row()[key]
+        left = [number_difference(float(account.repaired[NUMBER]), wanted, floor)]
+        was = [number_difference(before, wanted, floor)]
+        limits = [evidence.tolerance.limit(evidence.first)]
     else:
         tensors = account.tensors or evidence.differing
         if not tensors or not set(tensors) <= account.repaired.keys():
             return None
-        sizes = [evidence.size(name, account.repaired[name]) for name in tensors]  # type: ignore[arg-type]
-        left, limit = max(sizes), max(evidence.limit(name) for name in tensors)
-    limit = account.limit or limit
-    if not (math.isfinite(left) and left <= limit):
+        left = [evidence.size(name, np.asarray(account.repaired[name])) for name in tensors]
+        was = [evidence.size_now(name) for name in tensors]
+        limits = [evidence.limit(name) for name in tensors]
+    if account.limit is None:
+        limits = [min(limit, VANISHED * size) for limit, size in zip(limits, was, strict=True)]
+    else:
+        limits = [account.limit] * len(limits)
+    if not all(size <= limit for size, limit in zip(left, limits, strict=True)):
         return None
     shown = account.ratio, account.ranks, tuple(tensors)
-    return Finding(cause.name, account.says, cause.do, *shown, left, limit)
-
-
-ROWS = {
-    "samples": "samples",
-    "weight": "weight",
-    "loss": "loss",
-    "learning rate": "learning_rate",
-    "gradient norm": "grad_norm",
-}
-"""What a number of each stage is called in the rows of a trace."""
+    return Finding(cause.name, account.says, cause.do, *shown, max(left), max(limits))

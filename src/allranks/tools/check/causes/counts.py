@@ -6,17 +6,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from allranks.tools.check.causes.cause import NUMBER, ROWS, Account
-from allranks.tools.check.causes.evidence import Evidence
+from allranks.tools.check.causes.cause import NUMBER, Account
+from allranks.tools.check.causes.evidence import NUMBERS, SAMPLE_WEIGHT, Evidence
 from allranks.tools.check.causes.weighting import COUNTS
+
+COUNTED = {"samples": "samples", SAMPLE_WEIGHT: "weight"}
+"""The counts of a step, and what each sums up."""
 
 
 def _counted(evidence: Evidence) -> float | None:
     """What the job counts, of samples or weights, if that is what differs."""
-    if evidence.stage not in COUNTS or evidence.parts is None:
+    if evidence.stage not in COUNTED or evidence.parts is None:
         return None
-    found = evidence.row()[ROWS[evidence.stage]]
-    return None if found == evidence.wanted_row[ROWS[evidence.stage]] else float(found)
+    found = evidence.row()[NUMBERS[evidence.stage]]
+    return None if found == evidence.wanted_row[NUMBERS[evidence.stage]] else float(found)
 
 
 def by_several(evidence: Evidence) -> Iterator[Account]:
@@ -24,10 +27,10 @@ def by_several(evidence: Evidence) -> Iterator[Account]:
     found = _counted(evidence)
     if found is None:
         return
-    wanted = float(evidence.wanted_row[ROWS[evidence.stage]])
+    wanted = float(evidence.wanted_row[NUMBERS[evidence.stage]])
     for axis, size in evidence.axes.items():
         if wanted and abs(found / wanted - size) < 1e-9:
-            says = f"all {size} ranks along {axis!r} count the same {evidence.stage}"
+            says = f"all {size} ranks along {axis!r} count the same samples"
             yield Account(says, {NUMBER: found / size}, float(size), evidence.mesh.group(0, axis))
 
 
@@ -36,7 +39,7 @@ def by_one(evidence: Evidence) -> Iterator[Account]:
     found, parts = _counted(evidence), evidence.parts
     if found is None or parts is None or len(parts.by_rank) < 2:
         return
-    of = COUNTS[evidence.stage]
+    of = COUNTS[COUNTED[evidence.stage]]
     each = {rank: sum(map(of, own)) for rank, own in parts.by_rank.items()}
     for rank, own in each.items():
         rest = sum(each.values()) - own
@@ -61,7 +64,7 @@ def as_full(evidence: Evidence) -> Iterator[Account]:
 def with_padding(evidence: Evidence) -> Iterator[Account]:
     """Values of no weight count as any other."""
     found, parts = _counted(evidence), evidence.parts
-    if found is None or parts is None or evidence.stage != "weight":
+    if found is None or parts is None or evidence.stage != SAMPLE_WEIGHT:
         return
     values, weights = sum(part.values for part in parts.each), parts.weight
     if abs(values - weights) > 1e-9:
@@ -78,11 +81,11 @@ def samples_together(evidence: Evidence) -> Iterator[Account]:
         "one process gives the same as the ranks where it cuts its batch as they do: samples of a "
     )
     says += "micro-batch depend on each other, or its loss is a mean over what it holds"
-    if stage in ROWS:
+    if stage in NUMBERS:
         found, other = (
-            trace.ranks[0][evidence.step][ROWS[stage]] for trace in (evidence.ours, cut)
+            trace.ranks[0][evidence.step][NUMBERS[stage]] for trace in (evidence.ours, cut)
         )
-        right = evidence.wanted_row[ROWS[stage]]
+        right = evidence.wanted_row[NUMBERS[stage]]
         if None not in (found, other, right):
             yield Account(says, {NUMBER: float(found) - float(other) + float(right)})
         return
@@ -143,7 +146,7 @@ def labels_cut(evidence: Evidence) -> Iterator[Account]:
             f"labels are shifted after the sequence was cut over {size} ranks along {axis!r}: the "
         )
         says += "last position of each part has no label"
-        if evidence.stage == "weight":
+        if evidence.stage == SAMPLE_WEIGHT:
             number = float(evidence.row()["weight"]) - left + parts.weight
         else:
             number = float(evidence.row()["loss"]) - (total - lost) / left + total / parts.weight

@@ -7,7 +7,7 @@ one process, with every part of the batch by itself. Where that fails, no cause 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ def cause_of(
 def diagnosed(evidence: Evidence) -> Finding | None:
     """The first cause of the table that holds, with what else explains the same numbers."""
     found: dict[str, Finding] = {}
+    if not evidence.is_comparable:
+        return None
     for cause in CAUSES:
         if evidence.stage not in cause.stages or cause.name in found:
             continue
@@ -62,16 +64,16 @@ def _collected(
     parts: Parts | None = None
     alone: Trace | None = None
     if first.step != START:
-        row = again.ranks[0][first.step]
+        passes = [rank[first.step].get("micro_batches") or [] for rank in again.ranks]
         data = max(1, mesh.size(DATA))
         cut = dataclasses.replace(
             _traced(one, first.step),
             replay=str(right.path),
             cut_for=data,
-            micro_batch=ours.micro_batch or _micro_batch(row),
+            micro_batch=ours.micro_batch or _micro_batch(passes),
             added_by_each=_biases(facts),
         )
-        alone = run(f"cause-{one.precision}-parts", cut)
+        alone = run(f"cause-{ours.precision}-{ours.ranks}-parts", cut)
         parts = read_parts(alone.path, first.step)
     each = tuple(_tensors(again.path, first.step, rank) for rank in range(len(again.ranks)))
     return Evidence(first, tolerance, mesh, right, again, each, parts, facts, alone)
@@ -81,10 +83,10 @@ def _traced(job: Job, step: int) -> Job:
     return dataclasses.replace(job, parts_of=step)
 
 
-def _micro_batch(row: Mapping[str, Any]) -> int | None:
+def _micro_batch(passes: Sequence[Sequence[int]]) -> int | None:
     """How many samples a strategy lets go through the model at once, where nobody says it."""
-    passes = row.get("micro_batches") or ()
-    return max(passes) if len(passes) > 1 else None
+    most = max(passes, key=len)
+    return max(most) if len(most) > 1 else None
 
 
 def _biases(facts: Mapping[str, Any]) -> tuple[str, ...]:

@@ -22,6 +22,16 @@ from allranks.tools.check.compare import START, Difference, Tolerance, Trace
 from allranks.tools.check.sizes import Array, norm, tensor_difference, usual_sizes
 
 Tensors = Mapping[str, Array]
+SAMPLE_WEIGHT = "sample weight"
+"""The sum of what samples weigh, which a difference calls `weight` as it does tensors."""
+NUMBERS = {
+    "samples": "samples",
+    SAMPLE_WEIGHT: "weight",
+    "loss": "loss",
+    "learning rate": "learning_rate",
+    "gradient norm": "grad_norm",
+}
+"""What a number of each stage is called in the rows of a trace."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +54,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """All parts of a batch; `otherwise` has its loss with a fault, `by_use` gradients with one."""
+    """All parts of a batch, and the gradient of the regularizer, which is added once.
+
+    `otherwise` has the loss of the batch with a fault, `by_use` gradients with one.
+    """
 
     each: tuple[Part, ...]
-    has_regularizer: bool
+    regularizer: Tensors
     otherwise: Mapping[str, float]
     by_use: Mapping[str, tuple[Array, ...]]
 
@@ -88,7 +101,8 @@ def read_parts(trace: Path, step: int) -> Parts | None:
         if (found := _below(key, "if/")) and (name := found.partition("/gradient/")[2]):
             uses.setdefault(name, []).append(tensors[key])
     by_use = {name: tuple(found) for name, found in uses.items()}
-    return Parts(tuple(each), told["regularizer"], told["if"], by_use)
+    added = {n: t for key, t in tensors.items() if (n := _below(key, "regularizer/gradient/"))}
+    return Parts(tuple(each), added, told["if"], by_use)
 
 
 def _below(key: str, prefix: str) -> str:
@@ -120,7 +134,8 @@ class Evidence:
 
     @property
     def stage(self) -> str:
-        return self.first.stage
+        is_sum = self.first.stage == "weight" and self.first.tensor is None
+        return SAMPLE_WEIGHT if is_sum else self.first.stage
 
     @property
     def ranks(self) -> int:
@@ -174,12 +189,33 @@ class Evidence:
         each = [self.beyond(self.found(self.stage, rank)) for rank in ranks]
         return tuple(sorted({name for names in each for name in names}))
 
+    @property
+    def is_comparable(self) -> bool:
+        """Whether all that differs is there on both sides, of one shape, and finite."""
+        if self.stage in NUMBERS:
+            rows = self.row(), self.wanted_row
+            return all(isinstance(row.get(NUMBERS[self.stage]), (int, float)) for row in rows)
+        ours, wanted = self.found(self.stage), self.wanted(self.stage)
+        return bool(self.differing) and all(
+            name in ours
+            and name in wanted
+            and ours[name].shape == wanted[name].shape
+            and np.isfinite(ours[name]).all()
+            and np.isfinite(wanted[name]).all()
+            for name in self.differing
+        )
+
     def size(self, name: str, tensor: Array) -> float:
         """How far a tensor of the stage is from that of one process."""
         wanted = self.wanted(self.stage)
         if name not in wanted:
             return math.inf
         return tensor_difference(tensor, wanted[name]) / self.scales[name]
+
+    def size_now(self, name: str) -> float:
+        """How far a tensor of the stage is from that of one process, on any rank."""
+        each = [self.found(self.stage, rank) for rank in range(max(1, len(self.tensors_of_ranks)))]
+        return max((self.size(name, own[name]) for own in each if name in own), default=math.inf)
 
     def beyond(self, tensors: Tensors) -> list[str]:
         """Those of some tensors of the stage that differ from one process."""
@@ -208,9 +244,7 @@ class Evidence:
         wanted = self.wanted("gradient")
         squares = math.fsum(norm(tensor) ** 2 for tensor in wanted.values())
         for name, tensor in wanted.items():
-            added = self._mean(name)
-            if self.parts.has_regularizer:
-                continue
+            added = self._mean(name) + self.rest(name)
             off = norm(np.asarray(tensor - added)) / max(math.sqrt(squares), 1e-300)
             if not off <= max(self.tolerance.tensors, 1e-9):
                 return None
@@ -222,12 +256,8 @@ class Evidence:
         return self.sum_of(parts.each, name, lambda part: 1 / parts.weight)
 
     def rest(self, name: str) -> Array | float:
-        """What is in the gradient of one process beside the mean of its parts: a regularizer."""
-        parts = self.parts
-        if parts is None or not parts.has_regularizer:
-            return 0.0
-        rest: Array = self.wanted("gradient")[name] - self._mean(name)
-        return rest
+        """What is in the gradient of a step beside the mean of its parts: a regularizer's."""
+        return 0.0 if self.parts is None else self.parts.regularizer.get(name, 0.0)
 
 
 def _of(tensors: Tensors, stage: str) -> dict[str, Array]:

@@ -16,10 +16,11 @@ from allranks.tools.check.causes import (
     weighting,
 )
 from allranks.tools.check.causes.cause import Cause
+from allranks.tools.check.causes.evidence import SAMPLE_WEIGHT
 
 GRADIENT, LOSS = ("gradient",), ("loss",)
 BOTH = ("loss", "gradient")
-COUNTED = ("samples", "weight")
+COUNTED = ("samples", SAMPLE_WEIGHT)
 
 CAUSES = tuple(
     Cause(*row)
@@ -50,13 +51,13 @@ CAUSES = tuple(
         ),
         (
             "padding counted",
-            ("weight",),
+            (SAMPLE_WEIGHT,),
             counts.with_padding,
             "sum the weights of the values, not how many there are",
         ),
         (
             "labels shifted after the cut",
-            ("weight", "loss"),
+            (SAMPLE_WEIGHT, "loss"),
             counts.labels_cut,
             "shift labels on the whole sequence, and cut them with it",
         ),
@@ -68,7 +69,7 @@ CAUSES = tuple(
         ),
         (
             "samples depend on each other",
-            ("weight", "loss", "gradient", "buffer"),
+            (SAMPLE_WEIGHT, "loss", "gradient", "buffer"),
             counts.samples_together,
             "let each sample's loss and output follow it alone: no mean, no statistics, no padding "
             'over a micro-batch; what counts goes into weight(batch), or say loss_over = "batch"',
@@ -183,7 +184,7 @@ CAUSES = tuple(
         ),
         (
             "rounded before the sum",
-            BOTH,
+            GRADIENT,
             missing.rounded,
             "sum gradients in 32 bits, or ask for reduce=bf16, whose card says so",
         ),
