@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 from itertools import pairwise
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from allranks.cli.bench import _job, bench
+from allranks.cli.display.bench_table import BenchTable
 from allranks.errors import RequestError
 from allranks.tools.bench.energy import Meter
 from allranks.tools.bench.figure import sweep_curves, sweep_figure
@@ -229,6 +232,34 @@ def test_energy_is_counted_by_package_over_the_end_of_the_counter(tmp_path: Path
 
 def test_the_machine_copies_no_faster_than_memory_can() -> None:
     assert 1e8 < copy_bytes_per_s(1) < 1e12
+
+
+def test_the_table_grows_while_a_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only on a terminal; elsewhere a line for each run."""
+    plan = dataclasses.replace(PLAN, combinations=PLAN.combinations[:3])
+    one, two, four = plan.combinations
+    shown = BenchTable(plan, {four: "refused: why"})
+    said: list[str] = []
+    monkeypatch.setattr("allranks.cli.display.bench_table.say", said.append)
+    with shown.shown():
+        watcher = shown.watcher()
+        watcher.began(one, 0)
+        watcher.ended(one, 0, run(0, 100.0))
+        watcher.ended(one, 1, run(1, 110.0))
+        watcher.began(two, 0)
+        watcher.tick()
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(shown.drawn())
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert lines[1][:6] == ["ddp", "1", "2/3", "105", "±", "64"] and lines[1][6:] == [
+        *("25%", "2.0", "MiB")
+    ]
+    assert lines[2][-3:] == ["ddp", "2", "0/3"] and lines[2][1] == "s", "it runs"
+    assert lines[3][:5] == ["ddp", "4", "0/3", "refused:", "why"]
+    assert said == [
+        "turn 1  ddp on 1: 100 samples/s",
+        "turn 2  ddp on 1: 110 samples/s",
+    ]
 
 
 def test_weak_scaling_gives_each_rank_as_many_samples() -> None:
