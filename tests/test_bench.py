@@ -136,6 +136,8 @@ def test_a_step_behind_an_evaluation_is_not_timed() -> None:
     assert found.step_s == pytest.approx(0.4 / 3) and found.steps.speed == pytest.approx(75.0)
     assert found.losses == (1, 1 / 2, 1 / 3, 1 / 4, 1 / 5), "of every step, the warm-up too"
     assert "1 steps after the warm-up" in str(timed(rows, 4, set()))
+    early = timed(rows, 4, {3}, ended_early=True)
+    assert not isinstance(early, str) and early.step_s == pytest.approx(0.3 / 2)
 
 
 def test_the_time_to_a_metric_is_of_the_runs_that_reached_it() -> None:
@@ -365,6 +367,7 @@ def test_peers_train_what_we_train(
         ("tf", (), "a task of torch"),
         ("hand", ("--precision", "fp64"), "precision = fp64"),
         ("hand", ("--bitwise",), "bitwise = True"),
+        ("hand", ("--place", "slurm", "--nodes", "2"), "no part of this machine"),
     ],
 )
 def test_what_a_peer_does_not_have_is_refused_by_name(
