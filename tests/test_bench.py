@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 from itertools import pairwise
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from allranks.cli.bench import _job, bench
+from allranks.cli.display.bench_table import BenchTable
 from allranks.errors import RequestError
 from allranks.tools.bench.energy import Meter
 from allranks.tools.bench.figure import sweep_curves, sweep_figure
@@ -133,6 +136,8 @@ def test_a_step_behind_an_evaluation_is_not_timed() -> None:
     assert found.step_s == pytest.approx(0.4 / 3) and found.steps.speed == pytest.approx(75.0)
     assert found.losses == (1, 1 / 2, 1 / 3, 1 / 4, 1 / 5), "of every step, the warm-up too"
     assert "1 steps after the warm-up" in str(timed(rows, 4, set()))
+    early = timed(rows, 4, {3}, ended_early=True)
+    assert not isinstance(early, str) and early.step_s == pytest.approx(0.3 / 2)
 
 
 def test_the_time_to_a_metric_is_of_the_runs_that_reached_it() -> None:
@@ -229,6 +234,34 @@ def test_energy_is_counted_by_package_over_the_end_of_the_counter(tmp_path: Path
 
 def test_the_machine_copies_no_faster_than_memory_can() -> None:
     assert 1e8 < copy_bytes_per_s(1) < 1e12
+
+
+def test_the_table_grows_while_a_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only on a terminal; elsewhere a line for each run."""
+    plan = dataclasses.replace(PLAN, combinations=PLAN.combinations[:3])
+    one, two, four = plan.combinations
+    shown = BenchTable(plan, {four: "refused: why"})
+    said: list[str] = []
+    monkeypatch.setattr("allranks.cli.display.bench_table.say", said.append)
+    with shown.shown():
+        watcher = shown.watcher()
+        watcher.began(one, 0)
+        watcher.ended(one, 0, run(0, 100.0))
+        watcher.ended(one, 1, run(1, 110.0))
+        watcher.began(two, 0)
+        watcher.tick()
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(shown.drawn())
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert lines[1][:6] == ["ddp", "1", "2/3", "105", "±", "64"] and lines[1][6:] == [
+        *("25%", "2.0", "MiB")
+    ]
+    assert lines[2][-3:] == ["ddp", "2", "0/3"] and lines[2][1] == "s", "it runs"
+    assert lines[3][:5] == ["ddp", "4", "0/3", "refused:", "why"]
+    assert said == [
+        "turn 1  ddp on 1: 100 samples/s",
+        "turn 2  ddp on 1: 110 samples/s",
+    ]
 
 
 def test_weak_scaling_gives_each_rank_as_many_samples() -> None:
@@ -334,6 +367,7 @@ def test_peers_train_what_we_train(
         ("tf", (), "a task of torch"),
         ("hand", ("--precision", "fp64"), "precision = fp64"),
         ("hand", ("--bitwise",), "bitwise = True"),
+        ("hand", ("--place", "slurm", "--nodes", "2"), "no part of this machine"),
     ],
 )
 def test_what_a_peer_does_not_have_is_refused_by_name(

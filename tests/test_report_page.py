@@ -120,6 +120,22 @@ def test_curves_and_phases_are_the_recorded_numbers(door: Door, tmp_path: Path) 
     assert told["peak_bytes"]["1"] == {"host_bytes": 2**29, "device_bytes": None}
 
 
+def test_gauges_of_devices_are_shown_where_there_are_some(door: Door, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    door(run)
+    assert "What their gauges showed" not in (run / "report.html").read_text()
+    path = run / "events-1.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    looks = [
+        event(at, "gauges", busy_percent=busy, celsius=60.0, watts=None, used_bytes=2**30)
+        for at, busy in ((5.2, 90.0), (5.6, 70.0))
+    ]
+    write_lines(path, [*rows, *looks])
+    door(run)
+    words = words_of((run / "report.html").read_text())
+    assert "1 2 80 %, most 90 % 60 °C, most 60 °C not recorded 1.0 GiB, most 1.0 GiB" in words
+
+
 def test_nothing_that_was_recorded_is_read_as_html(door: Door, tmp_path: Path) -> None:
     nasty = "</script><img src=x onerror=alert(1)>'\"&"
     run = write_run(

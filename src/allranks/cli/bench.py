@@ -21,7 +21,7 @@ from allranks.strategies.resolve import strategy_spec
 from allranks.tools.bench.figure import sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, in_words, machine_facts
 from allranks.tools.bench.measuring import Found, measure
-from allranks.tools.bench.peers import PEERS, check_job, check_peers
+from allranks.tools.bench.peers import PEERS, check_job, check_peers, script_of
 from allranks.tools.bench.plan import STRONG, WEAK, Combination, Plan, checked_plan, swept
 from allranks.tools.bench.results import Row, rows_of, to_data
 from allranks.tools.bench.tables import proposal, table
@@ -211,7 +211,9 @@ def _print_plan(plan: Plan, refused: dict[Combination, str], folder: Path, as_ob
         click.echo(as_json({"run_dir": str(folder), "repeats": plan.repeats, "jobs": jobs}))
         return
     for job in jobs:
-        why = job.get("refused") or (f"by the peer {job['strategy']}" if "peer" in job else "")
+        why = job.get("refused")
+        if "peer" in job and not why:
+            why = f"this job, by `allranks run -- {script_of(job['strategy'])}`"
         click.echo(f"allranks train {' '.join(job['words'])}" + (f"   # {why}" if why else ""))
     click.echo(f"{plan.repeats} turns, in {folder}")
 

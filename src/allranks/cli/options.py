@@ -96,7 +96,7 @@ EVALUATION_OPTIONS: Options = (
     (("--early-stop",), {"help": "End when max:METRIC or min:METRIC gets no better."}),
     (("--until",), {"help": "End when an evaluation has it: accuracy=0.97 or min:loss=0.1."}),
     (("--patience",), {"type": int, "help": "Evaluations without a better one (default 3)."}),
-    (("--log",), {"help": "Further files to write: csv, tensorboard, phases."}),
+    (("--log",), {"help": "Further files to write: csv, tensorboard, mlflow, phases."}),
     (("--profile",), {"is_flag": True, "default": None, "help": "Write where a few steps spend."}),
 )
 

@@ -19,7 +19,7 @@ from allranks.strategies.resolve import StrategySpec, strategy_spec
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp64")
 DEVICES_OF_ALL_ENGINES = ("cpu", "cuda")
 DEVICES = (*DEVICES_OF_ALL_ENGINES, "xpu")  # torch knows others, by the names of their backends
-LOGS = ("csv", "tensorboard", "phases")
+LOGS = ("csv", "tensorboard", "mlflow", "phases")
 BAD_STEPS = ("stop", "skip", "warn")
 WITNESS = ("warn", "stop", "off")
 
@@ -128,8 +128,8 @@ class Safety:
 class Looking:
     """Where the job leaves its records, and which.
 
-    `log` lists further files to write ("csv,tensorboard,phases"); `profile` has torch's profiler
-    write what a few steps of rank 0 spend their time on.
+    `log` lists further files to write ("csv,tensorboard,mlflow,phases"); `profile` has torch's
+    profiler write what a few steps of rank 0 spend their time on.
     """
 
     run_dir: str = ""

@@ -35,6 +35,7 @@ from allranks.torch.profiling import Profiling
 from allranks.torch.shared_memory.backend import told_of
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
+from allranks.torch.witness.gauges import RecordGauges
 from allranks.torch.witness.trace import Trace
 from allranks.training.callback import Callback
 from allranks.training.keras_task import Task as KerasTask
@@ -121,7 +122,8 @@ class TorchRank(RankProgram[Trainer]):
     def callbacks(self) -> list[Callback]:
         """Who hears of the steps: the record, the placement after an update, the profiler."""
         run_dir = self.record.run_dir
-        found: list[Callback] = [self.record, RecordPlacement(run_dir)]
+        gauges = RecordGauges(self.record.events.event)
+        found: list[Callback] = [self.record, RecordPlacement(run_dir), gauges]
         if self.job.profile and self.world.is_leader:
             found.append(Profiling(run_dir, self.record.events.event))
         return found

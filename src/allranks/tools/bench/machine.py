@@ -19,7 +19,7 @@ from typing import Any
 
 from allranks.job.job import Job
 from allranks.job.units import format_bytes
-from allranks.tools.bench.peers import ROOM
+from allranks.tools.bench.peers import HERE, ROOM
 from allranks.tools.sweep.slots import start_command
 
 COPIED_BYTES = 64 * 2**20
@@ -75,8 +75,11 @@ def copy_bytes_per_s(threads: int) -> float:
 
 
 def all_reduce_bytes_per_s(job: Job) -> float | None:
-    """Bytes of a tensor of 25 MB that the ranks of this job sum in a second; `None`: it failed."""
-    if job.ranks == 1:
+    """Bytes of a tensor of 25 MB that the ranks of this job sum in a second.
+
+    `None` where that failed, of one rank, and of nodes that are no part of this machine.
+    """
+    if job.ranks == 1 or job.place_spec.name not in HERE:
         return None
     with tempfile.TemporaryDirectory(prefix="allranks-bench-") as scratch:
         out = Path(scratch, SUMMED)

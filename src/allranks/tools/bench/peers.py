@@ -49,6 +49,7 @@ PEERS: Mapping[str, Peer] = {
         TENSORFLOW,
     ),
 }
+HERE = ("local", "simulated")
 PLAIN = Job()
 SAME = {
     "precision": "sums are in fp32",
@@ -96,6 +97,13 @@ def check_job(name: str, job: Job) -> None:
             why=f"{peer.title} trains tasks of {peer.engine}",
             do="leave that peer out, or name another program",
         )
+    if job.place_spec.name not in HERE:
+        raise RequestError(
+            asked=f"--peers {name} with --place {job.place}",
+            found="nodes that are no part of this machine",
+            why="a bench starts peers here, or on simulated nodes",
+            do="leave one of them out",
+        )
     for field, why in SAME.items():
         if getattr(job, field) != getattr(PLAIN, field):
             raise RequestError(
@@ -104,6 +112,12 @@ def check_job(name: str, job: Job) -> None:
                 why=why,
                 do="leave one of them out",
             )
+
+
+def script_of(name: str) -> str:
+    """How a person would start it: `python -m …`."""
+    peer = PEERS[name]
+    return " ".join(("python -m", f"{ROOM}.{peer.script}", *peer.words))
 
 
 def peer_words(combination: Combination, job: Job, run_dir: Path, out: Path) -> list[str]:

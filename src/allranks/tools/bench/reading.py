@@ -49,12 +49,21 @@ class Timed:
     losses: tuple[float, ...]
 
 
-def timed(rows: Sequence[Mapping[str, Any]], warm_up: int, skipped: set[int]) -> Timed | str:
+def timed(
+    rows: Sequence[Mapping[str, Any]],
+    warm_up: int,
+    skipped: set[int],
+    *,
+    ended_early: bool = False,
+) -> Timed | str:
     """The times between rows after the warm-up; or why there are none.
 
-    A step that an evaluation went before is in `skipped`: the time of both is in its row.
+    A step that an evaluation went before is in `skipped`: the time of both is in its row. A run
+    that ended early, since it had reached what it was to, has half of its steps as warm-up.
     """
     losses = tuple(float(row["loss"]) for row in rows)
+    if ended_early:
+        warm_up = min(warm_up, len(rows) // 2)
     rows = rows[max(0, warm_up - 1) :]
     if len(rows) < 3:
         return f"it made {max(0, len(rows) - 1)} steps after the warm-up, of 2 at least"
@@ -76,7 +85,8 @@ def measured_run(
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "samples" in row]
     events = read_events(run_dir)
     evaluated = {int(e["step"]) for e in events if e["event"] == "evaluated"}
-    found = timed(rows, warm_up, evaluated)
+    early = bool(summary.get("ended_early"))
+    found = timed(rows, warm_up, evaluated, ended_early=early)
     if isinstance(found, str):
         return found
     steps = max(1, int(summary["steps"]))

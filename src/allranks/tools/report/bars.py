@@ -166,6 +166,31 @@ def _bars(
     return tuple(found)
 
 
+GAUGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "busy_percent": ("busy", lambda value: f"{value:.0f} %"),
+    "celsius": ("temperature", lambda value: f"{value:.0f} °C"),
+    "watts": ("power", lambda value: f"{value:.0f} W"),
+    "used_bytes": ("memory in use", format_bytes),
+}
+
+
+def gauges(run: Run) -> Table | None:
+    """What the gauges of the devices showed, mean and most by rank; `None`: there are none."""
+    rows = []
+    for rank in run.speakers:
+        seen = run.of("gauges", rank)
+        if not seen:
+            continue
+        cells = [str(rank), str(len(seen))]
+        for name, (_, said) in GAUGES.items():
+            known = [float(one[name]) for one in seen if one.get(name) is not None]
+            mean = sum(known) / len(known) if known else 0.0
+            cells.append(f"{said(mean)}, most {said(max(known))}" if known else UNKNOWN)
+        rows.append(tuple(cells))
+    head = ("rank", "looks", *(title for title, _ in GAUGES.values()))
+    return Table(head, tuple(rows), (RIGHT,) * len(head)) if rows else None
+
+
 def bars_to_data(run: Run) -> dict[str, Any]:
     """The numbers behind the bars, for `--json`."""
     return {

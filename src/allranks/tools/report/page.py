@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from allranks import __version__
 from allranks.tools.report import tables
-from allranks.tools.report.bars import Bars, lanes_of, memory_bars, time_bars
+from allranks.tools.report.bars import Bars, gauges, lanes_of, memory_bars, time_bars
 from allranks.tools.report.charts import COLOURS, charts_of, constants_of, letter_of
 from allranks.tools.report.closely import Closely, closely
 from allranks.tools.report.headline import Headline, headline_of, missing
@@ -26,6 +26,7 @@ from allranks.tools.report.numbers import counted, format_seconds
 from allranks.tools.report.outcome import RUNNING
 from allranks.tools.report.plot import Chart, Tick, nice_ticks
 from allranks.tools.report.records import Event, Run
+from allranks.tools.report.tables import Table
 from allranks.tools.report.timeline import PHASES, Timeline, timeline_of
 
 MARKER = "<!-- made by allranks report -->"
@@ -61,6 +62,7 @@ class RunView:
     closely: Closely | None
     times: Bars | None
     memory: Bars | None
+    gauges: Table | None
     faults: tuple[Fault, ...]
     notes: tuple[tuple[str, str], ...]
     missing: tuple[str, ...]
@@ -163,6 +165,7 @@ def _view(number: int, run: Run, several: bool, in_words: InWords) -> RunView:
         closely=closely(run, timeline),
         times=time_bars(run),
         memory=memory_bars(run),
+        gauges=gauges(run),
         faults=_faults(run, timeline),
         notes=_notes(run, timeline, in_words),
         missing=tuple(missing(run)),
