@@ -405,11 +405,11 @@ def test_the_first_bucket_leaves_before_backward_ends(on_ranks: Callable[..., An
 
 
 @pytest.mark.slow
-def test_convergence_at_the_default_setting(train: Train) -> None:
+@pytest.mark.parametrize("strategy", SETTINGS)
+def test_convergence_at_the_default_setting(strategy: str, train: Train) -> None:
     """Every strategy learns, `independent` too, on its part of the data."""
-    for strategy in SETTINGS:
-        needs_more = strategy in ("branches", "context", "expert", "mesh")  # than digits has
-        ranks = 2 if CARDS[strategy].many_ranks and not needs_more else 1
-        epochs = 60 if strategy == "sparse-loco" else 8  # which meets every 30 steps
-        result = train("digits", f"epochs={epochs}", strategy=strategy, ranks=ranks)
-        assert result.summary["eval"]["accuracy"] > 0.95, strategy
+    needs_more = strategy in ("branches", "context", "expert", "mesh")  # than digits has
+    ranks = 2 if CARDS[strategy].many_ranks and not needs_more else 1
+    epochs = 60 if strategy == "sparse-loco" else 8  # which meets every 30 steps
+    result = train("digits", f"epochs={epochs}", strategy=strategy, ranks=ranks)
+    assert result.summary["eval"]["accuracy"] > 0.95, strategy

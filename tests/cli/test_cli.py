@@ -407,6 +407,6 @@ def test_ctrl_c_of_a_training_ends_it_with_130(tmp_path: Path) -> None:
             process.kill()
     assert (process.returncode, out) == (130, "")
     assert "allranks: stopped (SIGINT) after step " in err
-    assert f"go on with: allranks train --run-dir {tmp_path / 'run'}" in err
+    assert f"resume with: allranks train --run-dir {tmp_path / 'run'}" in err
     assert "Traceback" not in err
     assert read_events(tmp_path / "run")[-1]["event"] == "stopped"

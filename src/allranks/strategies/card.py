@@ -287,7 +287,7 @@ class Card:
 
     @property
     def state(self) -> str:
-        """What a checkpoint holds: strategies of which this is the same go on from each other's."""
+        """What a checkpoint holds: strategies with the same one resume from each other's."""
         return WHOLE if self.agreement.is_one_training else APART
 
     @property

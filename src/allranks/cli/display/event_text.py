@@ -15,7 +15,7 @@ def in_words(event: dict[str, Any]) -> list[str]:
     """What a person should hear of an event while the job runs; most events are for the record."""
     name = event["event"]
     if name == "resumed":
-        told = f"goes on after step {event['step']}, from {event['path']}"
+        told = f"resumes after step {event['step']}, from {event['path']}"
         changes = {**event["changes"], **event["differs"]}
         return [told, *(f"note: {n} was {was}, is {now}" for n, (was, now) in changes.items())]
     if name == "program_changed":
