@@ -37,6 +37,7 @@ from allranks.torch.decoupled.inner_state import (
 )
 from allranks.torch.decoupled.learner import Learner
 from allranks.torch.decoupled.merging import Clock, Merging, Work
+from allranks.torch.decoupled.service import Service
 from allranks.torch.outer.optimizers import Nesterov
 from allranks.torch.trainer import Trainer
 from allranks.training.dispatch.ledger import Ledger
@@ -353,6 +354,29 @@ def test_before_the_proof_nothing_large_is_taken() -> None:
         mine.send({}, b"a body")
         with pytest.raises(Disconnected, match="of 0 at most"):
             theirs.receive()
+
+
+def test_an_optimizer_that_does_not_come_in_time_is_an_older_one_and_named() -> None:
+    flat, told = FlatModel(nn.Linear(1, 1)), list[Any]()
+    merging = Merging(flat.read(), flat.parameters, Nesterov(1.0, 0.0), Ledger(8, 2, 2))
+    merging.clocks = {0: Clock(3, 16), 1: Clock(4, 16), 2: Clock(5, 16)}
+    mine, theirs = ends()
+    with socket.create_server(("127.0.0.1", 0)) as listener, mine, theirs:
+        service = Service(
+            *(merging, flat, listener, "secret", 1.0),
+            lambda event, **values: told.append((event, values)),
+            keeps=True,
+        )
+        service._peers = {0: mine, 1: mine}
+        service.inner = {0: (3, "of now"), 1: (2, "of before")}
+        _, state = service.snapshot(asks=True)
+        service.answer(1, mine, {"inner": 4}, memoryview(b""))  # it has it no more
+        found = service.collect(state, 60.0)
+    assert found == {
+        0: {"chunk": 3, "state": "of now"},
+        1: {"chunk": 2, "state": "of before"},
+    }
+    assert told == [("inner_left_out", {"learners": [1, 2]})]
 
 
 # --- runs ---------------------------------------------------------------------------------
