@@ -21,7 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--task", action="append", choices=TASKS, help="only this one")
     parser.add_argument("--method", action="append", help="only this one")
     parser.add_argument("--steps", type=int, help="instead of those of the task")
+    parser.add_argument("--seconds", type=float, default=inf, help="begin none after so long")
     parser.add_argument("--join", nargs="+", type=Path, help="records of parts: train nothing")
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")
     asked = parser.parse_args()
@@ -81,8 +84,10 @@ def main() -> None:
         steps = {name: asked.steps or task.steps for name, task in tasks.items()}
         settings = {"seeds": seeds, "ranks": 4, "steps": steps, "methods": methods}
         record = start_record("quality", settings)
+        until = time.monotonic() + asked.seconds
         ends = {
-            name: _trained(name, task, steps[name], methods, seeds) for name, task in tasks.items()
+            name: _trained(name, task, steps[name], methods, seeds, until)
+            for name, task in tasks.items()
         }
     found = [one for task, own in ends.items() for one in _beside_ddp(task, own)]
     record["rows"] = [_row(t, m, own) for t, its in ends.items() for m, own in its.items()]
@@ -94,14 +99,19 @@ Ends = dict[str, list[dict[str, Any]]]
 """By method, one training for each seed: `metrics` at the end, `sent_bytes` of a step, `losses`."""
 
 
-def _trained(name: str, task: Trained, steps: int, methods: tuple[str, ...], seeds: int) -> Ends:
+def _trained(
+    name: str, task: Trained, steps: int, methods: tuple[str, ...], seeds: int, until: float
+) -> Ends:
+    """Trainings, of which none begins after `until`; methods that had none are left out."""
     ends: Ends = {method: [] for method in methods}
     settings = tuple(s if "total_steps" not in s else f"total_steps={steps}" for s in task.settings)
     for seed in range(seeds):
         for method in methods:
+            if time.monotonic() > until:
+                continue
             ends[method].append(_end_of(ran(task.program, method, seed, steps, settings)))
             say(f"{name}, seed {seed}, {method}: {ends[method][-1]['metrics']}")
-    return ends
+    return {method: own for method, own in ends.items() if own}
 
 
 def _end_of(run: Ran) -> dict[str, Any]:

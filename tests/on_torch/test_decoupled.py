@@ -18,6 +18,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import nn
 
+import contract_tasks
 from allranks.cli.display.event_text import anomalies_in
 from allranks.errors import ProgramError, RequestError
 from allranks.job.job import Job
@@ -36,12 +37,14 @@ from allranks.torch.decoupled.inner_state import (
 )
 from allranks.torch.decoupled.learner import Learner
 from allranks.torch.decoupled.merging import Clock, Merging, Work
+from allranks.torch.decoupled.service import Service
 from allranks.torch.outer.optimizers import Nesterov
 from allranks.torch.trainer import Trainer
 from allranks.training.dispatch.ledger import Ledger
 from allranks.training.order import Order
 from conftest import Train
 from decoupled_tasks import BATCH, SAMPLES, Plain, made
+from outer_simulation import nesterov
 from test_every_strategy import difference
 
 
@@ -353,6 +356,29 @@ def test_before_the_proof_nothing_large_is_taken() -> None:
             theirs.receive()
 
 
+def test_an_optimizer_that_does_not_come_in_time_is_an_older_one_and_named() -> None:
+    flat, told = FlatModel(nn.Linear(1, 1)), list[Any]()
+    merging = Merging(flat.read(), flat.parameters, Nesterov(1.0, 0.0), Ledger(8, 2, 2))
+    merging.clocks = {0: Clock(3, 16), 1: Clock(4, 16), 2: Clock(5, 16)}
+    mine, theirs = ends()
+    with socket.create_server(("127.0.0.1", 0)) as listener, mine, theirs:
+        service = Service(
+            *(merging, flat, listener, "secret", 1.0),
+            lambda event, **values: told.append((event, values)),
+            keeps=True,
+        )
+        service._peers = {0: mine, 1: mine}
+        service.inner = {0: (3, "of now"), 1: (2, "of before")}
+        _, state = service.snapshot(asks=True)
+        service.answer(1, mine, {"inner": 4}, memoryview(b""))  # it has it no more
+        found = service.collect(state, 60.0)
+    assert found == {
+        0: {"chunk": 3, "state": "of now"},
+        1: {"chunk": 2, "state": "of before"},
+    }
+    assert told == [("inner_left_out", {"learners": [1, 2]})]
+
+
 # --- runs ---------------------------------------------------------------------------------
 
 TASK = "decoupled_tasks:Noted"
@@ -405,7 +431,41 @@ def test_a_learner_goes_on_with_the_optimizer_that_it_had(train: Train, tmp_path
         assert (difference(found, whole) == 0) == is_exact
 
 
+def test_a_chunk_trained_meanwhile_is_that_of_a_plain_loop(train: Train) -> None:
+    """What is on its way comes back one chunk later; without an outer momentum it is `single`."""
+
+    def ended(strategy: str) -> dict[str, Any]:
+        run = train("contract_tasks:Plain", strategy=strategy, precision="fp64", steps=12)
+        return load_file(run.run_dir / "weights.safetensors")
+
+    apart = ended("decoupled:every=1,overlap=1,lr=1,momentum=0")
+    assert difference(apart, ended("single")) < 1e-10
+    task, every, outer = contract_tasks.Plain(), 3, nesterov(0.7, 0.9)
+    torch.manual_seed(0)
+    model = task.model().double()
+    optimizer, order = task.optimizer(model), Order(len(task.train_data()[0]), 24, 0, "keep")
+    theta = {n: p.detach().clone() for n, p in model.named_parameters()}
+    begin, on_its_way = theta, None
+    for step in range(12):
+        chosen = order.batch(*divmod(step, order.steps_per_epoch))
+        batch = [tensor[chosen] for tensor in task.train_data()]
+        optimizer.zero_grad()
+        task.loss(model(batch[0]), batch).mean().backward()
+        optimizer.step()
+        if (step + 1) % every == 0:
+            found = {n: begin[n] - p.detach() for n, p in model.named_parameters()}
+            if on_its_way is not None:
+                theta, _ = outer(theta, on_its_way)
+            begin, on_its_way = {n: w - found[n] for n, w in theta.items()}, found
+            model.load_state_dict(begin)
+    assert on_its_way is not None
+    theta, _ = outer(theta, on_its_way)
+    found = ended("decoupled:every=3,overlap=1,lr=0.7,momentum=0.9")
+    assert difference(found, {name: weight.numpy() for name, weight in theta.items()}) < 1e-10
+
+
 @pytest.mark.slow(but=1)
+@pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize(
     "inject",
     [
@@ -415,8 +475,10 @@ def test_a_learner_goes_on_with_the_optimizer_that_it_had(train: Train, tmp_path
     ],
     ids=["killed", "slow", "fails-again"],
 )
-def test_whatever_becomes_of_a_learner_all_samples_count_once(train: Train, inject: str) -> None:
-    strategy = "decoupled:every=4,quorum=2,grace_s=0.5,lr=1,momentum=0,rejoins=1"
+def test_whatever_becomes_of_a_learner_all_samples_count_once(
+    train: Train, inject: str, overlap: int
+) -> None:
+    strategy = f"decoupled:every=4,quorum=2,grace_s=0.5,rejoins=1,overlap={overlap}"
     result = train(TASK, strategy=strategy, ranks=3, inject=inject)
     check_all_is_in(result.run_dir, result.summary)
     lost = [event["rank"] for event in events(result.run_dir, "worker_lost")]
@@ -424,8 +486,9 @@ def test_whatever_becomes_of_a_learner_all_samples_count_once(train: Train, inje
     if "kill" in inject:
         assert lost == [2] and joined.count(1) == 2, "it came again"
         (gone,) = events(result.run_dir, "learner_lost")
-        assert gone["learner"] == 1 and [one["samples"] for one in gone["freed"]] in ([16], [32])
-        assert anomalies_in(gone)[0][1].endswith("of steps 0 to 3")
+        assert gone["learner"] == 1 and len(gone["freed"]) == 1 + overlap
+        assert all(one["samples"] in (16, 32) for one in gone["freed"])
+        assert overlap or anomalies_in(gone)[0][1].endswith("of steps 0 to 3")
     elif "fail" in inject:
         assert lost == [3, 3] and joined.count(2) == 2, "once again, and no more"
     else:
@@ -433,10 +496,11 @@ def test_whatever_becomes_of_a_learner_all_samples_count_once(train: Train, inje
 
 
 @pytest.mark.slow
-def test_a_synchronizer_that_dies_goes_on_from_its_checkpoint(train: Train) -> None:
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_synchronizer_that_dies_goes_on_from_its_checkpoint(train: Train, overlap: int) -> None:
     result = train(
         TASK,
-        strategy="decoupled:every=2,lr=1,momentum=0",
+        strategy=f"decoupled:every=2,overlap={overlap}",
         ranks=2,
         inject="kill@rank=0,step=40,at=stepped slow@rank=1,seconds=0.01 slow@rank=2,seconds=0.01",
         checkpoint_every=10,

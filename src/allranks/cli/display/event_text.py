@@ -47,7 +47,7 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: {_handed_out_again(event)}"]
     if name == "inner_left_out":
         who = ", ".join(map(str, event["learners"]))
-        return [f"note: a checkpoint without the optimizers of learners {who}, who did not answer"]
+        return [f"note: a checkpoint without the newest optimizers of learners {who}"]
     if name == "learner_joined" and event["version"]:
         return [f"note: learner {event['learner']} joins at version {event['version']}"]
     if name == "straggler":

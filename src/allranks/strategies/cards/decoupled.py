@@ -58,6 +58,9 @@ DECOUPLED_CARD = Card(
         ),
         Option("lr", 1.0, "the rate of the outer optimizer", above=0),
         Option("momentum", 0.0, "its Nesterov momentum", at_least=0, below=1),
+        Option(
+            "overlap", "0", "1: a chunk is trained while what was found is on its way", ("0", "1")
+        ),
         Option("least", 1, "learners that must be left", at_least=1),
         Option("rejoins", 3, "how often each learner that is lost is started again", at_least=0),
         Option(

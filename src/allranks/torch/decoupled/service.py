@@ -4,10 +4,9 @@ One thread for each learner answers it (`Answering`), one looks at the clock; th
 hears of merges, evaluates and saves meanwhile. All touch the weights under one lock, for as long as
 it takes to add two of them. Each answer is made at once: no learner waits for another one.
 
-    hello  learner, digest, holds (the chunk it is in)     -> version, waits, work; body: weights
+    hello  learner, digest, holds (its chunks)             -> version, waits, work; body: weights
     found  a `Work`; body: old minus new                   -> version, waits, work; body: weights
     ask                                                    -> the same
-
     inner  the chunk; body: the optimizer after it         -> nothing
 
 `work` is a chunk ("first", "steps", …), `null` where there is nothing to do for the moment, or
@@ -79,30 +78,37 @@ class Service(Answering):
             found, self._merges = self._merges, []
             return found
 
-    def snapshot(self) -> tuple[Numbers, dict[str, Any]]:
-        """The weights, and the rest of the state, of one moment."""
+    def snapshot(self, *, asks: bool = False) -> tuple[Numbers, dict[str, Any]]:
+        """The weights, and the rest of the state, of one moment.
+
+        If it `asks`, learners send their inner optimizers of that moment from now on: `collect`.
+        """
         with self.changed:
+            if asks and self._keeps:
+                clocks = {k: clock.chunk for k, clock in self.merging.clocks.items()}
+                self._wanted = {k: n for k, n in clocks.items() if self._lacks(k, n)}
             return self.merging.theta.copied(), self.merging.state()
 
-    def collect(self, clocks: dict[int, dict[str, Any]], patience_s: float) -> dict[int, Any]:
-        """The inner optimizers of the learners at these clocks; all that come in time.
+    def _lacks(self, learner: int, chunk: int) -> bool:
+        """Whether a learner is there, and its optimizer after this chunk is not."""
+        return learner in self._peers and self.inner.get(learner, (-1,))[0] != chunk
 
-        A learner says what its optimizer was when it comes with its next chunk.
+    def collect(self, state: dict[str, Any], patience_s: float) -> dict[int, Any]:
+        """The inner optimizers of the learners in the state of a snapshot, once they are here.
+
+        A learner says what its optimizer was when it comes with its next chunk. Of those that do
+        not come in time, and of lost ones, it is the last one that is known, if any.
         """
-        wanted = {learner: int(clock["chunk"]) for learner, clock in clocks.items()}
-
-        def is_here(learner: int) -> bool:
-            return learner in self.inner and self.inner[learner][0] == wanted[learner]
-
+        if not self._keeps:
+            return {}
         with self.changed:
-            there = wanted.items() if self._keeps else ()
-            self._wanted = {k: n for k, n in there if k in self._peers and not is_here(k)}
             self.changed.wait_for(lambda: not self._wanted or self.is_closed, patience_s)
-            late, self._wanted = sorted(self._wanted), {}
-            found = {k: self.inner[k] for k in wanted if is_here(k)}
+            self._wanted, found = {}, dict(self.inner)
+        clocks = {learner: int(clock["chunk"]) for learner, clock in state["clocks"].items()}
+        late = [k for k, n in clocks.items() if k not in found or found[k][0] != n]
         if late:
-            self._report("inner_left_out", learners=late, patience_s=patience_s)
-        return {k: {"chunk": n, "state": state} for k, (n, state) in found.items()}
+            self._report("inner_left_out", learners=sorted(late))
+        return {k: {"chunk": n, "state": inner} for k, (n, inner) in found.items()}
 
     def sent_by_kind(self) -> dict[str, float]:
         """What was sent to learners so far: weights, and all the rest."""
@@ -116,12 +122,13 @@ class Service(Answering):
         if hello.get("digest") != self._flat.digest:
             connection.send({"refused": "its model has other weights, or other types of them"})
             raise Disconnected("its model is another one")
-        learner, holds = int(hello["learner"]), int(hello["holds"])
+        learner, holds = int(hello["learner"]), [int(number) for number in hello["holds"]]
         with self.changed:
             before, self._peers[learner] = self._peers.get(learner), connection
-            known = 0 <= holds < self.merging.ledger.chunks
-            if known and not self.merging.ledger.is_done(holds):
-                self.merging.ledger.take(learner, holds)
+            ledger = self.merging.ledger
+            known = [n for n in holds if 0 <= n < ledger.chunks and not ledger.is_done(n)]
+            for number in known:
+                ledger.take(learner, number)
         if before is not None:
             before.shut()
         connection.given = -1

@@ -178,10 +178,10 @@ class SynchronizerTrainer(Trainer):
 
         Learners go on meanwhile.
         """
-        self._take_weights()
+        self._take_weights(asks=True)
         merged = self.strategy.merged
         if self.service is not None and merged is not None:
-            merged["inner"] = self.service.collect(merged["clocks"], INNER_S)
+            merged["inner"] = self.service.collect(merged, INNER_S)
         self._is_saving = True
         try:
             return super().save(wait=wait, evaluate=evaluate)
@@ -196,11 +196,11 @@ class SynchronizerTrainer(Trainer):
         self._take_weights()
         return super().state()
 
-    def _take_weights(self) -> None:
+    def _take_weights(self, *, asks: bool = False) -> None:
         """The model, and what is saved with it, are those of the newest version from here on."""
         if self.service is None or self._is_saving:
             return
-        numbers, state = self.service.snapshot()
+        numbers, state = self.service.snapshot(asks=asks)
         self._flat.write(numbers)
         self.strategy.merged = state
         steps = self.service.merging.ledger.steps_done
