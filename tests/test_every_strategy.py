@@ -64,7 +64,10 @@ SETTINGS = {
     "independent": ["independent"],
     "branches": ["branches"],
     "decoupled": ["decoupled:every=1,lr=1,momentum=0"],
-    "ps": ["ps", "ps:servers=2,bound=10,transport=sockets", "ps:backup=1"],
+    "ps": [
+        *("ps", "ps:servers=2,bound=10,transport=sockets", "ps:backup=1"),
+        "ps:servers=2,bound=10,update=worker",
+    ],
     "tensor": [
         *("tensor", "tensor:data=2", "tensor:exact=yes"),
         *("tensor:sequence=yes", "tensor:data=2,sequence=yes"),

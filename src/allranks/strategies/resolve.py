@@ -33,7 +33,8 @@ CALLED_OTHERWISE = {
     "bmuf": "block-momentum",
     **dict.fromkeys(("dist_sync", "dist_device_sync"), "ps"),
     **dict.fromkeys(("dist_async", "async"), "ps:mode=async"),
-    **dict.fromkeys(("kvstore-local", "kvstore-device"), "dp"),
+    **dict.fromkeys(("local", "device", "kvstore-local", "kvstore-device"), "dp"),
+    **dict.fromkeys(("delta-push", "multiverso"), "ps:mode=delta"),
     "streaming-diloco": "diloco:fragments=4,overlap=1,mix=0.5",
 }
 """Names that people know -> those of the same here."""
