@@ -238,6 +238,13 @@ class Orthogonal(Plain):
         return Muon(model.parameters(), lr=0.02)
 
 
+class Wide(Plain):
+    """One weight is large enough that its gradient is moved into a bucket, and not added there."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 160), nn.Tanh(), nn.Linear(160, 160), nn.Linear(160, 1))
+
+
 class Penalised(Plain):
     """With a regularizer of all weights."""
 
