@@ -20,7 +20,7 @@ from allranks.job.place import LOCAL
 from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.scripts.run import run_command, run_dir_of
 from allranks.launcher.scripts.torchrun import Asked
-from allranks.tools.check.plan import STEPS, USUAL_STRATEGY, default_ranks
+from allranks.tools.check.plan import STEPS, default_ranks, usual_strategy
 from allranks.tools.check.scratch import checked_in_scratch
 from allranks.tools.watch.started import FACTS, watched_request
 from allranks.tools.watch.watch import watched_in
@@ -39,7 +39,7 @@ class CheckCommand(GroupedCommand):
 
 @click.command(cls=CheckCommand)
 @click.argument("program", required=False)
-@click.option("--strategy", help="The strategy to check (default ddp).")
+@click.option("--strategy", help="The strategy to check (default: the engine's for many ranks).")
 @click.option("--keep-runs", type=click.Path(), help="Keep the runs and their traces here.")
 @job_options
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
@@ -58,7 +58,9 @@ def check(program: str | None, keep_runs: str | None, as_object: bool, **flags: 
     bounded = flags["steps"] is None
     flags["steps"] = flags["steps"] or STEPS
     if flags["job_file"] is None:
-        flags["strategy"] = flags["strategy"] or USUAL_STRATEGY
+        flags["strategy"] = flags["strategy"] or usual_strategy(
+            flags["engine"] or "", program or ""
+        )
         if not given:
             flags["ranks"] = default_ranks(flags["strategy"])
     resolved = resolved_from(program, flags)
