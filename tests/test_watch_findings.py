@@ -97,7 +97,12 @@ def test_a_look_at_one_batch_is_not_the_first_epoch() -> None:
 def evaluation(total: float, length: float, *more: float) -> list[str]:
     ids = [list(range(0, 10, 2)), [*range(1, 9, 2), 9, 0]]
     reduced = fact(
-        "reduced", after=[0, 0], values=[3.0, total, *more], before=[], name="all_reduce"
+        "reduced",
+        after=[0, 0],
+        values=[3.0, total, *more],
+        before=[],
+        name="all_reduce",
+        operation="SUM",
     )
     found = []
     for one in ids:
@@ -204,7 +209,8 @@ def means(*values: float, counts: list[int]) -> dict[str, Any]:
 
 
 def reduced(*before: float) -> dict[str, Any]:
-    return fact("reduced", after=[0, 0], before=list(before), values=[], name="all_reduce")
+    told = {"before": list(before), "values": [], "name": "all_reduce", "operation": "SUM"}
+    return fact("reduced", after=[0, 0], **told)
 
 
 def test_a_mean_of_batch_means_is_proved_by_what_is_reduced() -> None:
@@ -217,6 +223,8 @@ def test_a_mean_of_batch_means_is_proved_by_what_is_reduced() -> None:
     assert both(taken, reduced(20 / 17)) == []
     assert both(even, reduced(2.0)) == []
     assert names([taken, reduced(2.0)], [taken, reduced(1.5)]) == []  # something else
+    largest = {**reduced(2.0), "operation": "MAX"}
+    assert both(taken, largest) == []
     equal = means(2.0, 2.0, 2.0, counts=[8, 8, 1])
     assert both(equal, reduced(2.0)) == []
 

@@ -181,11 +181,8 @@ class Graphs:
             return [g for g in gradients if g is not None], row, moments, inside
 
         gradients, row, moments, inside = self.distribution.run(replica, args=(data,))
-        row, moments, insides = (
-            self._first(row),
-            self._first(moments),
-            by_replica(self._local, inside),
-        )
+        row, moments = self._first(row), self._first(moments)
+        insides = by_replica(self._local, inside)
         with self.distribution.scope():
             if self.has_schedule:
                 self.optimizer.learning_rate.assign(tf.cast(numbers[RATE], self.kind))

@@ -20,6 +20,8 @@ LEAST_ERROR = 1e-4
 EQUAL = 1e-5
 NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
 LEAST_DIGITS = 4
+ROUNDING = 1e-6
+ADDING = ("SUM", "AVG")
 FIX = "add up sums and counts of all batches, all_reduce both, and divide once"
 
 
@@ -156,7 +158,7 @@ def _are_shares(column: list[float], counts: list[int]) -> bool:
 
     def whole(value: float, count: int) -> bool:
         return any(
-            abs(part - round(part)) < 1e-3 and 0 < round(part) < count
+            abs(part - round(part)) <= ROUNDING * max(1.0, part) and 0 < round(part) < count
             for part in (value * count, value * count / 100)
         )
 
@@ -180,7 +182,10 @@ def _columns(
     ranks: tuple[Rank, ...], after: list[int]
 ) -> Iterator[tuple[tuple[str, int] | None, list[float]]]:
     """What the ranks gave to each reduction after a pass: a number of every rank."""
-    tables = [[one for one in rank.all("reduced") if one["after"] == after] for rank in ranks]
+    tables = [
+        [one for one in rank.all("reduced") if one["after"] == after and one["operation"] in ADDING]
+        for rank in ranks
+    ]
     for facts in zip(*tables, strict=False):
         if len({str(one["where"]) for one in facts}) > 1:
             return

@@ -19,6 +19,8 @@ NAMES = (
 )
 BY_CLASS = ("cross_entropy", "nll_loss")
 """Their targets may be left out by a number, and a class may weigh more than another."""
+UNUSUAL = ("weight", "size_average", "reduce")
+"""What makes another mean of it."""
 MOST_KEPT, MOST_LINES, MOST_PASSES = 4096, 32, 3
 
 
@@ -65,8 +67,9 @@ class Losses:
 
     def _note(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
         batch = self.progress.batch
-        is_mean = kwargs.get("reduction", "mean") == "mean" and len(args) == 2
-        if not is_mean or batch is None or result.dim() or kwargs.get("weight") is not None:
+        unusual = [*args[2:], *(kwargs.get(one) for one in UNUSUAL)]
+        is_mean = kwargs.get("reduction", "mean") == "mean" and not result.dim()
+        if not is_mean or batch is None or len(args) < 2 or unusual.count(None) < len(unusual):
             return
         loader, number, index = batch
         if number >= MOST_PASSES or hasattr(result, "to_local"):
@@ -79,7 +82,7 @@ class Losses:
         if len(means.values) < MOST_KEPT:
             means.batches.append(index)
             means.values.append(result.detach().clone())
-            means.counts.append(self._elements(name, *args, **kwargs))
+            means.counts.append(self._elements(name, *args[:2], **kwargs))
 
     def _elements(self, name: str, outputs: Any, targets: Any, **given: Any) -> Any:
         if name not in BY_CLASS or targets.is_floating_point():

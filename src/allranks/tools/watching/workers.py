@@ -16,7 +16,7 @@ from allranks.tools.watching.numbers import random_states
 from allranks.tools.watching.progress import Progress
 
 FOLDER = "workers"
-MOST_FETCHED = 6
+MOST_FETCHED, MOST_PASSES = 6, 3
 
 
 class Workers:
@@ -32,8 +32,9 @@ class Workers:
 
         def fetching(own: Callable[..., Any]) -> Callable[..., Any]:
             def inner(fetcher: Any, index: Any) -> Any:
-                worker = info()
-                if worker is None or self._fetched >= MOST_FETCHED or self.progress.begun is None:
+                worker, begun = info(), self.progress.begun
+                is_early = begun is not None and begun[1] < MOST_PASSES
+                if worker is None or not is_early or self._fetched >= MOST_FETCHED:
                     return own(fetcher, index)
                 before = random_states(self.torch)
                 batch = own(fetcher, index)
