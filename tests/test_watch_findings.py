@@ -97,7 +97,12 @@ def test_a_look_at_one_batch_is_not_the_first_epoch() -> None:
 def evaluation(total: float, length: float, *more: float) -> list[str]:
     ids = [list(range(0, 10, 2)), [*range(1, 9, 2), 9, 0]]
     reduced = fact(
-        "reduced", after=[0, 0], values=[3.0, total, *more], before=[], name="all_reduce"
+        "reduced",
+        after=[0, 0],
+        values=[3.0, total, *more],
+        before=[],
+        name="all_reduce",
+        operation="SUM",
     )
     found = []
     for one in ids:
@@ -196,6 +201,98 @@ def test_means_of_unequal_batches() -> None:
     assert names(*ranks(True)) == ["mean-of-unequal-means"]
     assert "batch 4 has 4 and 3 samples" in of(*ranks(True))[0].found
     assert names(*ranks(False)) == []
+
+
+def means(*values: float, counts: list[int]) -> dict[str, Any]:
+    pairs = {"values": list(values), "counts": counts}
+    return fact("means", loader=0, number=0, name="cross_entropy", **pairs)
+
+
+def reduced(*before: float) -> dict[str, Any]:
+    told = {"before": list(before), "values": [], "name": "all_reduce", "operation": "SUM"}
+    return fact("reduced", after=[0, 0], **told)
+
+
+def test_a_mean_of_batch_means_is_proved_by_what_is_reduced() -> None:
+    """Batches of 8, 8 and 1: the mean of 1, 1 and 4 is 2, and over all 17 it is 1.176."""
+    taken, even = means(1.0, 1.0, 4.0, counts=[8, 8, 1]), means(1.0, 1.0, 4.0, counts=[8, 8, 8])
+    assert both(taken, reduced(2.0)) == ["mean-of-means"]
+    assert both(taken, reduced(6.0, 3.0)) == ["mean-of-means"]
+    assert "it 2; over all of them it is 1.17647" in of([taken, reduced(2.0)])[0].found
+    assert both(taken, reduced(20.0, 17.0)) == []  # sums and counts
+    assert both(taken, reduced(20 / 17)) == []
+    assert both(even, reduced(2.0)) == []
+    assert names([taken, reduced(2.0)], [taken, reduced(1.5)]) == []  # something else
+    largest = {**reduced(2.0), "operation": "MAX"}
+    assert both(taken, largest) == []
+    equal = means(2.0, 2.0, 2.0, counts=[8, 8, 1])
+    assert both(equal, reduced(2.0)) == []
+
+
+def test_a_mean_of_batch_means_is_proved_by_what_is_printed() -> None:
+    taken = means(0.7311, 0.6502, 0.9104, counts=[8, 8, 1])
+
+    def printed(text: str) -> list[str]:
+        return names([taken, fact("print", text=text, digest=1)])
+
+    assert printed("Test: loss 0.76390") == ["mean-of-means"]
+    assert printed(f"Test: loss {(8 * 0.7311 + 8 * 0.6502 + 0.9104) / 17:.5f}") == []
+    assert printed("Test: loss 0.76") == []  # too few digits to prove anything
+    assert printed("v10.76390") == printed("Test: loss 0.763901") == []
+
+
+def test_shares_of_ranks_that_are_averaged() -> None:
+    """17 of 33 and 21 of 32 right: 38 of 65."""
+
+    def ranks(one: float, other: float, right: int = 32) -> list[str]:
+        facts = []
+        for count, given in ((33, one), (right, other)):
+            taken = one_pass(list(range(count)), backwards=0, grad=False)
+            facts.append([loader(length=65), taken, reduced(given)])
+        return names(*facts)
+
+    assert ranks(17 / 33, 21 / 32) == ["mean-of-means"]
+    assert ranks(100 * 17 / 33, 100 * 21 / 32) == ["mean-of-means"]
+    assert ranks(17 / 33, 21 / 33, right=33) == []  # as many on both
+    assert ranks(17 / 65, 21 / 65) == []  # over all of them already
+    assert ranks(17.0, 21.0) == []  # sums
+    assert ranks(0.51739, 0.65802) == []  # a loss: nobody knows of what
+    assert ranks(0.5, 0.25) == []
+
+
+def draws_of_workers(seed: Any, workers: int = 2, passes: int = 2) -> list[dict[str, Any]]:
+    """Facts of workers that draw in the states `seed(pass, worker, number)`."""
+    return [
+        fact("worker", loader=0, worker=w, number=n, before={"numpy.random": seed(p, w, n)})
+        | {"pass": p}
+        for p in range(passes)
+        for w in range(workers)
+        for n in range(3)
+    ]
+
+
+def test_workers_draw_from_one_stream() -> None:
+    def found(*seeds: Any, **more: Any) -> list[str]:
+        facts = []
+        for rank, seed in enumerate(seeds):
+            taken = one_pass(list(range(16 * rank, 16 * rank + 16)))
+            drawn = draws_of_workers(seed, **more)
+            facts.append([REPLICA, loader(workers=2, seeded=True), taken, *drawn])
+        return names(*facts)
+
+    def own(rank: int) -> Any:
+        return lambda p, w, n: 1000 * rank + 100 * p + 10 * w + n
+
+    assert found(own(0), own(1)) == []
+    assert found(own(0), own(0)) == ["equal-random-streams"]  # ranks
+    alike = [lambda p, w, n: 100 * p + n, lambda p, w, n: 1000 + 100 * p + n]
+    assert found(*alike) == ["equal-random-streams"]  # workers
+    each = [lambda p, w, n: 10 * w + n, lambda p, w, n: 1000 + 10 * w + n]
+    assert found(*each) == ["same-draws-each-epoch"]
+    assert found(*each, passes=1) == []
+    assert found(*(lambda p, w, n, r=r: 1000 * r + n if n else 7 for r in (0, 1)), workers=1) == [
+        "same-draws-each-epoch"
+    ]  # the first draw alone is equal on ranks
 
 
 def test_files_and_lines_of_all_ranks() -> None:

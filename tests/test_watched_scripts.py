@@ -39,7 +39,14 @@ FAULTS = {
     "no-ddp": ("gradients-of-one-rank", "optimizer.step()"),
     "by-hand": ("weights-begin-unequal", "optimizer.step()"),
     "dropout": ("equal-random-streams", "outputs = called(inputs)"),
-    "augmented": ("equal-random-streams", "DataLoader(data, batch_size=BATCH, sampler=sampler)"),
+    "augmented": ("equal-random-streams", "DataLoader(data, batch_size=BATCH, sampler=sampler"),
+    "workers-of-ranks": ("equal-random-streams", "sampler=sampler, **workers)"),
+    "workers-alike": ("equal-random-streams", "sampler=sampler, **workers)"),
+    "workers-each-epoch": ("same-draws-each-epoch", "sampler=sampler, **workers)"),
+    "means-reduced": ("mean-of-means", "dist.all_reduce(mean)"),
+    "means-summed": ("mean-of-means", "dist.all_reduce(summed)"),
+    "means-printed": ("mean-of-means", "print(f"),
+    "shares-of-ranks": ("mean-of-means", "dist.all_reduce(share"),
     "too-fast": ("schedule-too-fast", "scheduler.step()"),
     "ahead": ("schedule-ahead", "scheduler.step()"),
     "no-division": ("accumulation-not-divided", "loss.backward()"),
@@ -50,20 +57,33 @@ FAULTS = {
 }
 TWINS = (
     "evaluated-twin dropout-twin augmented-twin schedule-twin",
+    "workers-twin means-twin",
     "accumulated-twin buffers-twin",
     "by-hand-twin",
     "sharded",
 )
 
 
-def request_for(folder: Path, *words: str, script: Path = SCRIPT) -> CommandRequest:
+EXAMPLES = {
+    "digits_in_one_process.py": 1,
+    "words_in_one_process.py": 1,
+    "series.py": 2,
+    "characters.py": 2,
+    "sharded.py": 2,
+}
+"""Each with the ranks that it is for."""
+
+
+def request_for(folder: Path, *words: str, script: Path = SCRIPT, ranks: int = 2) -> CommandRequest:
     command = (sys.executable, "-u", str(script), *words)
     saved_in = (("SAVED_IN", str(folder)),)
-    return CommandRequest(command, 2, warm="torch", shown="none", environment=saved_in)
+    return CommandRequest(command, ranks, warm="torch", shown="none", environment=saved_in)
 
 
-def watch(server: ForkServer, folder: Path, words: str, script: Path = SCRIPT) -> Watched:
-    request = request_for(folder, *words.split(), script=script)
+def watch(
+    server: ForkServer, folder: Path, words: str, script: Path = SCRIPT, ranks: int = 2
+) -> Watched:
+    request = request_for(folder, *words.split(), script=script, ranks=ranks)
     request = watched_request(request, str(folder / "run"), os.environ)
     run_command(request, server)
     return watched_in(folder / "run" / FACTS)
@@ -93,6 +113,17 @@ def test_the_corrected_twin_is_silent(words: str, server: ForkServer, tmp_path: 
 def test_what_looks_like_a_fault_and_is_none(server: ForkServer, tmp_path: Path) -> None:
     watched = watch(server, tmp_path, "", script=SCRIPT.with_name("harmless.py"))
     assert not watched.findings and not watched.unwatched, str(watched)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_torch_s_own_examples_do_is_no_fault(
+    name: str, server: ForkServer, tmp_path: Path
+) -> None:
+    """Scripts of the shape of torch's examples, on made-up data: the corrected ones are silent."""
+    watched = watch(server, tmp_path, "", SCRIPT.parent / "examples" / name, EXAMPLES[name])
+    assert not watched.findings and not watched.unwatched, str(watched)
+    assert watched.ranks == EXAMPLES[name]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from allranks.tensorflow.parameter_server.dispatch import RemoteStep, RemoteSteps
-from allranks.tensorflow.step.step import HEAD
+from allranks.tensorflow.step.inputs import HEAD
 
 
 class Row:
@@ -23,7 +23,7 @@ class Row:
     def fetch(self) -> Any:
         if self.is_lost:
             raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")
-        return np.array([[self.loss, *np.ones(HEAD + 3)]])
+        return np.array([[self.loss, *np.ones(HEAD + 3)]]), []
 
 
 class Coordinator:

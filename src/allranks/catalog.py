@@ -115,6 +115,7 @@ ENGINES = {
             "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
             "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
         },
+        traces=True,
         export="allranks.tensorflow.export:main",
     ),
 }

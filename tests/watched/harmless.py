@@ -85,6 +85,20 @@ for _ in range(4):  # a GAN: two backward passes before a step, of two losses
     loss(critic(fake), torch.ones(8, 1)).backward()
     optimizer.step()
 
+
+class Scored(nn.Module):
+    """TorchScript compiles what the losses are made of."""
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, labels)
+
+
+with torch.no_grad():
+    torch.jit.script(Scored())(torch.randn(8, 2), torch.randint(0, 2, (8,)))
+    torch.compile(Scored(), backend="eager", fullgraph=True)(
+        torch.randn(8, 2), torch.ones(8).long()
+    )
+
 if rank == 0:
     torch.save(net.state_dict(), os.path.join(os.environ["SAVED_IN"], "weights.pt"))
 print(f"rank {rank} has {int(right)}")

@@ -49,6 +49,11 @@ class Noisy(TensorDataset):
 def loader_of(data, rank, ranks):
     if has("no-sampler"):
         return DataLoader(data, batch_size=BATCH, shuffle=True), None
+    workers = {"num_workers": 2 if any(one.startswith("worker") for one in FAULTS) else 0}
+    if has("workers-alike"):
+        workers["worker_init_fn"] = seed_alike
+    if has("workers-each-epoch"):
+        workers["worker_init_fn"] = seed_each_epoch
     if has("unequal"):
         data = torch.utils.data.Subset(data, range(rank, 63, ranks))
         return DataLoader(data, batch_size=BATCH), None
@@ -56,7 +61,15 @@ def loader_of(data, rank, ranks):
         sampler = DistributedSampler(data, num_replicas=2 * ranks, rank=rank)
     else:
         sampler = DistributedSampler(data)
-    return DataLoader(data, batch_size=BATCH, sampler=sampler), sampler
+    return DataLoader(data, batch_size=BATCH, sampler=sampler, **workers), sampler
+
+
+def seed_alike(worker):
+    torch.manual_seed(torch.initial_seed() - worker)
+
+
+def seed_each_epoch(worker):
+    torch.manual_seed(1000 * dist.get_rank() + worker)
 
 
 def evaluate(model, data):
@@ -72,6 +85,43 @@ def evaluate(model, data):
             seen[1] += len(labels)
     dist.all_reduce(seen)
     return float(seen[0] / seen[1])
+
+
+def evaluate_loss(model, data):
+    """The mean loss of 65 samples: 33 and 32 on two ranks, in batches whose last is uneven."""
+    data = torch.utils.data.Subset(data, range(65))
+    sampler = range(dist.get_rank(), len(data), dist.get_world_size())
+    loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
+    total, right, count = torch.zeros(()), torch.zeros(()), torch.zeros(())
+    model.eval()
+    with torch.no_grad():
+        for inputs, labels in loader:
+            outputs = model.module(inputs)
+            loss = nn.functional.cross_entropy(outputs, labels)
+            by_batch = has("means-reduced") or has("means-printed") or has("means-summed")
+            total += loss if by_batch else loss * len(labels)
+            right += (outputs.argmax(1) == labels).sum()
+            count += len(labels)
+    if has("means-printed"):
+        if dist.get_rank() == 0:
+            print(f"loss {total / len(loader):.5f}")
+        return
+    if has("means-reduced"):
+        mean = total / len(loader)
+        dist.all_reduce(mean)
+        return
+    if has("means-summed"):
+        summed = torch.stack([total, torch.tensor(float(len(loader)))])
+        dist.all_reduce(summed)
+        return
+    if has("shares-of-ranks"):
+        share = right / count
+        dist.all_reduce(share, op=dist.ReduceOp.AVG if has("avg") else dist.ReduceOp.SUM)
+        return
+    sums = torch.stack([total, right, count])
+    dist.all_reduce(sums)
+    if dist.get_rank() == 0:
+        print(f"loss {sums[0] / sums[2]:.5f} accuracy {sums[1] / sums[2]:.5f}")
 
 
 def train_accumulated(model, optimizer, loader, parts):
@@ -114,13 +164,14 @@ def main():
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    kind = Noisy if has("augmented") or has("augmented-twin") else TensorDataset
+    noisy = {"augmented", "augmented-twin", *(one for one in FAULTS if one.startswith("worker"))}
+    kind = Noisy if FAULTS & noisy else TensorDataset
     data = kind(torch.randn(SAMPLES, 4), torch.randint(0, 2, (SAMPLES,)))
     if has("by-hand"):
         torch.manual_seed(rank)
     net = Net()
     head = nn.Linear(2, 2) if has("outside") else None
-    if not has("dropout") and not has("augmented"):
+    if not has("dropout") and not has("augmented") and not has("workers-of-ranks"):
         torch.manual_seed(1 + rank)
     if has("no-ddp") or BY_HAND or has("sharded"):
         if has("sharded"):
@@ -143,6 +194,8 @@ def main():
         else:
             train(model, head, optimizer, scheduler, loader)
     accuracy = evaluate(model, data) if has("padded") or has("evaluated-twin") else None
+    if any(one.startswith(("means", "shares")) for one in FAULTS):
+        evaluate_loss(model, data)
     folder = os.environ.get("SAVED_IN", tempfile.gettempdir())
     if has("saved") or rank == 0:
         torch.save(net.state_dict(), os.path.join(folder, "weights.pt"))

@@ -20,7 +20,7 @@ from allranks.job.place import LOCAL
 from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.scripts.run import run_command, run_dir_of
 from allranks.launcher.scripts.torchrun import Asked
-from allranks.tools.check.plan import DEEP_STEPS, STEPS, USUAL_STRATEGY, default_ranks
+from allranks.tools.check.plan import DEEP_STEPS, STEPS, default_ranks, usual_strategy
 from allranks.tools.check.scratch import checked_in_scratch
 from allranks.tools.report.checks import RECORD
 from allranks.tools.watch.started import FACTS, watched_request
@@ -40,7 +40,7 @@ class CheckCommand(GroupedCommand):
 
 @click.command(cls=CheckCommand)
 @click.argument("program", required=False)
-@click.option("--strategy", help="The strategy to check (default ddp).")
+@click.option("--strategy", help="The strategy to check (default: the engine's for many ranks).")
 @click.option(
     "--deep", is_flag=True, help=f"Compare {DEEP_STEPS} steps in place of {STEPS} (or --steps N)."
 )
@@ -67,7 +67,9 @@ def check(
     bounded = flags["steps"] is None
     flags["steps"] = flags["steps"] or (DEEP_STEPS if deep else STEPS)
     if flags["job_file"] is None:
-        flags["strategy"] = flags["strategy"] or USUAL_STRATEGY
+        flags["strategy"] = flags["strategy"] or usual_strategy(
+            flags["engine"] or "", program or ""
+        )
         if not given:
             flags["ranks"] = default_ranks(flags["strategy"])
     resolved = resolved_from(program, flags)

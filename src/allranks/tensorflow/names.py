@@ -48,13 +48,19 @@ def values_of(variables: Mapping[str, Any]) -> dict[str, Array]:
 
 def value_of(variable: Any) -> Array:
     """A copy of the value of a Keras variable, or of one of TensorFlow."""
+    return copies_of(variable, 1)[0]
+
+
+def copies_of(variable: Any, count: int) -> list[Array]:
+    """Copies of the values of a variable on the first `count` devices of this process.
+
+    What is there once is the same for all of them.
+    """
     inner = getattr(variable, "value", variable)
     inner = inner() if callable(inner) else inner
-    copies = getattr(inner, "values", None)
-    if isinstance(copies, (tuple, list)):
-        inner = copies[0]
-    value: Array = np.array(tf.convert_to_tensor(inner))
-    return value
+    held = getattr(inner, "values", None)
+    held = held if isinstance(held, (tuple, list)) else [inner] * count
+    return [np.array(tf.convert_to_tensor(one)) for one in held[:count]]
 
 
 def set_weights(model: Any, arrays: Mapping[str, Array]) -> None:

@@ -181,6 +181,8 @@ class Trainer:
         assert all(_alike(batch, first) for batch in batches), "the batches of a call are cut alike"
         self.heartbeat.at_step(first.index)
         self.heartbeat.enter("compute")
+        if self.graphs.probe is not None:
+            self.graphs.probe.begin(first)
         for batch in batches:
             self.faults.reach("step", batch.index)
         asked = Asked(self.heartbeat.wants_stop, self.heartbeat.wants_save())

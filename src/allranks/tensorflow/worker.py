@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from allranks.tensorflow.parameter_server.server import CHIEF, SERVER, serve
 from allranks.tensorflow.parameter_server.trainer import ServedTrainer
 from allranks.tensorflow.placement import rows_of
 from allranks.tensorflow.saving import facts
+from allranks.tensorflow.trace import Trace
 from allranks.tensorflow.trainer import Trainer
 from allranks.training.callback import Callback
 from allranks.training.keras_task import Task
@@ -63,9 +65,15 @@ class TensorFlowRank(RankProgram[Trainer]):
     root_cause = staticmethod(meant_by)
 
     def make_trainer(self, task: Task, **more: Any) -> Trainer:
-        """The trainer; of a chief the one that hands its steps out."""
+        """The trainer, with what traces it; of a chief the one that hands its steps out."""
         kind = ServedTrainer if self.world.role == CHIEF else Trainer
-        return kind(task, self.job, world=self.world, **more)
+        trainer = kind(task, self.job, world=self.world, **more)
+        if self.job.trace:
+            trace = Trace(self.record.run_dir / "trace", trainer)
+            trainer.graphs.probe = trace
+            trainer.callbacks.insert(0, trace)
+            trainer.job = dataclasses.replace(trainer.job, steps=trace.steps)
+        return trainer
 
     def callbacks(self) -> list[Callback]:
         """Who hears of the steps: the placement, which needs no update, and the record."""

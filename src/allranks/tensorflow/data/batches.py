@@ -96,7 +96,8 @@ def collated(samples: Sequence[Any]) -> Any:
 class Batches:
     """The batches of a job for the replicas `own` of `replicas`.
 
-    `place` makes of an array what the step takes; `threads` read samples by number.
+    `place` makes of an array what the step takes; `threads` read samples by number. With `cut_for`
+    one replica cuts its batches as so many would.
     """
 
     source: Arrays | Samples | WholeDataset
@@ -107,6 +108,7 @@ class Batches:
     own: range
     replicas: int
     micro_batch: int | None = None
+    cut_for: int = 0
     prefetch: int = 2
     threads: int = 1
     place: Callable[[Any], Any] = lambda array: array
@@ -192,8 +194,12 @@ class Batches:
         return self._cuts[sizes]
 
     def _micros(self, sizes: tuple[int, ...], replica: int) -> tuple[Micro, ...]:
-        owned = owned_shards(self.shards, self.replicas, replica)
-        return micro_batches({shard: sizes[shard] for shard in owned}, self.micro_batch)
+        """What goes through a replica at once; one cuts as the `cut_for` replicas would."""
+        spans = [owned_shards(self.shards, self.replicas, replica)]
+        if self.cut_for:
+            spans = [owned_shards(self.shards, self.cut_for, n) for n in range(self.cut_for)]
+        parts = ({shard: sizes[shard] for shard in span} for span in spans)
+        return tuple(micro for part in parts for micro in micro_batches(part, self.micro_batch))
 
     def _data(self, source: Arrays | Samples, plans: Iterator[Batch]) -> Generator[list[list[Any]]]:
         if isinstance(source, Arrays):

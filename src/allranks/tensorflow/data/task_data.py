@@ -67,6 +67,7 @@ class TaskData:
                 self.strategy.own,
                 self.strategy.replicas,
                 micro_batch=self.job.micro_batch,
+                cut_for=self.job.cut_for,
                 prefetch=self.job.prefetch,
                 threads=max(1, self.job.loader_workers),
                 place=on_host,

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from allranks.tensorflow.comm import peer_lost
 from allranks.tensorflow.data.nested import mapped
 from allranks.tensorflow.step.inputs import Cut, StepInputs, StepSums, pack
+from allranks.tensorflow.step.insides import Insides
 from allranks.tensorflow.step.step import Graphs
 
-Row = NDArray[np.float64]
+Row = tuple[NDArray[np.float64], Insides]
 
 TIMES = 16  # a step is tried again; where no server is left the supervisor ends it sooner
 
@@ -81,7 +82,7 @@ class RemoteSteps(Graphs):
     def row(self, handed: RemoteStep, timeout_s: float) -> StepSums | None:
         """What a step said; `None` if it is not done within `timeout_s`."""
         try:
-            return self._read(handed.row.result(timeout_s)[0])
+            rows, insides = handed.row.result(timeout_s)
         except TimeoutError:
             return None
         except tf.errors.UnavailableError as error:
@@ -89,6 +90,9 @@ class RemoteSteps(Graphs):
                 raise peer_lost(error) from error
         except tf.errors.OpError as error:
             raise self._cause(error) from error
+        else:
+            self.tell(insides)
+            return self._read(rows[0])
         self._schedule(handed)
         return None
 

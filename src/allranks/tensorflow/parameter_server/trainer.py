@@ -49,7 +49,7 @@ class ServedTrainer(Trainer):
     def __init__(self, task: Task, job: Job | None = None, **more: Any) -> None:
         self._asked = NOTHING
         super().__init__(task, job, **more)
-        most = self.strategy.most_under_way
+        most = 1 if self.job.trace else self.strategy.most_under_way  # a trace sees each step end
         self._ahead = Ahead[Batch, RemoteStep](most, self._scheduled, self._holds_back)
         if any(len(pieces_of(v.value)) > 1 for v in self.built.model.trainable_variables):
             _check_optimizer(self.built.optimizer)
@@ -107,6 +107,8 @@ class ServedTrainer(Trainer):
     def _scheduled(self, batch: Batch) -> RemoteStep:
         self.heartbeat.at_step(batch.index)
         self.heartbeat.enter("compute")
+        if self.graphs.probe is not None:
+            self.graphs.probe.begin(batch)
         self.faults.reach("step", batch.index)
         says = self._says(batch, len(self._ahead), NOTHING)
         self._poison = 1.0

@@ -34,35 +34,41 @@ from allranks.strategies.shards import Micro
 from allranks.tensorflow.comm import translated
 from allranks.tensorflow.data.nested import mapped
 from allranks.tensorflow.step.autograph import InGraph
+from allranks.tensorflow.step.gradients import added, length, or_zeros, times
 from allranks.tensorflow.step.inputs import (
     ASKED_SAVE,
     ASKED_STOP,
+    FINE,
+    HEAD,
     LIMIT,
+    LOSS,
     NOMINAL,
     POISON,
     RATE,
     SCALE,
+    SUM,
+    WEIGHT,
     Cut,
     StepInputs,
     StepSums,
     pack,
 )
+from allranks.tensorflow.step.insides import MAGNITUDE, Insides, Probe, by_replica, named
 from allranks.tensorflow.step.layers import Passing, passing, shard_norms
 from allranks.tensorflow.step.losses import check_layer_losses, weighted_losses
 from allranks.training.keras_task import Task
-
-SUM = tf.distribute.ReduceOp.SUM
-HEAD = 5
-LOSS, WEIGHT, SAMPLES, STOP, SAVE = range(HEAD)
-FINE = HEAD + 1  # in the row for the host
 
 
 class Graphs:
     """The graphs of the steps of one training: of `model`, updated by `optimizer`.
 
     `first` is the number of the first local replica among all `replicas`; `options` are those of
-    the collectives. With `updates_bad` the update is made whatever the gradient is.
+    the collectives. With `updates_bad` the update is made whatever the gradient is. A `probe`, set
+    before the first step, is told the insides of every step; without one they never leave the
+    graph.
     """
+
+    probe: Probe | None = None
 
     def __init__(
         self,
@@ -108,8 +114,15 @@ class Graphs:
                 make = self._several if len(says) > 1 else self._one
                 graph = tf.function(partial(make, cut), autograph=False)
                 self._made[known] = graph.get_concrete_function(data, told)
-            rows = self._made[known](data, told).numpy()
-        return [self._read(row) for row in rows]
+            rows, insides = self._made[known](data, told)
+        self.tell(insides)
+        return [self._read(row) for row in rows.numpy()]
+
+    def tell(self, insides: Insides) -> None:
+        """Tell the probe what was within a step, on every local replica."""
+        if self.probe is not None:
+            for replica, inside in enumerate(insides):
+                self.probe.inside(replica, inside)
 
     def _read(self, row: NDArray[np.float64]) -> StepSums:
         head, bad = row[: HEAD + 3], row[HEAD + 3 :]
@@ -121,10 +134,11 @@ class Graphs:
 
     # --- the graph: what is called from here on makes it, and runs once for each --------------
 
-    def _one(self, cut: Cut, data: Any, told: Any) -> Any:
-        return self._step(cut, data, told[0])[tf.newaxis]
+    def _one(self, cut: Cut, data: Any, told: Any) -> tuple[Any, Insides]:
+        row, insides = self._step(cut, data, told[0])
+        return row[tf.newaxis], insides
 
-    def _several(self, cut: Cut, data: Any, told: Any) -> Any:
+    def _several(self, cut: Cut, data: Any, told: Any) -> tuple[Any, Insides]:
         steps = int(told.shape[0])
         width = HEAD + 3 + self.replicas
         rows = tf.TensorArray(tf.float64, steps, element_shape=(width,))
@@ -133,7 +147,7 @@ class Graphs:
             def own(part: Any) -> Any:
                 return mapped(lambda array: array[number], part)
 
-            row = self._step(cut, data, told[number], own, goes_on)
+            row, _ = self._step(cut, data, told[number], own, goes_on)
             goes_on &= row[FINE] > 0  # nothing is updated after the step that ends the job
             return number + 1, goes_on, rows.write(number, row)
 
@@ -144,7 +158,7 @@ class Graphs:
             parallel_iterations=1,
             maximum_iterations=steps,
         )
-        return rows.stack()
+        return rows.stack(), []
 
     def _step(
         self,
@@ -153,20 +167,22 @@ class Graphs:
         told: Any,
         own: Callable[[Any], Any] = lambda part: part,
         goes_on: Any = True,
-    ) -> Any:
-        """The result of a step, (HEAD + 3 + replicas,), float64."""
+    ) -> tuple[Any, Insides]:
+        """The result of a step, (HEAD + 3 + replicas,), float64, and what the probe is told."""
         used: list[Any] = []
         key, numbers = told[0], tf.bitcast(told[1:], tf.float64)
 
-        def replica(part: Any) -> tuple[list[Any], Any, Any]:
-            gradients, tally = self.gradients_of(cut, own(part), key, numbers)
+        def replica(part: Any) -> tuple[list[Any], Any, Any, dict[str, Any]]:
+            gradients, tally, magnitude = self.gradients_of(cut, own(part), key, numbers)
             gradients, tally = self._reduced(gradients, tally)
-            gradients, row, moments = self._finished(gradients, tally, numbers)
+            gradients, row, moments, inside = self._finished(gradients, tally, numbers)
             used[:] = [v for v, g in zip(self.variables, gradients, strict=True) if g is not None]
-            return [g for g in gradients if g is not None], row, moments
+            inside = {**inside, MAGNITUDE: magnitude} if self.probe is not None else {}
+            return [g for g in gradients if g is not None], row, moments, inside
 
-        gradients, row, moments = self.distribution.run(replica, args=(data,))
+        gradients, row, moments, inside = self.distribution.run(replica, args=(data,))
         row, moments = self._first(row), self._first(moments)
+        insides = by_replica(self._local, inside)
         with self.distribution.scope():
             if self.has_schedule:
                 self.optimizer.learning_rate.assign(tf.cast(numbers[RATE], self.kind))
@@ -178,33 +194,39 @@ class Graphs:
                     lambda: self._update(gradients, used, moments),
                     lambda: tf.constant(0),
                 )
-        return row
+        return row, insides
+
+    def _local(self, value: Any) -> Any:
+        return self.distribution.experimental_local_results(value)
 
     def _first(self, value: Any) -> Any:
-        return self.distribution.experimental_local_results(value)[0]
+        return self._local(value)[0]
 
-    def gradients_of(self, cut: Cut, micros: Any, key: Any, numbers: Any) -> tuple[list[Any], Any]:
-        """The replica's gradients (`None` where the loss does not reach), and its tally.
+    def gradients_of(
+        self, cut: Cut, micros: Any, key: Any, numbers: Any
+    ) -> tuple[list[Any], Any, Any]:
+        """The replica's gradients (`None` where the loss does not reach), its tally, the size of
+        its losses.
 
         `micros` is one structure for each micro-batch. No communication.
         """
         replica = _replica_number()
         own = cut.pieces[replica - self.first]
         gradients: list[Any] = [None] * len(self.variables)
-        tally = tf.zeros(self.tally_size, self.kind)
+        tally, magnitude = tf.zeros(self.tally_size, self.kind), tf.zeros((), self.kind)
         poison = tf.cast(numbers[POISON], self.kind)
         for pieces, batch in zip(own, micros, strict=True):
             if not pieces:
                 continue
-            found, part = self._micro(pieces, batch, key, numbers, poison)
-            gradients = [_added(g, f) for g, f in zip(gradients, found, strict=True)]
-            tally = tally + part
+            found, part, size = self._micro(pieces, batch, key, numbers, poison)
+            gradients = [added(g, f) for g, f in zip(gradients, found, strict=True)]
+            tally, magnitude = tally + part, magnitude + size
             poison = tf.ones((), self.kind)
         if not cut.spare:
             self._reached = [g is not None for g in gradients]
         else:  # one that has nothing to pass through knows what the loss reaches from before
             three = zip(gradients, self.variables, self._reached, strict=True)
-            gradients = [_or_zeros(g, v) if is_reached else g for g, v, is_reached in three]
+            gradients = [or_zeros(g, v) if is_reached else g for g, v, is_reached in three]
         marks = tf.zeros(self.replicas, self.kind)
         if self.replicas > 1:  # who it was is asked where there are several
             bad = self._is_bad(gradients, tally)
@@ -212,12 +234,14 @@ class Graphs:
         zeros = self.tally_size - HEAD - self.replicas
         asked = tf.cast(numbers[ASKED_STOP : ASKED_SAVE + 1], self.kind)
         more = tf.concat([tf.zeros(3, self.kind), asked, marks, tf.zeros(zeros, self.kind)], 0)
-        return gradients, tally + more
+        return gradients, tally + more, magnitude
 
     def _micro(
         self, pieces: Micro, batch: Any, key: Any, numbers: Any, poison: Any
-    ) -> tuple[list[Any], Any]:
-        """Forward and backward of one micro-batch: its gradients, and its part of the tally."""
+    ) -> tuple[list[Any], Any, Any]:
+        """Forward and backward of one micro-batch: its gradients, its part of the tally and of
+        the size of the losses.
+        """
         samples = sum(piece.samples for piece in pieces)
         task = self.task
         with passing(Passing(pieces, samples, key)) as now:
@@ -238,10 +262,11 @@ class Graphs:
         ]
         counts = [total, tf.cast(weights, self.kind), tf.cast(samples, self.kind)]
         rest = tf.zeros(HEAD - len(counts) + self.replicas, self.kind)
-        return found, tf.concat([tf.stack(counts), rest, *moments], 0)
+        tally = tf.concat([tf.stack(counts), rest, *moments], 0)
+        return found, tally, tf.reduce_sum(tf.abs(losses))
 
     def _is_bad(self, gradients: list[Any], tally: Any) -> Any:
-        fine = tf.math.is_finite(tally[LOSS]) & tf.math.is_finite(_length(gradients))
+        fine = tf.math.is_finite(tally[LOSS]) & tf.math.is_finite(length(gradients))
         return tf.cast(~fine, self.kind)
 
     def _reduced(self, gradients: list[Any], tally: Any) -> tuple[list[Any], Any]:
@@ -252,19 +277,26 @@ class Graphs:
         found = iter(sums)
         return [None if g is None else next(found) for g in gradients], tally
 
-    def _finished(self, gradients: list[Any], tally: Any, numbers: Any) -> tuple[Any, Any, Any]:
-        """The gradients to apply, the row for the host, the moments. No communication."""
+    def _finished(
+        self, gradients: list[Any], tally: Any, numbers: Any
+    ) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """The gradients to apply, the row for the host, the moments, what was on the way to them.
+
+        No communication.
+        """
         kind, task = self.kind, self.task
         loss, weight = tally[LOSS], tally[WEIGHT]
         nominal = tf.cast(numbers[NOMINAL], kind)
         factor = nominal / weight / tf.cast(numbers[SCALE], kind)
-        gradients = _times(gradients, factor)
+        gradients = times(gradients, factor)
         loss, gradients = self._regularized(loss / weight, gradients)
-        norm = _length(gradients)
+        norm = length(gradients)
+        inside = named("gradient", gradients)
         if task.clip_norm is not None:
             limit = tf.cast(task.clip_norm, norm.dtype)
             ratio = tf.minimum(limit / (norm + 1e-6), 1.0)
-            gradients = _times(gradients, ratio)
+            gradients = times(gradients, ratio)
+            inside |= named("clipped gradient", gradients)
         fine = tf.math.is_finite(loss) & tf.math.is_finite(norm)
         fine &= norm <= tf.cast(numbers[LIMIT], norm.dtype)
         rate = numbers[RATE] if self.has_schedule else self._rate()
@@ -274,7 +306,7 @@ class Graphs:
             tf.stack(said),
             tf.cast(tally[HEAD : HEAD + self.replicas], tf.float64),
         ]
-        return gradients, tf.concat(row, 0), tally[HEAD + self.replicas :]
+        return gradients, tf.concat(row, 0), tally[HEAD + self.replicas :], inside
 
     def _rate(self) -> Any:
         return tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float64)
@@ -286,7 +318,7 @@ class Graphs:
         if value is None:
             return loss, gradients
         found = tape.gradient(value, [v.value for v in self.variables])
-        gradients = [_added(g, f) for g, f in zip(gradients, found, strict=True)]
+        gradients = [added(g, f) for g, f in zip(gradients, found, strict=True)]
         return loss + tf.cast(value, loss.dtype), gradients
 
     def _update(self, gradients: list[Any], used: list[Any], moments: Any) -> Any:
@@ -297,25 +329,6 @@ class Graphs:
             norm.update_moving(moments[start : start + norm.moment_size])
             start += norm.moment_size
         return tf.constant(0)
-
-
-def _or_zeros(gradient: Any, variable: Any) -> Any:
-    return tf.zeros(variable.shape, variable.dtype) if gradient is None else gradient
-
-
-def _times(gradients: list[Any], factor: Any) -> list[Any]:
-    return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
-
-
-def _added(one: Any, other: Any) -> Any:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
-
-
-def _length(gradients: list[Any]) -> Any:
-    there = [g for g in gradients if g is not None]
-    return tf.linalg.global_norm(there) if there else tf.zeros(())
 
 
 def _replica_number() -> int:

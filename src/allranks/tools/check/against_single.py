@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.catalog import ENGINES
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import Resolved
 from allranks.job.engines import default_strategy
@@ -47,7 +48,7 @@ HERE: dict[str, Any] = {"nodes": 1, "place": LOCAL}
 UNDISTURBED: dict[str, Any] = {
     # a job file may say otherwise: both start at step 0 and come to the end
     **{"resume": "", "inject": "", "checkpoint_every": None, "best": "", "max_restarts": 0},
-    **{"time_limit": None, "early_stop": "", "until": "", "witness": "off"},
+    **{"steps_per_call": 1, "time_limit": None, "early_stop": "", "until": "", "witness": "off"},
 }
 MANY_NAMES = 4
 
@@ -59,7 +60,10 @@ def check_against_one(resolved: Resolved, folder: Path, server: ForkServer, plan
 
 def undisturbed(job: Job) -> Job:
     """The job from its first step to its last, whatever a job file says of faults and ends."""
-    return dataclasses.replace(job, **UNDISTURBED)
+    lacks = ENGINES[job.engine].lacks
+    return dataclasses.replace(
+        job, **{name: value for name, value in UNDISTURBED.items() if name not in lacks}
+    )
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,10 @@ class Check:
 
     def _bits_unasked(self) -> Iterator[Look]:
         job, ranks = self.job, self.plan.own
+        lacks = ENGINES[job.engine].lacks
+        if "bitwise" in lacks:
+            self.notes.append(f"equal bits (--bitwise): {lacks['bitwise']}")
+            return
         try:
             mesh = resolved_strategy(job.strategy, ranks=ranks, bitwise=True).mesh
             alike = job.threads in (None, 1) and job.device == "cpu" and not job.compile
@@ -284,6 +292,8 @@ class Check:
             left_out.append(f"randomness of {names}: it follows the micro-batch, not the shard")
         if self.job.precision != "fp64" and not self.job.bitwise:
             left_out.append(f"the optimizer in {self.job.precision}: each step starts afresh")
+        if self.resolved.job.steps_per_call > 1:
+            left_out.append("several steps in one call: each was made in a call of its own")
         steps = self.looks[0].comparison.steps if self.looks else 0
         if self.looks and self.looks[0].first is None and steps < (self.job.steps or 0):
             left_out.append(

@@ -10,6 +10,7 @@ import numpy as np
 from allranks.tools.check.sizes import Array, norm
 
 BATCHNORM = ("running_mean", "running_var", "num_batches_tracked")
+BATCHNORM_OF_KERAS = ("moving_mean", "moving_variance")
 NUMBERS = {
     "samples": "samples counted twice or lost",
     "learning rate": "a schedule that is stepped by each rank",
@@ -49,7 +50,7 @@ def of_buffer(tensor: str) -> str:
     """For a buffer: those of BatchNorm are the engine's, the others the model's own."""
     if tensor.rpartition(".")[2] == BATCHNORM[2]:
         return "BatchNorm counted a step more than once, or not at all"
-    if tensor.rpartition(".")[2] in BATCHNORM:
+    if tensor.rpartition(".")[2] in BATCHNORM or tensor.endswith(BATCHNORM_OF_KERAS):
         return "BatchNorm statistics of one rank only, or updated more than once"
     return "a buffer that the model writes itself: it follows the samples that a rank sees"
 

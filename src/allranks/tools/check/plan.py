@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from allranks.catalog import ENGINES, TORCH
+from allranks.catalog import ENGINES
 from allranks.errors import RequestError
+from allranks.job.engines import choose_engine
 from allranks.strategies.resolve import card_of
 
 USUAL = 2, 3
-USUAL_STRATEGY = ENGINES[TORCH].many
 STEPS = 20
 DEEP_STEPS = 100
 TRACE_BYTES = 256 * 2**20
@@ -33,6 +33,12 @@ class Plan:
     shards: int
     trace_bytes: int = 0
     keep: bool = False
+
+
+def usual_strategy(engine: str, program: str) -> str:
+    """The strategy of a check that nobody gave one to: that of many ranks, of the engine that was
+    asked for ("" for none) or that trains `program`. Raises `RequestError` for no engine."""
+    return ENGINES[choose_engine(engine, "", program)].many
 
 
 def default_ranks(strategy: str) -> int:

@@ -22,7 +22,7 @@ from allranks.launcher.resources import LocalMachine
 from allranks.strategies.resolve import has_mesh
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.approximate import check_approximate, is_approximate
-from allranks.tools.check.plan import TRACE_BYTES, USUAL_STRATEGY, Plan, ranks_to_check
+from allranks.tools.check.plan import TRACE_BYTES, Plan, ranks_to_check
 from allranks.tools.check.verdict import Verdict
 
 
@@ -48,7 +48,7 @@ def checked_in_scratch(
     ):
         try:
             shards = describe(LocalMachine(server), _here(resolved)).shards
-            fits = partial(has_mesh, resolved.job.strategy or USUAL_STRATEGY)
+            fits = partial(has_mesh, resolved.job.strategy or ENGINES[resolved.job.engine].many)
             many, own = ranks_to_check(resolved.job.ranks, shards, given=given, fits=fits)
             if resolved.job.nodes > 1:
                 many = (resolved.job.ranks,)  # another number may not fit on the nodes

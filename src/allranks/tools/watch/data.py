@@ -22,8 +22,8 @@ LEAST_SHARED = 0.2
 
 def orders_that_never_change(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     """A shuffling DistributedSampler that gives each epoch the same order."""
-    for loader, fact in _loaders(ranks):
-        passes = [one for one in _passes(ranks[0], loader) if one["ended"] and one["backwards"]]
+    for loader, fact in loaders_of(ranks):
+        passes = [one for one in passes_of(ranks[0], loader) if one["ended"] and one["backwards"]]
         orders = {one["order"] for one in passes}
         shuffled = fact["sampler"] == DISTRIBUTED and fact["shuffle"]
         if not shuffled or len(passes) < 2 or len(orders) > 1:
@@ -45,7 +45,7 @@ def orders_that_never_change(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
 def samples_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     """Ranks that train on the same samples in one epoch, and reduce their gradients."""
     for group in groups_that_reduce(ranks):
-        for loader, fact in _loaders(tuple(group)):
+        for loader, fact in loaders_of(tuple(group)):
             passes = [_first(rank, loader) for rank in group]
             given = [one for one in passes if one is not None and one["ids"]]
             if len(given) == len(group):
@@ -77,8 +77,8 @@ def samplers_of_other_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     """A DistributedSampler for another number of ranks than there are."""
     sizes = {len(rank.by_id("replica")[number]["group"]) for number, members in
              groups_of_replicas(ranks) for rank in members[:1]}  # fmt: skip
-    for loader, fact in _loaders(ranks):
-        trained = any(one["backwards"] for one in _passes(ranks[0], loader))
+    for loader, fact in loaders_of(ranks):
+        trained = any(one["backwards"] for one in passes_of(ranks[0], loader))
         replicas = fact["replicas"]
         if fact["sampler"] != DISTRIBUTED or not trained or len(sizes) != 1 or replicas in sizes:
             continue
@@ -98,8 +98,8 @@ def samplers_of_other_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
 
 def padded_evaluations(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     """A metric over counts to which a sampler's repeated samples were added."""
-    for loader, fact in _loaders(ranks):
-        for number in sorted({one["number"] for one in _passes(ranks[0], loader)}):
+    for loader, fact in loaders_of(ranks):
+        for number in sorted({one["number"] for one in passes_of(ranks[0], loader)}):
             passes = [_numbered(rank, loader, number) for rank in ranks]
             given = [one for one in passes if one and one["ended"] and not one["backwards"]]
             if len(given) < len(ranks) or any(one["grad"] for one in given):
@@ -130,7 +130,7 @@ def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     is_mean = any(fact["is_mean"] for one in ranks for fact in one.all("window"))
     if not is_mean or not groups_of_replicas(ranks):
         return
-    for loader, fact in _loaders(ranks):
+    for loader, fact in loaders_of(ranks):
         passes = [_first(rank, loader) for rank in ranks]
         given = [one for one in passes if one is not None and one["samples"]]
         sizes = [_sizes(one) for one in given]
@@ -151,7 +151,7 @@ def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         )
 
 
-def _loaders(ranks: tuple[Rank, ...]) -> list[tuple[int, Fact]]:
+def loaders_of(ranks: tuple[Rank, ...]) -> list[tuple[int, Fact]]:
     """The loaders that stand in the same line, under one number, on every rank."""
     tables = [rank.by_id("loader", "loader") for rank in ranks]
     return [
@@ -161,17 +161,17 @@ def _loaders(ranks: tuple[Rank, ...]) -> list[tuple[int, Fact]]:
     ]
 
 
-def _passes(rank: Rank, loader: int) -> list[Fact]:
+def passes_of(rank: Rank, loader: int) -> list[Fact]:
     return [one for one in rank.all("pass") if one["loader"] == loader and one["samples"]]
 
 
 def _numbered(rank: Rank, loader: int, number: int) -> Fact | None:
-    return next((one for one in _passes(rank, loader) if one["number"] == number), None)
+    return next((one for one in passes_of(rank, loader) if one["number"] == number), None)
 
 
 def _first(rank: Rank, loader: int) -> Fact | None:
     """Its first pass in which something was trained; before it some look at a batch."""
-    return next((one for one in _passes(rank, loader) if one["backwards"]), None)
+    return next((one for one in passes_of(rank, loader) if one["backwards"]), None)
 
 
 def _sizes(one: Fact) -> list[int]:

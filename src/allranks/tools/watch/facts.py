@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Fact = Mapping[str, Any]
+WORKERS = "workers"
 END = -1
 """The step of digests that were taken at the end."""
 
@@ -39,8 +40,8 @@ def read_ranks(folder: Path) -> tuple[Rank, ...]:
 
     Ranks are those of the process group. If no process made one, they are the launcher's.
     """
-    told = [read_facts(path.read_text()) for path in sorted(folder.glob("*.jsonl"))]
-    told = [facts for facts in told if facts]
+    read = ((path, read_facts(path.read_text())) for path in sorted(folder.glob("*.jsonl")))
+    told = [(*facts, *_of_workers(path)) for path, facts in read if facts]
     grouped = any(_rank_in_group(facts) is not None for facts in told)
     found: dict[int, tuple[Fact, ...]] = {}
     for facts in told:
@@ -61,6 +62,12 @@ def read_facts(text: str) -> tuple[Fact, ...]:
                 return
 
     return tuple(lines())
+
+
+def _of_workers(path: Path) -> list[Fact]:
+    """What the workers of loaders told, that the process of these facts had."""
+    files = sorted((path.parent / WORKERS).glob(f"{path.stem}-*.jsonl"))
+    return [fact for file in files for fact in read_facts(file.read_text())]
 
 
 def _rank_in_group(facts: Iterable[Fact]) -> int | None:

@@ -14,6 +14,7 @@ from allranks.tools.watch.data import (
     samples_of_several_ranks,
     unequal_batches,
 )
+from allranks.tools.watch.evaluations import means_of_batch_means, means_of_ranks
 from allranks.tools.watch.facts import Rank, read_ranks
 from allranks.tools.watch.files import files_of_several_ranks, lines_of_all_ranks
 from allranks.tools.watch.finding import Finding, in_order
@@ -30,6 +31,7 @@ from allranks.tools.watch.stepping import (
     undivided_accumulation,
     unreduced_steps,
 )
+from allranks.tools.watch.workers import equal_draws_of_workers
 
 LOOKED_FOR = (
     orders_that_never_change,
@@ -37,10 +39,13 @@ LOOKED_FOR = (
     samplers_of_other_ranks,
     padded_evaluations,
     unequal_batches,
+    means_of_batch_means,
+    means_of_ranks,
     replicas_that_drift,
     parameters_outside,
     weights_that_begin_unequal,
     equal_random_streams,
+    equal_draws_of_workers,
     schedules_too_fast,
     schedules_ahead,
     undivided_accumulation,

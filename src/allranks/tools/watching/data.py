@@ -132,6 +132,7 @@ class Loaders:
                 self._tell(loader_number)
         count = self._counts[number] = self._counts.get(number, -1) + 1
         one = self._passes[number] = Pass(number, count, self.progress.backwards)
+        self.progress.begun = number, count
         one.epochs_set = _get(self._epochs, _sampler_of(loader)) or 0
         self._of_iterator[iterator] = one
 
@@ -148,6 +149,7 @@ class Loaders:
             replicas=getattr(sampler, "num_replicas", None),
             batch_size=loader.batch_size,
             workers=loader.num_workers,
+            seeded=loader.worker_init_fn is not None,
         )
 
     def _asked(self, iterator: Any, index: Any) -> None:

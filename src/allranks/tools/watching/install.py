@@ -11,9 +11,11 @@ from allranks.tools.watching.collectives import Collectives
 from allranks.tools.watching.data import Loaders
 from allranks.tools.watching.facts import Facts
 from allranks.tools.watching.files import Files
+from allranks.tools.watching.losses import Losses
 from allranks.tools.watching.progress import Progress
 from allranks.tools.watching.replicas import Replicas
 from allranks.tools.watching.stepping import Schedules, Stepping
+from allranks.tools.watching.workers import Workers
 
 WRAPPED = (
     *("torch.distributed", "torch.optim.lr_scheduler", "torch.utils.data.distributed"),
@@ -36,17 +38,18 @@ def install(torch: Any, folder: str) -> None:
     replicas = Replicas(torch, facts, progress)
     stepping = Stepping(torch, facts, progress, replicas)
     schedules = Schedules(torch, facts, stepping)
-    collectives = Collectives(torch, facts, progress)
+    collectives, losses = Collectives(torch, facts, progress), Losses(torch, facts, progress)
     facts.tell("process", rank=os.environ.get("RANK"), torch=str(torch.__version__))
     digests = facts.guarded(replicas.finish)
 
     def finish() -> None:
-        parts = (loaders, schedules, stepping, collectives)
+        parts = (loaders, schedules, stepping, collectives, losses)
         for part in parts:
             facts.guarded(part.finish)()
         digests()
 
-    for recorder in (loaders, replicas, stepping, schedules, Files(torch, facts)):
+    others = losses, Workers(torch, facts, progress), Files(torch, facts)
+    for recorder in (loaders, replicas, stepping, schedules, *others):
         facts.guarded(recorder.install)()
     if torch.distributed.is_available():
         facts.guarded(collectives.install)(digests)

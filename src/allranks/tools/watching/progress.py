@@ -16,6 +16,8 @@ class Progress:
     steps: int = 0
     batch: tuple[int, int, int] | None = None
     """Loader, pass and number of the last batch that was taken."""
+    begun: tuple[int, int] | None = None
+    """Loader and pass that was begun last: its workers are made next."""
     last_pass: tuple[int, int] | None = None
     """Loader and pass of the last pass that came to its end."""
     scaled: bool = False

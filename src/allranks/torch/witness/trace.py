@@ -1,22 +1,9 @@
-"""The trace of a training: everything that two runs can differ in, step by step, for `check`.
-
-    trace/rank-RRR.jsonl              samples, loss, weight, rate; a digest of every tensor
-    trace/tensors/step-SSSSSSSS.safetensors    the tensors themselves, written by the leader
-    trace/tensors/rank-RRR/step-…     those of other ranks, of the step that the job's `parts_of` is
-    trace/parts/step-…                what the parts of its batch give one by one (`parts`)
-
-Stages, in the order in which a step makes them: `gradient` (summed over all ranks, divided,
-regularizer added), `clipped gradient`, `weight` (after the update), `average` (of the weights,
-where there is one), `buffer`. Step -1 is the state before the first step. What callbacks change
-after a step belongs to that step. With a replay, weights and buffers before each step are those of
-another trace, so that differences cannot add up. The row of step -1 says what else a cause is found
-by (`facts`): which tensors are cut, and how the optimizer is set.
-"""
+"""The trace of a rank that trains with torch: see `training.record.trace` for what is in it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,75 +12,49 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from allranks.job.job import Job
-from allranks.job.run_folder import JsonLines
 from allranks.torch.checkpoint.tree import is_dtensor, local
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import reals
 from allranks.torch.state import put_whole
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.parts import write_parts
-from allranks.training.callback import Callback
-from allranks.training.progress import StepResult
-
-START = -1
-FEWEST_STEPS = 3  # traced, however large the model is
+from allranks.training.record import trace
 
 
-def tensors_path(trace: Path, step: int, rank: int = 0) -> Path:
-    """Where the tensors of a rank of one step are; step -1 is before the first."""
-    name = "start" if step == START else f"step-{step:08d}"
-    folder = trace / "tensors"
-    return (folder / f"rank-{rank:03d}" if rank else folder) / f"{name}.safetensors"
-
-
-class Trace(Callback):
+class Trace(trace.Trace[Tensor]):
     """Writes the trace of one rank. It is the probe of the strategy's shared step.
 
     `steps` is how many the job is to make: as asked, or as many as the space for tensors allows.
     """
 
-    def __init__(self, trace: Path, rank: int, strategy: Strategy, job: Job) -> None:
-        self.path, self.rank, self.strategy, self.job = trace, rank, strategy, job
-        self.replay = Path(job.replay) if job.replay else None
-        (trace / "tensors").mkdir(parents=True, exist_ok=True)
-        self._rows = JsonLines(trace / f"rank-{rank:03d}.jsonl")
-        self._gradients: dict[str, Tensor] = {}
-        self._magnitude: float | None = None
-        self._drawn = False
+    def __init__(self, folder: Path, rank: int, strategy: Strategy, job: Job) -> None:
+        super().__init__(folder, range(rank, rank + 1), job)
+        self.strategy = strategy
+        self.steps = trace.traced_steps(job, self._bytes_per_step())
         self._passes: list[int] = []
         self._values = 0
         self._squares: dict[str, dict[str, float]] = {}
         self._cut = self._cut_tensors()
-        self._row: dict[str, Any] | None = {"step": START, "facts": self._facts()}
-        self._in_float64 = job.precision == "fp64"
-        self.steps = job.steps
-        if job.trace_bytes and job.steps is not None:
-            fitting = job.trace_bytes // self._bytes_per_step()
-            self.steps = min(job.steps, max(FEWEST_STEPS, fitting))
-        if job.parts_of is not None:
-            self.steps = max(job.parts_of, 0) + 1
         strategy.step.probe = self
 
     def begin(self, batch: Batch) -> None:
         """Before the forward passes of a step: what came before is complete."""
-        self._write()
-        if self.replay is not None:
-            self._take_over(batch.index - 1, self.replay)
-        self._magnitude, self._drawn = None, False
+        super().begin(batch)
+        self.drawn = False
         self._passes, self._values, self._squares = [], 0, {}
         if batch.index == self.job.parts_of and self.job.cut_for:
             write_parts(self.path, self.strategy, batch, self.job)
 
     def losses(self, losses: Tensor) -> None:
         """The weighted losses of a micro-batch: how large they are, whatever they add up to."""
-        self._magnitude = (self._magnitude or 0.0) + float(losses.abs().sum())
-        self._drawn |= _was_drawn_from(torch.default_generator)
+        self.magnitude = (self.magnitude or 0.0) + float(losses.abs().sum())
+        self.drawn = self.drawn or _was_drawn_from(torch.default_generator)
         self._passes.append(losses.shape[0])
         self._values += losses.numel()
 
     def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
         """Within a step, when the gradients of that stage are there."""
-        self._drawn |= _was_drawn_from(torch.default_generator)
+        self.drawn = self.drawn or _was_drawn_from(torch.default_generator)
         squares = self._squares.setdefault(stage, {"cut": 0.0, "whole": 0.0})
         for name, gradient in zip(names, tensors, strict=True):
             if gradient is not None:
@@ -102,34 +63,35 @@ class Trace(Callback):
                 kind = "cut" if name in self._cut else "whole"
                 squares[kind] += 0.0 if own.is_meta else float(reals(own).double().square().sum())
                 full = self.strategy.full(name, dense.detach())
-                self._gradients[f"{stage}/{name}"] = full.clone()
+                self.keep(0, f"{stage}/{name}", full.clone())
 
-    def on_step(self, trainer: Any, batch: Batch, result: StepResult) -> None:
-        """After the step."""
-        self._row = {
-            "step": batch.index,
-            "ids": batch.ids.tolist() if self.strategy.step.parts.counts_samples else [],
-            "loss": result.loss,
-            "magnitude": self._magnitude,
-            "samples": result.samples,
-            "weight": result.weight,
-            "learning_rate": result.learning_rate,
-            "grad_norm": result.grad_norm,
-            "overflow": result.overflow,
-            "draws": self._drawn,
-            "micro_batches": self._passes,
-            "values": self._values,
-            "loss_scale": result.loss_scale,
-            "own_squares": self._squares,
+    def ids(self, batch: Batch) -> list[list[int]]:
+        """The samples of this rank, where it counts them."""
+        return [batch.ids.tolist() if self.strategy.step.parts.counts_samples else []]
+
+    def facts(self) -> dict[str, Any]:
+        """Which tensors are cut, and how the optimizer is set."""
+        optimizer, task = self.strategy.step.optimizer, self.strategy.task
+        told = ("lr", "weight_decay", "momentum", "eps", "betas", "nesterov")
+        group = optimizer.param_groups[0] if len(optimizer.param_groups) == 1 else {}
+        settings = {name: group[name] for name in told if isinstance(group.get(name), (int, float))}
+        return {
+            "cut": self._cut,
+            "clip_norm": task.clip_norm,
+            "ema": task.ema,
+            "optimizer": type(optimizer).__name__,
+            "settings": settings,
         }
 
-    def on_end(self, trainer: Any) -> None:
-        """No step follows. What is evaluated after a replay is what the other run evaluated."""
-        last = START if self._row is None else self._row["step"]
-        self._write()
-        if self.replay is not None:
-            self._take_over(last, self.replay)
-        self._rows.close()
+    def more(self) -> dict[str, Any]:
+        """The passes of the step that is over, and the squares of this rank's gradients."""
+        passes = {"micro_batches": self._passes, "values": self._values}
+        return {**passes, "own_squares": self._squares}
+
+    def whole(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Gradients and state, every tensor whole; every rank calls this."""
+        with self.strategy.owned():
+            return [{**gradients[0], **dict(self._whole())}]
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """All that a step starts from and changes, but what the optimizer keeps; as it is saved."""
@@ -163,23 +125,7 @@ class Trace(Callback):
         with strategy.owned():
             trained = sum(strategy.as_saved(name, p.detach()).nbytes for name, p in pairs)
             state = sum(tensor.nbytes for _, tensor in self._state())
-        return max(1, kinds * trained + state)
-
-    def _write(self) -> None:
-        """Write the step that is over, with the state that it and all callbacks have left."""
-        row, self._row = self._row, None
-        if row is None:
-            return
-        with self.strategy.owned():
-            tensors = {**self._gradients, **dict(self._whole())}
-        self._gradients = {}
-        row["digests"] = {name: _digest(tensor) for name, tensor in tensors.items()}
-        self._rows.row(row)
-        if self.rank == 0 or row["step"] == self.job.parts_of:
-            path = tensors_path(self.path, row["step"], self.rank)
-            path.parent.mkdir(exist_ok=True)
-            kept = {n: _storable(t) for n, t in tensors.items() if self._is_kept(n, row["step"])}
-            save_file(kept, path)
+        return kinds * trained + state
 
     def _cut_tensors(self) -> dict[str, int]:
         """Of which weights this rank holds a part, and along which dimension they are cut."""
@@ -194,28 +140,21 @@ class Trace(Callback):
                             found[name] = place.dim
         return found
 
-    def _facts(self) -> dict[str, Any]:
-        """What a cause is found by, beside numbers and tensors."""
-        optimizer, task = self.strategy.step.optimizer, self.strategy.task
-        told = ("lr", "weight_decay", "momentum", "eps", "betas", "nesterov")
-        group = optimizer.param_groups[0] if len(optimizer.param_groups) == 1 else {}
-        settings = {name: group[name] for name in told if isinstance(group.get(name), (int, float))}
-        return {
-            "cut": self._cut,
-            "clip_norm": task.clip_norm,
-            "ema": task.ema,
-            "optimizer": type(optimizer).__name__,
-            "settings": settings,
-        }
+    @staticmethod
+    def digest(tensor: Tensor) -> str:
+        """The start of a SHA-256 of its bytes."""
+        flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        return hashlib.sha256(flat.numpy().data).hexdigest()[:16]
 
-    def _is_kept(self, name: str, step: int) -> bool:
-        """Whether a tensor is in the files; nobody reads the weights of a replay in 32 bits."""
-        moved = name.startswith(("weight/", "average/"))
-        return not moved or step == START or self.replay is None or self._in_float64
+    @staticmethod
+    def store(tensors: Mapping[str, Tensor], path: Path) -> None:
+        """Write copies of tensors, those of 16 bits in 32."""
+        save_file({name: _storable(tensor) for name, tensor in tensors.items()}, path)
 
     @torch.no_grad()
-    def _take_over(self, step: int, trace: Path) -> None:
-        tensors = load_file(tensors_path(trace, step))
+    def take_over(self, path: Path) -> None:
+        """Set weights, their average and buffers; every rank calls this."""
+        tensors = load_file(path)
         with self.strategy.owned(writes=True):
             for name, tensor in self._state():
                 if name in tensors:  # what the other run does not have is what `check` will say
@@ -233,8 +172,3 @@ def _storable(tensor: Tensor) -> Tensor:
     real = reals(tensor.resolve_neg())
     short = real.dtype in (torch.bfloat16, torch.float16)
     return real.to("cpu", torch.float32 if short else real.dtype, copy=True).contiguous()
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()[:16]
