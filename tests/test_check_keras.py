@@ -114,7 +114,7 @@ def test_replicas_of_one_process_that_drift_are_seen(check: Check, tmp_path: Pat
     trace = tmp_path / "fp64-1-ranks" / "trace"
     rows = [list(read_rows(trace / f"rank-{replica:03d}.jsonl")) for replica in range(3)]
     assert [[row["step"] for row in one] for one in rows] == [[-1, 0, 1, 2, 3, 4]] * 3
-    whole = next(iter(read_rows(tmp_path / "fp64-reference/trace/rank-000.jsonl"), None))
+    whole = next(read_rows(tmp_path / "fp64-reference/trace/rank-000.jsonl"), None)
     assert whole is not None and whole["digests"] == rows[0][0]["digests"]
     assert [len(one[1]["ids"]) for one in rows] == [9, 9, 6]  # of 24 in 8 shards
     assert len({one[1]["digests"][f"weight/{FIRST}"] for one in rows}) == 3

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from allranks.tensorflow import Task
+from allranks.tensorflow.names import value_of
 from allranks.training.callback import Callback
 from tf_faults import FAULTS, Fault
 from tf_tasks import Convolutions, Dense
@@ -68,7 +69,7 @@ class Clamp(Callback):
 
     def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
         for variable in trainer.built.model.trainable_variables:
-            variable.assign(np.clip(np.asarray(variable), -0.1, 0.1))
+            variable.assign(np.clip(value_of(variable), -0.1, 0.1))
 
 
 @dataclass(kw_only=True)
@@ -159,9 +160,12 @@ def plant(fault: Fault) -> None:
         function = getattr(function, name)
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(fault.line) == 1, fault
+    broken = textwrap.indent(source.replace(fault.line, fault.becomes), "    ")
+    cell = ", ".join(function.__code__.co_freevars)  # `__class__`, where it calls super()
     names = dict(vars(module))
-    exec(source.replace(fault.line, fault.becomes), names)
-    function.__code__ = names[function.__name__].__code__
+    exec(f"def made({cell}):\n{broken}\n    return {function.__name__}", names)
+    made = names["made"](*function.__code__.co_freevars)
+    function.__code__ = made.__code__
 
 
 @dataclass(kw_only=True)
