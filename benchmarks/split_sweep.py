@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 from harness import RECORDS, finish_record, median_interval, order_of, ratio, say, start_record
-from sweep_plot import Curve, plot
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from allranks.job.job import Job
 from allranks.programs.models import resnet20
+from allranks.tools.bench.figure import Curve, plot
 from allranks.torch import Task, Trainer
 
 FIXED_S, ROW_S = 0.002, 0.001

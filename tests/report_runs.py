@@ -64,7 +64,8 @@ def rank_events(rank: int, metrics: dict[str, float], summary: dict[str, Any]) -
         event(at, "evaluated", attempt=1, step=step, metrics=metrics, best=False)
         for at, step in ((5.5, 9), (6.2, 12))
     ]
-    done = event(6.5, "done", attempt=1, summary=summary, seconds=SECONDS[rank])
+    memory = {"host_bytes": (1 + rank) * 2**28, "device_bytes": None}
+    done = event(6.5, "done", attempt=1, summary=summary, seconds=SECONDS[rank], memory=memory)
     return [*first, *([] if rank else [lost]), *again, *([] if rank else evaluated), done]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 from itertools import pairwise
@@ -11,11 +12,18 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
-from allranks.cli.bench import bench
+from allranks.cli.bench import _job, bench
+from allranks.cli.display.bench_table import BenchTable
 from allranks.errors import RequestError
-from allranks.tools.bench.measuring import EXCHANGE, Found, Measured
-from allranks.tools.bench.plan import WEAK, Combination, Plan, checked_plan
+from allranks.tools.bench.energy import Meter
+from allranks.tools.bench.figure import sweep_curves, sweep_figure
+from allranks.tools.bench.machine import copy_bytes_per_s
+from allranks.tools.bench.measuring import Found
+from allranks.tools.bench.peers import check_job
+from allranks.tools.bench.plan import WEAK, Combination, Plan, checked_plan, swept
+from allranks.tools.bench.reading import EXCHANGE, Measured, timed
 from allranks.tools.bench.results import request_of, rows_of, to_data
 from allranks.tools.bench.statistics import Steps, interval, of_steps, ratio
 from allranks.tools.bench.tables import proposal, table
@@ -56,7 +64,9 @@ def test_a_turn_has_each_combination_once_and_another_order_than_the_last() -> N
 
 
 def run(turn: int, speed: float) -> Measured:
-    return Measured(turn, Steps(speed, 1, 2), 1 / speed, {EXCHANGE: 0.25}, 100, 100, "abc")
+    shares = {"compute": 0.5, EXCHANGE: 0.25, "data": 0.25}
+    peaks = (2**20 * (1 + turn), None)
+    return Measured(turn, Steps(speed, 1, 2), 1 / speed, shares, 100, 100, "abc", *peaks)
 
 
 def found_with(speeds: dict[tuple[str, int], list[float]]) -> list[Found]:
@@ -91,6 +101,7 @@ def test_speed_ups_are_turn_by_turn_over_the_fewest_ranks_of_a_strategy() -> Non
     page = proposal(PLAN, rows, "a machine")
     assert "2 ranks with `--strategy ddp`: 158 samples a second" in page
     above = [line.split("|")[-2].strip() for line in page.splitlines() if line.startswith("| ")]
+    assert "a rank held 3.0 MiB at most" in page and page.count("| 3.0 MiB |") == 3
     assert above == [
         *("above 75%", "the base", "yes", "undecided"),
         *("refused: no", "the base", "one repeat: nobody knows"),
@@ -105,7 +116,152 @@ def test_the_record_is_plain_json() -> None:
         ("zero1", 0),
         ("zero1", 0),
     ]
-    assert data["settings"]["repeats"] == 3 and data["schema"] == 1
+    assert data["settings"]["repeats"] == 3 and data["schema"] == 2
+    assert [row["peak_bytes"] for row in data["rows"][:4]] == [3 * 2**20] * 3 + [None]
+    assert {data["rows"][0][name] for name in ("compute", "input")} == {0.5, 0.25}
+    assert data["rows"][0]["joules"] is data["rows"][0]["device_peak_bytes"] is None
+
+
+def rows_at(times: list[float], first: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"step": first + number, "samples": 10, "loss": 1.0 / (number + 1), "monotonic": at}
+        for number, at in enumerate(times)
+    ]
+
+
+def test_a_step_behind_an_evaluation_is_not_timed() -> None:
+    rows = rows_at([0.0, 0.1, 0.2, 9.2, 9.4])
+    found = timed(rows, 1, {3})
+    assert not isinstance(found, str)
+    assert found.step_s == pytest.approx(0.4 / 3) and found.steps.speed == pytest.approx(75.0)
+    assert found.losses == (1, 1 / 2, 1 / 3, 1 / 4, 1 / 5), "of every step, the warm-up too"
+    assert "1 steps after the warm-up" in str(timed(rows, 4, set()))
+    early = timed(rows, 4, {3}, ended_early=True)
+    assert not isinstance(early, str) and early.step_s == pytest.approx(0.3 / 2)
+
+
+def test_the_time_to_a_metric_is_of_the_runs_that_reached_it() -> None:
+    """A run that did not reach it has no time, and nobody guesses one."""
+    plan = dataclasses.replace(PLAN, steps=0, until="accuracy=0.9")
+    words = plan.words_of(Combination("ddp", 2))
+    assert words[words.index("--until") + 1] == "accuracy=0.9" and "--steps" not in words
+    found = found_with({("ddp", 1): [100.0, 100.0, 100.0], ("ddp", 2): [150.0, 150.0]})
+    seconds = {(1, 0): 4.0, (1, 2): 6.0}
+    for one in found:
+        one.runs = [
+            dataclasses.replace(
+                run,
+                until_s=seconds.get((one.combination.ranks, run.turn)),
+                until_step=40 if (one.combination.ranks, run.turn) in seconds else None,
+                joules=100.0 * (1 + run.turn),
+            )
+            for run in one.runs
+        ]
+    first, second = rows_of(found, plan.until)
+    assert first.until_s is not None and first.until_s.mean == 5.0 and first.until_runs == 2
+    assert first.until_s.high - 5 == pytest.approx(12.706 * math.sqrt(2) / math.sqrt(2))
+    assert (first.joules, first.joules_until) == (200.0, 200.0)
+    assert (second.until_s, second.until_runs, second.joules_until) == (None, 0, None)
+    told = table([first, second])
+    assert "5.00 ± 12.71 (2 runs)" in told and "not reached" in told
+    page = proposal(plan, [first, second], "a machine")
+    assert "| ddp | 1 | 5.00 ± 12.71 (2 runs) | 40 | 200 |" in page
+    assert "| ddp | 2 | not reached |  | unknown |" in page
+    data = to_data(plan, found, {})
+    assert data["rows"][1]["until_s"] is None and data["rows"][1]["until_runs"] == 0
+
+
+def test_a_peer_whose_loss_is_another_is_marked() -> None:
+    """Beside an exact strategy of ours on as many ranks; scaling is over its own fewest ranks."""
+    ours = Found(Combination("ddp", 2), [run(0, 100.0)], losses=(2.0, 1.0, 0.5))
+    rarely = Found(Combination("local-sgd:every=4", 2), [run(0, 120.0)], losses=(2.0, 1.5, 0.9))
+    peer = Found(Combination("hand", 2, is_peer=True), [run(0, 90.0)], losses=(2.0, 1.000001, 0.5))
+    other = Found(Combination("fabric", 2, True), [run(0, 90.0)], losses=(2.0, 1.0, 0.51))
+    alone = Found(Combination("hand", 4, True), [run(0, 90.0)], losses=(2.0, 1.0, 0.5))
+    rows = rows_of([rarely, ours, peer, other, alone])
+    assert [row.loss_apart for row in rows[:2]] == [None, None]
+    assert rows[2].loss_apart == pytest.approx(1e-6) and rows[3].loss_apart == pytest.approx(0.02)
+    assert rows[4].loss_apart is None and rows[4].base == 2
+    assert rows[2].base == 2, "its own, not that of a strategy"
+    told = table(rows).splitlines()
+    assert "as ours, 1e-06" in told[3] and "DIFFERS by 2e-02" in told[4]
+    assert told[3].startswith("hand (peer)") and "nothing of ours" in told[5]
+    assert request_of(rows[2:], PLAN) is None, "nobody asks for a peer"
+
+
+def test_a_sweep_is_each_strategy_that_has_the_option_with_each_value() -> None:
+    strategies = ["single", "model-parallel:parts=2", "gpipe"]
+    found, option = swept(strategies, "split=1,4,16")
+    assert found == [
+        "single",
+        *(f"model-parallel:parts=2,split={m}" for m in (1, 4, 16)),
+        "gpipe",
+    ] and (option == "split")
+    plan = Plan("digits", tuple(Combination(s, 1) for s in found), 5, 2, 2, swept="split")
+    times = {"single": 10.0, found[1]: 9.0, found[2]: 6.0, found[3]: 12.0, "gpipe": 8.0}
+    rows = rows_of(
+        [
+            Found(Combination(s, 1), [run(t, 1000 / ms + t) for t in (0, 1)])
+            for s, ms in times.items()
+        ]
+    )
+    curves = {curve.name: curve.points for curve in sweep_curves(plan, rows)}
+    assert [point[0] for point in curves["model-parallel:parts=2"]] == [1, 4, 16]
+    assert [round(p[1], 1) for p in curves["model-parallel:parts=2"]] == [9.0, 6.0, 11.9]
+    assert {point[1] for point in curves["single"]} == {curves["single"][0][1]}, "a level line"
+    figure = sweep_figure(plan, rows)
+    assert figure is not None and figure.count("<polyline") == 3
+    for bad, why in (("splat=1,2", "no strategy with that option"), ("split=4", "fewer than two")):
+        with pytest.raises(RequestError, match=why):
+            swept(strategies, bad)
+
+
+def test_energy_is_counted_by_package_over_the_end_of_the_counter(tmp_path: Path) -> None:
+    def write(counts: dict[str, int]) -> None:
+        for name, count in counts.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "energy_uj").write_text(f"{count}\n")
+            (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
+
+    write({"intel-rapl:0": 1_000_000, "intel-rapl:1": 9_500_000, "intel-rapl:0:0": 5})
+    meter = Meter(tmp_path)
+    write({"intel-rapl:0": 3_000_000, "intel-rapl:1": 500_000, "intel-rapl:0:0": 9_000_000})
+    assert meter.joules() == pytest.approx(2.0 + 1.0)
+    assert Meter(tmp_path / "none").joules() is None
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
+    assert meter.joules() is None, "of one package alone nobody asked"
+
+
+def test_the_machine_copies_no_faster_than_memory_can() -> None:
+    assert 1e8 < copy_bytes_per_s(1) < 1e12
+
+
+def test_the_table_grows_while_a_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only on a terminal; elsewhere a line for each run."""
+    plan = dataclasses.replace(PLAN, combinations=PLAN.combinations[:3])
+    one, two, four = plan.combinations
+    shown = BenchTable(plan, {four: "refused: why"})
+    said: list[str] = []
+    monkeypatch.setattr("allranks.cli.display.bench_table.say", said.append)
+    with shown.shown():
+        watcher = shown.watcher()
+        watcher.began(one, 0)
+        watcher.ended(one, 0, run(0, 100.0))
+        watcher.ended(one, 1, run(1, 110.0))
+        watcher.began(two, 0)
+        watcher.tick()
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(shown.drawn())
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert lines[1][:6] == ["ddp", "1", "2/3", "105", "±", "64"] and lines[1][6:] == [
+        *("25%", "2.0", "MiB")
+    ]
+    assert lines[2][-3:] == ["ddp", "2", "0/3"] and lines[2][1] == "s", "it runs"
+    assert lines[3][:5] == ["ddp", "4", "0/3", "refused:", "why"]
+    assert said == [
+        "turn 1  ddp on 1: 100 samples/s",
+        "turn 2  ddp on 1: 110 samples/s",
+    ]
 
 
 def test_weak_scaling_gives_each_rank_as_many_samples() -> None:
@@ -141,6 +297,10 @@ def test_a_dry_run_says_what_would_run_and_what_cannot(tmp_path: Path) -> None:
         (("--", "--no-such-option"), "such option"),
         (("--scaling", "weak"), "no --batch-size"),
         (("--strategy", "nonsense"), "nonsense"),
+        (("--peers", "horovod"), "no peer 'horovod'"),
+        (("--peers", "tf", "--strategy", "independent"), "train apart"),
+        (("--sweep", "split=1,2"), "no strategy with that option"),
+        (("--until", "loss=0.1"), "which way is better"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(
@@ -166,8 +326,57 @@ def test_a_bench_of_digits(host: Host, tmp_path: Path) -> None:
     assert rows["single", 2]["problem"].startswith("refused")
     assert "rank 1" in rows["ddp", 2]["problem"] and rows["ddp", 2]["speed"] is None
     assert rows["ddp", 1]["speed"]["repeats"] == rows["single", 1]["speed"]["repeats"] == 2
+    assert rows["ddp", 1]["peak_bytes"] > 2**26 and rows["ddp", 2]["peak_bytes"] is None
+    assert said["machine"]["all_reduce_bytes_per_s"] > 1e6
     assert json.loads((tmp_path / "b" / "bench.json").read_text())["rows"] == said["rows"]
     assert "1 of 4 were not measured: ddp on 2" in launch.err
     assert (tmp_path / "b" / "proposal.md").is_file()
     again = host.launch(tmp_path, *words, *more, "--run-dir", "b")
     assert again.wait() == 2 and "something in it" in again.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "peers", "fields"),
+    [
+        ("digits", "hand,accelerate,fabric,deepspeed,deepspeed-zero1", ("shards=2", "dropout=0")),
+        ("digits-keras", "tf", ("shards=2", "dropout=0")),
+    ],
+)
+def test_peers_train_what_we_train(
+    host: Host, tmp_path: Path, program: str, peers: str, fields: tuple[str, ...]
+) -> None:
+    """The same weights, samples and optimizer: in every step the loss is ours but for rounding."""
+    words = ("bench", program, "--ranks", "2", "--peers", peers, "--repeats", "1", "--json")
+    if program == "digits-keras":
+        words += ("--strategy", "multi-worker-mirrored")
+    sets = [word for field in fields for word in ("--set", field)]
+    more = ("--steps", "6", "--warm-up", "2", "--run-dir", "b", "--", *sets)
+    launch = host.launch(tmp_path, *words, *more)
+    assert launch.wait() == 0, launch.err
+    rows = {row["strategy"]: row for row in launch.summary()["rows"] if row["is_peer"]}
+    assert list(rows) == peers.split(",")
+    for row in rows.values():
+        assert row["speed"]["mean"] > 0 and row["peak_bytes"] > 2**26
+        assert row["loss_apart"] <= 1e-4, row
+
+
+@pytest.mark.parametrize(
+    ("peer", "words", "found"),
+    [
+        ("tf", (), "a task of torch"),
+        ("hand", ("--precision", "fp64"), "precision = fp64"),
+        ("hand", ("--bitwise",), "bitwise = True"),
+        ("hand", ("--place", "slurm", "--nodes", "2"), "no part of this machine"),
+    ],
+)
+def test_what_a_peer_does_not_have_is_refused_by_name(
+    peer: str, words: tuple[str, ...], found: str, tmp_path: Path
+) -> None:
+    asked = ["digits", "--ranks", "2", "--peers", peer, "--dry-run", "--json", "--", *words]
+    said = CliRunner().invoke(bench, asked)
+    jobs = {job["strategy"]: job for job in json.loads(said.stdout)["jobs"]}
+    assert "refused" not in jobs["ddp"] and jobs[peer]["refused"].startswith("refused: ")
+    job = jobs[peer]["words"]
+    with pytest.raises(RequestError, match=found):
+        check_job(peer, _job(job))

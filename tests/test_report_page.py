@@ -85,12 +85,13 @@ def test_a_page_says_what_a_run_has_recorded(door: Door, tmp_path: Path) -> None
         "compute communication and waiting input evaluation",
         "1.25 s (45.5 %) 0 ms (0.0 %) 0 ms (0.0 %) 0 ms (0.0 %) 0 ms (0.0 %) 750 ms",
         "1 trains node1 1 cpu 4.0 KiB",
-        "1 1.0 KiB 1.0 KiB 2.0 KiB 4.0 KiB",
+        "optimizer together process, at most 0 1.0 KiB 1.0 KiB 2.0 KiB 4.0 KiB 256.0 MiB",
+        "1 1.0 KiB 1.0 KiB 2.0 KiB 4.0 KiB 512.0 MiB",
         "Learning rate: 0.003 at every step.",
         "allranks train digits --ranks 2 --set lr=0.003",
         "threads 1 (rank 0) threads 2 (rank 1)",
         "NCCL_AUTH [redacted]",
-        "Activations and the peak of a process are not recorded",
+        "the kernel counts it: activations are in it",
     ):
         assert told in words, told
 
@@ -116,6 +117,23 @@ def test_curves_and_phases_are_the_recorded_numbers(door: Door, tmp_path: Path) 
         *((1, "starting", 3, 4), (1, "preparing", 4, 5), (1, "training", 5, 6.5)),
     ]
     assert told["held_bytes"] == {"0": 4096, "1": 4096}
+    assert told["peak_bytes"]["1"] == {"host_bytes": 2**29, "device_bytes": None}
+
+
+def test_gauges_of_devices_are_shown_where_there_are_some(door: Door, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    door(run)
+    assert "What their gauges showed" not in (run / "report.html").read_text()
+    path = run / "events-1.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    looks = [
+        event(at, "gauges", busy_percent=busy, celsius=60.0, watts=None, used_bytes=2**30)
+        for at, busy in ((5.2, 90.0), (5.6, 70.0))
+    ]
+    write_lines(path, [*rows, *looks])
+    door(run)
+    words = words_of((run / "report.html").read_text())
+    assert "1 2 80 %, most 90 % 60 °C, most 60 °C not recorded 1.0 GiB, most 1.0 GiB" in words
 
 
 def test_nothing_that_was_recorded_is_read_as_html(door: Door, tmp_path: Path) -> None:

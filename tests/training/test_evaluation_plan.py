@@ -61,6 +61,39 @@ def test_it_ends_early_and_stays_ended(train: Train, tmp_path: Path) -> None:
     assert longer.summary["steps"] == 12, "patience may change, and what was in vain is remembered"
 
 
+def test_it_ends_when_a_metric_is_reached_and_says_when(train: Train, tmp_path: Path) -> None:
+    """With the seconds that a clock beside it confirms; not reached is no number."""
+    flags: dict[str, Any] = {"eval_every": "4", "until": "accuracy=0.5", "steps": 60}
+    done = train("digits", "lr=0.003", **flags, ranks=2)
+    found = [row for row in read_events(done.run_dir) if row["event"] == "evaluated"]
+    assert [row["metrics"]["accuracy"] >= 0.5 for row in found] == [False] * (len(found) - 1) + [
+        True
+    ]
+    told = done.summary["until"]
+    assert done.summary["ended_early"] and told["step"] == done.summary["steps"] < 60
+    (first,) = (r for r in read_events(done.run_dir) if r["event"] == "training" and r["rank"] == 0)
+    since_first_step = found[-1]["monotonic"] - first["monotonic"]
+    assert since_first_step <= told["seconds"] < since_first_step + 5
+    never = train("digits", **{**flags, "until": "min:loss=1e-9", "steps": 8})
+    assert never.summary["until"] == {"asked": "min:loss=1e-9", "step": None, "seconds": None}
+    assert not never.summary["ended_early"] and never.summary["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    ("until", "every", "found"),
+    [
+        ("loss=0.1", "2", "which way is better"),
+        ("accuracy=high", "2", "no METRIC=NUMBER"),
+        ("accuracy", "2", "no METRIC=NUMBER"),
+        ("accuracy=0.9", "", "no --eval-every"),
+        ("acuracy=0.9", "2", "no metric 'acuracy'"),
+    ],
+)
+def test_what_a_training_cannot_end_at(train: Train, until: str, every: str, found: str) -> None:
+    with pytest.raises(RequestError, match=found):
+        train("contract_tasks:Images", eval_every=every, until=until, steps=4)
+
+
 def test_a_metric_that_is_not_there(train: Train) -> None:
     with pytest.raises(RequestError, match="no metric 'acuracy'"):
         train("contract_tasks:Images", eval_every="2", early_stop="max:acuracy", steps=4)

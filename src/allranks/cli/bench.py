@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from allranks.checkpoint.files import as_json, write_whole
+from allranks.cli.display.bench_table import BenchTable
 from allranks.cli.display.say import say
 from allranks.cli.options import resolved_from
 from allranks.cli.train import train
 from allranks.errors import Interrupted, ProgramError, RequestError
 from allranks.job.job import Job
-from allranks.job.units import format_bytes
 from allranks.launcher.start import new_run_dir
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.bench.measuring import Found, Measured, measure
-from allranks.tools.bench.plan import STRONG, WEAK, Combination, Plan, checked_plan
-from allranks.tools.bench.results import machine_facts, rows_of, to_data
+from allranks.tools.bench.figure import sweep_figure
+from allranks.tools.bench.machine import all_reduce_bytes_per_s, in_words, machine_facts
+from allranks.tools.bench.measuring import Found, measure
+from allranks.tools.bench.peers import PEERS, check_job, check_peers, script_of
+from allranks.tools.bench.plan import STRONG, WEAK, Combination, Plan, checked_plan, swept
+from allranks.tools.bench.results import Row, rows_of, to_data
 from allranks.tools.bench.tables import proposal, table
 
 RECORD, PAGE = "bench.json", "proposal.md"
+STEPS = 60
 TRAIN_ONLY_OPTIONS = ("dry_run", "placement", "as_object")
 
 
@@ -32,7 +36,12 @@ TRAIN_ONLY_OPTIONS = ("dry_run", "placement", "as_object")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- TRAIN OPTIONS]")
 @click.option("--strategy", multiple=True, help="A strategy to measure (default ddp); repeat it.")
 @click.option("--ranks", default="1,2", help="Numbers of ranks, by comma (default 1,2).")
-@click.option("--steps", type=click.IntRange(min=2), default=60, help="Steps that count.")
+@click.option(
+    "--sweep", default="", help="Each strategy with the values of an option: split=1,2,4."
+)
+@click.option("--peers", default="", help="Measure these too: " + ", ".join(PEERS) + ".")
+@click.option("--until", default="", help="Train until an evaluation has it: accuracy=0.97.")
+@click.option("--steps", type=click.IntRange(min=2), help="Steps that count (default 60).")
 @click.option("--warm-up", type=click.IntRange(min=1), default=20, help="Steps before them.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, help="Runs of each (default 5).")
 @click.option("--scaling", type=click.Choice([STRONG, WEAK]), default=STRONG, help="Whose batch.")
@@ -53,9 +62,13 @@ def bench(
     \b
     allranks bench digits --strategy ddp --strategy zero1 --ranks 1,2
     allranks bench digits --ranks 1,2 --scaling weak --batch-size 64 --page proposal
+    allranks bench digits --ranks 2 --peers hand,accelerate
+    allranks bench digits --until accuracy=0.95 -- --eval-every 5
+    allranks bench digits --ranks 1 --strategy model-parallel:parts=2 --sweep split=1,2,4
     allranks bench digits --ranks 1,2 -- --precision fp64
     """
     plan, jobs, refused = _plan(program, words, more)
+    runs = sum(one not in refused for one in plan.combinations) * plan.repeats
     folder = Path(more["run_dir"] or new_run_dir(f"{Path(program).stem}-bench")).absolute()
     if dry_run:
         _print_plan(plan, refused, folder, as_object)
@@ -63,17 +76,20 @@ def bench(
     machine = machine_facts()
     if folder.exists() and any(folder.iterdir()):
         raise _refused(f"--run-dir {folder}", "a folder with something in it", "a new folder")
-    say(f"{_in_words(machine)}; {jobs} jobs")
+    largest = max(jobs.values(), key=lambda job: job.ranks)
+    machine["all_reduce_bytes_per_s"] = all_reduce_bytes_per_s(largest)
+    say(f"{in_words(machine)}; {runs} jobs")
     folder.mkdir(parents=True, exist_ok=True)
-    found = measure(plan, refused, folder, _tell)
+    seen = BenchTable(plan, refused)
+    with seen.shown():
+        found = measure(plan, refused, folder, jobs, seen.watcher())
     data = to_data(plan, found, machine)
     write_whole(folder / RECORD, (as_json(data) + "\n").encode())
-    rows = rows_of(found)
+    rows = rows_of(found, plan.until)
     click.echo(table(rows), err=as_object)
-    if more["page"]:
-        page = proposal(plan, rows, _in_words(machine))
-        write_whole(folder / PAGE, page.encode())
-        click.echo(f"page {folder / PAGE}", err=as_object)
+    for what, name, text in _further(plan, rows, more["page"], in_words(machine)):
+        write_whole(folder / name, text.encode())
+        click.echo(f"{what} {folder / name}", err=as_object)
     if as_object:
         click.echo(as_json({"run_dir": str(folder), **data}))
     else:
@@ -81,35 +97,63 @@ def bench(
     _conclude(plan, found)
 
 
+def _further(
+    plan: Plan, rows: Sequence[Row], page: str, machine: str
+) -> Iterator[tuple[str, str, str]]:
+    """What is written beside the record: what it is, its name, its text."""
+    if page:
+        yield "page", PAGE, proposal(plan, rows, machine)
+    figure = sweep_figure(plan, rows) if plan.swept else None
+    if figure is not None:
+        yield "figure", f"{plan.swept}.svg", figure
+
+
 def _plan(
     program: str, words: Sequence[str], more: dict[str, Any]
-) -> tuple[Plan, int, dict[Combination, str]]:
-    """What is to be measured, how many jobs that are, and what cannot be, with the reason."""
-    strategies, ranks = more["strategy"] or ("ddp",), _numbers(more["ranks"])
-    if not any(word.partition("=")[0] == "--threads" for word in words):
-        each = max(1, len(os.sched_getaffinity(0)) // max(ranks))
-        words = (*words, "--threads", str(each))
-    every = tuple(Combination(strategy, n) for strategy in strategies for n in ranks)
+) -> tuple[Plan, dict[Combination, Job], dict[Combination, str]]:
+    """What is to be measured, the jobs that are, and what cannot be, with the reason."""
+    strategies, ranks = list(more["strategy"] or ("ddp",)), _numbers(more["ranks"])
+    peers = tuple(filter(None, more["peers"].split(",")))
+    check_peers(peers)
+    strategies, option = swept(strategies, more["sweep"]) if more["sweep"] else (strategies, "")
+    every = [Combination(strategy, n) for strategy in strategies for n in ranks]
+    every += [Combination(peer, n, is_peer=True) for peer in peers for n in ranks]
     plan = Plan(
         program,
-        every,
-        more["steps"],
+        tuple(every),
+        more["steps"] or (0 if more["until"] else STEPS),
         more["warm_up"],
         more["repeats"],
         more["scaling"],
         more["batch_size"] or 0,
-        tuple(words),
+        _words(words, max(ranks), more["until"]),
+        more["until"],
+        option,
     )
-    plan, refused = checked_plan(plan, strategies), dict[Combination, str]()
-    problem: RequestError | None = None
+    plan = checked_plan(plan, [*strategies, *peers])
+    refused, jobs, problem = dict[Combination, str](), dict[Combination, Job](), None
     for one in every:
         try:
-            _check(one, _job(plan.words_of(one)))
+            job = _job(plan.words_of(one))
+            _check(one, job)
         except RequestError as error:
-            refused[one], problem = f"refused: {error.found}", error
-    if problem is not None and len(refused) == len(every):
+            refused[one], problem = f"refused: {error.found}", problem or error
+        else:
+            jobs[one] = job
+    if problem is not None and not jobs:
         raise problem
-    return plan, (len(every) - len(refused)) * plan.repeats, refused
+    return plan, jobs, refused
+
+
+def _words(words: Sequence[str], ranks: int, until: str) -> tuple[str, ...]:
+    """The words for every job: as many threads for each rank, and with `until` evaluations."""
+    given = {word.partition("=")[0] for word in words}
+    more = list(words)
+    if "--threads" not in given:
+        more += ["--threads", str(max(1, len(os.sched_getaffinity(0)) // ranks))]
+    if until and "--eval-every" not in given:
+        more += ["--eval-every", "epoch"]
+    return tuple(more)
 
 
 def _numbers(text: str) -> list[int]:
@@ -135,7 +179,13 @@ def _job(words: Sequence[str]) -> Job:
 
 
 def _check(one: Combination, job: Job) -> None:
-    """Raise `RequestError` for ranks that train apart: no one of them counts the samples of all."""
+    """Raise `RequestError` for ranks that train apart: no one of them counts the samples of all.
+
+    And for what a peer does not have.
+    """
+    if one.is_peer:
+        check_job(one.strategy, job)
+        return
     if not strategy_spec(job.strategy, job.ranks).card.agreement.is_one_training:
         raise _refused(
             f"--strategy {one.strategy}",
@@ -150,22 +200,10 @@ def _refused(asked: str, found: str, do: str) -> RequestError:
     )
 
 
-def _in_words(machine: dict[str, Any]) -> str:
-    """The ceiling, before any figure."""
-    return (
-        f"{machine['cores']} processors, {format_bytes(machine['memory_bytes'])}, "
-        f"a load of {machine['load_1min']:.1f} before"
-    )
-
-
-def _tell(combination: Combination, turn: int, measured: Measured | str) -> None:
-    said = measured if isinstance(measured, str) else f"{measured.steps.speed:,.0f} samples/s"
-    say(f"turn {turn + 1}  {combination.strategy} on {combination.ranks}: {said}")
-
-
 def _print_plan(plan: Plan, refused: dict[Combination, str], folder: Path, as_object: bool) -> None:
     jobs: list[dict[str, Any]] = [
         {"strategy": one.strategy, "ranks": one.ranks, "words": plan.words_of(one)}
+        | ({"peer": True} if one.is_peer else {})
         | ({"refused": refused[one]} if one in refused else {})
         for one in plan.combinations
     ]
@@ -174,6 +212,8 @@ def _print_plan(plan: Plan, refused: dict[Combination, str], folder: Path, as_ob
         return
     for job in jobs:
         why = job.get("refused")
+        if "peer" in job and not why:
+            why = f"this job, by `allranks run -- {script_of(job['strategy'])}`"
         click.echo(f"allranks train {' '.join(job['words'])}" + (f"   # {why}" if why else ""))
     click.echo(f"{plan.repeats} turns, in {folder}")
 

@@ -94,8 +94,9 @@ TRAINING_OPTIONS: Options = (
 EVALUATION_OPTIONS: Options = (
     (("--eval-every",), {"help": "Evaluate after so many steps, or after each `epoch`."}),
     (("--early-stop",), {"help": "End when max:METRIC or min:METRIC gets no better."}),
+    (("--until",), {"help": "End when an evaluation has it: accuracy=0.97 or min:loss=0.1."}),
     (("--patience",), {"type": int, "help": "Evaluations without a better one (default 3)."}),
-    (("--log",), {"help": "Further files to write: csv, tensorboard, phases."}),
+    (("--log",), {"help": "Further files to write: csv, tensorboard, mlflow, phases."}),
     (("--profile",), {"is_flag": True, "default": None, "help": "Write where a few steps spend."}),
 )
 
@@ -218,7 +219,7 @@ def resolved_from(program: str | None, flags: dict[str, Any]) -> Resolved:
     inject = " ".join(flags.pop("inject", ()))
     given = {name: value for name, value in flags.items() if value is not None}
     if epochs is not None:
-        given["steps"] = None  # also where a file or the run gone on with has some
+        given["steps"] = None  # also where a file or the resumed run has some
     if inject:
         given["inject"] = inject
     return resolve(program or "", given, settings, job_file)

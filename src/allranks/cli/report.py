@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.event_text import in_words
-from allranks.errors import printable
+from allranks.errors import RequestError, printable
+from allranks.tools.report.benches.page import page_of_benches
+from allranks.tools.report.benches.records import read_bench
+from allranks.tools.report.checks.page import page_of_checks, read_check
 from allranks.tools.report.page import page_of
 from allranks.tools.report.records import labels_of, read_run, understood
 from allranks.tools.report.runs_to_data import run_to_data
 from allranks.tools.report.trace import trace_of
-from allranks.tools.report.writing import page_path, run_folders, trace_path, write_file
+from allranks.tools.report.writing import (
+    BENCHES,
+    RUNS,
+    kind_of,
+    page_path,
+    run_folders,
+    trace_path,
+    write_file,
+)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -22,13 +35,19 @@ from allranks.tools.report.writing import page_path, run_folders, trace_path, wr
 def report(runs: tuple[str, ...], out: str | None, trace: str | None, as_object: bool) -> None:
     """Write one HTML file that shows RUN, or several runs beside each other.
 
-    RUN is a run folder, of a job that is over or goes on, or the folder of a sweep. The page loads
-    nothing from anywhere.
+    RUN is a run folder, of a job that is over or goes on, or the folder of a sweep; or the folder
+    of a bench; or that of `check --keep-runs`, or the object of `check --json` in a file. The page
+    loads nothing from anywhere.
 
     \b
     allranks report runs/digits-20261123-101500-1234-1
     allranks report runs/a runs/b --out comparison.html
+    allranks report runs/digits-bench-20261125-101500-1234-1
     """
+    kind = kind_of(runs)
+    if kind != RUNS:
+        _report_records(kind, runs, out, trace, as_object)
+        return
     paths = run_folders(runs)
     page, trace_file = page_path(paths, out), trace_path(trace)
     read = [read_run(path, name) for path, name in zip(paths, labels_of(paths), strict=True)]
@@ -45,3 +64,27 @@ def report(runs: tuple[str, ...], out: str | None, trace: str | None, as_object:
         click.echo(printable(f"{what} {path}"), err=as_object)
     if as_object:
         click.echo(as_json({**written, "runs": numbers}))
+
+
+def _report_records(
+    kind: str, names: tuple[str, ...], out: str | None, trace: str | None, as_object: bool
+) -> None:
+    """The page of benches or of checks."""
+    if trace is not None:
+        raise RequestError(
+            asked=f"report {' '.join(names)} --trace {trace}",
+            found=kind,
+            why="a trace is of runs",
+            do="report a run of it: turn-K/STRATEGY-RANKS in the folder of a bench",
+        )
+    paths = [Path(name) for name in dict.fromkeys(names)]
+    page = page_path(paths, out)
+    labelled = list(zip(paths, labels_of(paths), strict=True))
+    if kind == BENCHES:
+        text = page_of_benches([read_bench(path, label) for path, label in labelled])
+    else:
+        text = page_of_checks([read_check(path, label) for path, label in labelled])
+    write_file(page, text, "--out")
+    click.echo(printable(f"page {page}"), err=as_object)
+    if as_object:
+        click.echo(as_json({"page": str(page), kind: [str(path) for path in paths]}))

@@ -15,9 +15,11 @@ from allranks.cli.display.progress import in_sentences
 from allranks.errors import RequestError, printable
 from allranks.job.placement import read_placements
 from allranks.job.run_folder import is_in_use, read_events
+from allranks.job.units import format_bytes
 from allranks.launcher.scripts.plan import CommandRequest
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.report.outcome import outcome_of, read_job
+from allranks.training.record.held import held_in
 
 MOST_NOTES = 10
 HEADING_FIELDS = ("schema", "kind", "program", "processes", "run_dir")
@@ -69,12 +71,25 @@ def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
     click.echo(printable(f"{row['program']} × {row['ranks']}: {row['state']}"))
     if row["summary"]:
         click.echo(in_sentences(row["summary"]))
+    if row["memory"]:
+        click.echo(_memory_in_words(row["memory"]))
     if row["fault"]:
         click.echo("\n".join(printable(line) for line in row["fault"].splitlines()))
     lines = [*_went_wrong(path), "", *_asked(job, run, with_hint=not whole_job)]
     if whole_job:
         lines += ["", *(path / "job.toml").read_text().splitlines()]
     click.echo("\n".join(printable(line) for line in lines))
+
+
+def _memory_in_words(memory: dict[str, dict[str, int | None]]) -> str:
+    """What the process that held most has held, and on its device."""
+    told = []
+    for what, name in (("host_bytes", "a process"), ("device_bytes", "a device")):
+        known = [(one[what] or 0, rank) for rank, one in memory.items() if one[what] is not None]
+        if known:
+            most, rank = max(known)
+            told.append(f"{name} held {format_bytes(most)} at most (rank {rank})")
+    return "memory     " + ("; ".join(told) or "unknown")
 
 
 def _went_wrong(path: Path) -> list[str]:
@@ -129,10 +144,11 @@ def _row(path: Path) -> dict[str, Any]:
     try:
         job = read_job(path)
     except RequestError:
-        nothing = {"program": None, "ranks": None, "summary": None, "fault": None}
+        nothing = dict.fromkeys(("program", "ranks", "summary", "fault", "memory"))
         return {"run_dir": str(path), "state": "unreadable", **nothing}
     is_running = is_in_use(path)
-    outcome = outcome_of(path, read_events(path), is_running)
+    events = read_events(path)
+    outcome = outcome_of(path, events, is_running)
     return {
         "run_dir": str(path),
         "state": outcome.state,
@@ -140,4 +156,5 @@ def _row(path: Path) -> dict[str, Any]:
         "ranks": job["ranks"],
         "summary": outcome.summary,
         "fault": outcome.fault,
+        "memory": {str(rank): one.to_data() for rank, one in held_in(events).items()},
     }

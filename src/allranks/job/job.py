@@ -19,7 +19,7 @@ from allranks.strategies.resolve import StrategySpec, strategy_spec
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp64")
 DEVICES_OF_ALL_ENGINES = ("cpu", "cuda")
 DEVICES = (*DEVICES_OF_ALL_ENGINES, "xpu")  # torch knows others, by the names of their backends
-LOGS = ("csv", "tensorboard", "phases")
+LOGS = ("csv", "tensorboard", "mlflow", "phases")
 BAD_STEPS = ("stop", "skip", "warn")
 WITNESS = ("warn", "stop", "off")
 
@@ -34,7 +34,8 @@ class Training:
     one rank (None: all that the rank owns). `loader_workers` processes read data for each rank, and
     `prefetch` batches are made ready ahead of the step. The job evaluates every `eval_every` steps
     ("100", or "epoch"), and ends when `patience` evaluations in a row have not bettered the metric
-    `early_stop` ("max:accuracy"). `optimizer` ("adamw:lr=1e-3") and `schedule`
+    `early_stop` ("max:accuracy"), or as soon as an evaluation is `until` ("accuracy=0.97",
+    "min:loss=0.1"). `optimizer` ("adamw:lr=1e-3") and `schedule`
     ("warmup-lr:steps=1000") are taken in place of the task's.
     """
 
@@ -49,6 +50,7 @@ class Training:
     prefetch: int = 2
     eval_every: str = ""
     early_stop: str = ""
+    until: str = ""
     patience: int = 3
     optimizer: str = ""
     schedule: str = ""
@@ -126,8 +128,8 @@ class Safety:
 class Looking:
     """Where the job leaves its records, and which.
 
-    `log` lists further files to write ("csv,tensorboard,phases"); `profile` has torch's profiler
-    write what a few steps of rank 0 spend their time on.
+    `log` lists further files to write ("csv,tensorboard,mlflow,phases"); `profile` has torch's
+    profiler write what a few steps of rank 0 spend their time on.
     """
 
     run_dir: str = ""
@@ -141,13 +143,17 @@ class Tracing:
 
     `trace` records the insides of every step, of so many steps that their tensors fit in
     `trace_bytes` (0: of all), each from the weights of the trace in `replay`; one process cuts its
-    batches as `cut_for` ranks would (0: as its own ranks do).
+    batches as `cut_for` ranks would (0: as its own ranks do). Of step `parts_of` all is recorded
+    that tells a cause: the tensors of every rank, or, in one process with `cut_for`, each part of
+    the batch by itself, and the loss if the biases in `added_by_each` were added by every rank.
     """
 
     trace: bool = False
     trace_bytes: int = 0
     replay: str = ""
     cut_for: int = 0
+    parts_of: int | None = None
+    added_by_each: tuple[str, ...] = ()
 
 
 GROUPS: dict[str, type] = {

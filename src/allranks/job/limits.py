@@ -6,6 +6,7 @@ Every refusal names what was asked, what was found, why it cannot be, and what t
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from difflib import get_close_matches
 
@@ -25,7 +26,7 @@ from allranks.job.job import (
 )
 from allranks.job.loss_scale import parse_loss_scale
 from allranks.strategies.resolve import StrategySpec, resolved_strategy
-from allranks.strategies.roles import ProcessSet
+from allranks.strategies.roles import EVALUATOR, ProcessSet
 
 LEAST = {  # of each number: the bound, and whether it is allowed itself
     **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
@@ -41,6 +42,8 @@ WORD = re.compile(r"[a-z][a-z0-9_]*")
 NO_DEVICE = "gpu"  # which kind of it?
 MISSPELT = 0.7  # "cude" for "cuda"; "npu" and "hpu" are further from "cpu" and "xpu" than that
 METRIC = re.compile(r"(max|min):\S+")
+UNTIL = re.compile(r"(?:(max|min):)?([^\s=]+)=(\S+)")
+FALLS = "loss"  # the one metric that every evaluation has, and that gets better by getting less
 
 
 def checked(job: Job) -> Job:
@@ -243,7 +246,7 @@ def _check_roles(job: Job, process_set: ProcessSet) -> None:
             alike,
         ),
         (
-            job.checkpoint_every is None and process_set.has("evaluator"),
+            job.checkpoint_every is None and process_set.has(EVALUATOR),
             "no --checkpoint-every",
             "the evaluator judges checkpoints, and there would be none",
             "give --checkpoint-every, or leave the evaluator out",
@@ -275,13 +278,47 @@ def _check_course(job: Job) -> None:
             why="an evaluation follows every so many steps, or every epoch",
             do="--eval-every 100, or --eval-every epoch",
         )
-    if job.early_stop and not every:
+    for flag, asked in (("--early-stop", job.early_stop), ("--until", job.until)):
+        if asked and not every:
+            raise RequestError(
+                asked=f"{flag} {asked}",
+                found="no --eval-every",
+                why="without evaluations on the way there is nothing to judge by",
+                do=f"{flag} {asked} --eval-every epoch",
+            )
+    until_of(job)
+
+
+@dataclasses.dataclass(frozen=True)
+class Until:
+    """A value that a metric is to have: at least, or at most."""
+
+    metric: str
+    value: float
+    at_most: bool
+
+    def is_reached(self, found: float) -> bool:
+        """Whether a metric of this value is there; what is no number never is."""
+        return found <= self.value if self.at_most else found >= self.value
+
+
+def until_of(job: Job) -> Until | None:
+    """What `--until` asks for, if anything; raises `RequestError`."""
+    if not job.until:
+        return None
+    found = UNTIL.fullmatch(job.until)
+    try:
+        value = float(found[3]) if found else math.nan
+    except ValueError:
+        value = math.nan
+    if found is None or math.isnan(value) or (found[1] is None and found[2] == FALLS):
         raise RequestError(
-            asked=f"--early-stop {job.early_stop}",
-            found="no --eval-every",
-            why="without evaluations on the way there is nothing to judge by",
-            do=f"--early-stop {job.early_stop} --eval-every epoch",
+            asked=f"--until {job.until}",
+            found="no METRIC=NUMBER, or a loss without a word on which way is better",
+            why="the training ends when a metric is at least (max:), or at most (min:), a number",
+            do="for example --until accuracy=0.97, or --until min:loss=0.1",
         )
+    return Until(found[2], value, found[1] == "min")
 
 
 def devices_of(job: Job) -> tuple[int, ...]:

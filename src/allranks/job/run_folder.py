@@ -10,7 +10,7 @@
     checkpoints/        a folder for each, good only with its manifest  (all ranks, then the leader)
     weights.safetensors the weights at the end                           (leader)
     average.safetensors their moving average, if the task keeps one      (leader)
-    metrics.csv, evaluations.csv, tensorboard/   on request, `--log`     (leader)
+    metrics.csv, evaluations.csv, tensorboard/, mlruns/   on request, `--log`   (leader)
     phases/             on request, `--log phases`      (each rank its own file)
     report.html         a page to look at                                (`allranks report`)
     trace/              with `check` only: every step in full            (each rank its own files)
@@ -42,7 +42,7 @@ from allranks.job.job_file import FOR_CHECK, SCHEMA, redacted, write_toml
 FLUSH_EVERY_S = 0.25
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RESERVED_BYTES = 64 << 10  # for the summary of a job, or the report of its end
-LAST_EVENTS = ("done", "failed", "stopped", "interrupted", "kept_elsewhere", "not_kept")
+LAST_EVENTS = ("done", "failed", "stopped", "interrupted", "kept_elsewhere", "not_kept", "held")
 
 
 class RunFolder:

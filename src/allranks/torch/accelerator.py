@@ -185,6 +185,12 @@ def memory_statistics(device: torch.device) -> dict[str, Any]:
     return dict(counted(device)) if counted is not None else {}
 
 
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that the allocator of this device has handed out at once; `None`: it counts not."""
+    peak = memory_statistics(device).get("allocated_bytes.all.peak")
+    return None if peak is None else int(peak)
+
+
 def memory_report() -> str:
     """What is held on the current device, by size of the blocks; "" where nobody counts."""
     kind = torch.accelerator.current_accelerator()

@@ -114,7 +114,7 @@ def _what_runs(strategy: Strategy) -> str:
 
 
 def _metrics_of_ranks_apart(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
-    judges = {"--best": job.best, "--early-stop": job.early_stop}
+    judges = {"--best": job.best, "--early-stop": job.early_stop, "--until": job.until}
     asked = next((flag for flag, rule in judges.items() if rule), None)
     if asked is None or not _are_apart(strategy):
         return None

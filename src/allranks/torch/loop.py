@@ -42,7 +42,11 @@ def check_own_loop(job: Job, ranks: int) -> None:
 def tell_ignored(job: Job, called: Set[str], done: Progress) -> None:
     """Warn of what a job asked for and a loop of one's own never did."""
     options: dict[str, dict[str, Any]] = {
-        "evaluate_if_due": {"eval_every": job.eval_every, "early_stop": job.early_stop},
+        "evaluate_if_due": {
+            "eval_every": job.eval_every,
+            "early_stop": job.early_stop,
+            "until": job.until,
+        },
         "save_if_due": {"checkpoint_every": job.checkpoint_every},
     }
     for method, asked in options.items():

@@ -16,7 +16,8 @@ from allranks.job.run_folder import JsonLines
 from allranks.launcher.world import World
 from allranks.strategies.cards.decoupled import SYNCHRONIZER
 from allranks.strategies.cards.parameter_server import SCHEDULER, SERVER
-from allranks.strategies.roles import LEARNER, WORKER
+from allranks.strategies.roles import EVALUATOR, LEARNER, WORKER
+from allranks.torch.accelerator import peak_bytes
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.decoupled.learner import learn
 from allranks.torch.decoupled.trainer import SynchronizerTrainer
@@ -25,15 +26,17 @@ from allranks.torch.machine import check_devices, facts
 from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.placement import RecordPlacement, update_by_nothing
 from allranks.torch.model.weights_file import WeightsFile
+from allranks.torch.parameter_server.evaluator import evaluate_checkpoints
 from allranks.torch.parameter_server.server import serve
 from allranks.torch.parameter_server.serving import ServedTrainer
 from allranks.torch.parameter_server.trainer import SchedulerTrainer
-from allranks.torch.parameter_server.worker import work
+from allranks.torch.parameter_server.working.worker import work
 from allranks.torch.preparing.measuring import measure_step
 from allranks.torch.profiling import Profiling
 from allranks.torch.shared_memory.backend import told_of
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
+from allranks.torch.witness.gauges import RecordGauges
 from allranks.torch.witness.trace import Trace
 from allranks.training.callback import Callback
 from allranks.training.keras_task import Task as KerasTask
@@ -52,7 +55,7 @@ def _load_task(job: Job) -> Task:
 def _led(job: Job) -> Job:
     """The job as a process sees it that another one leads: who leads evaluates and saves."""
     alone = dataclasses.replace(job, run_dir="", checkpoint_every=None, resume="")
-    return dataclasses.replace(alone, eval_every="", early_stop="", best="")
+    return dataclasses.replace(alone, eval_every="", early_stop="", until="", best="")
 
 
 def _learn(job: Job, world: World, events: JsonLines) -> None:
@@ -73,6 +76,13 @@ def _serve(job: Job, world: World, events: JsonLines) -> None:
         serve(trainer, world, events)
 
 
+def _evaluate(job: Job, world: World, events: JsonLines) -> None:
+    """Evaluate the checkpoints of `job`, as one process would."""
+    alone = dataclasses.replace(_led(job), strategy="single", ranks=1, nodes=1)
+    with Trainer(_load_task(job), alone, world=world) as trainer:
+        evaluate_checkpoints(trainer, job, world, events)
+
+
 LEADERS: Mapping[str, type[Trainer]] = {
     SYNCHRONIZER: SynchronizerTrainer,
     SCHEDULER: SchedulerTrainer,
@@ -86,6 +96,7 @@ class TorchRank(RankProgram[Trainer]):
         LEARNER: _learn,
         WORKER: _work,
         SERVER: _serve,
+        EVALUATOR: _evaluate,
     }
     set_threads = staticmethod(torch.set_num_threads)
     facts = staticmethod(facts)
@@ -120,7 +131,8 @@ class TorchRank(RankProgram[Trainer]):
     def callbacks(self) -> list[Callback]:
         """Who hears of the steps: the record, the placement after an update, the profiler."""
         run_dir = self.record.run_dir
-        found: list[Callback] = [self.record, RecordPlacement(run_dir)]
+        gauges = RecordGauges(self.record.events.event)
+        found: list[Callback] = [self.record, RecordPlacement(run_dir), gauges]
         if self.job.profile and self.world.is_leader:
             found.append(Profiling(run_dir, self.record.events.event))
         return found
@@ -156,6 +168,10 @@ class TorchRank(RankProgram[Trainer]):
     def sha256(weights: Iterator[tuple[str, Tensor]]) -> str:
         """The digest of all weights, held one at a time."""
         return weights_sha256(weights)
+
+    def device_peak_bytes(self, trainer: Trainer) -> int | None:
+        """What the allocator of the rank's device has counted."""
+        return peak_bytes(trainer.device)
 
     def figures(self, trainer: Trainer, samples_per_s: float | None) -> dict[str, Any]:
         """What was sent and computed, and what the witness has seen."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from allranks.errors import RequestError, nearest
 from allranks.job.job import Job
+from allranks.job.limits import until_of
 from allranks.training.progress import Progress
 from allranks.training.schedules import Plateau, PlateauState
 
@@ -27,6 +28,9 @@ class EvaluationPlan:
         self.is_best = False
         self._best = Best(job.best) if job.best else None
         self._stop = Best(job.early_stop) if job.early_stop else None
+        self._until = until_of(job)
+        self.reached_at: int | None = None
+        """How many global batches were made when an evaluation first had what `until` asks for."""
         self._plateau = None if plateau is None else PlateauState(plateau)
 
     @property
@@ -36,7 +40,9 @@ class EvaluationPlan:
 
     @property
     def is_over(self) -> bool:
-        """Whether the metric of `early_stop` has not been bettered for `patience` evaluations."""
+        """Whether `until` is reached, or `early_stop` not bettered for `patience` evaluations."""
+        if self.reached_at is not None:
+            return True
         return self._stop is not None and self._stop.in_vain >= self.job.patience
 
     def is_due(self, done: Progress, steps_per_epoch: int | None) -> bool:
@@ -54,6 +60,9 @@ class EvaluationPlan:
         self.is_best = self._best is not None and self._best.take(metrics)
         if self._stop is not None:
             self._stop.take(metrics)
+        until = self._until
+        if until is not None and until.is_reached(metrics.get(until.metric, math.nan)):
+            self.reached_at = done.batch_index
         if self._plateau is not None:
             self._plateau.take(metrics)
 
@@ -77,6 +86,7 @@ class EvaluationPlan:
             "best": None if self._best is None else self._best.state(),
             "stop": None if self._stop is None else self._stop.state(),
             "plateau": None if self._plateau is None else self._plateau.state(),
+            "until": None if self._until is None else [self.job.until, self.reached_at],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -86,6 +96,8 @@ class EvaluationPlan:
         for own, was in ((self._best, state["best"]), (self._stop, state["stop"])):
             if own is not None and was is not None:
                 own.load_state(was)
+        rule, reached_at = state.get("until") or ("", None)
+        self.reached_at = reached_at if rule == self.job.until else None
         if self._plateau is not None and state.get("plateau") is not None:
             self._plateau.load_state(state["plateau"])
 
@@ -100,7 +112,10 @@ def check_metrics(job: Job, names: Iterable[str], plateau: Plateau | None = None
             do="--eval-every epoch, or --eval-every 100",
         )
     rules = {"--best": job.best, "--early-stop": job.early_stop}
-    for flag, rule in {**rules, "Plateau": plateau.rule if plateau else ""}.items():
+    until, judges = until_of(job), {**rules, "Plateau": plateau.rule if plateau else ""}
+    if until is not None:
+        judges["--until"] = f"max:{until.metric}"
+    for flag, rule in judges.items():
         metric = rule.partition(":")[2]
         if rule and metric not in names:
             raise RequestError(

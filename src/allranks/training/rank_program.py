@@ -24,6 +24,7 @@ from allranks.training.callback import Callback
 from allranks.training.engine.trainer import Trainer
 from allranks.training.fit import fit
 from allranks.training.record.failure import exit_code_of, failure_of
+from allranks.training.record.held import held_at_most
 from allranks.training.record.keeping import Keeping
 from allranks.training.record.logs import check_logs
 from allranks.training.record.rank_record import RankRecord
@@ -97,6 +98,10 @@ class RankProgram(ABC, Generic[T]):
     def figures(self, trainer: T, samples_per_s: float | None) -> dict[str, Any]:
         """What this engine adds to the summary, or knows of it."""
 
+    def device_peak_bytes(self, trainer: T) -> int | None:
+        """The most that this process has held on its device; `None` where nobody counts."""
+        return None
+
     # --- what all share -------------------------------------------------------------------
 
     @classmethod
@@ -157,6 +162,7 @@ class RankProgram(ABC, Generic[T]):
             self.train()
         else:
             role(self.job, self.world, self.record.events)
+            self.record.events.event("held", memory=held_at_most().to_data())
 
     def _place(self) -> None:
         with self.make_trainer(self.load_task(self.job)) as trainer:
@@ -199,7 +205,8 @@ class RankProgram(ABC, Generic[T]):
         summary |= self.figures(trainer, summary["samples_per_s"])
         trainer.comm.barrier()
         trainer.close()
-        self.record.events.event("done", summary=summary, seconds=trainer.heartbeat.seconds)
+        seconds, held = trainer.heartbeat.seconds, self._held(trainer)
+        self.record.events.event("done", summary=summary, seconds=seconds, memory=held)
         trainer.heartbeat.enter("done")
         trainer.faults.reach("done")
 
@@ -210,5 +217,9 @@ class RankProgram(ABC, Generic[T]):
         trainer.comm.barrier()
         trainer.close()
         step = trainer.progress.batch_index
-        self.record.events.event("stopped", step=step, checkpoint=committed)
+        held = self._held(trainer)
+        self.record.events.event("stopped", step=step, checkpoint=committed, memory=held)
         trainer.heartbeat.enter("done")
+
+    def _held(self, trainer: T) -> dict[str, int | None]:
+        return held_at_most(self.device_peak_bytes(trainer)).to_data()

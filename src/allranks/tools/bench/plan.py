@@ -1,4 +1,4 @@
-"""What is measured: combinations of a strategy and a number of ranks, in turns."""
+"""What is measured: combinations of a strategy, or a peer, and a number of ranks, in turns."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allranks.errors import RequestError
+from allranks.strategies.resolve import card_of
 
 STRONG, WEAK = "strong", "weak"
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A strategy on so many ranks."""
+    """A strategy on so many ranks; of a peer, `strategy` is its name."""
 
     strategy: str
     ranks: int
+    is_peer: bool = False
 
     @property
     def name(self) -> str:
         """For a folder."""
         safe = "".join(c if c.isalnum() or c in "-=" else "_" for c in self.strategy)
-        return f"{safe}-{self.ranks}"
+        return f"{'peer-' if self.is_peer else ''}{safe}-{self.ranks}"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ class Plan:
     """`combinations` are measured once in each of `repeats` turns, over `steps` after a `warm_up`.
 
     With `scaling` weak a batch has `batch_size` samples for each rank, with strong for all of them
-    together; 0 is what the program has. `words` go to every job as they are.
+    together; 0 is what the program has. With `until` every run ends when its evaluation has that,
+    or after `steps` (0: the epochs of the program). `swept` is the option whose values the
+    strategies differ in. `words` go to every job as they are.
     """
 
     program: str
@@ -40,14 +44,24 @@ class Plan:
     scaling: str = STRONG
     batch_size: int = 0
     words: tuple[str, ...] = ()
+    until: str = ""
+    swept: str = ""
 
     def words_of(self, combination: Combination) -> list[str]:
-        """The words after `allranks train` for one job, but its run folder."""
-        words = [self.program, "--strategy", combination.strategy]
-        words += ["--ranks", str(combination.ranks), "--steps", str(self.warm_up + self.steps)]
+        """The words after `allranks train` for one job, but its run folder.
+
+        Those of a peer describe the same job, with the strategy that its engine takes by itself.
+        """
+        words = [self.program]
+        words += [] if combination.is_peer else ["--strategy", combination.strategy]
+        words += ["--ranks", str(combination.ranks)]
+        if self.steps:
+            words += ["--steps", str(self.warm_up + self.steps)]
         if self.batch_size:
             parts = combination.ranks if self.scaling == WEAK else 1
             words += ["--set", f"batch_size={self.batch_size * parts}"]
+        if self.until and not combination.is_peer:
+            words += ["--until", self.until]
         return [*words, *self.words]
 
     def turn(self, number: int) -> list[Combination]:
@@ -75,3 +89,45 @@ def checked_plan(plan: Plan, strategies: Sequence[str]) -> Plan:
             do="name each once; --repeats says how often it is measured",
         )
     return plan
+
+
+def swept(strategies: Sequence[str], sweep: str) -> tuple[list[str], str]:
+    """The strategies with each value of `option=value,…`, and the option; raises `RequestError`.
+
+    A strategy that has no such option stays as it is: what the others are beside.
+    """
+    option, _, values = sweep.partition("=")
+    texts = [text for text in values.split(",") if text]
+    having = [one for one in strategies if _has(one, option)]
+    if not having or len(texts) < 2 or len(set(texts)) < len(texts):
+        known = sorted({o.name for one in strategies for o in card_of(one).options})
+        raise RequestError(
+            asked=f"--sweep {sweep}",
+            found="no strategy with that option" if not having else "fewer than two values",
+            why="a sweep measures a strategy with each of some values of one option",
+            do=f"--sweep OPTION=1,2,4 with one of {', '.join(known)}"
+            if known
+            else "a --strategy with options: see `allranks strategies NAME`",
+        )
+    found = list[str]()
+    for one in strategies:
+        mark = "," if ":" in one else ":"
+        found += [f"{one}{mark}{option}={text}" for text in texts] if one in having else [one]
+    return found, option
+
+
+def _has(strategy: str, option: str) -> bool:
+    return any(one.name == option for one in card_of(strategy).options)
+
+
+def value_of(strategy: str, option: str) -> float | None:
+    """The number that a strategy was given for the swept option; `None` if it has none."""
+    _, _, rest = strategy.partition(":")
+    for part in reversed(rest.split(",")):
+        name, equals, value = part.partition("=")
+        if equals and name == option:
+            try:
+                return float(value)
+            except ValueError:
+                return None
+    return None

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from allranks.errors import printable
 from allranks.job.units import format_bytes
 from allranks.tools.bench.plan import WEAK, Plan
-from allranks.tools.bench.results import ENOUGH, Row, request_of
+from allranks.tools.bench.results import ENOUGH, ROUNDING, Row, request_of
 from allranks.tools.bench.statistics import Interval
 
-HEAD = (
-    *("strategy", "ranks", "samples/s", "ms a step", "speed-up", "efficiency", "exchange"),
-    *("sent a step", "by its card"),
-)
+UNKNOWN = "unknown"
+Column = Callable[[Row], str]
 
 
-def cells_of(row: Row) -> list[str]:
-    """What each column says of a row."""
-    first = [row.strategy, str(row.ranks)]
-    if row.speed is None:
-        return [*first, row.problem]
-    return [
-        *first,
-        _with_reach(row.speed, 0),
-        f"{row.step_ms:.2f}",
-        "1" if row.ranks == row.base else _with_reach(row.speed_up, 2),
-        "1" if row.ranks == row.base else _with_reach(row.efficiency, 2),
-        "" if row.exchange is None else f"{row.exchange:.0%}",
-        format_bytes(row.sent_bytes),
-        format_bytes(row.card_bytes) + (f"; {row.problem}" if row.problem else ""),
-    ]
+def name_of(row: Row) -> str:
+    """`ddp`, or `hand (peer)`."""
+    return f"{row.strategy} (peer)" if row.is_peer else row.strategy
 
 
-def _with_reach(value: Interval | None, digits: int) -> str:
+def with_reach(value: Interval | None, digits: int) -> str:
     """`1.62 ± 0.04`; of a single repeat the value alone."""
     if value is None:
         return ""
@@ -43,14 +29,81 @@ def _with_reach(value: Interval | None, digits: int) -> str:
     return text if math.isinf(reach) else f"{text} ± {reach:,.{digits}f}"
 
 
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
+
+
+def _bytes(value: float | None) -> str:
+    return "" if value is None else format_bytes(value)
+
+
+def _until(row: Row) -> str:
+    if row.until_runs is None:
+        return "not asked of it"
+    if row.until_s is None:
+        return "not reached"
+    missed = row.until_s.repeats < (row.speed.repeats if row.speed else 0)
+    return with_reach(row.until_s, 2) + (f" ({row.until_s.repeats} runs)" if missed else "")
+
+
+def _loss(row: Row) -> str:
+    if row.loss_apart is None:
+        return "" if not row.is_peer else "nothing of ours to compare"
+    apart = f"{row.loss_apart:.0e}"
+    return f"as ours, {apart}" if row.loss_apart <= ROUNDING else f"DIFFERS by {apart}"
+
+
+COLUMNS: dict[str, Column] = {
+    "strategy": name_of,
+    "ranks": lambda row: str(row.ranks),
+    "samples/s": lambda row: with_reach(row.speed, 0),
+    "ms a step": lambda row: f"{row.step_ms:.2f}",
+    "speed-up": lambda row: "1" if row.ranks == row.base else with_reach(row.speed_up, 2),
+    "efficiency": lambda row: "1" if row.ranks == row.base else with_reach(row.efficiency, 2),
+    "exchange": lambda row: _share(row.exchange),
+    "sent a step": lambda row: _bytes(row.sent_bytes),
+    "by its card": lambda row: _bytes(row.card_bytes),
+    "peak memory": lambda row: _bytes(row.peak_bytes),
+    "s to it": _until,
+    "device peak": lambda row: _bytes(row.device_peak_bytes),
+    "joules": lambda row: "" if row.joules is None else f"{row.joules:,.0f}",
+    "loss": _loss,
+}
+SCALING = tuple(COLUMNS)[:6]
+ONLY_IF: dict[str, Callable[[Row], bool]] = {
+    "s to it": lambda row: row.until_runs is not None,
+    "device peak": lambda row: row.device_peak_bytes is not None,
+    "joules": lambda row: row.joules is not None,
+    "loss": lambda row: row.is_peer,
+}
+"""Columns that are there if a row has something to say in them."""
+
+
+def head_of(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The columns of these rows."""
+    return tuple(n for n in COLUMNS if n not in ONLY_IF or any(map(ONLY_IF[n], rows)))
+
+
+def cells_of(row: Row, head: Sequence[str]) -> list[str]:
+    """What each column says of a row; of one that was not measured, why."""
+    if row.speed is None:
+        return [name_of(row), str(row.ranks), row.problem]
+    cells = [COLUMNS[name](row) for name in head]
+    if row.problem:
+        cells[-1] += f"; {row.problem}"
+    return cells
+
+
 def table(rows: Sequence[Row]) -> str:
     """A line for each row, in columns."""
-    lines = [[printable(cell) for cell in cells] for cells in [list(HEAD), *map(cells_of, rows)]]
-    whole = [cells for cells in lines if len(cells) == len(HEAD)]
-    widths = [max(len(cells[at]) for cells in whole) for at in range(len(HEAD))]
-    ends = [[*widths[: len(cells) - 1], 0] for cells in lines]
+    head = head_of(rows)
+    cells = [list(head), *(cells_of(row, head) for row in rows)]
+    lines = [[printable(cell) for cell in line] for line in cells]
+    whole = [line for line in lines if len(line) == len(head)]
+    widths = [max(len(line[at]) for line in whole) for at in range(len(head))]
+    ends = [[*widths[: len(line) - 1], 0] for line in lines]
     pairs = zip(lines, ends, strict=True)
-    return "\n".join("  ".join(map(str.ljust, cells, own)).rstrip() for cells, own in pairs)
+    return "\n".join("  ".join(map(str.ljust, line, own)).rstrip() for line, own in pairs)
 
 
 def proposal(plan: Plan, rows: Sequence[Row], machine: str) -> str:
@@ -58,27 +111,54 @@ def proposal(plan: Plan, rows: Sequence[Row], machine: str) -> str:
     kind = "Weak" if plan.scaling == WEAK else "Strong"
     batch = f", {plan.batch_size} samples" if plan.batch_size else ""
     each = " for each rank" if plan.scaling == WEAK else " for all ranks together"
-    head = (*HEAD[:6], f"above {ENOUGH:.0%}")
+    head = (*SCALING, "peak memory of a rank", f"above {ENOUGH:.0%}")
+    steps = f"{plan.steps} steps each after {plan.warm_up} of warm-up" if plan.steps else "in full"
     lines = [
         f"# {kind} scaling of {plan.program}",
         "",
-        f"Measured on {machine}: {plan.repeats} repeats in turns, {plan.steps} steps each after "
-        f"{plan.warm_up} of warm-up{batch + each if batch else ''}. Intervals are of 95 %, over "
+        f"Measured on {machine}: {plan.repeats} repeats in turns, {steps}"
+        f"{batch + each if batch else ''}. Intervals are of 95 %, over "
         "repeats. Efficiency is the speed-up over the times as many ranks; the line is "
         f"{ENOUGH:.0%}.",
         "",
         "| " + " | ".join(head) + " |",
-        "|---|--:|--:|--:|--:|--:|---|",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for row in rows:
-        cells = cells_of(row)[:6]
-        cells += [""] * (6 - len(cells))
-        lines.append("| " + " | ".join([*cells, _above(row)]) + " |")
-    lines += ["", "## Request", "", _request(plan, rows), ""]
+        cells = cells_of(row, (*SCALING, "peak memory"))
+        cells[6:] = [_bytes(row.peak_bytes) or UNKNOWN] if row.speed is not None else []
+        cells += [""] * (7 - len(cells))
+        lines.append("| " + " | ".join([*cells, above(row)]) + " |")
+    lines += _until_lines(plan, rows)
+    lines += ["", "## Request", "", request_in_words(plan, rows), ""]
     return "\n".join(lines)
 
 
-def _above(row: Row) -> str:
+def _until_lines(plan: Plan, rows: Sequence[Row]) -> list[str]:
+    """Time and energy to the metric, for those that were asked for it."""
+    if not plan.until:
+        return []
+    lines = [
+        "",
+        f"## To {plan.until}",
+        "",
+        "Seconds from the first step, with the evaluations on the way; joules of the processor "
+        "packages of the machine over a whole run, where the machine counts them.",
+        "",
+        "| strategy | ranks | seconds | steps | joules |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        if row.until_runs is not None:
+            step = "" if row.until_step is None else str(row.until_step)
+            joules = UNKNOWN if row.joules_until is None else f"{row.joules_until:,.0f}"
+            cells = (row.strategy, str(row.ranks), _until(row), step, joules)
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def above(row: Row) -> str:
+    """Whether the efficiency of a row is above the line with its whole interval."""
     if row.efficiency is None:
         return row.problem if row.speed is None else ""
     if row.ranks == row.base:
@@ -90,15 +170,24 @@ def _above(row: Row) -> str:
     return "no" if row.efficiency.high < ENOUGH else "undecided"
 
 
-def _request(plan: Plan, rows: Sequence[Row]) -> str:
+def request_in_words(plan: Plan, rows: Sequence[Row]) -> str:
+    """What to ask a computing centre for."""
     found = request_of(rows, plan)
     if found is None or found.speed is None:
         return "Nothing was measured that a request could rest on."
     hours = 1e6 / found.speed.mean / 3600
     chosen = "the most" if plan.scaling == WEAK else "the fastest"
     ranks = "1 rank" if found.ranks == 1 else f"{found.ranks} ranks"
-    return (
+    memory = "unknown memory" if found.peak_bytes is None else format_bytes(found.peak_bytes)
+    told = (
         f"{ranks} with `--strategy {found.strategy}`: {found.speed.mean:,.0f} samples a second, so "
-        f"a million samples take {hours:.2g} hours, {hours * found.ranks:.2g} rank-hours. Of what "
+        f"a million samples take {hours:.2g} hours, {hours * found.ranks:.2g} rank-hours; a rank "
+        f"held {memory} at most. Of what "
         f"was measured it is {chosen} whose efficiency is above the line with its whole interval."
     )
+    if found.until_s is not None:
+        to_it = found.until_s.mean / 3600
+        told += f" To {plan.until} it takes {to_it:.2g} hours, {to_it * found.ranks:.2g} rank-hours"
+        joules = found.joules_until
+        told += f", {joules:,.0f} joules." if joules is not None else "; the energy is unknown."
+    return told

@@ -28,6 +28,9 @@ MEMORY = {
     "gathered_bytes": "gathered within a step",
 }
 
+HOST = "host_bytes"
+PEAKS = {HOST: "process, at most", "device_bytes": "device, at most"}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -120,18 +123,26 @@ def memory_bars(run: Run) -> Bars | None:
     if not held:
         return None
     kinds = {n: text for n, text in MEMORY.items() if any(one[n] for one in held.values())}
+    on_device = any(one.device_bytes is not None for one in run.held.values())
+    peaks = PEAKS if on_device else {HOST: PEAKS[HOST]}
     rows = [
         (
             str(rank),
             *(UNKNOWN if (rank, n) in unknown else format_bytes(one[n]) for n in kinds),
             format_bytes(sum(one.values())),
+            *(_peak(run, rank, which) for which in peaks),
         )
         for rank, one in held.items()
     ]
-    head = ("rank", *kinds.values(), "together")
+    head = ("rank", *kinds.values(), "together", *peaks.values())
     bars = _bars(held, kinds, "rank {}".format, format_bytes)
     table = Table(head, tuple(rows), (RIGHT,) * len(head))
     return Bars(kinds, bars, table, len(held) - len(bars))
+
+
+def _peak(run: Run, rank: int, which: str) -> str:
+    peak = getattr(run.held.get(rank), which, None)
+    return UNKNOWN if peak is None else format_bytes(peak)
 
 
 def _bars(
@@ -155,11 +166,37 @@ def _bars(
     return tuple(found)
 
 
+GAUGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "busy_percent": ("busy", lambda value: f"{value:.0f} %"),
+    "celsius": ("temperature", lambda value: f"{value:.0f} °C"),
+    "watts": ("power", lambda value: f"{value:.0f} W"),
+    "used_bytes": ("memory in use", format_bytes),
+}
+
+
+def gauges(run: Run) -> Table | None:
+    """What the gauges of the devices showed, mean and most by rank; `None`: there are none."""
+    rows = []
+    for rank in run.speakers:
+        seen = run.of("gauges", rank)
+        if not seen:
+            continue
+        cells = [str(rank), str(len(seen))]
+        for name, (_, said) in GAUGES.items():
+            known = [float(one[name]) for one in seen if one.get(name) is not None]
+            mean = sum(known) / len(known) if known else 0.0
+            cells.append(f"{said(mean)}, most {said(max(known))}" if known else UNKNOWN)
+        rows.append(tuple(cells))
+    head = ("rank", "looks", *(title for title, _ in GAUGES.values()))
+    return Table(head, tuple(rows), (RIGHT,) * len(head)) if rows else None
+
+
 def bars_to_data(run: Run) -> dict[str, Any]:
     """The numbers behind the bars, for `--json`."""
     return {
         "seconds_per_phase": {str(rank): one for rank, one in phase_seconds(run).items()},
         "held_bytes": {str(one.rank): one.all_bytes for one in run.placements},
+        "peak_bytes": {str(rank): one.to_data() for rank, one in run.held.items()},
     }
 
 

@@ -18,18 +18,19 @@ from markupsafe import Markup
 
 from allranks import __version__
 from allranks.tools.report import tables
-from allranks.tools.report.bars import Bars, lanes_of, memory_bars, time_bars
+from allranks.tools.report.bars import Bars, gauges, lanes_of, memory_bars, time_bars
 from allranks.tools.report.charts import COLOURS, charts_of, constants_of, letter_of
 from allranks.tools.report.closely import Closely, closely
 from allranks.tools.report.headline import Headline, headline_of, missing
 from allranks.tools.report.numbers import counted, format_seconds
 from allranks.tools.report.outcome import RUNNING
-from allranks.tools.report.plot import Tick, nice_ticks
+from allranks.tools.report.plot import Chart, Tick, nice_ticks
 from allranks.tools.report.records import Event, Run
+from allranks.tools.report.tables import Table
 from allranks.tools.report.timeline import PHASES, Timeline, timeline_of
 
 MARKER = "<!-- made by allranks report -->"
-TEMPLATES = ("page.html", "run.html", "parts.html")
+TEMPLATES = ("frame.html", "page.html", "run.html", "parts.html", "benches.html", "checks.html")
 MOST_NOTES = 40
 NOT_NOTED = ("restart", "evaluated")
 PROFILE = "profile/rank-000.json"
@@ -61,6 +62,7 @@ class RunView:
     closely: Closely | None
     times: Bars | None
     memory: Bars | None
+    gauges: Table | None
     faults: tuple[Fault, ...]
     notes: tuple[tuple[str, str], ...]
     missing: tuple[str, ...]
@@ -72,22 +74,14 @@ def page_of(runs: Sequence[Run], in_words: InWords) -> str:
     several = len(runs) > 1
     views = [_view(number, run, several, in_words) for number, run in enumerate(runs)]
     charts = charts_of(runs)
-    environment = Environment(
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        loader=DictLoader({name: _text(name) for name in TEMPLATES}),
-    )
-    return environment.get_template("page.html").render(
-        marker=Markup(MARKER),
-        style=Markup(_text("style.css")),
-        script=Markup(_text("hover.js")),
-        data=_as_script([chart.data for chart in charts]),
-        title=_title(runs),
+    return rendered(
+        "page.html",
+        _title(runs),
+        charts,
+        source=f"the run folder{'s' if several else ''}",
+        at=runs[0].read_at,
         views=views,
         several=several,
-        charts=charts,
         constants=constants_of(runs),
         differences=tables.differences(runs),
         results=tables.results(runs),
@@ -96,8 +90,36 @@ def page_of(runs: Sequence[Run], in_words: InWords) -> str:
         phases=PHASES,
         percent=_percent,
         seconds=format_seconds,
+    )
+
+
+def rendered(
+    template: str,
+    title: str,
+    charts: Sequence[Chart],
+    source: str = "their records",
+    at: float | None = None,
+    **values: Any,
+) -> str:
+    """A page as text: what is the same of all of them, and `values` for its own template."""
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=DictLoader({name: _text(name) for name in TEMPLATES}),
+    )
+    return environment.get_template(template).render(
+        marker=Markup(MARKER),
+        style=Markup(_text("style.css")),
+        script=Markup(_text("hover.js")),
+        data=_as_script([chart.data for chart in charts]),
+        title=title,
+        charts=charts,
+        source=source,
         version=__version__,
-        made=time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(runs[0].read_at)),
+        made=time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(at)),
+        **values,
     )
 
 
@@ -143,6 +165,7 @@ def _view(number: int, run: Run, several: bool, in_words: InWords) -> RunView:
         closely=closely(run, timeline),
         times=time_bars(run),
         memory=memory_bars(run),
+        gauges=gauges(run),
         faults=_faults(run, timeline),
         notes=_notes(run, timeline, in_words),
         missing=tuple(missing(run)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from allranks.tools.report.curves import Series, thinned
@@ -22,7 +22,7 @@ TABLE_ROWS = 24
 MOST_DOTS = 60
 ENOUGH = 0.7  # of the distance between ticks that their number would need
 LABEL_APART = 7.5  # percent of the height
-LINE, FAINT, DOTS = "line", "faint", "dots"
+LINE, FAINT, DOTS, IDEAL = "line", "faint", "dots", "ideal"
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Line:
     colour: int = 0
     style: str = LINE
     letter: str = ""
+    ranges: tuple[tuple[float, float], ...] = ()
+    """Of each point its interval, drawn beside it; none where no point has one."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Path:
     gaps: str
     colour: int
     style: str
+    ranges: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,10 @@ class EndLabel:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one axis of steps. `from_zero` has the axis begin at zero."""
+    """Curves over one axis, of steps or of `x_title`. `from_zero` has that of values begin at zero.
+
+    `x_ticks_at` are the only places with a number; with `x_is_log` they lie as their logarithms.
+    """
 
     title: str
     lines: tuple[Line, ...]
@@ -74,16 +80,16 @@ class Chart:
     note: str = ""
     from_zero: bool = False
     x_title: str = "step"
+    x_ticks_at: tuple[float, ...] = ()
+    x_is_log: bool = False
     scale: Scale = field(init=False)
 
     def __post_init__(self) -> None:
         lines = tuple(
-            Line(line.label, thinned(line.series), line.colour, line.style, line.letter)
-            for line in self.lines
-            if line.series
+            replace(line, series=thinned(line.series)) for line in self.lines if line.series
         )
         object.__setattr__(self, "lines", lines)
-        object.__setattr__(self, "scale", _scale_of(lines, self.from_zero))
+        object.__setattr__(self, "scale", _scale_of(lines, self.from_zero, self.x_is_log))
 
     @property
     def is_log(self) -> bool:
@@ -92,12 +98,14 @@ class Chart:
     @property
     def paths(self) -> list[Path]:
         """What is drawn, faint lines first."""
-        order = {FAINT: 0, LINE: 1, DOTS: 2}
+        order = {FAINT: 0, IDEAL: 0, LINE: 1, DOTS: 2}
         lines = sorted(self.lines, key=lambda line: order[line.style])
         return [_path(line, self.scale) for line in lines]
 
     @property
     def x_ticks(self) -> list[Tick]:
+        if self.x_ticks_at:
+            return [Tick(self.scale.left(x), f"{x:,g}") for x in self.x_ticks_at]
         low, high = self.scale.x
         places = [x for x in nice_ticks(low, high, 6) if float(x).is_integer() and low <= x <= high]
         return [Tick(self.scale.left(x), f"{x:,.0f}") for x in places]
@@ -116,7 +124,9 @@ class Chart:
     def end_labels(self) -> list[EndLabel]:
         """Letters at the ends of the curves, pushed apart where they would lie on each other."""
         ends = {}
-        for line in sorted(self.lines, key=lambda line: (FAINT, DOTS, LINE).index(line.style)):
+        for line in sorted(
+            self.lines, key=lambda line: (IDEAL, FAINT, DOTS, LINE).index(line.style)
+        ):
             finite = [y for y in line.series.ys if is_drawn(y)]
             if line.letter and finite:
                 ends[line.letter] = (self.scale.top(finite[-1]), line.letter, line.colour)
@@ -183,7 +193,8 @@ class Chart:
             }
             for line in self.lines
         ]
-        return {"x": list(self.scale.x), "x_title": self.x_title, "lines": lines}
+        told = {"x": list(self.scale.x), "x_title": self.x_title, "lines": lines}
+        return told | ({"x_is_log": True} if self.x_is_log else {})
 
 
 @dataclass(frozen=True)
@@ -193,9 +204,12 @@ class Scale:
     x: tuple[float, float]
     y: tuple[float, float]
     is_log: bool
+    x_is_log: bool = False
 
     def left(self, x: float) -> float:
         low, high = self.x
+        if self.x_is_log:
+            low, high, x = math.log10(low), math.log10(high), math.log10(x)
         return round(100 * (x - low) / (high - low), 3)
 
     def top(self, y: float) -> float:
@@ -210,22 +224,26 @@ def is_drawn(y: float) -> bool:
     return math.isfinite(y) and abs(y) < LARGEST
 
 
-def _scale_of(lines: Iterable[Line], from_zero: bool) -> Scale:
+def _scale_of(lines: Iterable[Line], from_zero: bool, x_is_log: bool) -> Scale:
     xs = [x for line in lines for x in line.series.xs] or [0.0, 1.0]
-    ys = [y for line in lines for y in line.series.ys if is_drawn(y)] or [0.0, 1.0]
+    ys = [y for line in lines for y in (*line.series.ys, *_flat(line.ranges)) if is_drawn(y)]
+    ys = ys or [0.0, 1.0]
     left, right = min(xs), max(xs)
     if left == right:
-        left, right = left - 0.5, right + 0.5
+        left, right = (left / 1.5, right * 1.5) if x_is_log else (left - 0.5, right + 0.5)
     low, high = min(ys), max(ys)
     if low > 1 / LARGEST and high / low >= LOG_FROM and not from_zero:
         room = (high / low) ** MARGIN
-        return Scale((left, right), (low / room, high * room), is_log=True)
+        return Scale((left, right), (low / room, high * room), True, x_is_log)
     if from_zero:
         low = min(low, 0.0)
     room = MARGIN * (high - low) or abs(high) * MARGIN or 0.5
-    return Scale(
-        (left, right), (low if from_zero and low == 0 else low - room, high + room), is_log=False
-    )
+    below = low if from_zero and low == 0 else low - room
+    return Scale((left, right), (below, high + room), False, x_is_log)
+
+
+def _flat(ranges: Sequence[tuple[float, float]]) -> Iterable[float]:
+    return (bound for low_and_high in ranges for bound in low_and_high)
 
 
 def _path(line: Line, scale: Scale) -> Path:
@@ -242,7 +260,21 @@ def _path(line: Line, scale: Scale) -> Path:
         dots.append(f"M{at}h0")
         pen_down = True
     shown = dots if len(dots) == 1 or (line.style == DOTS and len(dots) <= MOST_DOTS) else []
-    return Path("".join(parts), "".join(shown), "".join(gaps), line.colour, line.style)
+    drawn = "".join(parts), "".join(shown), "".join(gaps)
+    return Path(*drawn, line.colour, line.style, _ranges(line, scale))
+
+
+def _ranges(line: Line, scale: Scale) -> str:
+    """An upright stroke over the interval of each point that has one."""
+    if len(line.ranges) != len(line.series.xs):
+        return ""
+    strokes = []
+    for x, (low, high) in zip(line.series.xs, line.ranges, strict=True):
+        if is_drawn(low) and is_drawn(high) and high > low:
+            left, top, bottom = scale.left(x), scale.top(high), scale.top(low)
+            unit = FRAME / 100
+            strokes.append(f"M{left * unit:.1f} {top * unit:.1f}V{bottom * unit:.1f}")
+    return "".join(strokes)
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:

@@ -24,6 +24,7 @@ from allranks.job.placement import RankPlacement, read_placements
 from allranks.job.run_folder import is_in_use, read_events, read_rows
 from allranks.launcher.heartbeat import PHASES
 from allranks.tools.report.outcome import Outcome, outcome_of, read_job
+from allranks.training.record.held import Held, held_in
 from allranks.training.record.phases import phases_path
 
 Event = dict[str, Any]
@@ -98,6 +99,11 @@ class Run:
             first = int(event["step"])
             found = {step: one for step, one in found.items() if step < first} | {first: event}
         return found
+
+    @cached_property
+    def held(self) -> dict[int, Held]:
+        """The most memory that each rank had in use at once, of those that said it."""
+        return held_in(self.events)
 
     @cached_property
     def hosts(self) -> dict[int, str]:

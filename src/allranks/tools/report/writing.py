@@ -7,10 +7,35 @@ from pathlib import Path
 
 from allranks.checkpoint.files import write_whole
 from allranks.errors import RequestError
+from allranks.tools.report.benches.records import RECORD as BENCH
+from allranks.tools.report.checks import RECORD as CHECK
 from allranks.tools.report.page import MARKER
 
 PAGE = "report.html"
 LOOKED_AT_BYTES = 200
+RUNS, BENCHES, CHECKS = "runs", "benches", "checks"
+
+
+def kind_of(names: Sequence[str]) -> str:
+    """What these names are all of: runs, benches or checks; raises `RequestError` for a mixture."""
+    kinds = dict.fromkeys(map(_kind, names))
+    if len(kinds) > 1:
+        raise RequestError(
+            asked=f"report {' '.join(names)}",
+            found=f"{' and '.join(kinds)}",
+            why="a page is of runs, of benches, or of checks",
+            do="report each kind by itself",
+        )
+    return next(iter(kinds))
+
+
+def _kind(name: str) -> str:
+    path = Path(name)
+    if (path / BENCH).is_file():
+        return BENCHES
+    if path.suffix == ".json" or (path / CHECK).is_file():
+        return CHECKS
+    return RUNS
 
 
 def run_folders(names: Sequence[str]) -> list[Path]:
@@ -33,7 +58,8 @@ def run_folders(names: Sequence[str]) -> list[Path]:
 
 def page_path(paths: Sequence[Path], out: str | None) -> Path:
     """Where the page goes; raises `RequestError` over a file that is no report."""
-    path = Path(out) if out else paths[0] / PAGE if len(paths) == 1 else Path(PAGE)
+    beside = paths[0] if paths[0].is_dir() else paths[0].parent
+    path = Path(out) if out else beside / PAGE if len(paths) == 1 else Path(PAGE)
     _check(path, "--out")
     if path.is_file() and MARKER.encode() not in _beginning(path):
         raise RequestError(

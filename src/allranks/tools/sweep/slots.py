@@ -141,8 +141,10 @@ class _Running:
             leftovers.sweep()
 
 
-def start_command(words: Sequence[str], cores: Sequence[int], log: Path) -> subprocess.Popen[bytes]:
-    """Run `allranks train WORDS` on these cores, in its own session: Ctrl-C is the sweep's.
+def start_command(
+    words: Sequence[str], cores: Sequence[int], log: Path, verb: str = "train"
+) -> subprocess.Popen[bytes]:
+    """Run `allranks VERB WORDS` on these cores, in its own session: Ctrl-C is the sweep's.
 
     Its output is appended to `log`. The kernel kills it when this process dies, and then its fork
     server ends its ranks.
@@ -158,7 +160,7 @@ def start_command(words: Sequence[str], cores: Sequence[int], log: Path) -> subp
 
     with open(log, "ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "allranks.cli.main", "train", *words],
+            [sys.executable, "-P", "-m", "allranks.cli.main", verb, *words],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -3,9 +3,10 @@
     metrics.csv      a line for each step, columns of metrics.jsonl; steps and epochs from 1
     evaluations.csv  a line for each metric of each evaluation on the way
     tensorboard/     event files (`tensorboard_log`)
+    mlruns/          a run of MLflow (`mlflow_log`)
     phases/          of every rank its own (`phases`): no `Log`, which the leader writes
 
-A training that goes on has each step once in them: steps that its checkpoint does not know of are
+A resumed training has each step once in them: steps that its checkpoint does not know of are
 dropped, and no others, because `flush` is called before each checkpoint. Nothing is read back from
 a table: it is made anew from `metrics.jsonl` and the events, which are opened before.
 """
@@ -39,7 +40,9 @@ from allranks.training.progress import StepResult
 LOGS = {
     "csv": "allranks.training.record.logs:CsvLog",
     "tensorboard": "allranks.training.record.tensorboard_log:TensorBoardLog",
+    "mlflow": "allranks.training.record.mlflow_log:MlflowLog",
 }
+PACKAGES = ("tensorboard", "mlflow")
 STEP_COLUMNS = (
     *("step", "epoch", "loss", "samples", "learning_rate", "monotonic"),
     *("grad_norm", "loss_scale", "bad"),
@@ -105,13 +108,14 @@ def _all_of(error: BaseException | None) -> Iterator[OSError]:
 
 def check_logs(job: Job) -> None:
     """Raise `RequestError` if what a log is written with is not installed; imports nothing."""
-    if "tensorboard" in logs_of(job) and importlib.util.find_spec("tensorboard") is None:
-        raise RequestError(
-            asked=f"--log {job.log}",
-            found="no package tensorboard in this Python",
-            why="its files are written with what defines their format",
-            do="pip install 'allranks[tensorboard]', or leave it out of --log",
-        )
+    for name in PACKAGES:
+        if name in logs_of(job) and importlib.util.find_spec(name) is None:
+            raise RequestError(
+                asked=f"--log {job.log}",
+                found=f"no package {name} in this Python",
+                why="its files are written with what defines their format",
+                do=f"pip install 'allranks[{name}]', or leave it out of --log",
+            )
 
 
 def open_logs(job: Job, step: int) -> Logs:

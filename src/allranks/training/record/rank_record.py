@@ -36,6 +36,7 @@ class RankRecord(Callback):
         self._seen_before = 0
         self.updates_before = 0
         self._phases: PhaseRecord | None = None
+        self._reached_s: float | None = None
 
     def open(self, trainer: Trainer, resumed_from: int | None) -> None:
         """Before the first step: the leader's files, without what came after the checkpoint."""
@@ -83,6 +84,8 @@ class RankRecord(Callback):
         """Record an evaluation on the way: the leader's, or each rank's own."""
         self._write()
         step, best = trainer.progress.batch_index, trainer.evaluation_plan.is_best
+        if trainer.evaluation_plan.reached_at == step and self.resumed_from is None:
+            self._reached_s = time.perf_counter() - self._began_at
         if self._speaks:
             self.events.event("evaluated", step=step, metrics=metrics, best=best)
         self._logs.evaluation(step, metrics)
@@ -139,7 +142,18 @@ class RankRecord(Callback):
             "sent_bytes": None,
             "card_bytes_per_step": None,
             "ended_early": trainer.evaluation_plan.is_over,
+            "until": self._until(trainer),
             "user_randomness": trainer.built.swapped["user_randomness"],
             "user_buffers": trainer.user_buffers,
             **self.keeping.to_data(),
         }
+
+    def _until(self, trainer: Trainer) -> dict[str, Any] | None:
+        """When `--until` was reached, in seconds since the first step began.
+
+        Evaluations until then are in it. A training that was resumed does not know the seconds.
+        """
+        if not self.job.until:
+            return None
+        step = trainer.evaluation_plan.reached_at
+        return {"asked": self.job.until, "step": step, "seconds": self._reached_s}

@@ -21,14 +21,16 @@
     return row;
   };
   const number = (y) => (y === null ? "not finite" : Math.abs(y) >= 1000 ? Math.round(y).toLocaleString("en") : String(Number(y.toPrecision(5))));
+  const scaled = (chart, x) => (chart.x_is_log ? Math.log(x) : x);
   const show = (plot, chart, x) => {
     const steps = chart.lines.flatMap((one) => one.x[nearest(one.x, x)]);
-    const at = steps.reduce((best, step) => (Math.abs(step - x) < Math.abs(best - x) ? step : best));
-    const span = chart.x[1] - chart.x[0];
+    const far = (step) => Math.abs(scaled(chart, step) - scaled(chart, x));
+    const at = steps.reduce((best, step) => (far(step) < far(best) ? step : best));
+    const begin = scaled(chart, chart.x[0]), span = scaled(chart, chart.x[1]) - begin;
     tip.replaceChildren(line("step", chart.x_title, at.toLocaleString("en")));
     for (const one of chart.lines) {
       const place = nearest(one.x, at);
-      if (Math.abs(one.x[place] - at) <= span / 50) tip.append(line("", one.label, number(one.y[place])));
+      if (Math.abs(scaled(chart, one.x[place]) - scaled(chart, at)) <= span / 50) tip.append(line("", one.label, number(one.y[place])));
     }
     let rule = plot.querySelector(".rule");
     if (!rule) {
@@ -37,7 +39,7 @@
       plot.append(rule);
     }
     const frame = plot.getBoundingClientRect();
-    const left = ((at - chart.x[0]) / span) * frame.width;
+    const left = ((scaled(chart, at) - begin) / span) * frame.width;
     rule.style.left = `${left}px`;
     tip.hidden = false;
     const right = frame.left + left + 14;
@@ -57,7 +59,9 @@
     plot.addEventListener("pointermove", (event) => {
       const frame = plot.getBoundingClientRect();
       const share = Math.min(1, Math.max(0, (event.clientX - frame.left) / frame.width));
-      at = show(plot, chart, chart.x[0] + share * (chart.x[1] - chart.x[0]));
+      const [low, high] = chart.x.map((x) => scaled(chart, x));
+      const x = low + share * (high - low);
+      at = show(plot, chart, chart.x_is_log ? Math.exp(x) : x);
     });
     plot.addEventListener("pointerleave", () => hide(plot));
     plot.addEventListener("blur", () => hide(plot));

@@ -1,0 +1,110 @@
+"""The machine that figures are of, and its ceiling: what no strategy can go beyond.
+
+Copies are made with threads that hold no lock of Python, one on each core at once: a byte that is
+copied is read and written, and is counted once. The sums between ranks are those of a script of
+`allranks.programs.peers`, over what the ranks of a job would talk over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from allranks.job.job import Job
+from allranks.job.units import format_bytes
+from allranks.tools.bench.peers import HERE, ROOM
+from allranks.tools.sweep.slots import start_command
+
+COPIED_BYTES = 64 * 2**20
+COPIES = 5
+MODEL = "model name"
+CEILING_S = 60.0
+SUMMED = "sums.json"
+
+
+def machine_facts() -> dict[str, Any]:
+    """Cores, memory, how busy it was already, and how fast it copies."""
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    return {
+        "host": os.uname().nodename,
+        "processor": _processor(),
+        "cores": cores,
+        "memory_bytes": pages,
+        "load_1min": load,
+        "copy_bytes_per_s": copy_bytes_per_s(1),
+        "copy_all_cores_bytes_per_s": copy_bytes_per_s(cores),
+        "all_reduce_bytes_per_s": None,
+    }
+
+
+def _processor(path: Path = Path("/proc/cpuinfo")) -> str | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith(MODEL)]
+    return names[0] if names else None
+
+
+def copy_bytes_per_s(threads: int) -> float:
+    """Bytes that all threads together copy in a second, in the best of a few rounds."""
+    blocks = [
+        (ctypes.create_string_buffer(COPIED_BYTES), ctypes.create_string_buffer(COPIED_BYTES))
+        for _ in range(threads)
+    ]
+
+    def copy(pair: tuple[Any, Any]) -> None:
+        ctypes.memmove(pair[0], pair[1], COPIED_BYTES)  # lets other threads run meanwhile
+
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(COPIES):
+            begun = time.perf_counter()
+            list(pool.map(copy, blocks))
+            best = min(best, time.perf_counter() - begun)
+    return threads * COPIED_BYTES / best
+
+
+def all_reduce_bytes_per_s(job: Job) -> float | None:
+    """Bytes of a tensor of 25 MB that the ranks of this job sum in a second.
+
+    `None` where that failed, of one rank, and of nodes that are no part of this machine.
+    """
+    if job.ranks == 1 or job.place_spec.name not in HERE:
+        return None
+    with tempfile.TemporaryDirectory(prefix="allranks-bench-") as scratch:
+        out = Path(scratch, SUMMED)
+        words = ["--ranks", str(job.ranks), "--nodes", str(job.nodes)]
+        words += ["--place", job.place] if job.nodes > 1 else ["--shared-memory"]
+        words += ["--run-dir", str(Path(scratch, "run")), "--time-limit", str(int(CEILING_S))]
+        words += ["--", sys.executable, "-m", f"{ROOM}.sums", str(out)]
+        process = start_command(words, (), Path(scratch, "log"), "run")
+        try:
+            process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        return float(json.loads(out.read_text())) if out.is_file() else None
+
+
+def in_words(machine: dict[str, Any]) -> str:
+    """The ceiling, before any figure."""
+    copied = [machine["copy_bytes_per_s"], machine["copy_all_cores_bytes_per_s"]]
+    told = [
+        str(machine["processor"] or "an unnamed processor"),
+        f"{machine['cores']} processors",
+        format_bytes(machine["memory_bytes"]),
+        f"copies {format_bytes(copied[0])}/s on one core, {format_bytes(copied[1])}/s on all",
+    ]
+    if machine["all_reduce_bytes_per_s"]:
+        told.append(f"the ranks sum {format_bytes(machine['all_reduce_bytes_per_s'])}/s")
+    return ", ".join([*told, f"a load of {machine['load_1min']:.1f} before"])

@@ -1,0 +1,132 @@
+"""The peers that a bench can measure beside our strategies, and what of a job they do not have.
+
+A peer is a script of its own in `allranks.programs.peers`, started by `allranks run` as anybody's
+script is. It gets the same job: the model and the optimizer of its task, its batches in its order.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from allranks.catalog import TENSORFLOW, TORCH
+from allranks.errors import RequestError, nearest
+from allranks.job.job import Job
+from allranks.tools.bench.plan import Combination
+
+ROOM = "allranks.programs.peers"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A script, what must be installed for it, and the engine whose tasks it trains."""
+
+    script: str
+    title: str
+    packages: tuple[str, ...] = ()
+    pip: str = ""
+    engine: str = TORCH
+    words: tuple[str, ...] = ()
+
+
+PEERS: Mapping[str, Peer] = {
+    "hand": Peer("hand", "DistributedDataParallel by hand"),
+    "accelerate": Peer("with_accelerate", "Accelerate", ("accelerate",), "accelerate"),
+    "fabric": Peer("with_fabric", "Lightning Fabric", ("lightning_fabric",), "lightning-fabric"),
+    "deepspeed": Peer("with_deepspeed", "DeepSpeed, ZeRO 0", ("deepspeed",), "deepspeed"),
+    "deepspeed-zero1": Peer(
+        "with_deepspeed", "DeepSpeed, ZeRO 1", ("deepspeed",), "deepspeed", TORCH, ("--stage", "1")
+    ),
+    "tf": Peer(
+        "with_tensorflow",
+        "tf.distribute by hand",
+        ("tensorflow", "keras"),
+        "'allranks[tensorflow]'",
+        TENSORFLOW,
+    ),
+}
+HERE = ("local", "simulated")
+PLAIN = Job()
+SAME = {
+    "precision": "sums are in fp32",
+    "bitwise": "none has a fixed order of sums",
+    "device": "the scripts are for processors",
+    "micro_batch": "a step is one pass",
+    "compile": "no script compiles",
+    "activation_checkpointing": "no script computes activations again",
+    "channels_last": "no script lays images out anew",
+    "optimizer": "a script takes the optimizer of the task",
+    "schedule": "a script takes no schedule",
+    "loader_workers": "a script reads in the step",
+}
+"""Values of a job that no peer has, and why."""
+
+
+def check_peers(names: tuple[str, ...]) -> None:
+    """Raise `RequestError` for a peer that is not known, or not installed."""
+    for name in names:
+        if name not in PEERS:
+            raise RequestError(
+                asked=f"--peers {','.join(names)}",
+                found=f"no peer {name!r}",
+                why="a peer is a script that comes with allranks",
+                do=nearest(name, PEERS),
+            )
+        peer = PEERS[name]
+        missing = [package for package in peer.packages if find_spec(package) is None]
+        if missing:
+            raise RequestError(
+                asked=f"--peers {','.join(names)}",
+                found=f"no package {', '.join(missing)} in this Python",
+                why=f"{name} is {peer.title}",
+                do=f"pip install {peer.pip}, or leave {name} out",
+            )
+
+
+def check_job(name: str, job: Job) -> None:
+    """Raise `RequestError` for what of this job the peer does not have."""
+    peer = PEERS[name]
+    if job.engine != peer.engine:
+        raise RequestError(
+            asked=f"--peers {name} for {job.program}",
+            found=f"a task of {job.engine}",
+            why=f"{peer.title} trains tasks of {peer.engine}",
+            do="leave that peer out, or name another program",
+        )
+    if job.place_spec.name not in HERE:
+        raise RequestError(
+            asked=f"--peers {name} with --place {job.place}",
+            found="nodes that are no part of this machine",
+            why="a bench starts peers here, or on simulated nodes",
+            do="leave one of them out",
+        )
+    for field, why in SAME.items():
+        if getattr(job, field) != getattr(PLAIN, field):
+            raise RequestError(
+                asked=f"--peers {name} with {field} = {getattr(job, field)}",
+                found="a peer that does not have it",
+                why=why,
+                do="leave one of them out",
+            )
+
+
+def script_of(name: str) -> str:
+    """How a person would start it: `python -m …`."""
+    peer = PEERS[name]
+    return " ".join(("python -m", f"{ROOM}.{peer.script}", *peer.words))
+
+
+def peer_words(combination: Combination, job: Job, run_dir: Path, out: Path) -> list[str]:
+    """The words after `allranks run` for one run; the job goes to the peer as a file."""
+    peer = PEERS[combination.strategy]
+    out.mkdir(parents=True)
+    asked = out / "job.json"
+    asked.write_text(json.dumps(job.to_data()))
+    words = ["--ranks", str(job.ranks), "--nodes", str(job.nodes), "--run-dir", str(run_dir)]
+    words += ["--place", job.place] if job.nodes > 1 else []
+    script = [sys.executable, "-m", f"{ROOM}.{peer.script}", str(asked), str(out), *peer.words]
+    return [*words, "--", *script]

@@ -1,0 +1,172 @@
+"""The page of one or several benches: what they found, beside the ideal, and what to ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from allranks.job.units import format_bytes
+from allranks.tools.bench.machine import in_words
+from allranks.tools.bench.plan import WEAK
+from allranks.tools.bench.reading import COMPUTE, EXCHANGE, INPUT
+from allranks.tools.bench.results import ENOUGH, ROUNDING, Row, request_of
+from allranks.tools.bench.tables import SCALING, above, cells_of, head_of, name_of, request_in_words
+from allranks.tools.report.bars import Bar, Bars, Part
+from allranks.tools.report.benches.charts import charts_of_bench, legend_of
+from allranks.tools.report.benches.records import Bench
+from allranks.tools.report.charts import letter_of
+from allranks.tools.report.headline import Figure
+from allranks.tools.report.numbers import counted, format_number, format_percent
+from allranks.tools.report.page import rendered
+from allranks.tools.report.plot import Chart
+from allranks.tools.report.tables import LEFT, RIGHT, Table
+
+SHARES = {COMPUTE: "compute", EXCHANGE: "communication and waiting", INPUT: "input"}
+
+
+@dataclass(frozen=True)
+class BenchView:
+    """All that the page shows of one bench."""
+
+    bench: Bench
+    letter: str
+    words: tuple[str, ...]
+    figures: tuple[Figure, ...]
+    colours: dict[str, int]
+    table: Table
+    shares: Bars | None
+    charts: tuple[tuple[int, Chart], ...]
+    machine: str
+    request: str
+    problems: tuple[str, ...]
+
+
+def page_of_benches(benches: Sequence[Bench]) -> str:
+    """The page of these benches, as text."""
+    views, charts = [], list[Chart]()
+    for number, bench in enumerate(benches):
+        own = charts_of_bench(bench)
+        numbered = tuple(enumerate(own, start=len(charts)))
+        charts += own
+        views.append(_view(bench, letter_of(number) if len(benches) > 1 else "", numbered))
+    programs = dict.fromkeys(bench.plan.program for bench in benches)
+    title = ", ".join(programs)
+    if len(benches) > 1:
+        title = f"{len(benches)} benches of {title}"
+    beside = _beside(views) if len(views) > 1 else None
+    return rendered("benches.html", title, charts, views=views, beside=beside)
+
+
+def _view(bench: Bench, letter: str, charts: tuple[tuple[int, Chart], ...]) -> BenchView:
+    plan, rows = bench.plan, bench.rows
+    kind = "weak scaling" if plan.scaling == WEAK else "strong scaling"
+    strategies = sum(1 for _ in dict.fromkeys(row.strategy for row in rows))
+    numbers = sorted({row.ranks for row in rows})
+    ranks = ", ".join(map(str, numbers)) + (" rank" if numbers == [1] else " ranks")
+    words = [f"{counted(strategies, 'strategy').replace('strategys', 'strategies')} on {ranks}"]
+    words += [kind, counted(plan.repeats, "turn")]
+    words.append(f"{counted(plan.steps, 'step')} each" if plan.steps else "to the end")
+    words += [f"until {plan.until}"] if plan.until else []
+    words += [f"a sweep of {plan.swept}"] if plan.swept else []
+    words += [" ".join(plan.words)] if plan.words else []
+    problems = tuple(f"{name_of(r)} on {r.ranks}: {r.problem}" for r in rows if r.problem)
+    return BenchView(
+        bench,
+        letter,
+        tuple(words),
+        tuple(_figures(bench)),
+        legend_of(bench) if charts else {},
+        _table(rows, swept=bool(plan.swept)),
+        _shares(bench),
+        charts,
+        in_words(dict(bench.machine)),
+        request_in_words(plan, rows),
+        problems,
+    )
+
+
+def _figures(bench: Bench) -> list[Figure]:
+    rows = [row for row in bench.measured if not row.is_peer]
+    found = []
+    fastest = max(rows, key=lambda row: row.speed.mean if row.speed else 0.0, default=None)
+    if fastest is not None and fastest.speed is not None:
+        where = f"{fastest.strategy} on {fastest.ranks}"
+        found.append(Figure("samples/s, fastest", f"{fastest.speed.mean:,.0f}", where))
+    scaled = [row for row in rows if row.efficiency is not None and row.ranks > row.base]
+    if scaled:
+        most = max(row.ranks for row in scaled)
+        best = max(
+            (row for row in scaled if row.ranks == most),
+            key=lambda row: row.efficiency.mean if row.efficiency else 0.0,
+        )
+        assert best.efficiency is not None
+        label = f"efficiency on {most}, best"
+        found.append(Figure(label, f"{best.efficiency.mean:.2f}", best.strategy))
+    asked = request_of(rows, bench.plan)
+    if asked is not None:
+        note = f"{asked.strategy}, above {ENOUGH:.0%} surely"
+        found.append(Figure("ranks to ask for", str(asked.ranks), note))
+    held = [(row.peak_bytes, row) for row in rows if row.peak_bytes is not None]
+    if held:
+        peak, row = max(held, key=lambda one: one[0])
+        found.append(Figure("peak memory", format_bytes(peak), f"{row.strategy} on {row.ranks}"))
+    reached = [(row.until_s.mean, row) for row in rows if row.until_s is not None]
+    if reached:
+        seconds, row = min(reached, key=lambda one: one[0])
+        note = f"{row.strategy} on {row.ranks}"
+        found.append(Figure(f"seconds to {bench.plan.until}", format_number(seconds), note))
+    apart = [row for row in bench.rows if (row.loss_apart or 0.0) > ROUNDING]
+    compared = [row for row in bench.rows if row.loss_apart is not None]
+    if compared:
+        note = ", ".join(row.strategy for row in apart) or f"of {len(compared)} compared"
+        found.append(Figure("peers with another loss", str(len(apart)), note))
+    return found
+
+
+def _table(rows: Sequence[Row], *, swept: bool) -> Table:
+    head = tuple(name for name in head_of(rows) if not (swept and name in SCALING[4:]))
+    lines = []
+    for row in rows:
+        cells = cells_of(row, head)
+        cells += [""] * (len(head) - len(cells))
+        lines.append((*cells, *([] if swept else [above(row)])))
+    kinds = tuple(LEFT if name in ("strategy", "loss") else RIGHT for name in head)
+    last = () if swept else (f"above {ENOUGH:.0%}",)
+    return Table((*head, *last), tuple(lines), (*kinds, *(LEFT for _ in last)))
+
+
+def _shares(bench: Bench) -> Bars | None:
+    """Where the time of the mean rank went, a bar for each combination."""
+    rows = [row for row in bench.measured if row.compute is not None]
+    bars, lines = [], []
+    for row in rows:
+        values = dict(zip(SHARES, (row.compute, row.exchange, row.input), strict=True))
+        parts = tuple(
+            Part(
+                round(100 * (values[kind] or 0.0), 3),
+                kind,
+                f"{text}: {format_percent(values[kind] or 0)}",
+            )
+            for kind, text in SHARES.items()
+        )
+        exchange = format_percent(values[EXCHANGE] or 0.0)
+        bars.append(Bar(f"{name_of(row)} on {row.ranks}", parts, exchange))
+        cells = (format_percent(values[kind] or 0.0) for kind in SHARES)
+        lines.append((name_of(row), str(row.ranks), *cells))
+    if not bars:
+        return None
+    head = ("strategy", "ranks", *SHARES.values())
+    table = Table(head, tuple(lines), (LEFT, *[RIGHT] * (len(head) - 1)))
+    return Bars(SHARES, tuple(bars), table)
+
+
+def _beside(views: Sequence[BenchView]) -> Table:
+    """Samples per second of all benches, a row for each combination that any of them has."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for place, view in enumerate(views):
+        for row in view.bench.measured:
+            cells = found.setdefault((name_of(row), row.ranks), [""] * len(views))
+            cells[place] = cells_of(row, ("strategy", "ranks", "samples/s"))[2]
+    rows = tuple((name, str(ranks), *cells) for (name, ranks), cells in found.items())
+    heads = tuple(f"{view.letter} {view.bench.label}" for view in views)
+    return Table(("strategy", "ranks", *heads), rows, (LEFT, *[RIGHT] * (1 + len(views))))
