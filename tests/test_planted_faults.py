@@ -58,8 +58,8 @@ FAULTS = {
     ),
     "stale bucket": Fault(
         "torch/reducers/buckets.py",
-        "for bucket in self.buckets:\n            bucket.flat.zero_()",
-        "for bucket in self.buckets[1:]:\n            bucket.flat.zero_()",
+        "for part in self._zeroed:",
+        "for part in self._zeroed[1:]:",
         step=1,
         stage="gradient",
         tensor="9.bias",
