@@ -258,12 +258,12 @@ def main() -> None:
     )
     parts = ("peers", "growth", "tables")
     parser.add_argument("--part", choices=parts, action="append", help="only this")
-    parser.add_argument("--size", default="", help="only these, by the start of the name")
+    parser.add_argument("--size", action="append", help="only these, by the start of the name")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")
     asked = parser.parse_args()
     chosen = asked.part or parts
-    sizes = [size for size in SIZES if size.startswith(asked.size)]
+    sizes = [size for size in SIZES if size.startswith(tuple(asked.size or [""]))]
     record = start_record("parameter_server", {"rounds": asked.rounds, "parts": list(chosen)})
     record["rows"], record["samples"], comparisons = [], {}, []
     cases = [(mode, size) for size in sizes for mode in ("sync", "async")]

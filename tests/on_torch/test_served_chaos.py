@@ -1,4 +1,4 @@
-"""Random deaths of one role after the other, in step and out of it: each batch counts once.
+"""Random deaths of one role after the other, in all modes: each batch counts once.
 
 Whole launches are killed at from outside, with a fixed seed; `CHAOS_DEATHS=20` kills that often.
 """
@@ -26,7 +26,8 @@ from test_every_strategy import difference
 pytestmark = pytest.mark.slow
 
 DEATHS = int(os.environ.get("CHAOS_DEATHS", "3"))
-ROLES = {"scheduler": [0], "server": [1, 2], "worker": [3, 4, 5]}
+ROLES = {"scheduler": [0], "server": [1, 2], "worker": [3, 4, 5], "evaluator": [6]}
+MODES = ["sync", "sync,update=worker", "async", "delta,every=2", "delta,every=2,pipeline=yes"]
 STEP_S = 0.04
 EVERY = 5
 
@@ -34,7 +35,7 @@ EVERY = 5
 def disturbed(folder: Path, mode: str, who: str) -> tuple[dict[str, Any], int]:
     """The summary of a job of two servers and three workers, and how often one was killed."""
     steps = 40 + DEATHS * 35
-    options = f"servers=2,bound=8,mode={mode},rejoins=100,patience_s=60"
+    options = f"servers=2,bound=8,evaluator=yes,mode={mode},rejoins=100,patience_s=60"
     command = [
         *(sys.executable, "-m", "allranks.cli.main", "train", "decoupled_tasks:Plain", "--json"),
         *("--strategy", f"ps:{options}", "--ranks", "3", "--steps", str(steps)),
@@ -68,8 +69,7 @@ def kill_one(folder: Path, rank: int) -> int:
     return 0
 
 
-@pytest.mark.parametrize("who", ROLES)
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.thinned(1, ("mode", MODES), ("who", list(ROLES)))
 def test_each_batch_counts_once_whoever_dies(
     tmp_path: Path, train: Train, mode: str, who: str
 ) -> None:
@@ -82,7 +82,11 @@ def test_each_batch_counts_once_whoever_dies(
     rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     counted = [row["step"] for row in rows if "loss" in row]
     assert counted == list(range(steps))
-    if mode == "sync":
+    evaluated = [e["step"] for e in read_events(tmp_path) if e["event"] == "evaluated"]
+    assert evaluated[-1] == steps
+    if who == "evaluator":
+        assert evaluated == sorted(set(evaluated)), "each once, whoever dies"
+    if mode.startswith("sync"):
         single = train(
             "decoupled_tasks:Plain", "epochs=1000", strategy="single", precision="fp64", steps=steps
         )

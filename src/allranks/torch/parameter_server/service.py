@@ -61,8 +61,6 @@ class Brought:
     def steps(self) -> list[Brought]:
         """Out of step: the same step by step."""
         chunk, said = self.chunk, self.said["steps"]
-        if len(said) != chunk.steps:
-            raise ValueError(f"{len(said)} steps of a chunk of {chunk.steps}")
         tallies = self.tally.view(chunk.steps, -1)
         return [
             Brought(self.worker, Chunk(chunk.number, chunk.part, chunk.first + n, 1), one, tally)
@@ -224,17 +222,17 @@ class Service(Answering):
                 self._take(who, message["brought"], body)
             if "returned" in message:
                 self.handing.returned(who)
-            has_none = not (self.is_over or self._next_for(who))
-            if has_none and message.get("under_way"):
-                connection.send({"work": SETTLE, **self.told}, self.statistics)
-                return
-            if has_none:
+            is_there = self._is_there(who, connection)
+            has_none = is_there and not self.is_over and not self._next_for(who)
+            settles = has_none and bool(message.get("under_way"))
+            if has_none and not settles:
                 self._wait_for_work(
                     lambda: not self._is_there(who, connection) or self._next_for(who)
                 )
             if not self._is_there(who, connection):
                 raise Disconnected("it has come again, by another connection")
-            work = OVER if self.is_over else dataclasses.asdict(self._given)
+            given: Any = OVER if self.is_over else SETTLE if settles else None
+            work = given or dataclasses.asdict(self._given)
             told, statistics = self.told, self.statistics
         connection.send({"work": work, **told}, statistics)
 
@@ -256,7 +254,12 @@ class Service(Answering):
 
     def _take(self, who: int, said: dict[str, Any], body: memoryview) -> None:
         number = int(said["chunk"])
-        if said["era"] != self.era or not self.handing.came(who, number):
+        if said["era"] != self.era:
+            return
+        steps = self.handing.ledger.chunk(number).steps
+        if not self.handing.in_step and len(said["steps"]) != steps:
+            raise ValueError(f"of {len(said['steps'])} steps, where its chunk has {steps}")
+        if not self.handing.came(who, number):
             return
         tally = torch.frombuffer(body, dtype=torch.uint8).clone().view(self._tally_type)
         self._found.append(Brought(who, self.handing.ledger.chunk(number), said, tally))
