@@ -38,7 +38,6 @@ BENCHMARKS = (
     "tensorflow",
     "slow_link",
     "quality",
-    "goodput",
     "parameter_server",
 )
 

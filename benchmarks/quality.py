@@ -13,7 +13,7 @@ of `ddp` over its own, because the losses of samples told right are almost nothi
 differences. The bar is 1.01 of the accuracy, else of the loss. `ddp` from the next seed stands
 beside `ddp`: what a seed alone makes of it. Bytes are those that the busiest rank sent, counted.
 
-It takes an hour on two cores; `--join` makes one record of those of parts.
+It takes about an hour on two cores (an estimate); `--join` makes one record of those of parts.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from allranks.strategies.resolve import strategy_spec
 from allranks.torch.compression.error_feedback import ErrorFeedback
 from allranks.torch.compression.orthonormal import orthonormal
 from allranks.torch.compression.two_bit import TwoBit
-from allranks.torch.reducers.compressed.power_sgd import _drawn
+from allranks.torch.reducers.compressed.power_sgd import _drawn, _Group
 from compressed_simulation import STEPS, THRESHOLD, Sum, simulated, top_k_sum, two_bit_sum
 from conftest import Train
 
@@ -152,3 +152,22 @@ def test_what_cannot_be_is_refused(strategy: str, why: str) -> None:
 def test_a_loss_scale_is_refused(train: Train) -> None:
     with pytest.raises(RequestError, match="another loss scale"):
         train("contract_tasks:Plain", strategy="ddp:reduce=two-bit", precision="fp16", steps=1)
+
+
+@pytest.mark.parametrize("size", [8, 128], ids=["as a batch", "one by one"])
+def test_of_a_matrix_that_is_not_finite_nothing_stays(size: int) -> None:
+    """It is seen in the sum, and gone from the residual; of finite ones M = P Q' + e."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(size, size, generator=generator, dtype=torch.float64) for _ in range(2)]
+    views = [one.clone() for one in given]
+    group = _Group(["one", "other"], views, 1)
+    left = orthonormal(group.left_factors())
+    group.take(left, group.right_factors(left))
+    for view, residual, matrix in zip(views, group.residual, given, strict=True):
+        torch.testing.assert_close(view + residual, matrix)
+        assert torch.linalg.matrix_rank(view) == 1
+    views[0][3, 4] = torch.inf
+    left = orthonormal(group.left_factors())
+    group.take(left, group.right_factors(left))
+    assert not views[0].isfinite().all() and views[1].isfinite().all()
+    assert group.residual.isfinite().all()

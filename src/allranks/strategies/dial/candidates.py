@@ -81,7 +81,7 @@ COMPRESSED = [
     Candidate(
         "ddp:reduce=power-sgd",
         "each matrix of gradients is a product of two thin ones; what that leaves out comes later",
-        arithmetic_s=1.2e-8,
+        arithmetic_s=3e-9,
     ),
     Candidate(
         "ddp:reduce=one-bit",
