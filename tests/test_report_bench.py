@@ -150,9 +150,9 @@ def test_the_page_of_a_bench_says_what_it_found(door: Door, tmp_path: Path) -> N
         "peak memory 1.0 GiB ddp on 4",
         "DIFFERS by 7e-02",
         "fsdp on 1: refused: <none>",
-        "2.0 KiB 2.0 KiB 512.0 MiB yes",
+        "0.95 ± 0.01 yes 20% 2.0 KiB 2.0 KiB 512.0 MiB",
         "A <processor>, 2 processors, 16.0 GiB, copies 8.0 GiB/s on one core, 16.0 GiB/s on all",
-        "2 ranks with `--strategy ddp`",
+        "2 ranks with --strategy ddp:",
     ):
         assert told in words, told
     found = Elements(page)
