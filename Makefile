@@ -4,6 +4,7 @@ BIN := .venv/bin
 READY := .venv/ready
 SCRIPTS := .venv/scripts
 NATIVE := $(wildcard src/allranks/torch/*/native/*)
+AT_ONCE ?= 3  # tests, on two processors: some of them wait
 TORCHES := 2.11.0 2.14.1
 CORE := tests/test_every_strategy.py $(addprefix tests/on_torch/test_,step.py single.py layers.py \
 	precision.py state.py changes.py leaving.py machine.py replicas.py checkpoint_save.py)
@@ -15,15 +16,15 @@ demo: $(READY)
 
 # What holds every promise once, in minutes; needs torch alone.
 test: check $(READY)
-	$(BIN)/pytest -n 2 --tier quick
+	$(BIN)/pytest -n $(AT_ONCE) --dist worksteal --tier quick
 
 # The rest: TensorFlow, scripts of every framework, products, ordeals, every page of docs/.
 test-full: $(SCRIPTS)
-	$(BIN)/pytest -n 2 --tier slow
+	$(BIN)/pytest -n $(AT_ONCE) --dist worksteal --tier slow
 
 # On a real Slurm, which is installed with apt-get where there is none; as root.
 test-cluster: $(SCRIPTS)
-	$(BIN)/pytest tests/cluster
+	$(BIN)/pytest -n $(AT_ONCE) --dist worksteal tests/cluster
 
 # Breaks on purpose, in a copy: which of them no test sees. OF="step guard", or files that changed.
 test-mutants: $(SCRIPTS)
@@ -45,6 +46,7 @@ docs: $(READY)
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[digits,test]'
+	$(BIN)/python -m compileall -q src
 	touch $(READY)
 
 # TensorFlow, for its engine, and the frameworks whose scripts tests/scripts holds. DeepSpeed comes

@@ -38,6 +38,7 @@ BENCHMARKS = (
     "tensorflow",
     "slow_link",
     "quality",
+    "goodput",
     "parameter_server",
 )
 

@@ -23,6 +23,7 @@ from torch.optim import SGD, Optimizer
 from allranks.programs.models import resnet20
 from allranks.programs.text import Text
 from allranks.torch import Task
+from allranks.training.schedules import cosine, linear_warmup
 
 CORPUS_BYTES = 4_000_000
 CLASSES, SIDE, COARSE = 10, 32, 8
@@ -61,7 +62,7 @@ class CharGPT(Text):
 
 @dataclass(kw_only=True)
 class Images(Task):
-    """Made-up images in ten classes; SGD with momentum, a cosine to nothing at `total_steps`."""
+    """Made-up images in ten classes; SGD with momentum, whose rate ends at `total_steps`."""
 
     batch_size: int = 32
     epochs: int = 100
@@ -69,12 +70,16 @@ class Images(Task):
     momentum: float = 0.9
     noise: float = 1.5
     warmup_steps: int = 20
+    total_steps: int | None = None
+    shards: int = 4
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
 
     def schedule(self, step: int) -> float:
-        return min(1.0, (step + 1) / self.warmup_steps)
+        if self.total_steps is None:
+            return linear_warmup(self.warmup_steps)(step)
+        return cosine(self.total_steps, self.warmup_steps)(step)
 
     def train_data(self) -> tuple[Tensor, Tensor]:
         images, labels = self._made

@@ -2,6 +2,8 @@
 
     python benchmarks/slow_link.py
     python benchmarks/slow_link.py --quick
+    python benchmarks/slow_link.py --model VGG-like --ranks 4 --untrained
+    python benchmarks/slow_link.py --join FIRST.json SECOND.json --losses quality-20261125.json
 
 Nodes are simulated (root is needed): 2 and 4 of them with one rank each, joined by 100 Mbit/s, 1
 and 10 Gbit/s, and by links that nothing bounds. All methods live in the same processes and take
@@ -15,7 +17,8 @@ for H = 16, whose blocks are timed too.
 
 `dial` is how much slower than the fastest method the choice of `--strategy auto` was measured. The
 loss after equal samples, and the time to that of `ddp`, take the steps from trainings on this
-machine (`quality.py` has more of them), and their seconds from the steps timed here.
+machine (`quality.py` has more of them), and their seconds from the steps timed here. `--join` makes
+one record and the plots of those of parts, with the losses of a record of `quality.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from harness import RECORDS, finish_record, order_of, say, start_record
 from slow_link_found import (
@@ -46,7 +50,7 @@ from slow_link_found import (
     row_of,
     time_to_loss,
 )
-from trainings import trained
+from trainings import Curves, curves_in, trained
 from turns import Meeting, RankSet
 
 from allranks.job.faults import Fault
@@ -68,7 +72,7 @@ RANKS = (4, 2)
 BLOCK = 4
 IN_STEPS = ("ddp", "ddp:reduce=bf16", "ddp:late=1", *COMPRESSING)
 """Methods that exchange in every step."""
-PERIODS = {"local-sgd": (2, 4, 8, 16), "diloco": (50,), "sparse-loco": (30,)}
+PERIODS = {"local-sgd": (2, 4, 8, 16), "diloco": (50,), "sparse-loco": (4, 30)}
 """Methods that exchange every so many steps; those of 16 are timed in whole blocks too."""
 IN_BLOCKS = tuple(f"{name}:every={BLOCK}" for name in PERIODS)
 CHECKED = "local-sgd:every=16"
@@ -196,7 +200,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=RANKS, help="only so many")
     parser.add_argument("--untrained", action="store_true", help="no losses, and no plots")
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")
+    parser.add_argument("--join", nargs="+", type=Path, help="records of parts: time nothing")
+    parser.add_argument("--losses", type=Path, help="a record of quality.py: train nothing")
     asked = parser.parse_args()
+    if asked.join:
+        joined(asked)
+        return
     models = [asked.model] if asked.model else ["char-GPT"] if asked.quick else list(MODELS)
     links = ("100mbit", "") if asked.quick else LINKS
     all_ranks = (asked.ranks,) if asked.ranks else RANKS[:1] if asked.quick else RANKS
@@ -218,13 +227,39 @@ def main() -> None:
                     dial.append({**place, **judged(facts[model], link, own)})
                     rows += own
     curves = {model: trained(model, MODELS[model]) for model in TRAINED} if trains else {}
+    finish(record, rows, dial, curves, asked.records, draws=trains)
+
+
+def joined(asked: argparse.Namespace) -> None:
+    """One record and the plots of the records of parts."""
+    parts = [json.loads(path.read_text()) for path in asked.join]
+    names = [path.name for path in asked.join]
+    machines = [part["machine"] for part in parts]
+    record = start_record("slow_link", {"joined": names, "machines": machines, "block": BLOCK})
+    rows = [Timed(**sample) for part in parts for sample in part["samples"]]
+    curves = (
+        {} if asked.losses is None else {model: curves_in(asked.losses, model) for model in TRAINED}
+    )
+    finish(record, rows, [one for part in parts for one in part["dial"]], curves, asked.records)
+
+
+def finish(
+    record: dict[str, Any],
+    rows: list[Timed],
+    dial: list[dict[str, Any]],
+    curves: dict[str, Curves],
+    folder: Path,
+    *,
+    draws: bool = True,
+) -> None:
+    """Write the record, and the plots."""
     record["samples"] = [asdict(row) for row in rows]
     record["dial"] = dial
     record["rows"] = [row_of(row, 16 if row.model == "char-GPT" else 32) for row in rows]
     record["rows"] += time_to_loss(rows, curves)
-    if trains:
-        drawn(rows, asked.records, record["machine"]["date"][:10].replace("-", ""))
-    finish_record(record, comparisons(rows, dial), asked.records)
+    if draws:
+        drawn(rows, folder, record["machine"]["date"][:10].replace("-", ""))
+    finish_record(record, comparisons(rows, dial), folder)
 
 
 if __name__ == "__main__":

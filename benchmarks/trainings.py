@@ -58,10 +58,34 @@ def trained(model: str, task: str, methods: tuple[str, ...] = METHODS) -> Curves
     return Curves(steps, losses)
 
 
+def curves_in(record: Path, task: str) -> Curves:
+    """Those of the first seed in a record of `quality.py`."""
+    samples = json.loads(record.read_text())["samples"]
+    (ends,) = [sample["ends"] for sample in samples if sample["task"] == task]
+    runs = {method: own[0]["losses"] for method, own in ends.items()}
+    steps = [step for step, _ in next(iter(runs.values()))]
+    return Curves(steps, {method: [loss for _, loss in run] for method, run in runs.items()})
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One training: (step, metrics) of every evaluation, and what the busiest rank sent a step."""
+
+    evaluations: list[tuple[int, dict[str, float]]]
+    sent_bytes: float
+
+
 def losses_of(
     task: str, method: str, seed: int = 0, steps: int = STEPS, settings: tuple[str, ...] = ()
 ) -> list[tuple[int, dict[str, float]]]:
     """(step, metrics) of every evaluation of one training on 4 ranks."""
+    return ran(task, method, seed, steps, settings).evaluations
+
+
+def ran(
+    task: str, method: str, seed: int = 0, steps: int = STEPS, settings: tuple[str, ...] = ()
+) -> Ran:
+    """One training on 4 ranks."""
     with tempfile.TemporaryDirectory(prefix="benchmark-trainings-") as folder:
         run = Path(folder) / "run"
         program = task if task.islower() else f"{HERE / 'sending_tasks.py'}:{task}"
@@ -75,4 +99,6 @@ def losses_of(
             raise SystemExit(f"{task} by {method}: {done.stderr[-2000:]}")
         lines = (run / "events-0.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    return [(row["step"], row["metrics"]) for row in rows if row["event"] == "evaluated"]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    found = [(row["step"], row["metrics"]) for row in rows if row["event"] == "evaluated"]
+    return Ran(found, summary["sent_bytes"]["gradients"] / steps)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.torch import MixtureOfExperts, Task
@@ -225,6 +225,24 @@ class Plain(Task):
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return (output.squeeze(1) - batch[1]).square()
+
+
+@dataclass(kw_only=True)
+class Orthogonal(Plain):
+    """Matrices alone, by Muon: an update is of the whole matrix, and not linear in its gradient."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return Muon(model.parameters(), lr=0.02)
+
+
+class Wide(Plain):
+    """One weight is large enough that its gradient is moved into a bucket, and not added there."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 160), nn.Tanh(), nn.Linear(160, 160), nn.Linear(160, 1))
 
 
 class Penalised(Plain):

@@ -35,6 +35,7 @@ import allranks.launcher.start
 import allranks.tools.sweep.slots
 from allranks.catalog import preload_for
 from allranks.cli import main as door
+from allranks.job.loaded import remember_modules
 from allranks.job.run_folder import read_rows
 from allranks.launcher.processes import fork_server, leftovers
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -183,6 +184,7 @@ def warm_up() -> None:
     """Import what ranks need."""
     for module in preload_for("digits"):
         importlib.import_module(module)
+    remember_modules()
     gc.freeze()
 
 

@@ -18,6 +18,8 @@ from allranks.training.order import Order
 Weights = dict[str, Tensor]
 Outer = Callable[[Weights, Weights], tuple[Weights, Weights]]
 """From the global weights and what was found (old minus new) to the new ones and a start."""
+Coded = Callable[[Tensor], Tensor]
+"""What a message says of flat numbers."""
 
 
 def average(weights: Weights, found: Weights) -> tuple[Weights, Weights]:
@@ -68,6 +70,33 @@ def block_momentum(momentum: float) -> Outer:
     return outer
 
 
+def four_bits(flat: Tensor) -> Tensor:
+    """Each number as 0 or a power of two of the largest of its 512, whichever is nearest."""
+    found = []
+    for part in flat.split(512) if len(flat) else ():
+        scale = part.abs().max().float().item()
+        sizes = [0.0, *(scale * 2.0**-at for at in range(6, -1, -1))]
+        for number in part.tolist():
+            nearest = min(reversed(sizes), key=lambda size: abs(size - abs(number)))
+            found.append(-nearest if number < 0 else nearest)
+    return flat.new_tensor(found)
+
+
+def largest(keep: int, chunk: int) -> Coded:
+    """The `keep` largest of each chunk; of equal ones the first."""
+
+    def coded(flat: Tensor) -> Tensor:
+        found = torch.zeros_like(flat)
+        for start in range(0, len(flat), chunk):
+            part = flat[start : start + chunk].tolist()
+            order = sorted(range(len(part)), key=lambda at: (-abs(part[at]), at))
+            for at in order[:keep]:
+                found[start + at] = part[at]
+        return found
+
+    return coded
+
+
 def simulate(
     task: contract_tasks.Plain,
     learners: int,
@@ -79,6 +108,8 @@ def simulate(
     near: int = 0,
     group: int = 1,
     reset: bool = False,
+    coded: Coded | None = None,
+    decay: float = 1.0,
 ) -> Weights:
     """The global weights after so many steps of all, and a last meeting."""
     torch.manual_seed(0)
@@ -88,15 +119,24 @@ def simulate(
     optimizers = [task.optimizer(model) for model in models]
     weights = {n: p.detach().clone() for n, p in models[0].named_parameters()}
     start, trained = dict(weights), [0] * learners
+    left = [torch.zeros(sum(w.numel() for w in weights.values())).double() for _ in models]
+
+    def found_by(number: int) -> Weights:
+        own = dict(models[number].named_parameters())
+        found = {name: start[name] - own[name].detach() for name in weights}
+        if coded is None or not trained[number]:
+            return found
+        left[number] = decay * left[number] + torch.cat([f.flatten() for f in found.values()])
+        sent = coded(left[number])
+        left[number] = left[number] - sent
+        parts = sent.split([f.numel() for f in found.values()])
+        return {n: p.view(f.shape) for (n, f), p in zip(found.items(), parts, strict=True)}
 
     def meet() -> None:
         nonlocal weights, start
+        each = [found_by(number) for number in range(learners)]
         found = {
-            name: sum(
-                n * (start[name] - dict(m.named_parameters())[name].detach())
-                for m, n in zip(models, trained, strict=True)
-            )
-            / sum(trained)
+            name: sum(n * one[name] for one, n in zip(each, trained, strict=True)) / sum(trained)
             for name in weights
         }
         weights, start = outer(weights, found)

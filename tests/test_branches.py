@@ -71,7 +71,7 @@ def test_branches_of_two_ranks_are_on_their_way_at_once(train: Train, tmp_path: 
     }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_a_training_goes_through_strategies(train: Train) -> None:
     """`branches` on 3 ranks, `ddp` on 2, `branches` on 2, `single`: 20 steps of one process."""
     common: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 5}

@@ -50,6 +50,7 @@ print(json.dumps(results))
 SETTINGS = [("ddp-plain", 2), ("ddp", 4), ("ddp:reduce=tree", 4)]
 
 
+@pytest.mark.slow
 def test_the_interface_counts_what_the_card_says(tmp_path: Path) -> None:
     alone = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
     possible = subprocess.run([*alone, "true"], capture_output=True, check=False)

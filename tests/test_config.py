@@ -130,7 +130,7 @@ def test_job_toml_holds_the_source_of_every_value(tmp_path: Path) -> None:
     assert not set(FOR_CHECK) & set(data)
 
 
-# --- the run that is gone on with ------------------------------------------------------------
+# --- the resumed run --------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_equal_to_one_process(task: str, by: str, ranks: int, train: Train, alon
     assert result.summary["witness"]["found"] == []
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("by", WAYS)
 def test_micro_batches_and_recomputed_blocks(by: str, train: Train, alone: Results) -> None:
     """Pieces of shards, of which some ranks have more; backward exchanges activations again."""

@@ -618,7 +618,7 @@ def test_a_signal_commits_and_the_job_can_be_gone_on_with(
     said = going.err.splitlines()[-1]
     assert said == (
         f"allranks: stopped ({number.name}) after step {step_of(newest)}, which is committed; "
-        f"go on with: allranks train --run-dir {tmp_path / 'run'}"
+        f"resume with: allranks train --run-dir {tmp_path / 'run'}"
     )
     (stopped,) = named(tmp_path / "run", "stopped")
     assert (stopped["reason"], stopped["step"]) == (number.name, step_of(newest))
@@ -648,7 +648,7 @@ def test_ctrl_c_commits_too_and_is_130(
     going = launch("bad_tasks:Good", "--steps", "200", *PACED)
     going.signal(signal.SIGINT)
     assert going.wait() == 130
-    assert "stopped (SIGINT) after step" in going.err and "go on with: " in going.err
+    assert "stopped (SIGINT) after step" in going.err and "resume with: " in going.err
     assert resumes(host, tmp_path).summary()["weights_sha256"] == good
 
 

@@ -33,6 +33,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES[TORCH], NAME, "fake_sharded:FakeSharded")
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.thinned(1, ("data", ["each", "same"]), ("ranks", [1, 2, 4, 8]), ("task", TASKS))
 def test_exact(data: str, ranks: int, task: str, train: Train, references: dict[str, Any]) -> None:
     wanted, weights = reference_for(task, train, references)
@@ -53,6 +54,7 @@ def test_exact(data: str, ranks: int, task: str, train: Train, references: dict[
         assert found["card_bytes_per_step"] == pytest.approx(sent, abs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.cases("data", ["each"], exhaustive=["same"])
 def test_ranks_with_fewer_micro_batches_pass_for_the_others(
     data: str, train: Train, references: dict[str, Any]
@@ -73,6 +75,7 @@ def test_ranks_with_fewer_micro_batches_pass_for_the_others(
     assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("task", "done", "strategy"),
     [("Words", 4, NAME), ("Pairs", 4, NAME), ("Pairs", 4, "ddp"), ("Uneven", 10, NAME)],
@@ -89,6 +92,7 @@ def test_a_rank_without_a_sample_after_resuming_goes_through_the_model_too(
     assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("data", "ranks"), [("each", 4), ("same", 2)])
 def test_weights_that_are_unfrozen_between_steps_are_trained(
     data: str, ranks: int, train: Train
@@ -100,6 +104,7 @@ def test_weights_that_are_unfrozen_between_steps_are_trained(
     assert difference(ours, theirs) < 1e-10
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("within", ["loss", "model"])
 def test_a_pass_for_the_others_brings_in_exactly_nothing(within: str, train: Train) -> None:
     """Its sample was infinite in the step that had it, which was skipped; 4 others go on."""
@@ -112,14 +117,14 @@ def test_a_pass_for_the_others_brings_in_exactly_nothing(within: str, train: Tra
     assert difference(ours, theirs) < 1e-10
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_state_can_be_taken_up_again(ranks: int, on_ranks: Callable[..., Any]) -> None:
     argument = {"task": "Images", "job": {"strategy": NAME}, "steps": 3}
     on_ranks(ranks, "sharded_tasks:go_on_from_a_state", argument)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -152,6 +157,7 @@ def test_a_checkpoint_is_taken_up_by_other_ranks_and_strategies(
     assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
 
 
+@pytest.mark.slow
 def test_an_average_crosses_over(train: Train) -> None:
     """The moving average of the weights is cut as they are: halves on two ranks, whole on one."""
     common: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 7}
@@ -166,6 +172,7 @@ def test_an_average_crosses_over(train: Train) -> None:
         assert difference(ours, theirs) < 1e-10, name
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.cases("data", ["each", "same"])
 def test_check_calls_it_equal(data: str, check: Check) -> None:
     verdict = check("sharded_tasks:Words", strategy=f"{NAME}:data={data}", ranks=2)

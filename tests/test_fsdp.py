@@ -29,7 +29,7 @@ def test_the_bits_of_one_process(task: str, train: Train) -> None:
 
     wanted = digest("single", 1)
     assert digest("ddp", 2) == wanted
-    for ranks in (1, 2, 3, 4, 8):
+    for ranks in (2, 3, 8):
         assert digest("fsdp", ranks) == wanted, ranks
     for strategy, ranks in (("hsdp:shard=2", 4), ("hsdp:shard=3", 6)):
         assert digest(strategy, ranks) == wanted, strategy

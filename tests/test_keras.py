@@ -38,6 +38,7 @@ def weights(result: Result) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_a_keras_model_is_trained_as_the_same_of_torch(train: Train) -> None:
     wanted = train("keras_tasks:OfTorch", threads=1)
     for ranks in (1, 2):

@@ -104,7 +104,7 @@ def test_ctrl_c_is_a_keyboard_interrupt_with_a_checkpoint(warm: Path) -> None:
     hand = threading.Thread(target=press)
     hand.start()
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match="which is committed; go on with"):
+    with pytest.raises(KeyboardInterrupt, match="which is committed; resume with"):
         allranks.launch(
             Rates, ranks=2, steps=400, run_dir="run", inject="slow@seconds=0.05,attempt=-1"
         )

@@ -137,7 +137,7 @@ def test_a_run_is_gone_on_with_by_hand(node: Nodes, tmp_path: Path) -> None:
     other, head = node(1, *again), node(0, *again)
     code, _, err = ended(head)
     assert (code, ended(other)[0]) == (0, 0), err
-    assert "goes on after step 10" in err
+    assert "resumes after step 10" in err
 
 
 @pytest.mark.slow

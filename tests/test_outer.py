@@ -18,6 +18,8 @@ from outer_simulation import (
     Outer,
     average,
     block_momentum,
+    four_bits,
+    largest,
     nesterov,
     simulate,
     slowmo,
@@ -57,6 +59,23 @@ def test_one_step_of_plain_sgd_between_meetings_is_exact(
     assert sent == pytest.approx(result.summary["card_bytes_per_step"], rel=0.01)
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("kind", ["SGD", "SparseAdam"])
+def test_rows_are_summed_over_all_before_learners_train_apart(kind: str, train: Train) -> None:
+    program, numbers = ("table_tasks:Tables", f"kind={kind}"), {"precision": "fp64", "steps": 4}
+    single = train(*program, strategy="single", **numbers)
+    ours = train(*program, strategy="local-sgd:after=4", ranks=2, **numbers)
+    found, wanted = (load_file(one.run_dir / "weights.safetensors") for one in (ours, single))
+    assert difference(found, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_moving_average_is_refused_of_one_learner_too(ranks: int, train: Train) -> None:
+    """It was kept of the learner's weights, and the global ones were written in its place."""
+    with pytest.raises(RequestError, match="moves other weights"):
+        train("contract_tasks:Descent", "ema=0.5", strategy="diloco", ranks=ranks, steps=2)
+
+
 def exact_slow(**options: Any) -> Outer:
     return slowmo(**options, rate=1e-2)
 
@@ -72,6 +91,16 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
         {"every": 4, "reset": True, "outer": lambda: block_momentum(0.5)},
     ),
     ("diloco:every=4", 3, {"every": 4, "outer": lambda: nesterov(0.7, 0.9)}),
+    (
+        "diloco:every=4,bits=4",
+        3,
+        {"every": 4, "outer": lambda: nesterov(0.7, 0.9), "coded": four_bits},
+    ),
+    (
+        "sparse-loco:every=2,keep=3,chunk=16,bits=0",
+        2,
+        {"every": 2, "outer": lambda: nesterov(1, 0), "coded": largest(3, 16), "decay": 0.95},
+    ),
 ]
 
 
@@ -84,6 +113,30 @@ def test_meetings_are_those_of_a_plain_loop(
     wanted = simulate(contract_tasks.Plain(), ranks, STEPS, **how)
     _, found = weights(train, "Plain", strategy, ranks=ranks)
     assert difference(found, wanted) < 1e-10
+
+
+def test_the_card_counts_the_messages_of_each_fragment(train: Train) -> None:
+    """In 13 steps, and the meeting at the end, both fragments are sent 7 times: as in 14."""
+    result, _ = weights(train, "Plain", "diloco:every=2,fragments=2,bits=4", ranks=3, steps=13)
+    sent = result.summary["sent_bytes"]["gradients"] / 14
+    assert sent == pytest.approx(result.summary["card_bytes_per_step"], abs=1)
+
+
+def test_learners_by_muon_are_those_of_a_plain_loop_and_learn(train: Train) -> None:
+    """Also where they meet in each step, which is not exact: it is a mean of orthogonal updates."""
+    task = contract_tasks.Orthogonal()
+    for text, every in (("diloco:every=4", 4), ("diloco:every=1,lr=1,momentum=0", 1)):
+        outer = nesterov(0.7, 0.9) if every > 1 else nesterov(1, 0)
+        wanted = simulate(task, 3, STEPS, every=every, outer=outer)
+        _, found = weights(train, "Orthogonal", text, ranks=3)
+        assert difference(found, wanted) < 1e-10
+    first, exact = weights(train, "Orthogonal", "single")
+    assert difference(found, exact) > 1e-3
+    calm = "diloco:every=4,lr=0.7,momentum=0.5"  # so 1.4 times the mean, in the long run
+    apart, _ = weights(train, "Orthogonal", calm, ranks=3, steps=240)
+    whole, _ = weights(train, "Orthogonal", "single", steps=240)
+    assert apart.summary["train_loss"] < 0.3 * first.summary["train_loss"]
+    assert apart.summary["train_loss"] < 1.5 * whole.summary["train_loss"]
 
 
 @pytest.mark.slow(but=1)
@@ -100,6 +153,7 @@ def test_a_learner_of_two_ranks_is_one_learner(inner: str, train: Train) -> None
 GO_ON = [
     ("diloco:every=4,fragments=2,overlap=1,mix=0.5", 2, "Images"),
     ("local-sgd:every=4,after=2", 3, "Images"),
+    ("diloco:every=4,fragments=2,overlap=1,bits=4", 2, "Images"),
     ("sparse-loco:every=2,keep=2,chunk=64", 2, "Images"),
     ("slowmo:every=2", 2, "Uneven"),
     ("block-momentum:every=5", 2, "Sentences"),

@@ -495,7 +495,7 @@ def test_each_line_that_is_broken_is_there_once() -> None:
         assert (SOURCE / fault.file).read_text().count(fault.line) == 1, name
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, host: Host, tmp_path: Path) -> None:
     fault = FAULTS[name]
@@ -514,6 +514,7 @@ def test_a_planted_fault_is_found(name: str, host: Host, tmp_path: Path) -> None
     assert len(found["looks"]) == fault.looks
 
 
+@pytest.mark.slow
 def test_the_engine_as_it_is_has_no_difference(host: Host, tmp_path: Path) -> None:
     code, found, sentences = check_in_a_copy(host, tmp_path, None)
     assert (code, found["equal"], found["first_difference"]) == (0, True, None)

@@ -372,7 +372,7 @@ def test_ranks_that_load_other_files_end_the_job(
             ("", ("last_batch=drop",), {}, "--set last_batch=drop", "last_batch = keep"),
             ("", (), {"strategy": "independent", "bitwise": False}, "--bitwise", "bitwise = True"),
             ("", (), {"device": "cuda"}, "--device cuda", "device = cpu"),
-            ("", ("hidden=9",), {}, "to go on from a checkpoint", "other tensors: 0.bias is (9,)"),
+            ("", ("hidden=9",), {}, "to resume from a checkpoint", "other tensors: 0.bias is (9,)"),
             ("", ("nothing=9",), {}, "--set nothing=9", "no field 'nothing'"),
         ],
     ),
@@ -401,7 +401,7 @@ def test_a_strategy_with_another_state_is_refused(train: Train, folder: Path) ->
     assert refusal.asked.startswith("--strategy independent")
     train(TASK, run_dir="apart", ranks=2, strategy="independent", steps=2, checkpoint_every=1)
     refusal = refuse(train, folder, "", run_dir="apart", strategy="ddp", steps=4)
-    assert refusal.do == "go on with --strategy independent"
+    assert refusal.do == "resume with --strategy independent"
 
 
 def test_what_is_refused_in_the_first_step_is_a_bad_request_here_too(
@@ -422,7 +422,7 @@ def test_another_optimizer_in_the_same_program_is_refused(train: Train, folder: 
     train("mine.py", run_dir="run", steps=2, checkpoint_every=1)
     (folder / "mine.py").write_text(PROGRAM.replace("Rates", "RatesAdam"))
     refusal = refuse(train, folder, "", run_dir="run", steps=4)
-    assert refusal.asked == "to go on from a checkpoint"
+    assert refusal.asked == "to resume from a checkpoint"
     assert "SGD" in refusal.found and "AdamW" in refusal.found
 
 
@@ -448,7 +448,7 @@ def test_another_machine_is_refused_under_bitwise(
     step = half.run_dir / "checkpoints" / "step-00000003"
     reseal(step, facts={**read_manifest(step).facts, name: MACHINE[name]})
     refusal = refuse(train, folder, "", run_dir="half", steps=4)
-    assert refusal.asked == "to go on with --bitwise"
+    assert refusal.asked == "to resume with --bitwise"
     assert f"made with {MACHINE[name]}" in refusal.found
 
 

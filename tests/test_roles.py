@@ -68,6 +68,13 @@ def test_on_several_nodes_the_others_are_where_the_first_worker_is() -> None:
     assert for_all_processes(Job(strategy="ddp", ranks=3), ["a", "a", "b"]) == ["a", "a", "b"]
 
 
+def test_servers_may_be_beside_the_workers_of_all_nodes_in_turn() -> None:
+    job = Job(strategy="ps:servers=2,servers_on=all,evaluator=yes", ranks=3)
+    found = for_all_processes(job, ["a", "b", "c"])
+    assert found == ["a", "a", "b", "a", "b", "c", "a"], "scheduler, servers, workers, evaluator"
+    assert for_all_processes(job, ["b"]) == ["b"] * 5, "the others are lost"
+
+
 def test_servers_are_not_asked_what_they_hold() -> None:
     job = Job("digits-keras", strategy=ALL, ranks=2, run_dir="/somewhere/run", threads=1)
     made = plan_of(job, Shape({}, 8, 8), Visible())

@@ -45,6 +45,7 @@ CASES = [
     ("slowmo:every=2", 2, "Rows"),
     ("block-momentum:every=2,state=keep", 2, "Rows"),
     ("diloco:every=2", 2, "Rows"),
+    ("diloco:every=2,bits=4", 2, "Rows"),
     ("sparse-loco:every=2", 2, "Rows"),
 ]
 

@@ -51,7 +51,7 @@ def test_four_jobs_in_two_slots_one_of_them_failing(
     assert list(jobs) == names
     assert [jobs[name]["state"] for name in names] == ["done", "failed", "done", "done"]
     assert "the loss is" in jobs["lr=1e+38"]["report"]
-    assert f"1 of 4 jobs failed: lr=1e+38; to go on, say the same with --run-dir {folder}" in (
+    assert f"1 of 4 jobs failed: lr=1e+38; to resume, say the same with --run-dir {folder}" in (
         launch.err
     )
     _as_when_run_alone(jobs, folder, train)

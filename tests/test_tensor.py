@@ -91,6 +91,7 @@ def test_small_layers_by_themselves_are_whole_where_they_save_little() -> None:
     assert set(default_plan(alone, 2).cuts) == {"2"}  # else there would be nothing
 
 
+@pytest.mark.slow
 def test_micro_batches_that_cut_a_shard_draw_what_one_process_draws(
     train: Train, references: dict[str, Any]
 ) -> None:

@@ -1,7 +1,7 @@
 """Combinations, drawn at random: what a card offers, with a task and a way to run it.
 
 A combination says only what differs from the plainest one: so what fails can be shrunk by leaving
-out one thing after another.
+out one thing after another. Most of what is drawn can be: a refusal costs as much and shows less.
 """
 
 from __future__ import annotations
@@ -10,26 +10,18 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from drawn_task import MODELS, NORMS, OPTIMIZERS
+from drawn_task import MODELS, NORMS, OPTIMIZERS, ROW_BY_ROW
+from shapes import LAYERED, NEEDS, OUTER, RATES, said_of, suits
 
 from allranks.errors import RequestError
-from allranks.strategies.card import Exact, Option
+from allranks.strategies.card import Exact
 from allranks.strategies.choice import parse_choice
-from allranks.strategies.resolve import card_for
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.resolve import card_for, strategy_spec
 
 STEPS = 6
-RANKS = (1, 2, 3, 4)
-CLOCKED = ("patience_s", "grace_s", "rejoins", "least")
-"""Options that say how long something is waited for, and change no weight."""
-NAMES = [n for n, c in CARDS.items() if "torch" in c.engines and isinstance(c.guarantee, Exact)]
-
-
-FITS = {
-    **dict.fromkeys(("gpipe", "1f1b", "interleaved", "zero-bubble", "model-parallel"), "layers"),
-    **{"mesh": "layers", "context": "sentences", "expert": "mixture", "branches": "rare"},
-}
-"""Which models some strategies cut; they refuse most of the others."""
+TOGETHER = 4
+"""So many numbers in a row draw one task: one process trains it once for all of them."""
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -56,67 +48,101 @@ class Combination:
 
 def drawn(seed: int, number: int) -> Combination:
     """The combination of this number: the same for the same seed, whatever was drawn before."""
+    settings, flags = _task(random.Random(f"{seed}/task/{number // TOGETHER}"))
     dice = random.Random(f"{seed}/{number}")
-    legs = [_leg(dice) for _ in range(1 if dice.random() < 0.7 else 2)]
-    cut = [FITS[name] for leg in legs if (name := parse_choice(leg.strategy).name) in FITS]
-    kind = dice.choice(cut if cut and dice.random() < 0.8 else MODELS)
+    bitwise = "bitwise" in flags
+    count = 1 if dice.random() < 0.8 else 2
+    legs = tuple(_leg(dice, settings, flags, bitwise) for _ in range(count))
+    return Combination(legs, settings, flags | _more_flags(dice, settings))
+
+
+def _task(dice: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What one process is told, too: a task, the seed, and how the arithmetic is done."""
+    kind = dice.choice(MODELS)
     maybe: dict[str, list[Any]] = {
         "width": [4, 6, 12, 24],
-        "depth": [1, 3, 4],
+        "depth": [1, 3, 4, 7],
         "norm": list(NORMS[1:]),
         "dropout": [0.1, 0.5],
-        "by": list(OPTIMIZERS),
+        "by": list(ROW_BY_ROW if kind == "lookups" else OPTIMIZERS),
         "samples": [9, 13, 37, 101],
         "batch_size": [3, 5, 7, 16, 24],
         "shards": [2, 4, 12],
         "clip_norm": [0.05, 1.0],
         "frozen": [True],
         "penalty": [0.01],
+        "weighted": [True],
         "warm_up": [4],
+        "ema": [0.5, 0.99],
+        "last_batch": ["drop"],
+        "batchnorm": ["whole"],
     }
     settings = {"kind": kind} if kind != "layers" else {}
-    settings |= {name: dice.choice(of) for name, of in maybe.items() if dice.random() < 0.4}
+    settings |= {name: dice.choice(of) for name, of in maybe.items() if dice.random() < 0.3}
+    for name in (name for name in list(settings) if not suits(name, settings)):
+        del settings[name]
     flags: dict[str, Any] = {}
-    if dice.random() < 0.3:
-        flags["micro_batch"] = dice.choice([1, 2, 3, 5])
     if dice.random() < 0.2:
         flags["seed"] = dice.randrange(1000)
-    if dice.random() < 0.2:
-        flags["prefetch"] = dice.choice([1, 4])
-    return Combination(tuple(legs), settings, flags)
+    if dice.random() < 0.2 and settings.get("batchnorm") != "whole":
+        # torch has no LSTM in fp16 on a CPU
+        known = PRECISIONS[:-1] if kind == "recurrent" else PRECISIONS
+        flags |= {"bitwise": True, "precision": dice.choice(known)}
+    return settings, flags
 
 
-def _leg(dice: random.Random) -> Leg:
+def _more_flags(dice: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
+    """What only the combination is told, since it changes no sum but by rounding."""
+    kind, flags = settings.get("kind", "layers"), dict[str, Any]()
+    norms = settings.get("norm") == "batch" or kind == "mixture"
+    if dice.random() < (0.05 if norms else 0.25):
+        flags["micro_batch"] = dice.choice([1, 2, 3, 5])
+    maybe: dict[str, list[Any]] = {
+        "prefetch": [1, 4],
+        "verify_every": [2],
+        "witness": ["stop"],
+        "activation_checkpointing": [True] * (kind in ("sentences", "residual") and not norms),
+        "channels_last": [True] * (kind in ("images", "residual")),
+        "backend": ["gloo"],
+    }
+    return flags | {n: dice.choice(of) for n, of in maybe.items() if of and dice.random() < 0.08}
+
+
+def _leg(
+    dice: random.Random, settings: dict[str, Any], flags: dict[str, Any], bitwise: bool
+) -> Leg:
     """A strategy that promises what one process gives, with some of its options."""
+    rates = {name: rate for name, rate in RATES.items() if _can_be(name, settings, bitwise)}
     while True:
-        name = dice.choice(NAMES)
-        options = [o for o in CARDS[name].options if o.name not in CLOCKED and dice.random() < 0.4]
-        said = ",".join(f"{option.name}={_value(option, dice)}" for option in options)
-        leg = Leg(f"{name}:{said}" if said else name, dice.choice(RANKS))
-        choice = parse_choice(leg.strategy)
+        name = dice.choices(list(rates), list(rates.values()))[0]
+        leg = said_of(name, settings, bitwise, dice)
+        if leg is None:
+            continue
+        strategy, ranks = leg
+        choice = parse_choice(strategy)
         try:
             card = card_for(choice)
-            if isinstance(card.guarantee_of(card.read_options(choice.options)), Exact):
-                return leg
+            if isinstance(card.guarantee, Exact):
+                options = card.read_options(choice.options)
+                if not isinstance(card.guarantee_of(options), Exact):
+                    continue
+            if dice.random() < 0.98:  # now and then one that is refused by its mesh alone
+                spec = strategy_spec(strategy, ranks)
+                if spec.parts_of_a_batch > settings.get("shards", 8) or spec.mesh.ranks != ranks:
+                    continue
+            return Leg(strategy, ranks)
         except RequestError:
             continue
 
 
-def _value(option: Option, dice: random.Random) -> str:
-    """A value of an option, as it is written."""
-    if option.choices:
-        choice = dice.choice(list(option.choices))
-        own = [o for o in option.own_options(choice) if dice.random() < 0.5]
-        inner = ",".join(f"{o.name}={_value(o, dice)}" for o in own)
-        return f"{choice}({inner})" if inner else choice
-    if isinstance(option.default, bool):
-        return dice.choice(["true", "false"])
-    if isinstance(option.default, int):
-        least = int(option.at_least or 0)
-        return str(dice.randint(least, least + 3))
-    if option.name == "bucket_mb":
-        return dice.choice(["0.0001", "0.001", "1"])
-    return option.shown_default
+def _can_be(name: str, settings: dict[str, Any], bitwise: bool) -> bool:
+    """Whether a strategy has something to do with such a model."""
+    kind = settings.get("kind", "layers")
+    if bitwise and card_for(parse_choice(name)).bitwise_options is None:
+        return False
+    if name in LAYERED and settings.get("batchnorm") == "whole":
+        return False
+    return name not in NEEDS or kind in NEEDS[name]
 
 
 def simpler(one: Combination) -> list[Combination]:
@@ -130,7 +156,8 @@ def simpler(one: Combination) -> list[Combination]:
         found.append(replace(one, flags=rest))
     for at, leg in enumerate(one.legs):
         choice = parse_choice(leg.strategy)
-        less = [{k: v for k, v in choice.options.items() if k != name} for name in choice.options]
+        can_go = [name for name in choice.options if f"{name}=" not in OUTER.get(choice.name, "")]
+        less = [{k: v for k, v in choice.options.items() if k != name} for name in can_go]
         legs = [replace(leg, strategy=str(replace(choice, options=options))) for options in less]
         legs += [replace(leg, ranks=ranks) for ranks in (1, 2) if ranks < leg.ranks]
         found += [replace(one, legs=(*one.legs[:at], new, *one.legs[at + 1 :])) for new in legs]

@@ -27,7 +27,13 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adagrad": lambda p: Adagrad(p, lr=1e-2, eps=1e-6),
 }
 NORMS = ("none", "batch", "layer", "group")
-MODELS = ("layers", "images", "words", "sentences", "mixture", "rare")
+MODELS = (
+    *("layers", "images", "residual", "words", "sentences"),
+    *("mixture", "rare", "recurrent", "lookups", "contrast"),
+)
+TEXTS = ("words", "sentences", "recurrent", "lookups")
+ROW_BY_ROW = ("sgd", "adagrad")
+"""Optimizers that take the gradients of `lookups`, whose table gives them row by row."""
 
 
 @dataclass(kw_only=True)
@@ -46,7 +52,12 @@ class Drawn(Task):
     samples: int = 64
     frozen: bool = False
     penalty: float = 0.0
+    weighted: bool = False
     warm_up: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind == "contrast":
+            vars(self)["loss_over"] = "batch"
 
     def model(self) -> nn.Module:
         """One of `MODELS`."""
@@ -75,25 +86,33 @@ class Drawn(Task):
     def train_data(self) -> Any:
         """Tuples of tensors; which tokens count is the last, where some do not."""
         random = torch.Generator().manual_seed(5)
-        if self.kind in ("words", "sentences"):
+        if self.kind in TEXTS:
             text = torch.randint(VOCABULARY, (self.samples, TOKENS + 1), generator=random)
             length = torch.randint(1, TOKENS + 1, (self.samples,), generator=random)
             return text, torch.arange(TOKENS) < length[:, None]
-        shape = (2, 6, 6) if self.kind == "images" else (FEATURES,)
+        shape = (2, 6, 6) if self.kind in ("images", "residual") else (FEATURES,)
         inputs = torch.randn(self.samples, *shape, generator=random, dtype=torch.float64)
         if self.kind == "rare":
             inputs[:, 0] = (torch.arange(self.samples) == 5).double() * 4 - 2
         return inputs, inputs.flatten(1).sum(1).sin()
 
     def inputs(self, batch: Any) -> Any:
-        return (batch[0][:, :-1],) if self.kind in ("words", "sentences") else (batch[0],)
+        return (batch[0][:, :-1],) if self.kind in TEXTS else (batch[0],)
 
     def weight(self, batch: Any) -> Any:
+        """Of some tokens none; of samples anything above zero."""
+        if self.weighted and self.kind not in (*TEXTS, "contrast"):
+            return (batch[0].flatten(1)[:, 1] - 0.5).clamp(min=0.01)
         return batch[1] if self.kind == "words" else None
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         if self.kind in ("words", "sentences"):
             return F.cross_entropy(output.transpose(1, 2), batch[0][:, 1:], reduction="none")
+        if self.kind in TEXTS:
+            return F.cross_entropy(output, batch[0][:, -1], reduction="none")
+        if self.kind == "contrast":
+            near, itself = output @ output.T / self.width, torch.arange(len(output))
+            return F.cross_entropy(near, itself, reduction="none")
         if self.kind == "mixture":
             found, balance = output
             return (found - batch[1]).square() + 0.05 * balance
@@ -127,20 +146,62 @@ def _images(task: Drawn) -> nn.Module:
     return nn.Sequential(*made, nn.Flatten(), nn.Linear(36 * task.width, 1))
 
 
-class _Tied(nn.Module):
+def _tied(task: Drawn) -> nn.Module:
+    """The rows of the table are the weights of the last layer too."""
+    table, out = nn.Embedding(VOCABULARY, task.width), nn.Linear(task.width, VOCABULARY, bias=False)
+    out.weight = table.weight
+    made: list[nn.Module] = [table]
+    for _ in range(task.depth):
+        made += [nn.Linear(task.width, task.width), nn.Tanh()]
+    return nn.Sequential(*made, out)
+
+
+class _Residual(nn.Module):
     def __init__(self, task: Drawn) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, task.width)
-        self.layers = nn.ModuleList(nn.Linear(task.width, task.width) for _ in range(task.depth))
-        self.out = nn.Linear(task.width, VOCABULARY, bias=False)
-        self.out.weight = self.embedding.weight
+        self.conv = nn.Conv2d(task.width, task.width, 3, padding=1, bias=False)
+        self.norm = nn.Sequential(*_norm_of(task, pictures=True))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + torch.tanh(self.norm(self.conv(inputs)))
+
+
+def _residual(task: Drawn) -> nn.Module:
+    first, pool = nn.Conv2d(2, task.width, 3, stride=2, padding=1), nn.AdaptiveAvgPool2d(1)
+    blocks = [_Residual(task) for _ in range(task.depth)]
+    return nn.Sequential(first, *blocks, pool, nn.Flatten(), nn.Linear(task.width, 1))
+
+
+class _Recurrent(nn.Module):
+    """Its state goes from word to word."""
+
+    def __init__(self, task: Drawn) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, task.width)
+        self.state = nn.LSTM(task.width, task.width, batch_first=True)
+        self.out = nn.Linear(task.width, VOCABULARY)
 
     def forward(self, text: Tensor) -> Tensor:
-        hidden = self.embedding(text)
-        for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
-        found: Tensor = self.out(hidden)
-        return found
+        output: Tensor = self.out(self.state(self.table(text))[0][:, -1])
+        return output
+
+
+class _Lookups(nn.Module):
+    """A table whose gradient has the rows alone that were looked up."""
+
+    def __init__(self, task: Drawn) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(VOCABULARY, task.width, sparse=True)
+        self.out = nn.Linear(task.width, VOCABULARY)
+
+    def forward(self, text: Tensor) -> Tensor:
+        output: Tensor = self.out(torch.tanh(self.table(text)))
+        return output
+
+
+def _contrast(task: Drawn) -> nn.Module:
+    hidden = nn.Linear(FEATURES, task.width)
+    return nn.Sequential(hidden, nn.Tanh(), nn.Linear(task.width, task.width))
 
 
 class _Mixture(nn.Module):
@@ -179,8 +240,12 @@ def _sentences(task: Drawn) -> nn.Module:
 _MODELS: dict[str, Callable[[Drawn], nn.Module]] = {
     "layers": _layers,
     "images": _images,
-    "words": _Tied,
+    "residual": _residual,
+    "words": _tied,
     "sentences": _sentences,
     "mixture": _Mixture,
     "rare": _Rare,
+    "recurrent": _Recurrent,
+    "lookups": _Lookups,
+    "contrast": _contrast,
 }

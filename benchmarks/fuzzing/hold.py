@@ -1,27 +1,52 @@
-"""Holds a combination against one process, in float64; makes what fails smaller, and a script."""
+"""Holds a combination against one process; makes what fails smaller, and a script of it.
+
+In float64 all numbers must be equal within rounding; with `--bitwise`, in any precision, to the
+bit. `Holder` has warm ranks for most of them, and one process that trains each task once; the
+command, `by_command`, decides where these say that something is wrong.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from draw import STEPS, Combination, Leg, simpler
+from member import AVERAGE, REFUSED, TRAINED, Answer
 from safetensors.numpy import load_file
+from team import Teams
 
-from allranks.errors import AllranksError, Interrupted, RequestError, Stopped
-from allranks.job.config import resolve
+from allranks.errors import AllranksError, Interrupted, ProgramError, RequestError, Stopped
+from allranks.job.config import Resolved, resolve
+from allranks.job.run_folder import RunFolder
+from allranks.launcher.plan import Shape, plan_of
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
+from allranks.launcher.world import Visible
 
-EQUAL, REFUSED, DIFFERENT, BROKEN = "equal", "refused", "different", "broken"
+EQUAL, DIFFERENT = "equal", "different"
 PROGRAM = f"{Path(__file__).resolve().parent}/drawn_task.py:Drawn"
 BOUND = 1e-9
 """Of the largest norm-relative difference of a weight or buffer after `STEPS` steps."""
 FLOOR = 1e-3
 """The least norm that a tensor is divided by: of one that is zero in truth, only what rounds."""
+OF_NUMBERS = ("seed", "precision", "bitwise", "channels_last", "micro_batch")
+"""Flags that one process is told, too; the last two under `--bitwise` alone."""
+COMMANDED = ("ps",)
+"""Strategies whose processes have roles: the command alone starts them."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The end of a training: weights, buffers and their average; the mean loss of all steps."""
+
+    tensors: dict[str, Any]
+    loss: float
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -34,52 +59,154 @@ class Verdict:
 
     @property
     def fails(self) -> bool:
-        return self.what in (DIFFERENT, BROKEN)
+        return self.what not in (EQUAL, REFUSED)
+
+
+BROKEN = "broken"
+Train = Callable[[Resolved], Trained]
+Reference = Callable[[Combination], Trained]
 
 
 def held(one: Combination, server: ForkServer) -> Verdict:
-    """Train it and `single` on the same data, and compare weights, buffers and the mean loss."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            ours = _trained(one, one.legs, Path(folder), server)
-        except RequestError as error:
-            return Verdict(REFUSED, why=error.why)
-        except (Stopped, Interrupted):
-            raise
-        except AllranksError as error:
-            return Verdict(BROKEN, why=str(error).partition("\n")[0])
-        try:
-            single = _trained(one, (Leg("single", 1),), Path(folder) / "single", server)
-        except RequestError as error:
-            return Verdict(BROKEN, why=f"one process is refused: {error.why}")
-        return _compared(ours, single)
+    """Train it and `single` on the same data by the command, and compare all numbers."""
+
+    def command(resolved: Resolved) -> Trained:
+        return by_command(resolved, server)
+
+    return verdict_of(one, command, lambda one: trained(plainest(one), command))
 
 
-def _trained(
-    one: Combination, legs: tuple[Leg, ...], folder: Path, server: ForkServer
-) -> tuple[dict[str, Any], float]:
-    """Weights and buffers at the end, and the mean loss of all steps."""
+def verdict_of(one: Combination, train: Train, reference: Reference) -> Verdict:
+    """What a way to train makes of a combination, beside one process."""
+    try:
+        ours = trained(one, train)
+    except RequestError as error:
+        return Verdict(REFUSED, why=error.why)
+    except (Stopped, Interrupted):
+        raise
+    except AllranksError as error:
+        return Verdict(BROKEN, why=str(error).partition("\n")[0])
+    try:
+        single = reference(one)
+    except RequestError as error:
+        return Verdict(BROKEN, why=f"one process is refused: {error.why}")
+    return compared(ours, single, bits="bitwise" in one.flags)
+
+
+def plainest(one: Combination) -> Combination:
+    """The same task in one process, which is told what changes numbers, and no more."""
+    told = OF_NUMBERS[: None if "bitwise" in one.flags else -2]
+    flags = {name: value for name, value in one.flags.items() if name in told}
+    return Combination((Leg("single", 1),), one.settings, flags)
+
+
+def trained(one: Combination, train: Train) -> Trained:
+    """All legs, one after the other, each from the checkpoint of the one before."""
     flags: dict[str, Any] = {"precision": "fp64", "threads": 1, "witness": "off", **one.flags}
     settings = tuple(f"{name}={value}" for name, value in one.settings.items())
-    for number, leg in enumerate(legs, 1):
-        flags |= {"strategy": leg.strategy, "ranks": leg.ranks}
-        flags |= {"steps": STEPS * number // len(legs), "run_dir": str(folder / f"run-{number}")}
-        result = run_job(resolve(PROGRAM, {**flags, "checkpoint_every": 3}, settings), server)
-        flags["resume"] = flags["run_dir"]
-    return load_file(result.run_dir / "weights.safetensors"), result.summary["train_loss"]
+    with tempfile.TemporaryDirectory() as folder:
+        for number, leg in enumerate(one.legs, 1):
+            flags |= {"strategy": leg.strategy, "ranks": leg.ranks}
+            flags |= {"steps": STEPS * number // len(one.legs)}
+            flags["run_dir"] = f"{folder}/run-{number}"
+            if len(one.legs) > 1:
+                flags["checkpoint_every"] = STEPS // 2
+            found = train(resolve(PROGRAM, flags, settings))
+            flags["resume"] = flags["run_dir"]
+    return found
 
 
-def _compared(ours: tuple[dict[str, Any], float], single: tuple[dict[str, Any], float]) -> Verdict:
-    if ours[0].keys() != single[0].keys():
-        return Verdict(DIFFERENT, np.inf, f"tensors {sorted(ours[0].keys() ^ single[0].keys())}")
-    losses = [np.asarray(loss) for _, loss in (ours, single)]
-    if not (off := _difference(*losses)) <= BOUND:
-        return Verdict(DIFFERENT, off, "the loss in training")
-    apart = {name: _difference(ours[0][name], of) for name, of in single[0].items()}
-    worst = max(apart, key=lambda name: apart[name])
-    if not apart[worst] <= BOUND:
-        return Verdict(DIFFERENT, apart[worst], worst)
-    return Verdict(EQUAL, apart[worst])
+def by_command(resolved: Resolved, server: ForkServer) -> Trained:
+    """As `allranks train` does it: ranks of its own, under a supervisor."""
+    result = run_job(resolved, server)
+    tensors = load_file(result.run_dir / "weights.safetensors")
+    if (average := result.run_dir / "average.safetensors").exists():
+        tensors |= {f"{AVERAGE}{name}": tensor for name, tensor in load_file(average).items()}
+    return Trained(tensors, result.summary["train_loss"] or 0.0, result.summary["weights_sha256"])
+
+
+def by_team(resolved: Resolved, teams: Teams) -> Trained:
+    """By warm ranks, after what the command looks at before it starts any."""
+    job, task = resolved.job, resolved.job.task
+    plan_of(job, Shape({}, int(task.get("batch_size", 8)), int(task.get("shards", 8))), Visible())
+    if job.checkpoint_every is None:
+        answers = teams.train(dataclasses.replace(job, run_dir=""))
+    else:
+        folder = RunFolder(Path(job.run_dir))
+        try:
+            folder.write_job(resolved)
+            answers = teams.train(job)
+        finally:
+            folder.close()
+    return _agreed(answers)
+
+
+def _agreed(answers: list[Answer]) -> Trained:
+    first = answers[0]
+    if any(one.what != first.what for one in answers) or first.what not in (TRAINED, REFUSED):
+        said = next(one for one in answers if one.what != TRAINED)
+        raise ProgramError(said.why)
+    if first.what == REFUSED:
+        raise RequestError(asked="", found="", why=first.why, do="")
+    if len({one.sha256 for one in answers}) > 1:
+        raise ProgramError("the ranks end with weights that are not the same")
+    assert first.tensors is not None
+    return Trained(first.tensors, first.loss, first.sha256)
+
+
+class Holder:
+    """Holds one combination after the other, by warm ranks and, every so often, by the command."""
+
+    def __init__(self, server: ForkServer, teams: Teams, *, command_every: int) -> None:
+        self._server, self._teams, self._every = server, teams, command_every
+        self._task, self._single = "", dict[str, Trained]()
+        self.commanded, self.disagreements = 0, list[str]()
+
+    def held(self, one: Combination, number: int) -> Verdict:
+        """What became of it."""
+        names = [leg.strategy.partition(":")[0] for leg in one.legs]
+        if number % self._every == 0 or any(name in COMMANDED for name in names):
+            self.commanded += 1
+            return verdict_of(one, self._by_command, self._reference)
+        verdict = verdict_of(one, self._by_team, self._reference)
+        if verdict.fails:
+            self.commanded += 1
+            decided = held(one, self._server)
+            if not decided.fails:
+                self.disagreements.append(f"{number}: {one}: {verdict.what} {verdict.why}")
+            return decided
+        return verdict
+
+    def _by_command(self, resolved: Resolved) -> Trained:
+        return by_command(resolved, self._server)
+
+    def _by_team(self, resolved: Resolved) -> Trained:
+        return by_team(resolved, self._teams)
+
+    def _reference(self, one: Combination) -> Trained:
+        """One process, which has trained the last task that was asked for already."""
+        plain = plainest(one)
+        if self._task != str(plain.settings):
+            self._task = str(plain.settings)
+            self._single.clear()
+        if str(plain) not in self._single:
+            self._single[str(plain)] = trained(plain, self._by_team)
+        return self._single[str(plain)]
+
+
+def compared(ours: Trained, single: Trained, *, bits: bool) -> Verdict:
+    """Whether all numbers are those of one process."""
+    if ours.tensors.keys() != single.tensors.keys():
+        names = sorted(ours.tensors.keys() ^ single.tensors.keys())
+        return Verdict(DIFFERENT, np.inf, f"tensors {names}")
+    apart = {"the loss in training": _difference(np.asarray(ours.loss), np.asarray(single.loss))}
+    apart |= {name: _difference(ours.tensors[name], of) for name, of in single.tensors.items()}
+    worst = max(apart, key=lambda name: np.nan_to_num(apart[name], nan=np.inf))
+    if bits:
+        if ours.sha256 == single.sha256:
+            return Verdict(EQUAL)
+        return Verdict(DIFFERENT, apart[worst], f"the bits of the weights, {worst} most")
+    return Verdict(EQUAL if apart[worst] <= BOUND else DIFFERENT, apart[worst], worst)
 
 
 def _difference(ours: Any, single: Any) -> float:

@@ -61,6 +61,8 @@ class AllranksError(Exception):
     fault_kind = FaultKind.PROGRAM
     passing = True
     """Whether another attempt of the same may go better."""
+    says_all = False
+    """Whether its message says all: no line of code is at fault, so a traceback would mislead."""
 
 
 class RequestError(AllranksError):
@@ -117,16 +119,20 @@ class BadStep(ProgramError):
     """A step went bad and was not applied. It is keyed, so it would go bad again: not passing."""
 
     passing = False
+    says_all = True
 
 
 class ReplicasDiffer(ProgramError):
     """Ranks that must hold the same weights do not: broken hardware, or a race. A passing fault."""
+
+    says_all = True
 
 
 class FollowsRanks(ProgramError):
     """The result follows the number of ranks, and the job is to stop then. It would again."""
 
     passing = False
+    says_all = True
 
 
 class PlaceError(AllranksError):

@@ -6,6 +6,7 @@ the tests start daemons of their own (`slurm_here.py`).
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -31,6 +32,12 @@ PATH = ":".join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "/sbin", "
 
 
 def install_what_is_missing() -> None:
+    with open(__file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several tests at once one installs
+        _install_what_is_missing()
+
+
+def _install_what_is_missing() -> None:
     missing = {package for program, package in PACKAGES.items() if not found(program)}
     if not missing:
         return

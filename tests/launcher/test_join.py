@@ -112,7 +112,7 @@ def test_a_node_of_another_version_is_turned_away_by_name(listener: socket.socke
 def test_one_with_another_key_is_refused_and_learns_nothing(listener: socket.socket) -> None:
     stranger, own = Comer(listener, 1, key="another key"), Comer(listener, 0)
     with pytest.raises(PlaceError, match=r"node 1 of 2 nodes did not come within") as missing:
-        gather(listener, 2, seconds=5)
+        gather(listener, 2, seconds=2)
     assert "here: node 0 (" in str(missing.value)
     assert "turned away: one that does not know the id of this job" in str(missing.value)
     stranger.join()

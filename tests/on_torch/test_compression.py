@@ -11,26 +11,18 @@ from allranks.torch.compression import kernels
 from allranks.torch.compression.base import Codec
 from allranks.torch.compression.columns import ColumnQuantizer
 from allranks.torch.compression.error_feedback import ErrorFeedback
+from allranks.torch.compression.four_bit import FourBit
 from allranks.torch.compression.top_k import TopK
 from allranks.torch.compression.two_bit import TwoBit
+from outer_simulation import four_bits, largest
 
 
-def decoded(codec: TopK, flat: Tensor) -> Tensor:
+def decoded(codec: Codec, flat: Tensor) -> Tensor:
     message = codec.encode(flat)
     assert message.dtype == torch.uint8
     assert message.numel() == codec.size_bytes(flat.numel(), flat.element_size())
     found = torch.zeros_like(flat)
     codec.add_decoded(message, found)
-    return found
-
-
-def plain_top_k(flat: Tensor, keep: int, chunk: int) -> Tensor:
-    found = torch.zeros_like(flat)
-    for start in range(0, flat.numel(), chunk):
-        part = flat[start : start + chunk].tolist()
-        order = sorted(range(len(part)), key=lambda at: (-abs(part[at]), at))
-        for at in order[:keep]:
-            found[start + at] = part[at]
     return found
 
 
@@ -45,7 +37,7 @@ def test_top_k_keeps_what_a_sort_keeps(
     """With ties: there are only nine values."""
     generator = torch.Generator().manual_seed(count)
     flat = torch.randint(-4, 5, (count,), generator=generator).to(dtype) / 3
-    assert torch.equal(decoded(TopK(keep, chunk), flat), plain_top_k(flat, keep, chunk))
+    assert torch.equal(decoded(TopK(keep, chunk), flat), largest(keep, chunk)(flat))
 
 
 def test_golden_error_feedback_with_a_decay() -> None:
@@ -115,6 +107,40 @@ def test_what_is_not_finite_is_sent_once() -> None:
 def test_what_12_bits_cannot_index_is_refused(keep: int, chunk: int) -> None:
     with pytest.raises(RequestError, match="12 bits"):
         TopK(keep, chunk)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [0, 1, 7, 512, 1300])
+def test_four_bits_are_the_nearest_power_of_two(count: int, dtype: torch.dtype) -> None:
+    """Of numbers of all sizes, among them a chunk of nothing but zeros."""
+    generator = torch.Generator().manual_seed(count)
+    flat = torch.randn(count, generator=generator).to(dtype)
+    flat *= 10 ** torch.randn(count, generator=generator).to(dtype)
+    flat[::9], flat[512:1024] = 0, 0
+    assert torch.equal(decoded(FourBit(), flat), four_bits(flat))
+
+
+def test_golden_bytes_of_four_bits() -> None:
+    """6 is as far from 8 as from 4, and 1/16 from 1/8 as from nothing: the larger one is sent."""
+    flat = torch.tensor([8.0, -6.0, 5.9, 3.0, -0.125, 0.0625, -0.06, 0.0, 1.0])
+    message = FourBit().encode(flat)
+    assert message[:5].tolist() == [0xF7, 0x66, 0x19, 0x08, 0x04]
+    assert message[5:8].tolist() == [0] * 3 and message[8:12].view(torch.float32).item() == 8
+    assert message.numel() == FourBit().size_bytes(9) == 16
+    assert FourBit().size_bytes(4096) == 4096 // 2 + 4 * 8
+    wanted = [8, -8, 4, 4, -0.125, 0.125, 0, 0, 1]
+    assert decoded(FourBit(), flat).tolist() == wanted
+
+
+@pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
+def test_a_chunk_that_is_not_finite_is_seen_as_such(what: float) -> None:
+    flat = torch.ones(1024)
+    flat[3] = what
+    found = decoded(FourBit(), flat)
+    assert not found[:512].isfinite().any() and found[512:].tolist() == [1] * 512
+    feedback = ErrorFeedback(FourBit(), flat)
+    feedback.encode(flat)
+    assert feedback.residual.tolist() == [0] * 1024
 
 
 # --- the loops in C -----------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import nn
 
+import contract_tasks
 from allranks.cli.display.event_text import anomalies_in
 from allranks.errors import ProgramError, RequestError
 from allranks.job.job import Job
@@ -28,14 +29,22 @@ from allranks.launcher.world import World
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.build import job_for
 from allranks.torch.decoupled.flat import FlatModel, Numbers
+from allranks.torch.decoupled.inner_state import (
+    inner_state,
+    load_inner_state,
+    packed,
+    unpacked,
+)
 from allranks.torch.decoupled.learner import Learner
-from allranks.torch.decoupled.merging import Merging, Work
+from allranks.torch.decoupled.merging import Clock, Merging, Work
+from allranks.torch.decoupled.service import Service
 from allranks.torch.outer.optimizers import Nesterov
 from allranks.torch.trainer import Trainer
 from allranks.training.dispatch.ledger import Ledger
 from allranks.training.order import Order
 from conftest import Train
 from decoupled_tasks import BATCH, SAMPLES, Plain, made
+from outer_simulation import nesterov
 from test_every_strategy import difference
 
 
@@ -154,6 +163,55 @@ def test_a_scripted_schedule_is_that_of_a_plain_loop() -> None:
         apart = (merging.theta.weights - plain.theta).abs().max()
         moved = (plain.theta - plain.first).abs().max()
         assert float(apart) < 1e-10 and float(moved) > 0.1
+
+
+def test_a_checkpoint_has_each_optimizer_as_it_was_after_what_is_in_the_weights() -> None:
+    """Chunk 0 is merged, 2 waits, 4 is under way: the state after 0, and from it the same again."""
+    job = Job(strategy="decoupled:every=2", ranks=2, precision="fp64")
+    with Trainer(Plain(), job, world=_learner(0)) as trainer:
+        learner, ledger = Learner(trainer, 2, keeps=True), Ledger(12, 2, 2)
+        theta = learner.flat.read()
+        merging = Merging(theta, learner.flat.parameters, Nesterov(1.0, 0.0), ledger, quorum=9)
+
+        def take() -> None:
+            own = merging.found.get(0)
+            waits = [w.chunk for w in own.work] if own else []
+            body = memoryview(bytearray(b"".join(map(bytes, merging.theta.buffers))))
+            learner.take({"version": merging.version, "waits": waits}, body)
+
+        def bring(number: int) -> Any:
+            said, found = learner.train(ledger.chunk(number))
+            merging.bring(0, Work.from_data(said), found.copied())
+            learner.brought(ledger.chunk(number), found)
+            take()
+            return inner_state(trainer.strategy)
+
+        take()
+        wanted = bring(0)
+        merging.merge()
+        take()
+        after_2 = bring(2)
+        assert list(learner.kept) == [0, 2] and merging.state()["clocks"][0]["chunk"] == 0
+        body = memoryview(bytearray(b"".join(packed(learner.kept[0], 1 << 20))))
+        (state,) = [unpacked(body)]
+        bring(4)
+        momentum = state["state"]["0.weight"]["momentum_buffer"]
+        assert torch.equal(momentum, wanted["state"]["0.weight"]["momentum_buffer"])
+        assert merging.clocks == {0: Clock(0, 16)}
+        load_inner_state(trainer.strategy, state)
+        learner.forget()
+        take()
+        again = bring(2)
+        for name, row in again["state"].items():
+            assert torch.equal(row["momentum_buffer"], after_2["state"][name]["momentum_buffer"])
+        merging.merge()
+        take()
+        assert list(learner.kept) == [2], "what came before it is not asked for any more"
+        with pytest.raises(RequestError, match="16 at most"):
+            packed(state, 16)
+        for torn in (body[:4], body[:-8]):
+            with pytest.raises(ValueError, match=r"no state|are missing"):
+                unpacked(torn)
 
 
 def _learner(index: int) -> World:
@@ -298,6 +356,29 @@ def test_before_the_proof_nothing_large_is_taken() -> None:
             theirs.receive()
 
 
+def test_an_optimizer_that_does_not_come_in_time_is_an_older_one_and_named() -> None:
+    flat, told = FlatModel(nn.Linear(1, 1)), list[Any]()
+    merging = Merging(flat.read(), flat.parameters, Nesterov(1.0, 0.0), Ledger(8, 2, 2))
+    merging.clocks = {0: Clock(3, 16), 1: Clock(4, 16), 2: Clock(5, 16)}
+    mine, theirs = ends()
+    with socket.create_server(("127.0.0.1", 0)) as listener, mine, theirs:
+        service = Service(
+            *(merging, flat, listener, "secret", 1.0),
+            lambda event, **values: told.append((event, values)),
+            keeps=True,
+        )
+        service._peers = {0: mine, 1: mine}
+        service.inner = {0: (3, "of now"), 1: (2, "of before")}
+        _, state = service.snapshot(asks=True)
+        service.answer(1, mine, {"inner": 4}, memoryview(b""))  # it has it no more
+        found = service.collect(state, 60.0)
+    assert found == {
+        0: {"chunk": 3, "state": "of now"},
+        1: {"chunk": 2, "state": "of before"},
+    }
+    assert told == [("inner_left_out", {"learners": [1, 2]})]
+
+
 # --- runs ---------------------------------------------------------------------------------
 
 TASK = "decoupled_tasks:Noted"
@@ -333,7 +414,58 @@ def test_one_learner_that_asks_after_each_step_is_single(train: Train) -> None:
     assert sent in (20 * card, 21 * card), "the weights to begin with, and after each step"
 
 
+def test_a_learner_goes_on_with_the_optimizer_that_it_had(train: Train, tmp_path: Path) -> None:
+    """AdamW, stopped after 8 steps and taken up again: the bits of a run that nobody stopped."""
+    flags: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 8}
+    kept, anew = ("decoupled:every=2,lr=0.7,momentum=0.9" + more for more in ("", ",inner=anew"))
+
+    def ended(strategy: str, **more: Any) -> Any:
+        result = train("contract_tasks:Plain", strategy=strategy, **flags, **more)
+        return result, load_file(result.run_dir / "weights.safetensors")
+
+    _, whole = ended(kept, steps=20)
+    for strategy, is_exact in ((kept, True), (anew, False)):
+        first, _ = ended(strategy, steps=8)
+        second, found = ended(strategy, steps=20, resume=str(first.run_dir))
+        assert second.summary["resumed_from_step"] == 8
+        assert (difference(found, whole) == 0) == is_exact
+
+
+def test_a_chunk_trained_meanwhile_is_that_of_a_plain_loop(train: Train) -> None:
+    """What is on its way comes back one chunk later; without an outer momentum it is `single`."""
+
+    def ended(strategy: str) -> dict[str, Any]:
+        run = train("contract_tasks:Plain", strategy=strategy, precision="fp64", steps=12)
+        return load_file(run.run_dir / "weights.safetensors")
+
+    apart = ended("decoupled:every=1,overlap=1,lr=1,momentum=0")
+    assert difference(apart, ended("single")) < 1e-10
+    task, every, outer = contract_tasks.Plain(), 3, nesterov(0.7, 0.9)
+    torch.manual_seed(0)
+    model = task.model().double()
+    optimizer, order = task.optimizer(model), Order(len(task.train_data()[0]), 24, 0, "keep")
+    theta = {n: p.detach().clone() for n, p in model.named_parameters()}
+    begin, on_its_way = theta, None
+    for step in range(12):
+        chosen = order.batch(*divmod(step, order.steps_per_epoch))
+        batch = [tensor[chosen] for tensor in task.train_data()]
+        optimizer.zero_grad()
+        task.loss(model(batch[0]), batch).mean().backward()
+        optimizer.step()
+        if (step + 1) % every == 0:
+            found = {n: begin[n] - p.detach() for n, p in model.named_parameters()}
+            if on_its_way is not None:
+                theta, _ = outer(theta, on_its_way)
+            begin, on_its_way = {n: w - found[n] for n, w in theta.items()}, found
+            model.load_state_dict(begin)
+    assert on_its_way is not None
+    theta, _ = outer(theta, on_its_way)
+    found = ended("decoupled:every=3,overlap=1,lr=0.7,momentum=0.9")
+    assert difference(found, {name: weight.numpy() for name, weight in theta.items()}) < 1e-10
+
+
 @pytest.mark.slow(but=1)
+@pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize(
     "inject",
     [
@@ -343,8 +475,10 @@ def test_one_learner_that_asks_after_each_step_is_single(train: Train) -> None:
     ],
     ids=["killed", "slow", "fails-again"],
 )
-def test_whatever_becomes_of_a_learner_all_samples_count_once(train: Train, inject: str) -> None:
-    strategy = "decoupled:every=4,quorum=2,grace_s=0.5,lr=1,momentum=0,rejoins=1"
+def test_whatever_becomes_of_a_learner_all_samples_count_once(
+    train: Train, inject: str, overlap: int
+) -> None:
+    strategy = f"decoupled:every=4,quorum=2,grace_s=0.5,rejoins=1,overlap={overlap}"
     result = train(TASK, strategy=strategy, ranks=3, inject=inject)
     check_all_is_in(result.run_dir, result.summary)
     lost = [event["rank"] for event in events(result.run_dir, "worker_lost")]
@@ -352,8 +486,9 @@ def test_whatever_becomes_of_a_learner_all_samples_count_once(train: Train, inje
     if "kill" in inject:
         assert lost == [2] and joined.count(1) == 2, "it came again"
         (gone,) = events(result.run_dir, "learner_lost")
-        assert gone["learner"] == 1 and [one["samples"] for one in gone["freed"]] in ([16], [32])
-        assert anomalies_in(gone)[0][1].endswith("of steps 0 to 3")
+        assert gone["learner"] == 1 and len(gone["freed"]) == 1 + overlap
+        assert all(one["samples"] in (16, 32) for one in gone["freed"])
+        assert overlap or anomalies_in(gone)[0][1].endswith("of steps 0 to 3")
     elif "fail" in inject:
         assert lost == [3, 3] and joined.count(2) == 2, "once again, and no more"
     else:
@@ -361,10 +496,11 @@ def test_whatever_becomes_of_a_learner_all_samples_count_once(train: Train, inje
 
 
 @pytest.mark.slow
-def test_a_synchronizer_that_dies_goes_on_from_its_checkpoint(train: Train) -> None:
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_synchronizer_that_dies_goes_on_from_its_checkpoint(train: Train, overlap: int) -> None:
     result = train(
         TASK,
-        strategy="decoupled:every=2,lr=1,momentum=0",
+        strategy=f"decoupled:every=2,overlap={overlap}",
         ranks=2,
         inject="kill@rank=0,step=40,at=stepped slow@rank=1,seconds=0.01 slow@rank=2,seconds=0.01",
         checkpoint_every=10,

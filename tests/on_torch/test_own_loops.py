@@ -72,6 +72,7 @@ def test_an_evaluation_of_the_leader_alone_is_refused(on_ranks: Callable[..., An
     on_ranks(2, "own_loop_workers:others_have_left", None)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("store", ["file", "port"])
 def test_an_evaluation_of_the_leader_alone_on_the_way_is_refused_on_all_ranks(
     on_ranks: Callable[..., Any], store: str

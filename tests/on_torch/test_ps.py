@@ -44,7 +44,7 @@ from allranks.torch.parameter_server.state import (
     packed,
     unpacked,
 )
-from allranks.torch.parameter_server.worker import Exchange, Stale
+from allranks.torch.parameter_server.working.exchange import Exchange, Stale
 from allranks.torch.trainer import Trainer
 from allranks.training.dispatch.ledger import Chunk, Ledger
 from conftest import Train
@@ -483,6 +483,29 @@ def test_one_worker_out_of_step_is_one_process(train: Train) -> None:
     assert sent in (12 * card, 13 * card), "the weights to begin with, and after each step"
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_evaluator_judges_newest_checkpoints_once_each_though_it_dies(
+    train: Train, mode: str
+) -> None:
+    """The last one is that of the end; each sample counts once, as in the evaluation there."""
+    done = train(
+        TASK,
+        "epochs=8",
+        strategy=f"ps:mode={mode},servers=2,bound=8,evaluator=yes",
+        ranks=2,
+        precision="fp64",
+        checkpoint_every=4,
+        inject="kill@rank=5,step=-1 slow@rank=3,seconds=0.05,attempt=-1",
+    )
+    evaluated = events(done.run_dir, "evaluated")
+    steps = [event["step"] for event in evaluated]
+    assert {event["rank"] for event in evaluated} == {5}
+    assert steps == sorted(set(steps)) and set(steps) <= set(range(4, 49, 4)) and steps[-1] == 48
+    assert evaluated[-1]["metrics"] == pytest.approx(done.summary["eval"], rel=1e-10)
+    assert [event["rank"] for event in events(done.run_dir, "worker_lost")] == [5]
+
+
 def test_a_check_sees_what_lies_on_servers(server: ForkServer, tmp_path: Path) -> None:
     """Each step from the weights of the reference, which are put on the servers."""
     flags = {"ranks": 2, "strategy": "ps:servers=2,bound=8", "precision": "fp32", "steps": 4}
@@ -508,6 +531,7 @@ def test_a_slow_worker_slows_nobody(train: Train, strategy: str) -> None:
         ("ps:staleness=1", "", "mode=sync"),
         ("ps:mode=async,backup=1", "", "mode=async"),
         ("ps", "ema=0.9", "workers"),
+        ("ps:evaluator=yes", "", "there would be none"),
     ],
 )
 def test_what_cannot_be_is_refused(train: Train, strategy: str, field: str, found: str) -> None:

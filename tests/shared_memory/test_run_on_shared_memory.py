@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from allranks.job.run_folder import read_rows
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -27,16 +29,19 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[str]:
     return re.findall(r"loss (\S+) -> (\S+)", done.stdout)
 
 
-def test_a_script_that_asks_for_gloo_trains_alike_in_shared_memory(tmp_path: Path) -> None:
-    for script in ("ddp.py", "fsdp2.py"):
-        there, over_gloo = tmp_path / f"{script}-shared", tmp_path / f"{script}-gloo"
-        found = losses(run(there, script, "--shared-memory"))
-        assert found and found == losses(run(over_gloo, script, "--warm=torch"))
-        rows = read_rows(there / "events.jsonl")
-        (told,) = [row for row in rows if row["event"] == "collectives"]
-        assert (told["asked"], told["did"], told["why"]) == ("shared_memory", "shared_memory", "")
-        assert not (there / "collectives.json").exists()
-        assert "shared_memory = true" in (there / "job.toml").read_text()
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
+def test_a_script_that_asks_for_gloo_trains_alike_in_shared_memory(
+    script: str, tmp_path: Path
+) -> None:
+    there, over_gloo = tmp_path / "shared", tmp_path / "gloo"
+    found = losses(run(there, script, "--shared-memory"))
+    assert found and found == losses(run(over_gloo, script, "--warm=torch"))
+    rows = read_rows(there / "events.jsonl")
+    (told,) = [row for row in rows if row["event"] == "collectives"]
+    assert (told["asked"], told["did"], told["why"]) == ("shared_memory", "shared_memory", "")
+    assert not (there / "collectives.json").exists()
+    assert "shared_memory = true" in (there / "job.toml").read_text()
 
 
 def test_without_a_name_it_is_that_of_a_cpu(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def resolved_from(program: str | None, flags: dict[str, Any]) -> Resolved:
     inject = " ".join(flags.pop("inject", ()))
     given = {name: value for name, value in flags.items() if value is not None}
     if epochs is not None:
-        given["steps"] = None  # also where a file or the run gone on with has some
+        given["steps"] = None  # also where a file or the resumed run has some
     if inject:
         given["inject"] = inject
     return resolve(program or "", given, settings, job_file)

@@ -1,14 +1,16 @@
-"""`allranks strategies [NAME]`: the cards."""
+"""`allranks strategies [NAME]`: the cards, by family; one of them whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
 from allranks.checkpoint.files import as_json
-from allranks.strategies.card import Card, Option
+from allranks.strategies.card import Approximate, Card, Option
 from allranks.strategies.resolve import card_of
 from allranks.strategies.torch_cards import CARDS
 
@@ -25,10 +27,50 @@ def strategies(name: str | None, as_object: bool) -> None:
     elif name:
         click.echo(_whole(cards[0]))
     else:
-        width = max(len(card.name) for card in cards)
+        click.echo("\n".join(_list(cards)))
+
+
+FAMILIES: dict[str, Callable[[Card], bool]] = {
+    "TensorFlow": lambda card: "torch" not in card.engines,
+    "Each rank at its own pace": lambda card: not card.agreement.lockstep,
+    "Ranks train apart and meet": lambda card: isinstance(card.guarantee, Approximate),
+    "A part of the model or the optimizer on each rank": lambda card: (
+        card.agreement.weights != "replicated" or card.agreement.cuts_optimizer
+    ),
+    "The whole model on every rank": lambda card: card.many_ranks,
+    "In one process": lambda card: True,
+}
+"""The family of a card is the first that holds; they are shown from the last to the first."""
+WIDEST = 110
+SUBJECT = 13
+
+
+def _list(cards: list[Card]) -> Iterator[str]:
+    family = {
+        card.name: next(name for name, holds in FAMILIES.items() if holds(card)) for card in cards
+    }
+    width = max(len(card.name) for card in cards)
+    for heading in reversed(FAMILIES):
+        yield f"{heading}:"
         for card in cards:
-            promise = f"{card.guarantee}{_otherwise(card)}"
-            click.echo(f"{card.name:<{width}}  {card.summary}\n{'':<{width}}  {promise}")
+            if family[card.name] == heading:
+                yield from _wrapped(f"  {card.name:<{width}}  ", card.summary)
+                yield from _wrapped(" " * (width + 4), f"{card.guarantee}{_otherwise(card)}")
+        yield ""
+    yield "allranks strategies NAME shows one whole: what it sends and stores, and its options."
+
+
+def _wrapped(subject: str, text: str) -> list[str]:
+    """A paragraph behind its subject, as wide as the terminal."""
+    columns = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
+    return textwrap.wrap(
+        text,
+        max(columns, len(subject) + 40),
+        initial_indent=subject,
+        subsequent_indent=" " * len(subject),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _guarantees(card: Card) -> dict[str, str]:
@@ -81,21 +123,30 @@ def _as_data(card: Card) -> dict[str, Any]:
 
 
 def _whole(card: Card) -> str:
-    lines = [
-        f"{card.name}: {card.summary}",
-        f"  engine     {' or '.join(card.engines)}",
-        f"  guarantee  {card.guarantee}",
-        *(f"             with {what}, {text}" for what, text in _guarantees(card).items()),
-        f"  --bitwise  {'no' if card.bitwise_options is None else 'yes'}",
-        f"  sends      {card.bytes_formula} bytes per rank and step",
-        f"  stores     {card.memory}",
-    ]
+    return "\n".join([f"{card.name}: {card.summary}", *_fields(card)])
+
+
+def _fields(card: Card) -> Iterator[str]:
+    """What a card says, a paragraph for each thing that stands by itself."""
+    yield from _field("engine", " or ".join(card.engines))
+    yield from _field("guarantee", str(card.guarantee))
+    for settings, guarantee in _guarantees(card).items():
+        yield from _field("", f"with {settings}, {guarantee}")
+    yield from _field("--bitwise", "no" if card.bitwise_options is None else "yes")
+    yield from _field("sends", "bytes per rank and step:")
+    for case in card.bytes_formula.split("; "):
+        yield from _field("", case)
+    for number, case in enumerate(card.memory.split("; ")):
+        yield from _field("" if number else "stores", case)
     if card.stored is not None:
-        lines.append(f"             between two steps {card.stored.formula} bytes")
+        yield from _field("", f"between two steps {card.stored.formula} bytes")
     for option in card.options:
-        choices = f" ({' or '.join(map(_written(option), option.choices))})"
-        what = f"{option.name}={option.shown_default}: {option.meaning}"
-        lines.append(f"  option     {what}{choices if option.choices else ''}")
+        yield from _field("option", f"{option.name}={option.shown_default}: {option.meaning}")
+        if option.choices:
+            yield from _field("", f"one of {', '.join(map(_written(option), option.choices))}")
     if card.paper:
-        lines.append(f"  paper      {card.paper}")
-    return "\n".join(lines)
+        yield from _field("paper", card.paper)
+
+
+def _field(name: str, text: str) -> list[str]:
+    return _wrapped(f"  {name:<{SUBJECT - 2}}", text)

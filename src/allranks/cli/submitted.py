@@ -105,7 +105,7 @@ def read_words(words: tuple[str, ...]) -> Submitted:
 
 
 def _layers(parameters: dict[str, Any]) -> dict[str, Any]:
-    """What the run that is gone on with says, and over it the job file."""
+    """What the resumed run says, and over it the job file."""
     values: dict[str, Any] = {}
     before = Path(parameters.get("run_dir") or ".") / "job.toml"
     if parameters.get("run_dir") and before.is_file():
@@ -246,7 +246,7 @@ def check_run_dir(run_dir: str) -> None:
         asked=f"--run-dir {run_dir}",
         found=found,
         why="a job never writes over what another one left",
-        do="name a folder that does not exist yet, or one of a job to go on with",
+        do="name a folder that does not exist yet, or one of a job to resume",
     )
 
 

@@ -320,7 +320,7 @@ def _conclude(folder: Path, outcomes: Sequence[Outcome], reason: str) -> None:
         for state in (DONE, FAILED, INTERRUPTED, STOPPED)
     }
     count = f"{len(named[DONE])} of {len(outcomes)} jobs are done"
-    again = f"to go on, say the same with --run-dir {folder}"
+    again = f"to resume, say the same with --run-dir {folder}"
     if len(named[DONE]) == len(outcomes):
         return
     if reason == "SIGINT" or named[INTERRUPTED]:

@@ -58,7 +58,7 @@ def train(
     allranks train digits --ranks 2
     allranks train mytask.py --ranks 4 --bitwise --set lr=3e-4
     allranks train mytask.py --ranks 4 --checkpoint-every 100 --max-restarts 3
-    allranks train --run-dir runs/that-one          (goes on where it stopped)
+    allranks train --run-dir runs/that-one          (resumes where it stopped)
     allranks train digits --ranks 4 --nodes 2 --place simulated:link=1gbit
     """
     words = words_of(flags, "train", program or "")

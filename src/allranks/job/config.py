@@ -1,4 +1,4 @@
-"""Where the values of a job come from: command line > job file > run gone on with > default.
+"""Where the values of a job come from: command line > job file > resumed run > default.
 
 `resolve` makes the job, checked as far as it can be, and remembers the source of every value.
 """
@@ -97,7 +97,7 @@ def _settings(texts: tuple[str, ...]) -> dict[str, Any]:
 def _inherited(
     base: Base | None, job_file: str | None, ranks: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """The values of the run gone on with and of the job file over them, of the task too.
+    """The values of the resumed run and of the job file over them, of the task too.
 
     `ranks` are those of the command line, if it says any.
     """
@@ -118,7 +118,7 @@ def _inherited(
 
 
 def _forget_the_place(values: dict[str, Any], sources: dict[str, str]) -> None:
-    """A run that goes on finds no nodes of its own: those of then are another job's by now."""
+    """A resumed run finds no nodes of its own: those of then are another job's by now."""
     if not sources.get("place", "").startswith("run "):
         return
     if load(PLACES[place_spec(values["place"]).name]).lends_nodes:
@@ -128,7 +128,7 @@ def _forget_the_place(values: dict[str, Any], sources: dict[str, str]) -> None:
 
 
 def _keep_the_choice(values: dict[str, Any], sources: dict[str, str], base: Base | None) -> None:
-    """A run that goes on keeps its strategy, which the dial chose: its state follows from it."""
+    """A resumed run keeps its strategy, which the dial chose: its state follows from it."""
     if base is not None and is_auto(values.get("strategy", "")) and "strategy" in base.values:
         values["strategy"], sources["strategy"] = base.values["strategy"], f"run {base.path}"
 

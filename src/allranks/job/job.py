@@ -143,13 +143,17 @@ class Tracing:
 
     `trace` records the insides of every step, of so many steps that their tensors fit in
     `trace_bytes` (0: of all), each from the weights of the trace in `replay`; one process cuts its
-    batches as `cut_for` ranks would (0: as its own ranks do).
+    batches as `cut_for` ranks would (0: as its own ranks do). Of step `parts_of` all is recorded
+    that tells a cause: the tensors of every rank, or, in one process with `cut_for`, each part of
+    the batch by itself, and the loss if the biases in `added_by_each` were added by every rank.
     """
 
     trace: bool = False
     trace_bytes: int = 0
     replay: str = ""
     cut_for: int = 0
+    parts_of: int | None = None
+    added_by_each: tuple[str, ...] = ()
 
 
 GROUPS: dict[str, type] = {

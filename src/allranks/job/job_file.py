@@ -1,6 +1,6 @@
 """Job files: a job as TOML text and back, so that the job of any run folder can be run again.
 
-Values that look like secrets are never written; who goes on with the job gives them again.
+Values that look like secrets are never written; who resumes the job gives them again.
 """
 
 from __future__ import annotations

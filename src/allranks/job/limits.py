@@ -26,7 +26,7 @@ from allranks.job.job import (
 )
 from allranks.job.loss_scale import parse_loss_scale
 from allranks.strategies.resolve import StrategySpec, resolved_strategy
-from allranks.strategies.roles import ProcessSet
+from allranks.strategies.roles import EVALUATOR, ProcessSet
 
 LEAST = {  # of each number: the bound, and whether it is allowed itself
     **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
@@ -246,7 +246,7 @@ def _check_roles(job: Job, process_set: ProcessSet) -> None:
             alike,
         ),
         (
-            job.checkpoint_every is None and process_set.has("evaluator"),
+            job.checkpoint_every is None and process_set.has(EVALUATOR),
             "no --checkpoint-every",
             "the evaluator judges checkpoints, and there would be none",
             "give --checkpoint-every, or leave the evaluator out",

@@ -11,13 +11,15 @@ import hashlib
 import os
 import sys
 import sysconfig
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
 INSTALLED = ("site-packages", "dist-packages")
 PROGRAM, MODULES = "program_sha256", "modules_sha256"
-_digests: dict[str, str] = {}  # name of a module -> its file's, when it was imported
+_digests: dict[str, tuple[Path, str]] = {}  # name of a module -> its file, as it was imported
 _programs: dict[str, str] = {}  # whole path of a file that is a program -> its digest
+_inherited: dict[str, int] = {}  # the last module before the fork -> how many there were
 
 
 def remember_program(path: Path, content: bytes) -> None:
@@ -53,15 +55,42 @@ def by_name(facts: dict[str, object]) -> dict[str, object]:
     return rest
 
 
+def remember_modules() -> None:
+    """Take the digests of all modules so far. The fork server calls this before it forks.
+
+    A rank that looked through thousands of modules would copy the memory in which they lie.
+    """
+    _take_digests()
+    _inherited.clear()
+    _inherited[next(reversed(sys.modules))] = len(sys.modules)
+
+
 def _modules_besides(program: Path) -> dict[str, str]:
     """Those that are imported by now; a digest is taken when a module is first seen here."""
-    for name, module in sorted(sys.modules.items()):
+    _take_digests()
+    return {
+        name: digest
+        for name, (path, digest) in sorted(_digests.items())
+        if name in sys.modules and path != program
+    }
+
+
+def _take_digests() -> None:
+    for name, module in _imported_since():
         path = _file_of_a_user(module)
-        if path is None or path == program or name == "__main__":
+        if path is None or name == "__main__" or name in _digests:
             continue
-        if name not in _digests and path.is_file():
-            _digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return {name: digest for name, digest in sorted(_digests.items()) if name in sys.modules}
+        if path.is_file():
+            _digests[name] = path, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _imported_since() -> list[tuple[str, ModuleType]]:
+    """What came after the modules that the fork server has looked at; without one, all there is."""
+    for last, count in _inherited.items():
+        new = list(islice(reversed(sys.modules.items()), max(0, len(sys.modules) - count) + 1))
+        if new[-1][0] == last:
+            return new
+    return list(sys.modules.items())
 
 
 def _file_of_a_user(module: ModuleType) -> Path | None:

@@ -1,6 +1,6 @@
-"""Going on: from where a job starts when there is something to start from, and what may change.
+"""Resuming: from where a job starts when there is something to start from, and what may change.
 
-    --run-dir RUN       RUN is there already: the same job goes on, in the same folder
+    --run-dir RUN       RUN is there already: the same job resumes, in the same folder
     --resume PATH       a new run folder; starts from the newest good checkpoint of the run PATH, or
                         from that very checkpoint
     --resume never      start anew, and refuse a folder that is there
@@ -39,7 +39,7 @@ NOT_INHERITED = ("inject", "profile", "run_dir", *FOR_CHECK)
 
 @dataclass(frozen=True)
 class Base:
-    """What a job goes on from: the values of the job that left it, and where its checkpoints are.
+    """What a job resumes from: the values of the job that left it, and where its checkpoints are.
 
     `resumes` means in the same run folder; otherwise a new one branches off.
     """
@@ -56,7 +56,7 @@ def checkpoint_folders(path: Path) -> list[Path]:
 
 
 def find_base(path: Path, resumes: bool) -> Base:
-    """What a job goes on from: the run `path`, or that very checkpoint; raises `RequestError`.
+    """What a job resumes from: the run `path`, or that very checkpoint; raises `RequestError`.
 
     A run says in its `job.toml` how it went on last; a checkpoint remembers the job that made it.
     """
@@ -133,7 +133,7 @@ def _check_strategies(base: Base, job: Job) -> None:
             asked=f"--strategy {job.strategy}, from {base.path}",
             found=f"a checkpoint of {was.name!r}: {was.state}",
             why=f"{now.name!r} keeps another state: {now.state}",
-            do=f"go on with --strategy {was.name}",
+            do=f"resume with --strategy {was.name}",
         )
     text = base.values.get("strategy", job.strategy)
     before = strategy_spec(text, base.values.get("ranks", 1))
@@ -142,7 +142,7 @@ def _check_strategies(base: Base, job: Job) -> None:
             asked=f"--strategy {job.strategy}, from {base.path}",
             found=f"a checkpoint of {before}",
             why="with late=1 it holds a gradient that is not applied yet, else it has none",
-            do=f"go on with --strategy {before}",
+            do=f"resume with --strategy {before}",
         )
     if now.state == APART and job.ranks != base.values.get("ranks", 1):
         raise _refused(

@@ -223,7 +223,7 @@ class Attempts:
         path = self.folder.path
         rows = events_of(path, 0, attempt)
         stop = next((row for row in rows if row["event"] == "stopped"), {})
-        again = f"go on with: allranks train --run-dir {shlex.quote(str(path))}"
+        again = f"resume with: allranks train --run-dir {shlex.quote(str(path))}"
         if not stop.get("checkpoint"):
             report = told.strip() or None
             self.folder.events.event("interrupted", exits=exits, reason=ended.reason, report=report)

@@ -18,7 +18,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Processes
 from allranks.launcher.supervisor import EVIDENCE_S
 from allranks.launcher.world import Visible
-from allranks.strategies.roles import RANKS
+from allranks.strategies.roles import RANKS, Member
 
 T = TypeVar("T")
 
@@ -109,11 +109,19 @@ class PlannedNodes(LocalMachine):
 def for_all_processes(job: Job, of_ranks: Sequence[T]) -> list[T]:
     """What each process of a job has, where each of its ranks has something (a seat, a node).
 
-    Where there are roles the ranks are the workers, and all others are where the first of them is.
+    Where there are roles the ranks are the workers. Of those that lie over nodes, the i-th of n is
+    beside the first rank of the i-th of n parts of the ranks; all others are where rank 0 is.
     """
     ranks = iter(of_ranks)
     process_set = dataclasses.replace(job, ranks=len(of_ranks)).strategy_spec.process_set
-    return [next(ranks) if one.role.name in RANKS else of_ranks[0] for one in process_set.members]
+
+    def one_of(member: Member) -> T:
+        if member.role.name in RANKS:
+            return next(ranks)
+        part = member.index / member.role.count if member.role.over_nodes else 0
+        return of_ranks[int(part * len(of_ranks))]
+
+    return [one_of(member) for member in process_set.members]
 
 
 def with_rendezvous(plan: Plan, address: str) -> Plan:

@@ -32,9 +32,16 @@ class Exact:
 
 @dataclass(frozen=True)
 class Approximate:
-    """Not equal in general; equal at the named setting, where the same machinery really runs."""
+    """Not equal in general; equal at the named setting, where the same machinery really runs.
+
+    `exact_when` names it in words, `setting` in options of the strategy (those of a choice in their
+    brackets), which stand for all but what says how ranks lie. With `plain_sgd` it is exact for
+    SGD without momentum, and without clipping.
+    """
 
     exact_when: str
+    setting: Mapping[str, str] = field(default_factory=dict)
+    plain_sgd: bool = False
 
     def __str__(self) -> str:
         return f"APPROXIMATE: exact when {self.exact_when}"
@@ -280,7 +287,7 @@ class Card:
 
     @property
     def state(self) -> str:
-        """What a checkpoint holds: strategies of which this is the same go on from each other's."""
+        """What a checkpoint holds: strategies with the same one resume from each other's."""
         return WHOLE if self.agreement.is_one_training else APART
 
     @property

@@ -33,10 +33,14 @@ CALLED_OTHERWISE = {
     "bmuf": "block-momentum",
     **dict.fromkeys(("dist_sync", "dist_device_sync"), "ps"),
     **dict.fromkeys(("dist_async", "async"), "ps:mode=async"),
-    **dict.fromkeys(("kvstore-local", "kvstore-device"), "dp"),
+    **dict.fromkeys(("local", "device", "kvstore-local", "kvstore-device"), "dp"),
+    **dict.fromkeys(("delta-push", "multiverso"), "ps:mode=delta"),
     "streaming-diloco": "diloco:fragments=4,overlap=1,mix=0.5",
 }
 """Names that people know -> those of the same here."""
+
+LAYOUT = ("learners", "inner", "bucket_mb", "shard", "data", "tensor")
+"""Options that say how ranks lie and what they send at once, whatever is exact or not."""
 
 
 def card_for(choice: Choice) -> Card:
@@ -127,6 +131,13 @@ def engines_of(text: str) -> tuple[str, ...]:
 def strategy_spec(text: str, ranks: int) -> StrategySpec:
     """The strategy that a text describes, for so many ranks; raises `RequestError`."""
     return _spec(text, parse_choice(text), ranks)
+
+
+def at_setting(text: str, setting: Mapping[str, str]) -> str:
+    """The strategy with the options of a setting, and of its own those that lay its ranks out."""
+    choice = parse_choice(text)
+    kept = {name: value for name, value in choice.options.items() if name in LAYOUT}
+    return str(Choice(choice.name, {**kept, **setting}))
 
 
 def has_mesh(text: str, ranks: int) -> bool:

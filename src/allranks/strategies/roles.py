@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-TRAINER, WORKER, LEARNER = "trainer", "worker", "learner"
+TRAINER, WORKER, LEARNER, EVALUATOR = "trainer", "worker", "learner", "evaluator"
 RANKS = (TRAINER, WORKER, LEARNER)
 """The roles that `--ranks` counts."""
 LEADER = 0
@@ -25,7 +25,8 @@ class Role:
     end of their own: they are ended when the leader, process 0, is done. One that is lost is
     started again up to `rejoins` times while the others go on; one that `resumes` as often as
     --max-restarts says, while they wait for it. With `outlives_nodes` the loss of its node is
-    no more than its own.
+    no more than its own. Those that lie `over_nodes` are beside the ranks of all nodes, in turn;
+    others that are no ranks are where the first rank is.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Role:
     rejoins: int = 0
     resumes: bool = False
     outlives_nodes: bool = False
+    over_nodes: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Saving one training with TensorFlow and going on with it: what is saved, what must be as it was.
+"""Saving one training with TensorFlow and resuming it: what is saved, what must be as it was.
 
 The trainer decides when; `checkpointer` knows how it gets to the disk and back. All of a state is
-held by every rank, so a checkpoint goes on under any number of ranks.
+held by every rank, so a checkpoint resumes on any number of ranks.
 """
 
 from __future__ import annotations

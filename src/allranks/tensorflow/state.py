@@ -45,10 +45,10 @@ class State:
         optimizer = self._built.optimizer
         if state["optimizer_kind"] != type(optimizer).__name__:
             raise RequestError(
-                asked="to go on from a checkpoint",
+                asked="to resume from a checkpoint",
                 found=f"{state['optimizer_kind']} in it, {type(optimizer).__name__} in the task",
                 why="what one optimizer remembers means nothing to another",
-                do="go on with the program as it was, or start anew in another folder",
+                do="resume with the program as it was, or start anew in another folder",
             )
         set_weights(self._built.model, state["model"])
         set_values(self._streams, state["streams"], "the random streams of the model")

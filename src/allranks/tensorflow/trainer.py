@@ -281,7 +281,7 @@ class Trainer:
         return self._between.save(self, wait=wait, evaluate=evaluate)
 
     def resume(self) -> int | None:
-        """Go on from the newest good checkpoint; every rank calls this, before the first step.
+        """Resume from the newest good checkpoint; every rank calls this, before the first step.
 
         Returns the global batches that are done, or `None` where there is no checkpoint. Raises
         `RequestError` if it belongs to another job.

@@ -1,4 +1,4 @@
-"""Saving one training and going on with it: what is saved, and what must be as it was.
+"""Saving one training and resuming it: what is saved, and what must be as it was.
 
 The trainer decides when; `checkpoint` knows how it gets to the disk and back. What every rank holds
 is saved once; the random streams of user code, and everything of ranks that train apart, belong to
@@ -112,7 +112,7 @@ class Saving:
             return dict(loaded.common)
         if loaded.own is None:
             raise RequestError(
-                asked=f"to go on from {loaded.path} on {self.strategy.comm.size} ranks",
+                asked=f"to resume from {loaded.path} on {self.strategy.comm.size} ranks",
                 found=f"the states of {loaded.manifest.ranks} ranks that trained apart",
                 why="each of them is a training of its own",
                 do=f"--ranks {loaded.manifest.ranks}",

@@ -258,10 +258,10 @@ def _check_same(what: str, now: dict[str, Any], was: dict[str, Any]) -> None:
         return
     name = next(name for name in sorted({**now, **was}) if now.get(name) != was.get(name))
     raise RequestError(
-        asked="to go on from a checkpoint",
+        asked="to resume from a checkpoint",
         found=f"other {what}: {name} is {now.get(name, 'missing')}, was {was.get(name, 'missing')}",
         why="the state is taken up name by name",
-        do="go on with the program as it was, or start anew in another folder",
+        do="resume with the program as it was, or start anew in another folder",
     )
 
 

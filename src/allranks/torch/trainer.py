@@ -230,7 +230,7 @@ class Trainer(OnSteps):
         return {**copied(state), "random": random, **self._between.rest(self)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `state` returned, on any number of ranks; all call this."""
+        """Resume from a state that `state` returned, on any number of ranks; all call this."""
         _ = self.task_data.batches
         self._steps.begin_anew()
         self.strategy.load_state(copied(state["strategy"]))
@@ -252,7 +252,7 @@ class Trainer(OnSteps):
         return self._between.save(self, wait=wait, evaluate=evaluate)
 
     def resume(self) -> int | None:
-        """Go on from the newest good checkpoint; every rank calls this, before the first step.
+        """Resume from the newest good checkpoint; every rank calls this, before the first step.
 
         That of the job's run folder, else that which the job says to start from. Returns the
         global batches that are done, or `None` where there is no checkpoint. Raises `RequestError`

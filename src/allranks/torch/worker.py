@@ -16,7 +16,7 @@ from allranks.job.run_folder import JsonLines
 from allranks.launcher.world import World
 from allranks.strategies.cards.decoupled import SYNCHRONIZER
 from allranks.strategies.cards.parameter_server import SCHEDULER, SERVER
-from allranks.strategies.roles import LEARNER, WORKER
+from allranks.strategies.roles import EVALUATOR, LEARNER, WORKER
 from allranks.torch.accelerator import peak_bytes
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.decoupled.learner import learn
@@ -26,10 +26,11 @@ from allranks.torch.machine import check_devices, facts
 from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.placement import RecordPlacement, update_by_nothing
 from allranks.torch.model.weights_file import WeightsFile
+from allranks.torch.parameter_server.evaluator import evaluate_checkpoints
 from allranks.torch.parameter_server.server import serve
 from allranks.torch.parameter_server.serving import ServedTrainer
 from allranks.torch.parameter_server.trainer import SchedulerTrainer
-from allranks.torch.parameter_server.worker import work
+from allranks.torch.parameter_server.working.worker import work
 from allranks.torch.preparing.measuring import measure_step
 from allranks.torch.profiling import Profiling
 from allranks.torch.shared_memory.backend import told_of
@@ -75,6 +76,13 @@ def _serve(job: Job, world: World, events: JsonLines) -> None:
         serve(trainer, world, events)
 
 
+def _evaluate(job: Job, world: World, events: JsonLines) -> None:
+    """Evaluate the checkpoints of `job`, as one process would."""
+    alone = dataclasses.replace(_led(job), strategy="single", ranks=1, nodes=1)
+    with Trainer(_load_task(job), alone, world=world) as trainer:
+        evaluate_checkpoints(trainer, job, world, events)
+
+
 LEADERS: Mapping[str, type[Trainer]] = {
     SYNCHRONIZER: SynchronizerTrainer,
     SCHEDULER: SchedulerTrainer,
@@ -88,6 +96,7 @@ class TorchRank(RankProgram[Trainer]):
         LEARNER: _learn,
         WORKER: _work,
         SERVER: _serve,
+        EVALUATOR: _evaluate,
     }
     set_threads = staticmethod(torch.set_num_threads)
     facts = staticmethod(facts)

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: where an engine looks for one, and what must be as it was.
+"""Resuming from a checkpoint: where an engine looks for one, and what must be as it was.
 
 `resume` says what of a job may change; here a checkpoint that was loaded is held against the job
 that goes on from it, on every rank alike, before anything of it is taken up.
@@ -74,10 +74,10 @@ def differing(
     name = next((name for name in deciding if name in found), "")
     if bitwise and name:
         raise RequestError(
-            asked="to go on with --bitwise",
+            asked="to resume with --bitwise",
             found=f"{name} is {found[name][1]}; the checkpoint was made with {found[name][0]}",
             why="the bits of a step follow from it",
-            do="go on where it was, or start anew without --bitwise and --resume PATH",
+            do="resume where it was, or start anew without --bitwise and --resume PATH",
         )
     return found
 

@@ -15,7 +15,7 @@ def in_words(event: dict[str, Any]) -> list[str]:
     """What a person should hear of an event while the job runs; most events are for the record."""
     name = event["event"]
     if name == "resumed":
-        told = f"goes on after step {event['step']}, from {event['path']}"
+        told = f"resumes after step {event['step']}, from {event['path']}"
         changes = {**event["changes"], **event["differs"]}
         return [told, *(f"note: {n} was {was}, is {now}" for n, (was, now) in changes.items())]
     if name == "program_changed":
@@ -45,6 +45,9 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
     if name == "learner_lost" and event["freed"]:
         return [f"note: {_handed_out_again(event)}"]
+    if name == "inner_left_out":
+        who = ", ".join(map(str, event["learners"]))
+        return [f"note: a checkpoint without the newest optimizers of learners {who}"]
     if name == "learner_joined" and event["version"]:
         return [f"note: learner {event['learner']} joins at version {event['version']}"]
     if name == "straggler":

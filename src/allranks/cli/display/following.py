@@ -193,7 +193,7 @@ class _Tail:
     _read: tuple[int, int] | None = field(init=False, default=None)  # inode and offset
 
     def __post_init__(self) -> None:
-        with suppress(FileNotFoundError):  # of a run that goes on, only what is new
+        with suppress(FileNotFoundError):  # of a resumed run, only what is new
             there = self.path.stat()
             self._read = there.st_ino, there.st_size
 

@@ -106,7 +106,7 @@ class _Tail:
         self._path = path
         self.position = 0
         self.is_over = False
-        with suppress(OSError):  # a run folder that is gone on with
+        with suppress(OSError):  # a run folder that is resumed
             self.position = path.stat().st_size
 
     def lines(self) -> list[str]:

@@ -18,7 +18,7 @@ from allranks.cli.notebook.launch import (
 )
 from allranks.cli.notebook.program import prepare_program
 from allranks.job.config import resolve
-from allranks.tools.check.plan import STEPS, USUAL_STRATEGY, default_ranks
+from allranks.tools.check.plan import DEEP_STEPS, STEPS, USUAL_STRATEGY, default_ranks
 from allranks.tools.check.scratch import checked_in_scratch
 from allranks.tools.check.verdict import Verdict
 
@@ -27,13 +27,15 @@ def check(
     task: Any,
     *,
     settings: Mapping[str, Any] | None = None,
+    deep: bool = False,
     keep_runs: str | os.PathLike[str] | None = None,
     **job: Any,
 ) -> Verdict:
     """Train `task` in one process and on many, and compare every step; returns the verdict.
 
     `task`, `settings` and the keywords are those of `allranks.launch`; what they leave out is as in
-    `allranks check`: the strategy ddp, float64 on 2 and 3 ranks and then `precision`, 20 steps.
+    `allranks check`: the strategy ddp, float64 on 2 and 3 ranks and then `precision`, 20 steps,
+    or 100 if `deep`.
     `keep_runs` is a folder for the runs and their traces. `verdict.equal` says whether there was no
     difference, `print(verdict)` what was found, `verdict.to_data()` the same as data.
 
@@ -43,7 +45,7 @@ def check(
     flags = flags_of(task, job, "check")
     given, bounded = "ranks" in flags or "nodes" in flags, "steps" not in flags
     strategy = flags.get("strategy") or USUAL_STRATEGY
-    defaults = {"steps": STEPS, "strategy": strategy}
+    defaults = {"steps": DEEP_STEPS if deep else STEPS, "strategy": strategy}
     if not given:
         defaults["ranks"] = default_ranks(strategy)
     program, fields = prepare_program(task, Path(RUNS))

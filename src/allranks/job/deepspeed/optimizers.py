@@ -125,7 +125,7 @@ def schedule_text(refuse: Refuse, section: dict[str, Any]) -> str | None:
             "scheduler.params.last_batch_iteration",
             section["params"]["last_batch_iteration"],
             "the updates of a job are counted in its checkpoints",
-            "leave it out, and go on with --resume",
+            "leave it out, and use --resume",
         )
     return _text(name, _known(refuse, "scheduler", params, known))
 

@@ -40,7 +40,7 @@ PASSED_OVER_IN_ZERO = {
     **dict.fromkeys(("stage3_module_granularity_threshold", "ignore_unused_parameters"), SPEED),
     "stage3_gather_16bit_weights_on_model_save": "weights are always written whole",
     "load_from_fp32_weights": "weights are always kept in fp32",
-    "elastic_checkpoint": "checkpoints go on with any number of ranks",
+    "elastic_checkpoint": "checkpoints resume on any number of ranks",
 }
 OF_FP16 = ("enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window")
 OF_SCALE = {"hysteresis": 1, "min_loss_scale": 1, "consecutive_hysteresis": False}

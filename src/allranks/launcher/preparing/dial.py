@@ -1,7 +1,7 @@
 """`--strategy auto`, before the ranks start: a short measurement in one process, then the choice.
 
 The arithmetic is in `strategies.dial`. The outcome is in the plan, in `events.jsonl` and in
-`job.toml`, which has the chosen strategy: a run that goes on keeps it.
+`job.toml`, which has the chosen strategy: a resumed run keeps it.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+from allranks.job.loaded import remember_modules
 from allranks.launcher.processes.leftovers import (
     name_folder_of_sockets,
     remove_loader_files,
@@ -221,6 +222,7 @@ def main() -> NoReturn:
         control = socket.socket(fileno=int(sys.argv[1]))
         for module in sys.argv[2:]:
             importlib.import_module(module)
+        remember_modules()
         gc.freeze()  # a rank that looks through what was imported would copy all of it
         serve(control)
         code = 0

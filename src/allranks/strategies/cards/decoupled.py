@@ -42,8 +42,9 @@ DECOUPLED_CARD = Card(
     bytes_sent=_handed_out,
     bytes_formula="N · (weights + buffers) / every, from the synchronizer; "
     "a learner sends (weights + buffers) / every",
-    memory="a learner: weights + gradients + optimizer, and 2 more weights; the synchronizer: "
-    "weights + momentum, and as many weights as there are learners whose findings wait",
+    memory="a learner: weights + gradients + optimizer, and 2 more weights, and with inner=kept 2 "
+    "or more optimizers; the synchronizer: weights + momentum, as many weights as there are "
+    "learners whose findings wait, and with inner=kept the optimizer of each learner",
     many_ranks=True,
     agreement=Agreement(lockstep=False),
     roles=_roles,
@@ -57,8 +58,17 @@ DECOUPLED_CARD = Card(
         ),
         Option("lr", 1.0, "the rate of the outer optimizer", above=0),
         Option("momentum", 0.0, "its Nesterov momentum", at_least=0, below=1),
+        Option(
+            "overlap", "0", "1: a chunk is trained while what was found is on its way", ("0", "1")
+        ),
         Option("least", 1, "learners that must be left", at_least=1),
         Option("rejoins", 3, "how often each learner that is lost is started again", at_least=0),
+        Option(
+            "inner",
+            "kept",
+            "the learners' optimizers: kept in checkpoints, or begun anew",
+            ("kept", "anew"),
+        ),
         Option(
             "patience_s",
             300.0,

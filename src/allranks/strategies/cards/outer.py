@@ -125,13 +125,18 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     return round(sent)
 
 
-def _stored(keeps: int) -> Stored:
-    """What a learner of one rank has, the global weights, what is sent, and what moves them."""
+def _stored(keeps: int, coded: str = "") -> Stored:
+    """What a learner of one rank has, the global weights, what is sent, and what moves them.
+
+    With `bits` of `coded` also what was not sent.
+    """
 
     def of(has: Contents, options: Mapping[str, Any]) -> float:
-        return (4 + keeps + has.kept) * (has.cut + has.rest)
+        left_out = int(bool(coded) and options["bits"] == coded)
+        return (4 + keeps + left_out + has.kept) * (has.cut + has.rest)
 
-    return Stored(f"({4 + keeps} + k)(C + R), learners of one rank", of)
+    more = f"; bits={coded}: ({5 + keeps} + k)" if coded else ""
+    return Stored(f"({4 + keeps} + k)(C + R), learners of one rank{more}", of)
 
 
 def outer_cards(others: Iterable[Card]) -> tuple[Card, ...]:
@@ -163,7 +168,7 @@ def _local_sgd(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
     return Card(
         name="local-sgd",
         summary="Learners train apart, and take the mean of their weights every few steps.",
-        guarantee=Approximate(f"every=1, and {PLAIN_SGD}"),
+        guarantee=_exact_at("every=1", {}),
         stored=_stored(0),
         options=(_every(16), *common, *NEAR, STATE),
         paper="Stich 2019, Local SGD, arXiv 1805.09767; Lin et al. 2020 (post-local: after=…), "
@@ -176,7 +181,7 @@ def _slowmo(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
     return Card(
         name="slowmo",
         summary="local-sgd whose means move the global weights with a slow momentum.",
-        guarantee=Approximate(f"every=1, alpha=1, beta=0, and {PLAIN_SGD}"),
+        guarantee=_exact_at("every=1, alpha=1, beta=0", {"alpha": "1", "beta": "0"}),
         stored=_stored(1),
         options=(
             _every(12),
@@ -196,7 +201,9 @@ def _block_momentum(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card
     return Card(
         name="block-momentum",
         summary="BMUF: the mean step of a block moves the global weights with momentum.",
-        guarantee=Approximate(f"every=1, momentum=0, block_rate=1, and {PLAIN_SGD}"),
+        guarantee=_exact_at(
+            "every=1, momentum=0, block_rate=1", {"momentum": "0", "block_rate": "1"}
+        ),
         stored=_stored(2),
         options=(
             _every(16),
@@ -213,11 +220,15 @@ def _block_momentum(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card
 
 
 def _diloco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
+    formula = f"{both['bytes_formula']}; bits=4: instead of weights (L-1) times half a byte of each"
+    formula += " number, and a scale for each 512, every time"
     return Card(
         name="diloco",
         summary="Learners make many steps apart; SGD with Nesterov momentum joins what they found.",
-        guarantee=Approximate(f"every=1, lr=1, momentum=0, and {PLAIN_SGD}"),
-        stored=_stored(1),
+        guarantee=_exact_at(
+            "every=1, lr=1, momentum=0, bits=0", {"lr": "1", "momentum": "0", "bits": "0"}
+        ),
+        stored=_stored(1, coded="4"),
         options=(
             _every(50),
             Option("lr", 0.7, "outer rate", above=0),
@@ -225,17 +236,18 @@ def _diloco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
             Option("fragments", 1, "parts of the model, sent at times of their own", at_least=1),
             Option("overlap", 0, "steps that a fragment is under way", at_least=0),
             Option("mix", 0.0, "share of its own weights a learner keeps", at_least=0, below=1),
+            Option("bits", "0", "of each number that is sent; 0: as many as it has", ("0", "4")),
             *common,
             STATE,
         ),
         paper="Douillard et al. 2023, DiLoCo, arXiv 2311.08105; 2025, Streaming DiLoCo "
-        "(fragments, overlap, mix), arXiv 2501.18512",
-        **both,
+        "(fragments, overlap, mix, bits), arXiv 2501.18512",
+        **{**both, "bytes_formula": formula},
     )
 
 
 def _sparse_loco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
-    exact = f"every=1, keep=chunk, bits=0, decay=1, and {PLAIN_SGD}"
+    whole = {"keep": "4096", "chunk": "4096", "bits": "0", "decay": "1", "lr": "1"}
     formula = (
         "those of `inner` + ((L-1) · message + 2(L-1)/L · (buffers + 56))/every; a message has "
     )
@@ -243,7 +255,7 @@ def _sparse_loco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
     return Card(
         name="sparse-loco",
         summary="Of what learners found, the largest numbers in 2 bits; what was not sent is kept.",
-        guarantee=Approximate(exact),
+        guarantee=_exact_at("every=1, keep=chunk, bits=0, decay=1", whole),
         stored=_stored(1),
         options=(
             _every(30),
@@ -258,6 +270,10 @@ def _sparse_loco(common: tuple[Option, ...], both: Mapping[str, Any]) -> Card:
         paper="Sarfi et al. 2025, SparseLoCo, arXiv 2508.15706",
         **{**both, "bytes_formula": formula},
     )
+
+
+def _exact_at(words: str, setting: Mapping[str, str]) -> Approximate:
+    return Approximate(f"{words}, and {PLAIN_SGD}", {"every": "1", **setting}, plain_sgd=True)
 
 
 def _every(steps: int) -> Option:

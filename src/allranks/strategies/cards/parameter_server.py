@@ -8,23 +8,40 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Exact, Option, Reference, Workload
 from allranks.strategies.mesh import Agreement
-from allranks.strategies.roles import WORKER, Role
+from allranks.strategies.roles import EVALUATOR, WORKER, Role
 
 SCHEDULER, SERVER = "scheduler", "server"
-IN_STEP, OUT_OF_STEP = "sync", "async"
+IN_STEP, OUT_OF_STEP, CHANGES = "sync", "async", "delta"
+NO_RAMP, STAIRCASE, LINE = RAMPS = "none", "staircase", "line"
+ALL_NODES = "all"
+ON_SERVER, ON_WORKER = "server", "worker"
 ROWS, WHOLE = "rows", "whole"
 ANY = -1
 """No bound of how far workers may be apart."""
+OPTIONS_OF = {
+    (IN_STEP,): ("backup", "update"),
+    (OUT_OF_STEP, CHANGES): ("staleness",),
+    (OUT_OF_STEP,): ("rate",),
+    (CHANGES,): ("every", "pipeline", "ramp", "ramp_from", "ramp_over"),
+}
+"""The modes of which these are options; all others are options of every mode."""
 
 OUT_OF_STEP_LOOP = Reference(
     "a loop in one process that takes the gradient of each batch at the weights of the pull before "
     "it, and applies it when it comes, in the same order; `single` when N = 1"
+)
+CHANGES_LOOP = Reference(
+    "a loop in one process in which each worker trains from the weights that it has pulled, and "
+    "what that has changed, times the ramp, is added when it comes, in the same order; `single` "
+    "when N = 1, without pipeline and ramp"
 )
 
 
 def _pulled_or_pushed(work: Workload, options: Mapping[str, Any]) -> int:
     """The server that holds most sends its weights to each worker; a worker sends its gradients."""
     held = work.messages
+    if options["mode"] == CHANGES:  # once in `every` steps
+        return -(-sum(held) // int(options["every"]))
     if options["mode"] == OUT_OF_STEP:  # one worker in each step
         return sum(held)
     return max(parts_of_a_step(work.ranks, options) * max(held), sum(held))
@@ -44,9 +61,15 @@ def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
             why="the batch is cut into as many parts as there are workers beyond the backup ones",
             do=f"--ranks {options['backup'] + 1} or more",
         )
-    return (
+    roles = (
         Role(SCHEDULER, 1, resumes=True),
-        Role(SERVER, options["servers"], serves=True, resumes=True),
+        Role(
+            SERVER,
+            options["servers"],
+            serves=True,
+            resumes=True,
+            over_nodes=options["servers_on"] == ALL_NODES,
+        ),
         Role(
             WORKER,
             ranks,
@@ -56,6 +79,9 @@ def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
             outlives_nodes=True,
         ),
     )
+    if options["evaluator"] == "no":
+        return roles
+    return (*roles, Role(EVALUATOR, 1, least=0, rejoins=options["rejoins"], outlives_nodes=True))
 
 
 PARAMETER_SERVER_CARD = Card(
@@ -64,9 +90,10 @@ PARAMETER_SERVER_CARD = Card(
     guarantee=Exact(),
     bytes_sent=_pulled_or_pushed,
     bytes_formula="in step: the larger of (N - backup) · the weights of a server, and the weights; "
-    "out of step: weights",
+    "async: weights; delta: weights / every",
     memory="a server: its part of weights, gradients and optimizer, and N more gradients; "
-    "dc-asgd: N more weights; a worker: 2 weights + 2 gradients; the scheduler: weights + "
+    "dc-asgd: N more weights; a worker: 2 weights + 2 gradients, update=worker: and the optimizer, "
+    "delta: 3 weights + 3 gradients + optimizer; the scheduler and the evaluator: weights + "
     "optimizer, and as much again while it saves",
     many_ranks=True,
     agreement=Agreement(lockstep=False),
@@ -76,15 +103,29 @@ PARAMETER_SERVER_CARD = Card(
         Option(
             "mode",
             IN_STEP,
-            "sync: each step adds what all parts of its batch give; async: what comes is applied",
-            (IN_STEP, OUT_OF_STEP),
-            guarantees={OUT_OF_STEP: OUT_OF_STEP_LOOP},
+            "sync: each step adds what all parts of its batch give; async: what comes is applied; "
+            "delta: workers train by themselves, and what that has changed is added when it comes",
+            (IN_STEP, OUT_OF_STEP, CHANGES),
+            guarantees={OUT_OF_STEP: OUT_OF_STEP_LOOP, CHANGES: CHANGES_LOOP},
+        ),
+        Option(
+            "update",
+            ON_SERVER,
+            "sync, worker: workers pull the sum of the gradients, and update by themselves",
+            (ON_SERVER, ON_WORKER),
         ),
         Option("servers", 1, "processes that hold the weights, beside the workers", at_least=1),
         Option(
+            "servers_on",
+            "first",
+            "which nodes have servers: that of the scheduler and the first worker, or all, in turn",
+            ("first", ALL_NODES),
+        ),
+        Option(
             "staleness",
             ANY,
-            "async: batches by which a worker may be ahead of the slowest one; -1: any",
+            "async: batches by which a worker may be ahead of the slowest one (delta: rounds of "
+            "`every` batches); -1: any",
             at_least=ANY,
         ),
         Option(
@@ -100,6 +141,23 @@ PARAMETER_SERVER_CARD = Card(
             ("plain", "staleness-aware", "dc-asgd"),
         ),
         Option("compensation", 0.04, "the lambda of dc-asgd", at_least=0),
+        Option("every", 1, "delta: batches that a worker trains on between two pushes", at_least=1),
+        Option(
+            "pipeline",
+            "no",
+            "delta, yes: a worker goes on from the answer to the push before, and waits for none",
+            ("no", "yes"),
+        ),
+        Option(
+            "ramp",
+            "none",
+            "delta: how the part of a change that is pushed grows to all of it",
+            (*RAMPS,),
+        ),
+        Option("ramp_from", 0.2, "delta: where the ramp begins", above=0),
+        Option(
+            "ramp_over", 1024, "delta: pushes in one step of a staircase, or on a line", at_least=1
+        ),
         Option(
             "bound",
             1_000_000,
@@ -119,8 +177,14 @@ PARAMETER_SERVER_CARD = Card(
             "worker looks up travel; whole: they are as any other weight",
             (ROWS, WHOLE),
         ),
+        Option("evaluator", "no", "a process that evaluates each checkpoint", ("no", "yes")),
         Option("least", 1, "workers that must be left", at_least=1),
-        Option("rejoins", 3, "how often each worker that is lost is started again", at_least=0),
+        Option(
+            "rejoins",
+            3,
+            "how often a worker, or the evaluator, that is lost is started again",
+            at_least=0,
+        ),
         Option(
             "patience_s",
             300.0,
@@ -129,5 +193,6 @@ PARAMETER_SERVER_CARD = Card(
         ),
     ),
     paper="Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI; "
-    "Ho et al. 2013, stale synchronous parallel; Chen et al. 2016, arXiv 1604.00981 (backup)",
+    "Ho et al. 2013, stale synchronous parallel; Chen et al. 2016, arXiv 1604.00981 (backup); "
+    "CNTK's asynchronous SGD on Multiverso (delta)",
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from allranks.strategies.card import Card, Exact, Option, Reference, Untried, Workload, replicas_of
 from allranks.strategies.cards.bytes_sent import RING, no_bytes, ring_bytes
-from allranks.strategies.roles import Role
+from allranks.strategies.roles import EVALUATOR, Role
 
 PAPER = "Abadi et al. 2016, TensorFlow, arXiv 1605.08695"
 REPLICAS = "how many: on GPU 0, 1, …, or on logical devices of the CPU"
@@ -25,7 +25,7 @@ def _served(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
         Role("worker", ranks, least=1, serves=True),
         Role("server", options["servers"], serves=True),
     )
-    return (*roles, Role("evaluator", 1, least=0)) if options["evaluator"] == "yes" else roles
+    return (*roles, Role(EVALUATOR, 1, least=0)) if options["evaluator"] == "yes" else roles
 
 
 TENSORFLOW_CARDS = (

@@ -49,8 +49,14 @@ COLUMNS = Reference(
     "before, and the sum of these is quantised again with what that left out"
 )
 GUARANTEES: dict[str, Guarantee] = {
-    "top-k": Approximate("k = chunk and values=raw: all is kept"),
-    "power-sgd": Approximate("rank is that of every matrix, and min_rate=0"),
+    "top-k": Approximate(
+        "k = chunk and values=raw: all is kept",
+        {"reduce": f"top-k(k={LARGEST_CHUNK},chunk={LARGEST_CHUNK},values=raw)"},
+    ),
+    "power-sgd": Approximate(
+        "rank is that of every matrix, and min_rate=0",
+        {"reduce": f"power-sgd(rank={2**31},min_rate=0)"},
+    ),
     "two-bit": Reference(
         "a loop in which each rank keeps what it did not send, and sends the threshold, its "
         "negative or nothing of each number; the sums of these are the gradient"
@@ -93,6 +99,11 @@ def top_k_bytes(count: int, itemsize: int, keep: int, chunk: int, *, two_bit: bo
 def two_bit_bytes(count: int) -> int:
     """Sixteen numbers in a word of 32 bits."""
     return whole_words(4 * -(-count // 16))
+
+
+def four_bit_bytes(count: int) -> int:
+    """Eight numbers in a word of 32 bits, and a scale for each 512 of them."""
+    return whole_words(4 * -(-count // 8) + 4 * -(-count // 512))
 
 
 def is_matrix(shape: tuple[int, ...]) -> bool:

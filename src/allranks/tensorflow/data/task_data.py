@@ -56,7 +56,7 @@ class TaskData:
             if isinstance(source, WholeDataset):
                 self.notes.append(
                     "train_data() is a tf.data.Dataset: every rank reads all of it and takes its "
-                    "own rows; going on in mid-epoch reads the epoch from its start"
+                    "own rows; resuming in mid-epoch reads the epoch from its start"
                 )
             self._batches = Batches(
                 source,

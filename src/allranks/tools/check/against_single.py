@@ -33,9 +33,10 @@ from allranks.job.place import LOCAL
 from allranks.launcher.places.base import AgentPlace, find_place
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result, run_job
-from allranks.strategies.card import Exact
 from allranks.strategies.resolve import resolved_strategy
 from allranks.tools.check import hints
+from allranks.tools.check.causes.cause import Finding
+from allranks.tools.check.causes.diagnose import cause_of
 from allranks.tools.check.compare import Difference, Tolerance, Trace, compare, sizes_between
 from allranks.tools.check.plan import Plan
 from allranks.tools.check.sizes import number_difference
@@ -53,24 +54,16 @@ MANY_NAMES = 4
 
 def check_against_one(resolved: Resolved, folder: Path, server: ForkServer, plan: Plan) -> Verdict:
     """Run the job and its references under `folder`, which the caller owns, and compare them."""
-    job = dataclasses.replace(resolved.job, **UNDISTURBED)
-    _check_promise(job, max((*plan.many, plan.own)))
-    return _Check(resolved, job, folder, server, plan).verdict()
+    return Check(resolved, undisturbed(resolved.job), folder, server, plan).verdict()
 
 
-def _check_promise(job: Job, ranks: int) -> None:
-    guarantee = job.strategy_spec.guarantee
-    if ranks > 1 and not isinstance(guarantee, Exact):
-        raise RequestError(
-            asked=f"check --strategy {job.strategy} --ranks {ranks}",
-            found=f"its card says: {guarantee}",
-            why="it does not promise to equal one process, so a difference would mean nothing",
-            do="check it with --ranks 1, or another strategy",
-        )
+def undisturbed(job: Job) -> Job:
+    """The job from its first step to its last, whatever a job file says of faults and ends."""
+    return dataclasses.replace(job, **UNDISTURBED)
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """One run that is over: what it recorded."""
 
     result: Result
@@ -82,10 +75,11 @@ class _Run:
 
     def clear(self) -> None:
         """Its tensors are not needed any more."""
-        shutil.rmtree(self.trace.path / "tensors", ignore_errors=True)
+        for name in ("tensors", "parts"):
+            shutil.rmtree(self.trace.path / name, ignore_errors=True)
 
 
-class _Check:
+class Check:
     """One check: its looks in order, and what it has to say of what it left out."""
 
     def __init__(
@@ -102,21 +96,22 @@ class _Check:
             self.looks.append(look)
             if look.first is not None:
                 break
-        return Verdict(self.job.program, self.job.strategy, tuple(self.looks), self._left_out())
+        return Verdict(self.job.program, self.job.strategy, tuple(self.looks), self.left_out())
 
     def _looks(self) -> Iterator[Look]:
         if self.job.bitwise:
             yield from self._shards_alone()
             yield from self._bits(self.plan.many)
             return
-        yield from self._in_float64()
+        yield from self.in_float64()
         if self.job.precision != "fp64":
             yield self._in_own_precision()
         yield from self._bits_unasked()
 
     # --- the looks ------------------------------------------------------------------------
 
-    def _in_float64(self) -> Iterator[Look]:
+    def in_float64(self, tolerance: Tolerance = FP64) -> Iterator[Look]:
+        """Every number of ranks beside one process, in float64."""
         job = dataclasses.replace(self.job, precision="fp64")
         reference = self._reference_in_float64(job)
         if reference is None:
@@ -124,20 +119,20 @@ class _Check:
         for ranks in self.plan.many:
             asked = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
             try:
-                candidate = self._run(f"fp64-{ranks}-ranks", asked)
+                candidate = self.run(f"fp64-{ranks}-ranks", asked)
             except RequestError as error:
                 if ranks == self.plan.own:
                     raise
                 self.notes.append(f"{ranks} ranks: refused, {error.found}")
                 continue
-            yield self._look(asked, reference, candidate, FP64)
-            self._clear(candidate)
-        self._clear(reference)
+            yield self._look(asked, reference, candidate, tolerance)
+            self.clear(candidate)
+        self.clear(reference)
 
-    def _reference_in_float64(self, job: Job) -> _Run | None:
+    def _reference_in_float64(self, job: Job) -> Run | None:
         """One process in float64, if the task can be computed in it."""
         try:
-            return self._run("fp64-reference", _in_one(job))
+            return self.run("fp64-reference", in_one(job))
         except ProgramError as error:
             if self.job.precision == "fp64":
                 raise
@@ -149,15 +144,15 @@ class _Check:
 
     def _shards_alone(self) -> Iterator[Look]:
         """One process in float64: its whole batch in one pass, beside its shards one by one."""
-        whole = dataclasses.replace(_in_one(self.job), precision="fp64", bitwise=False, threads=1)
+        whole = dataclasses.replace(in_one(self.job), precision="fp64", bitwise=False, threads=1)
         reference = self._reference_in_float64(whole)
         if reference is None:
             return
         alone = dataclasses.replace(whole, bitwise=True, replay=_path(reference))
-        candidate = self._run("fp64-shards", alone)
+        candidate = self.run("fp64-shards", alone)
         look = self._look(alone, reference, candidate, FP64)
         look = dataclasses.replace(look, one_process=True, bitwise=False)
-        self._clear(reference, candidate)
+        self.clear(reference, candidate)
         drawn = reference.trace.draws or candidate.summary["user_randomness"]
         if look.first is not None and drawn:
             self.notes.append(
@@ -171,9 +166,9 @@ class _Check:
         job, ranks = self.job, self.plan.own
         if job.threads is None:  # the same kernels with the same threads everywhere
             job = dataclasses.replace(job, threads=max(1, len(os.sched_getaffinity(0)) // ranks))
-        reference = self._run(f"{job.precision}-reference", _in_one(job))
+        reference = self.run(f"{job.precision}-reference", in_one(job))
         asked = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
-        candidate = self._run(f"{job.precision}-{ranks}-ranks", asked)
+        candidate = self.run(f"{job.precision}-{ranks}-ranks", asked)
         look = self._look(asked, reference, candidate, coarse(job.precision))
         parts = self.plan.shards if job.strategy_spec.adds_shards else ranks
         closer = f"{job.precision} closer than {look.tolerance.tensors:g}"
@@ -182,19 +177,19 @@ class _Check:
                 f"{closer}: what a rank rounds are other sums than those of one process"
             )
         elif parts > 1 and not candidate.summary["user_buffers"]:
-            alike = dataclasses.replace(_in_one(asked), replay=asked.replay, cut_for=parts)
+            alike = dataclasses.replace(in_one(asked), replay=asked.replay, cut_for=parts)
             alike = dataclasses.replace(alike, micro_batch=job.micro_batch)
             look = self._closer(alike, look, reference, candidate)
         elif look.first is None and ranks > 1:
             self.notes.append(
                 f"{closer}: what the model writes in its forward passes follows their number"
             )
-        self._clear(reference, candidate)
+        self.clear(reference, candidate)
         return look
 
-    def _closer(self, job: Job, look: Look, reference: _Run, candidate: _Run) -> Look:
+    def _closer(self, job: Job, look: Look, reference: Run, candidate: Run) -> Look:
         """The same look beside one process whose batches are cut as those of the ranks."""
-        cut = self._run(f"{job.precision}-cut", job)
+        cut = self.run(f"{job.precision}-cut", job)
         itself = compare(reference.trace, cut.trace, coarse(job.precision))
         closer = look
         if look.first is not None:
@@ -208,19 +203,19 @@ class _Check:
             noise = sizes_between(reference.trace, cut.trace, CLOSE)
             closer = self._look(job, cut, candidate, close(job.precision, noise))
             closer = dataclasses.replace(closer, ranks=look.ranks)
-        self._clear(cut)
+        self.clear(cut)
         return closer
 
     def _bits(self, many: tuple[int, ...], *, asked: bool = True) -> Iterator[Look]:
         job = dataclasses.replace(self.job, bitwise=True)
-        reference = self._run("bits-reference", _in_one(job))
+        reference = self.run("bits-reference", in_one(job))
         for ranks in many:
             on_ranks = dataclasses.replace(job, ranks=ranks)
-            candidate = self._run(f"bits-{ranks}-ranks", on_ranks)
+            candidate = self.run(f"bits-{ranks}-ranks", on_ranks)
             look = self._look(on_ranks, reference, candidate, BITS)
-            self._clear(candidate)
+            self.clear(candidate)
             yield dataclasses.replace(look, asked=asked)
-        self._clear(reference)
+        self.clear(reference)
 
     def _bits_unasked(self) -> Iterator[Look]:
         job, ranks = self.job, self.plan.own
@@ -238,7 +233,7 @@ class _Check:
 
     # --- what they share ------------------------------------------------------------------
 
-    def _look(self, job: Job, reference: _Run, candidate: _Run, tolerance: Tolerance) -> Look:
+    def _look(self, job: Job, reference: Run, candidate: Run, tolerance: Tolerance) -> Look:
         comparison = compare(reference.trace, candidate.trace, tolerance)
         at_end = None
         if comparison.first is None:
@@ -248,9 +243,25 @@ class _Check:
             more = len(comparison.passed_over) - MANY_NAMES
             names += f" and {more} others" if more > 0 else ""
             self.notes.append(f"weights of {names}: their gradient is only rounding")
-        return Look(job.ranks, job.precision, job.bitwise, comparison, tolerance, at_end)
+        look = Look(job.ranks, job.precision, job.bitwise, comparison, tolerance, at_end)
+        return dataclasses.replace(look, cause=self._cause(job, reference, look))
 
-    def _run(self, name: str, job: Job) -> _Run:
+    def _cause(self, job: Job, reference: Run, look: Look) -> Finding | None:
+        """Why the job differs, where its steps were compared within a tolerance."""
+        first = look.comparison.first
+        if first is None or look.tolerance.exact:
+            return None
+        runs: list[Run] = []
+
+        def run(name: str, job: Job) -> Trace:
+            runs.append(self.run(name, job))
+            return runs[-1].trace
+
+        found = cause_of(first, job, in_one(job), reference.trace, look.tolerance, run)
+        self.clear(*runs)
+        return found
+
+    def run(self, name: str, job: Job) -> Run:
         job = dataclasses.replace(
             job, trace=True, trace_bytes=self.plan.trace_bytes, run_dir=str(self.folder / name)
         )
@@ -258,14 +269,14 @@ class _Check:
         server = None if on_nodes else self.server  # nodes bring their own
         result = run_job(Resolved(job, self.resolved.sources), server)
         self.user_randomness |= set(result.summary["user_randomness"])
-        return _Run(result, Trace(result.run_dir / "trace"))
+        return Run(result, Trace(result.run_dir / "trace"))
 
-    def _clear(self, *runs: _Run) -> None:
+    def clear(self, *runs: Run) -> None:
         if not self.plan.keep:
             for run in runs:
                 run.clear()
 
-    def _left_out(self) -> tuple[str, ...]:
+    def left_out(self) -> tuple[str, ...]:
         """What a person should know this check did not look at."""
         left_out = ["what a task prints or writes by itself", "time and memory"]
         if self.user_randomness and not self.job.bitwise:
@@ -273,8 +284,8 @@ class _Check:
             left_out.append(f"randomness of {names}: it follows the micro-batch, not the shard")
         if self.job.precision != "fp64" and not self.job.bitwise:
             left_out.append(f"the optimizer in {self.job.precision}: each step starts afresh")
-        steps = self.looks[0].comparison.steps
-        if self.looks[0].first is None and steps < (self.job.steps or 0):
+        steps = self.looks[0].comparison.steps if self.looks else 0
+        if self.looks and self.looks[0].first is None and steps < (self.job.steps or 0):
             left_out.append(
                 f"steps after {steps}: the tensors of more take over "
                 f"{self.plan.trace_bytes // 2**20} MiB; --steps asks for more"
@@ -282,13 +293,13 @@ class _Check:
         return tuple(dict.fromkeys([*self.notes, *left_out]))
 
 
-def _in_one(job: Job) -> Job:
+def in_one(job: Job) -> Job:
     """The same job in one process on this machine, its whole batch at once."""
     alone = default_strategy(job.engine, 1)
     return dataclasses.replace(job, strategy=alone, ranks=1, micro_batch=None, replay="", **HERE)
 
 
-def _path(run: _Run) -> str:
+def _path(run: Run) -> str:
     return str(run.trace.path)
 
 

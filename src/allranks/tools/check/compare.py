@@ -79,10 +79,15 @@ class Difference:
     def name(self) -> str:
         return f"{self.stage}/{self.tensor}"
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """Which stage differs, in which step and tensor, and by how much."""
         where = "before the first step" if self.step == START else f"at step {self.step}"
         tensor = f", tensor {self.tensor!r}" if self.tensor else ""
-        return f"{self.stage} differs {where}{tensor}: {self.found}\nlooks like: {self.hint}"
+        return f"{self.stage} differs {where}{tensor}: {self.found}"
+
+    def __str__(self) -> str:
+        return f"{self.where}\nlooks like: {self.hint}"
 
 
 @dataclass(frozen=True)
@@ -218,7 +223,7 @@ class _Walk:
         for stage in STAGES:
             if stage in self.tolerance.stages or step == START:
                 yield from self._tensors(step, stage, _of(ours, stage), _of(theirs, stage), rows)
-            if stage == "gradient" and step != START:
+            if stage == "gradient" and step != START and stage in self.tolerance.stages:
                 norms = rows[0]["grad_norm"], wanted["grad_norm"]
                 yield from _number(step, "gradient norm", *norms, self.tolerance.floor, rows[0])
             if stage == "clipped gradient":

@@ -15,6 +15,7 @@ from allranks.strategies.resolve import card_of
 USUAL = 2, 3
 USUAL_STRATEGY = ENGINES[TORCH].many
 STEPS = 20
+DEEP_STEPS = 100
 TRACE_BYTES = 256 * 2**20
 
 

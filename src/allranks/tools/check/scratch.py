@@ -21,6 +21,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.resources import LocalMachine
 from allranks.strategies.resolve import has_mesh
 from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.approximate import check_approximate, is_approximate
 from allranks.tools.check.plan import TRACE_BYTES, USUAL_STRATEGY, Plan, ranks_to_check
 from allranks.tools.check.verdict import Verdict
 
@@ -53,7 +54,9 @@ def checked_in_scratch(
                 many = (resolved.job.ranks,)  # another number may not fit on the nodes
             limit = TRACE_BYTES if bounded else 0
             plan = Plan(many, own, shards, limit, keep=keep_runs is not None)
-            return check_against_one(resolved, Path(keep_runs or scratch), server, plan)
+            approximate = is_approximate(resolved.job, max((*many, own)))
+            check = check_approximate if approximate else check_against_one
+            return check(resolved, Path(keep_runs or scratch), server, plan)
         except (Stopped, Interrupted) as error:  # what it ran goes on nowhere
             raise Interrupted("the check was stopped before it had an answer") from error
         except ProgramError as error:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from allranks.tools.check.causes.cause import Finding
 from allranks.tools.check.compare import Comparison, Difference, Tolerance
+from allranks.tools.check.drift import Drift
 
 EQUAL_BITS = "equal bits"
 
@@ -25,6 +27,9 @@ class Look:
     """Whether one process gives two answers: when its batches are cut, whatever the ranks do."""
     asked: bool = True
     """Whether the job promises what was looked at; equal bits it does not without `bitwise`."""
+
+    cause: Finding | None = None
+    """Why, if that was confirmed."""
 
     @property
     def first(self) -> Difference | None:
@@ -47,39 +52,58 @@ class Verdict:
     strategy: str
     looks: tuple[Look, ...]
     not_checked: tuple[str, ...] = ()
+    drift: Drift | None = None
+    """Of a strategy that does not promise what one process gives: how far it comes from it."""
 
     @property
-    def equal(self) -> bool:
-        """Whether the job has the result of one process, as far as was looked."""
+    def equal(self) -> bool | None:
+        """Whether the job has the result of one process, as far as was looked; `None`: unknown.
+
+        Of an approximate strategy, at the setting at which its card says so (`drift.exact_at`).
+        """
+        if not self.looks:
+            return None
         return all(look.first is None for look in self.looks if look.asked)
 
     @property
     def deciding(self) -> Look:
-        """The look that found a difference; else the last, which is at the job as it is."""
+        """The look that found a difference; else the last, which is at the job as it is.
+
+        There is none where nothing was decided (`equal` is `None`).
+        """
         asked = [look for look in self.looks if look.asked]
         return next((look for look in asked if look.first is not None), asked[-1])
 
     @property
     def first(self) -> Difference | None:
         """The first difference, if any."""
-        return self.deciding.first
+        return self.deciding.first if self.looks else None
 
     def to_data(self) -> dict[str, Any]:
         """The verdict as a mapping that JSON can carry; the numbers are those of what decided."""
-        look = self.deciding
         return {
             "equal": self.equal,
             "program": self.program,
             "strategy": self.strategy,
-            **_data_of(look),
+            **(_data_of(self.deciding) if self.looks else {}),
             "looks": [_data_of(one) for one in self.looks],
             "not_checked": list(self.not_checked),
+            "drift": None if self.drift is None else self.drift.to_data(),
         }
 
     def __str__(self) -> str:
         """What a person reads."""
-        look, lines = self.deciding, []
-        what = f"{self.program} under {self.strategy}"
+        lines = self._looks_in_words() if self.looks else [f"not decided: {self._what}"]
+        lines += [] if self.drift is None else [str(self.drift)]
+        return "\n".join([*lines, "not checked: " + "; ".join(self.not_checked)])
+
+    @property
+    def _what(self) -> str:
+        exact_at = None if self.drift is None else self.drift.exact_at
+        return f"{self.program} under {exact_at or self.strategy}"
+
+    def _looks_in_words(self) -> list[str]:
+        look, lines, what = self.deciding, list[str](), self._what
         if look.first is None:
             lines.append(f"equal: {what}")
         elif look.one_process:
@@ -87,9 +111,9 @@ class Verdict:
         else:
             lines.append(f"different: {what} on {look.what}")
         if look.first is not None:
-            lines.append(str(look.first))
-        lines += [_line_of(one) for one in self.looks if one is not look or one.first is None]
-        return "\n".join([*lines, "not checked: " + "; ".join(self.not_checked)])
+            lines.append(str(look.first) if look.cause is None else look.first.where)
+            lines += [] if look.cause is None else [str(look.cause)]
+        return lines + [_line_of(one) for one in self.looks if one is not look or one.first is None]
 
 
 ONE_PROCESS = (
@@ -132,4 +156,5 @@ def _data_of(look: Look) -> dict[str, Any]:
             "found": first.found,
             "hint": first.hint,
         },
+        "cause": None if look.cause is None else look.cause.to_data(),
     }

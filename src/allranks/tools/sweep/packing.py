@@ -112,7 +112,7 @@ def previous(folder: Path) -> Previous | None:
         return Previous(record["key"], {n: int(count) for n, count in record["threads"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(
-            asked=f"to go on with the sweep {folder}",
+            asked=f"to resume the sweep {folder}",
             found=f"{type(error).__name__}: {error} in {RECORD}",
             why=f"this version reads schema {SCHEMA}, as a sweep writes it",
             do="start the sweep in another folder",

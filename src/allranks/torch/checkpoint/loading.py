@@ -50,7 +50,7 @@ class Reader:
 
 def _does_not_fit(folder: Path, path: str, saved: str, target: Tensor) -> RequestError:
     return RequestError(
-        asked=f"to go on from {folder}",
+        asked=f"to resume from {folder}",
         found=f"{path} is {saved} there, and {target.dtype} {tuple(target.shape)} here",
         why="weights of another shape or type are those of another model",
         do="give the model the shape that it was saved with, or start afresh",

@@ -254,7 +254,7 @@ def notes_on(loader: DataLoader[Any], task: Task, name: str, order: SamplerOrder
     if not has_samples_by_number(loader):
         return (
             f"{said} that can only be read as a whole: every rank reads all of it, in the step and "
-            "without workers, and takes its own rows; going on in mid-epoch reads the epoch from "
+            "without workers, and takes its own rows; resuming in mid-epoch reads the epoch from "
             f"its start; {ONLY_KEYED}"
         )
     taken = f"{said}, batch_size={loader.batch_size}, {type(sampler_of(loader)).__name__}: "

@@ -116,7 +116,7 @@ def _open_iterable(data: Any, task: Task, seed: int, workers: int, name: str) ->
         raise _unusable(name, f"{found}, with --loader-workers {workers}", ONE_READER)
     note = (
         f"{name}() is a {found}, whose samples have no numbers: every rank reads all of it, in the "
-        "step and without workers, and takes its own rows; going on in mid-epoch reads the epoch "
+        "step and without workers, and takes its own rows; resuming in mid-epoch reads the epoch "
         f"from its start; {ONLY_KEYED}"
     )
     return Opened(WholeLoader(loader, task, seed), None, note)

@@ -4,9 +4,10 @@
     weights <- `every` steps of its own optimizer from there, on its chunk of the samples
     found    = begin - weights, sent with the number of samples; the answer has the next chunk
 
-So nothing that it has found is lost while it waits for a merge, and nothing counts twice. A
-synchronizer that is gone is waited for, `patience_s` at most; what was not merged by then is handed
-out again by the one that comes back, so the learner forgets it, and brings what it is working on.
+So nothing that it has found is lost while it waits for a merge, and nothing counts twice. With
+`overlap` it has a chunk more than it works on, and trains it while what it has found is on its way.
+What was not merged when a synchronizer is gone is handed out again by the one that comes back
+(`wire`), so the learner forgets it, and brings what it is working on.
 """
 
 from __future__ import annotations
@@ -14,37 +15,41 @@ from __future__ import annotations
 import dataclasses
 import socket as sockets
 import time
+from collections import deque
+from collections.abc import Collection
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
-from allranks.launcher.messages.answering import ANSWER_S
-from allranks.launcher.messages.connection import Connection
-from allranks.launcher.messages.meeting_point import connect
-from allranks.launcher.nodes.channel import Disconnected, Message, Refused
+from allranks.launcher.nodes.channel import Message
 from allranks.launcher.world import World
 from allranks.torch.decoupled.flat import FlatModel, Numbers
+from allranks.torch.decoupled.inner_state import inner_state, largest, load_inner_state, packed
 from allranks.torch.decoupled.service import OVER
+from allranks.torch.decoupled.wire import Heard, Wire
 from allranks.torch.trainer import Trainer
 from allranks.training.dispatch.ledger import Chunk
 from allranks.training.progress import Progress, StepResult
 
 NOTHING_TO_DO_S = 0.05
+NONE = -1  # no chunk
 
 
 class Learner:
     """One learner: its trainer, the weights that it began from, and what it has found since."""
 
-    def __init__(self, trainer: Trainer, parts: int) -> None:
+    def __init__(self, trainer: Trainer, parts: int, *, keeps: bool = False) -> None:
         self.trainer = trainer
         self.flat = FlatModel(trainer.strategy.model)
         self.parts = parts
         self.version = -1
         self.theta: Numbers | None = None
         self.unmerged: dict[int, Numbers] = {}
+        self.keeps, self.kept = keeps, dict[int, Any]()
+        """The inner optimizer after each chunk that waits, and after the last one that does not."""
         self.begin = self.flat.read()
         self._memory = memoryview(bytearray(self.flat.nbytes))
 
@@ -52,14 +57,25 @@ class Learner:
         """Where weights that come are put: those before them are not needed any more."""
         return self._memory[:size]
 
-    def take(self, answer: Message, body: memoryview) -> None:
-        """Begin from the newest weights, less what was found and is in none yet."""
+    def take(
+        self, answer: Message, body: memoryview, unsent: Collection[int] = frozenset()
+    ) -> None:
+        """Begin from the newest weights, less what was found and is in none yet.
+
+        Chunks that are `unsent` the answer says nothing of.
+        """
         if len(body):
             self.theta = self.flat.take(body)
-        assert self.theta is not None, "the first answer has the weights"
         self.version = int(answer["version"])
-        waits = set(map(int, answer["waits"]))
+        waits = {*map(int, answer["waits"]), *unsent}
         self.unmerged = {n: found for n, found in self.unmerged.items() if n in waits}
+        for settled in [n for n in self.kept if n not in self.unmerged][:-1]:
+            del self.kept[settled]
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Let the model be the weights as they were last heard of, less what is in none yet."""
+        assert self.theta is not None, "the first answer has the weights"
         begin = self.theta.copied()
         own = self.flat.parameters
         for found in self.unmerged.values():
@@ -89,10 +105,15 @@ class Learner:
     def brought(self, chunk: Chunk, found: Numbers) -> None:
         """It is on its way: kept until an answer says that it is in the weights."""
         self.unmerged[chunk.number] = found
+        if self.keeps:
+            self.kept[chunk.number] = inner_state(self.trainer.strategy)
 
-    def forget(self) -> None:
-        """Another synchronizer has come: what it does not know of is handed out again."""
-        self.unmerged.clear()
+    def forget(self, unsent: Collection[int] = frozenset()) -> None:
+        """Another synchronizer has come: what it does not know of is handed out again.
+
+        But for chunks that are `unsent`: these it will hear of.
+        """
+        self.unmerged = {n: found for n, found in self.unmerged.items() if n in unsent}
 
     def _batches(self, chunk: Chunk) -> Any:
         """This part of the global batches of the chunk; without those that leave it no sample."""
@@ -115,88 +136,92 @@ def _rate_of(results: list[StepResult]) -> float:
     return results[-1].learning_rate if results else 0.0
 
 
-class Wire:
-    """A learner's connection to the synchronizer, made again when it breaks."""
+class Learning:
+    """The chunks that a learner has, and its exchanges, each in a thread beside the training.
 
-    def __init__(self, learner: Learner, world: World, patience_s: float) -> None:
-        self.learner, self.world, self._patience_s = learner, world, patience_s
-        self._connection: Connection | None = None
-        self.sent = 0
+    With `overlap` it trains the next chunk meanwhile, of which it has one more from the beginning,
+    and takes the answer up after that. Without, it waits.
+    """
 
-    def ask(self, message: Message, found: Numbers | None, holds: Chunk | None) -> Any:
-        """The answer to a message, taken up; if the synchronizer has changed meanwhile, said anew.
+    def __init__(self, learner: Learner, wire: Wire, *, overlap: bool) -> None:
+        self.learner, self.wire, self.overlap = learner, wire, overlap
+        self.ready: deque[Chunk] = deque()
+        self.is_over = False
+        self._way: tuple[int, Future[list[Heard]]] | None = None
 
-        Returns the work to do next: a chunk's values, `None` or `OVER`.
-        """
-        while True:
+    def go(self) -> None:
+        """Train until the synchronizer says that it is over."""
+        heartbeat = self.learner.trainer.heartbeat
+        with ThreadPoolExecutor(1) as beside:
             try:
-                if self._connection is None:
-                    work = self._join(holds)
-                    if holds is None:
-                        return work
-                connection = self._connection
-                assert connection is not None
-                body = () if found is None else found.buffers
-                answer, numbers = connection.ask(message, *body, place=self.learner.place)
-                if found is not None and holds is not None:
-                    self.learner.brought(holds, found)
-                self.learner.take(answer, numbers)
-                return answer["work"]
-            except Disconnected:
-                self.close()
-                self.learner.trainer.heartbeat.enter("exchange")
+                for _ in range(1 + self.overlap):
+                    self._ask(beside)
+                while not self.is_over:
+                    if self.ready:
+                        self._train(beside)
+                    elif self._way is not None:
+                        self._hear()
+                    else:
+                        heartbeat.enter("exchange")
+                        time.sleep(NOTHING_TO_DO_S)
+                        self._ask(beside)
+            finally:
+                self.wire.close()
 
-    def _join(self, holds: Chunk | None) -> Any:
-        learner, heartbeat = self.learner, self.learner.trainer.heartbeat
-        heartbeat.enter("exchange")
-        self._connection = connection = connect(
-            self.world, learner.flat.nbytes, ANSWER_S, self._patience_s
-        )
-        hello = {
-            "learner": self.world.role_index,
-            "digest": learner.flat.digest,
-            "holds": -1 if holds is None else holds.number,
-        }
-        try:
-            answer, numbers = connection.ask(hello, place=learner.place)
-        except Refused as error:
-            raise RequestError(
-                asked="--strategy decoupled",
-                found=str(error),
-                why="learners and the synchronizer exchange the weights of one model",
-                do="let model() of the task return the same model in every process",
-            ) from error
-        learner.forget()
-        learner.take(answer, numbers)
-        return answer["work"]
+    def _ask(self, beside: Executor) -> None:
+        holds = [chunk.number for chunk in self.ready]
+        self._way = NONE, beside.submit(self.wire.exchange, {}, None, holds)
+        self._hear()
 
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
+    def _train(self, beside: Executor) -> None:
+        """Train a chunk, take up what came meanwhile, and send what was found."""
+        learner, chunk = self.learner, self.ready.popleft()
+        said, found = learner.train(chunk)
+        learner.brought(chunk, found)
+        if self._way is not None:
+            self._hear(chunk.number)
+        elif self.overlap:
+            learner.begin_anew()
+        if self.is_over:
+            return
+        learner.trainer.heartbeat.enter("exchange")
+        learner.trainer.heartbeat.collective()
+        holds = [chunk.number, *(one.number for one in self.ready)]
+        sent = beside.submit(self.wire.exchange, {"work": said}, found, holds)
+        self._way = chunk.number, sent
+        if not self.overlap:
+            self._hear()
+
+    def _hear(self, trained: int = NONE) -> None:
+        """Wait for what is under way, and take it up; what was `trained` since is not sent yet."""
+        assert self._way is not None, "something is under way"
+        learner, (sent, way), self._way = self.learner, self._way, None
+        learner.trainer.heartbeat.enter("exchange")
+        for heard in way.result():
+            unsent = {sent, trained} if heard.anew else {trained}
+            if heard.anew:
+                learner.forget(unsent)
+            if heard.inner is not None:
+                load_inner_state(learner.trainer.strategy, heard.inner)
+            asked = int(heard.answer["keep"])
+            state = learner.kept.get(asked)
+            learner.take(heard.answer, heard.body, unsent)
+            if asked >= 0:
+                most = largest(learner.flat.nbytes)
+                self.wire.say({"inner": asked}, [] if state is None else packed(state, most))
+            work = heard.answer["work"]
+            self.is_over = self.is_over or work == OVER
+            if work is not None and work != OVER:
+                self.ready.append(Chunk(**work))
 
 
 def learn(trainer: Trainer, job: Job, world: World, events: JsonLines) -> None:
     """Be a learner until the synchronizer says that it is over."""
     options = job.strategy_spec.options
-    learner = Learner(trainer, job.ranks)
-    wire = Wire(learner, world, options["patience_s"])
-    heartbeat = trainer.heartbeat
+    learner = Learner(trainer, job.ranks, keeps=options["inner"] == "kept")
+    flat = learner.flat
+    wire = Wire(world, flat.digest, flat.nbytes, options["patience_s"], learner.place)
     events.event("ready", host=sockets.gethostname(), role=world.role, index=world.role_index)
-    try:
-        work = wire.ask({}, None, None)
-        while work != OVER:
-            if work is None:
-                heartbeat.enter("exchange")
-                time.sleep(NOTHING_TO_DO_S)
-                work = wire.ask({}, None, None)
-                continue
-            chunk = Chunk(**work)
-            said, found = learner.train(chunk)
-            heartbeat.enter("exchange")
-            heartbeat.collective()
-            work = wire.ask({"work": said}, found, chunk)
-    finally:
-        wire.close()
+    Learning(learner, wire, overlap=options["overlap"] == "1").go()
     events.event("done", version=learner.version)
-    heartbeat.enter("done")
+    trainer.heartbeat.enter("done")

@@ -14,7 +14,7 @@ those of the finding with most samples.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,14 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Clock:
+    """How far a learner is, as the weights have it: its last chunk, and all of its samples."""
+
+    chunk: int = -1
+    samples: int = 0
+
+
+@dataclass(frozen=True)
 class Merged:
     """One merge: `steps` of the job are done with it; its chunks, samples, and sums of losses."""
 
@@ -84,6 +92,7 @@ class Merging:
     version: int = 0
     samples: int = 0
     """All samples that are in the weights."""
+    clocks: dict[int, Clock] = field(default_factory=dict)
     found: dict[int, Finding] = field(default_factory=dict)
 
     @property
@@ -139,6 +148,9 @@ class Merging:
         oldest = min(w.version for w in work)
         for done in work:
             self.ledger.merged(done.chunk)
+        for learner, one in found.items():
+            before = self.clocks.get(learner, Clock())
+            self.clocks[learner] = Clock(one.work[-1].chunk, before.samples + one.samples)
         self.version += 1
         self.samples += total
         self.found = {}
@@ -161,6 +173,7 @@ class Merging:
             "samples": self.samples,
             "momentum": None if self.outer.momentum is None else self.outer.momentum.clone(),
             "ledger": self.ledger.state(),
+            "clocks": {learner: asdict(clock) for learner, clock in self.clocks.items()},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -169,4 +182,6 @@ class Merging:
         momentum = state["momentum"]
         self.outer.momentum = None if momentum is None else momentum.clone()
         self.ledger.load_state(state["ledger"])
+        clocks = state.get("clocks", {})  # older checkpoints have none
+        self.clocks = {learner: Clock(**clock) for learner, clock in clocks.items()}
         self.found = {}

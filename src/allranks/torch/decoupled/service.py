@@ -4,13 +4,16 @@ One thread for each learner answers it (`Answering`), one looks at the clock; th
 hears of merges, evaluates and saves meanwhile. All touch the weights under one lock, for as long as
 it takes to add two of them. Each answer is made at once: no learner waits for another one.
 
-    hello  learner, digest, holds (the chunk it is in)     -> version, waits, work; body: weights
+    hello  learner, digest, holds (its chunks)             -> version, waits, work; body: weights
     found  a `Work`; body: old minus new                   -> version, waits, work; body: weights
     ask                                                    -> the same
+    inner  the chunk; body: the optimizer after it         -> nothing
 
 `work` is a chunk ("first", "steps", …), `null` where there is nothing to do for the moment, or
 "over". The weights come along where they are newer than those the learner has; `waits` are the
-chunks that it has brought and that are in no version yet.
+chunks that it has brought and that are in no version yet. With `keep` the synchronizer asks for the
+inner optimizer as it was after a chunk, for a checkpoint; a learner whose process is a new one
+(`fresh`) is sent the one of the last checkpoint behind its first answer.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from allranks.launcher.messages.answering import Answering
 from allranks.launcher.messages.connection import Connection
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.torch.decoupled.flat import FlatModel, Numbers
+from allranks.torch.decoupled.inner_state import largest, packed, unpacked
 from allranks.torch.decoupled.merging import Merged, Merging, Work
 from allranks.training.dispatch.ledger import Chunk
 
@@ -47,8 +51,12 @@ class Service(Answering):
         grace_s: float,
         report: Report,
         samples_of: Callable[[Chunk], int] = lambda chunk: 0,
+        keeps: bool = False,
     ) -> None:
-        super().__init__(listener, secret, flat.nbytes)
+        super().__init__(listener, secret, largest(flat.nbytes))
+        self.inner: dict[int, tuple[int, Any]] = {}
+        """Of each learner a chunk, and the inner optimizer as it was after that."""
+        self._keeps, self._wanted = keeps, dict[int, int]()
         self.merging, self._flat = merging, flat
         self._grace_s, self._report, self._samples_of = grace_s, report, samples_of
         self._merges: list[Merged] = []
@@ -70,10 +78,37 @@ class Service(Answering):
             found, self._merges = self._merges, []
             return found
 
-    def snapshot(self) -> tuple[Numbers, dict[str, Any]]:
-        """The weights, and the rest of the state, of one moment."""
+    def snapshot(self, *, asks: bool = False) -> tuple[Numbers, dict[str, Any]]:
+        """The weights, and the rest of the state, of one moment.
+
+        If it `asks`, learners send their inner optimizers of that moment from now on: `collect`.
+        """
         with self.changed:
+            if asks and self._keeps:
+                clocks = {k: clock.chunk for k, clock in self.merging.clocks.items()}
+                self._wanted = {k: n for k, n in clocks.items() if self._lacks(k, n)}
             return self.merging.theta.copied(), self.merging.state()
+
+    def _lacks(self, learner: int, chunk: int) -> bool:
+        """Whether a learner is there, and its optimizer after this chunk is not."""
+        return learner in self._peers and self.inner.get(learner, (-1,))[0] != chunk
+
+    def collect(self, state: dict[str, Any], patience_s: float) -> dict[int, Any]:
+        """The inner optimizers of the learners in the state of a snapshot, once they are here.
+
+        A learner says what its optimizer was when it comes with its next chunk. Of those that do
+        not come in time, and of lost ones, it is the last one that is known, if any.
+        """
+        if not self._keeps:
+            return {}
+        with self.changed:
+            self.changed.wait_for(lambda: not self._wanted or self.is_closed, patience_s)
+            self._wanted, found = {}, dict(self.inner)
+        clocks = {learner: int(clock["chunk"]) for learner, clock in state["clocks"].items()}
+        late = [k for k, n in clocks.items() if k not in found or found[k][0] != n]
+        if late:
+            self._report("inner_left_out", learners=sorted(late))
+        return {k: {"chunk": n, "state": inner} for k, (n, inner) in found.items()}
 
     def sent_by_kind(self) -> dict[str, float]:
         """What was sent to learners so far: weights, and all the rest."""
@@ -87,22 +122,36 @@ class Service(Answering):
         if hello.get("digest") != self._flat.digest:
             connection.send({"refused": "its model has other weights, or other types of them"})
             raise Disconnected("its model is another one")
-        learner, holds = int(hello["learner"]), int(hello["holds"])
+        learner, holds = int(hello["learner"]), [int(number) for number in hello["holds"]]
         with self.changed:
             before, self._peers[learner] = self._peers.get(learner), connection
-            known = 0 <= holds < self.merging.ledger.chunks
-            if known and not self.merging.ledger.is_done(holds):
-                self.merging.ledger.take(learner, holds)
+            ledger = self.merging.ledger
+            known = [n for n in holds if 0 <= n < ledger.chunks and not ledger.is_done(n)]
+            for number in known:
+                ledger.take(learner, number)
         if before is not None:
             before.shut()
         connection.given = -1
         self._report("learner_joined", learner=learner, version=self.merging.version)
-        self._send_answer(learner, connection, None if known else self._work_for(learner))
+        inner = self.inner.get(learner) if hello.get("fresh") else None
+        work = None if known else self._work_for(learner)
+        self._send_answer(learner, connection, work, follows=inner is not None)
+        if inner is not None:
+            connection.send({"inner": inner[0]}, *packed(inner[1], largest(self._flat.nbytes)))
         return learner
 
     def answer(
         self, learner: int, connection: Connection, message: Message, body: memoryview
     ) -> None:
+        if "inner" in message:
+            state = int(message["inner"]), unpacked(body) if len(body) else None
+            with self.changed:
+                if state[1] is not None:
+                    self.inner[learner] = state
+                if self._wanted.get(learner) == state[0]:
+                    del self._wanted[learner]
+                self.changed.notify_all()
+            return
         if "work" in message:
             work, delta = Work.from_data(message["work"]), self._flat.take(body)
             with self.changed:
@@ -124,13 +173,19 @@ class Service(Answering):
             chunk = self.merging.ledger.next_for(learner, self.merging.waiting)
             return None if chunk is None else dataclasses.asdict(chunk)
 
-    def _send_answer(self, learner: int, connection: Connection, work: Any) -> None:
+    def _send_answer(
+        self, learner: int, connection: Connection, work: Any, *, follows: bool = False
+    ) -> None:
         with self.changed:
             version, numbers = self._newest()
             own = self.merging.found.get(learner)
             waits = [] if own is None else [one.chunk for one in own.work]
+            keep = self._wanted.get(learner, -1)
+            if self._keeps and work == OVER and learner in self.merging.clocks:
+                keep = self.merging.clocks[learner].chunk  # it leaves: a last checkpoint may follow
         is_new, connection.given = version != connection.given, version
         header = {"version": version, "waits": waits, "work": work}
+        header |= {"inner": follows, "keep": keep}
         connection.send(header, *(numbers.buffers if is_new else ()))
 
     def _newest(self) -> tuple[int, Numbers]:
@@ -163,6 +218,8 @@ class Service(Answering):
             if self.is_closed or self._peers.get(learner) is not connection:
                 return
             del self._peers[learner]
+            self._wanted.pop(learner, None)
+            self.changed.notify_all()
             freed = self.merging.ledger.lost(learner)
             over = self.is_over or self.merging.ledger.is_over
             version = self.merging.version

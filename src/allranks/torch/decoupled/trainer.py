@@ -28,6 +28,8 @@ from allranks.training.dispatch.ledger import Chunk, Ledger
 from allranks.training.progress import Asked, Progress, StepResult
 
 LOOK_S = 0.2
+INNER_S = 20.0
+"""For so long a checkpoint waits for the inner optimizers of the learners, which do not wait."""
 
 
 class SynchronizerTrainer(Trainer):
@@ -41,6 +43,7 @@ class SynchronizerTrainer(Trainer):
         self.strategy.learners = self.job.ranks
         self._told = more.get("report") or (lambda event, **values: None)
         self._evaluated_at = self._saved_at = 0
+        self._is_saving = False
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -118,8 +121,12 @@ class SynchronizerTrainer(Trainer):
         listener, secret = listen(self.world), self.world.secret
         grace_s, report = options["grace_s"], self._told
         self.service = Service(
-            merging, flat, listener, secret, grace_s, report, partial(self._samples_of, ledger)
+            *(merging, flat, listener, secret, grace_s, report),
+            samples_of=partial(self._samples_of, ledger),
+            keeps=options["inner"] == "kept",
         )
+        kept = (self.strategy.merged or {}).get("inner", {})
+        self.service.inner = {k: (one["chunk"], one["state"]) for k, one in kept.items()}
         self.service.start()
         self._taken.undone_by(self.service.close)
         return self.service
@@ -167,9 +174,19 @@ class SynchronizerTrainer(Trainer):
         return super().evaluate(data)
 
     def save(self, *, wait: bool = True, evaluate: bool = True) -> bool:
-        """Save the weights and the ledger of one moment; learners go on."""
-        self._take_weights()
-        return super().save(wait=wait, evaluate=evaluate)
+        """Save the weights and the ledger of one moment, and the learners' optimizers as they were.
+
+        Learners go on meanwhile.
+        """
+        self._take_weights(asks=True)
+        merged = self.strategy.merged
+        if self.service is not None and merged is not None:
+            merged["inner"] = self.service.collect(merged, INNER_S)
+        self._is_saving = True
+        try:
+            return super().save(wait=wait, evaluate=evaluate)
+        finally:
+            self._is_saving = False
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         self._take_weights()
@@ -179,11 +196,11 @@ class SynchronizerTrainer(Trainer):
         self._take_weights()
         return super().state()
 
-    def _take_weights(self) -> None:
+    def _take_weights(self, *, asks: bool = False) -> None:
         """The model, and what is saved with it, are those of the newest version from here on."""
-        if self.service is None:
+        if self.service is None or self._is_saving:
             return
-        numbers, state = self.service.snapshot()
+        numbers, state = self.service.snapshot(asks=asks)
         self._flat.write(numbers)
         self.strategy.merged = state
         steps = self.service.merging.ledger.steps_done

@@ -153,10 +153,10 @@ def _copy(whose: str, mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None
     now, was = ({n: tuple(t.shape) for n, t in values.items()} for values in (mine, saved))
     if now != was:
         raise RequestError(
-            asked="to go on from a checkpoint",
+            asked="to resume from a checkpoint",
             found=f"other values kept for {whose}: {now}, were {was}",
             why="the state is taken up name by name",
-            do="go on with the optimizer as it was, or start anew in another folder",
+            do="resume with the optimizer as it was, or start anew in another folder",
         )
     for name, tensor in mine.items():
         tensor.copy_(saved[name])

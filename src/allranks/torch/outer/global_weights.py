@@ -87,12 +87,12 @@ class GlobalWeights:
         offsets: Sequence[int],
         zeros: Zeros,
     ) -> None:
-        cut = _in_fragments(parameters, len(offsets))
+        cut = in_fragments(parameters, len(offsets))
         self.fragments = [
-            Fragment(tuple(Flat(same, make(), zeros) for same in _by_type(named)), offset)
+            Fragment(tuple(Flat(same, make(), zeros) for same in by_type(named)), offset)
             for named, offset in zip(cut, offsets, strict=True)
         ]
-        self.buffers = tuple(Flat(same, average(), zeros) for same in _by_type(buffers))
+        self.buffers = tuple(Flat(same, average(), zeros) for same in by_type(buffers))
         self._parameters = [flat for one in self.fragments for flat in one.flats]
 
     @property
@@ -156,7 +156,7 @@ class GlobalWeights:
         return True
 
 
-def _in_fragments(named: Named, count: int) -> list[Named]:
+def in_fragments(named: Named, count: int) -> list[Named]:
     """Runs of parameters in the order of the model, of about as many bytes each."""
     total, filled = sum(tensor.nbytes for _, tensor in named), 0
     found: list[list[tuple[str, Tensor]]] = [[] for _ in range(count)]
@@ -167,6 +167,7 @@ def _in_fragments(named: Named, count: int) -> list[Named]:
     return list(found)
 
 
-def _by_type(named: Named) -> list[Named]:
+def by_type(named: Named) -> list[Named]:
+    """The same tensors, in a list for each type of number."""
     kinds = dict.fromkeys(reals(tensor).dtype for _, tensor in named)
     return [[(n, t) for n, t in named if reals(t).dtype == kind] for kind in kinds]

@@ -12,6 +12,14 @@ from allranks.torch.task import Task
 
 def for_learners(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
     """The error for what needs all ranks in each step; `None` for any other job."""
+    if LEARNER not in dict(strategy.mesh.axes):
+        return None
+    if task.ema is not None:  # of one learner, too: its own weights are not what is kept
+        return _refused(
+            job,
+            "a moving average of the weights (ema)",
+            "it would be that of one learner: the outer optimizer moves other weights",
+        )
     if strategy.mesh.size(LEARNER) == 1:
         return None
     whole = task.batchnorm == "whole" and bool(normalising_layers(strategy.model))
@@ -24,10 +32,6 @@ def for_learners(task: Task, job: Job, strategy: Strategy) -> RequestError | Non
             whole,
             "the statistics would need the activations of all learners in every step",
         ),
-        "a moving average of the weights (ema)": (
-            task.ema is not None,
-            "it would be that of one learner: the outer optimizer averages over all",
-        ),
         "--precision fp16": (
             job.precision == "fp16",
             "each learner would have a loss scale of its own, and a checkpoint holds one",
@@ -39,10 +43,14 @@ def for_learners(task: Task, job: Job, strategy: Strategy) -> RequestError | Non
     }
     for what, (is_there, why) in found.items():
         if is_there:
-            return RequestError(
-                asked=f"--strategy {job.strategy}", found=what, why=why, do="--strategy ddp"
-            )
+            return _refused(job, what, why)
     return None
+
+
+def _refused(job: Job, found: str, why: str) -> RequestError:
+    return RequestError(
+        asked=f"--strategy {job.strategy}", found=found, why=why, do="--strategy ddp"
+    )
 
 
 def check_stream(task: Task, strategy: Strategy) -> None:

@@ -96,6 +96,11 @@ class Links:
         for server in range(len(self.servers)):
             self._unheard[server] += 1
 
+    def shut(self) -> None:
+        """From any thread: who waits for a server hears that it is gone."""
+        for connection in self.servers:
+            connection.shut()
+
     def close(self) -> None:
         for connection in self.servers:
             connection.close()

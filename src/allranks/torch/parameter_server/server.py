@@ -19,8 +19,11 @@
                 rows   table, count; body         rows, as they are
                 push   step, part; body           none
                 push   number, groups, unused; body
-                pull   version                    version; body        this version, or a later one
+                push   number, change; body       none                 what it has changed
+                pull   version, has               version; body        this version, or a later one
                                                   told; body           after it, in step
+                with update=worker                version, update; body   a gradient after `has`
+                                                  version, kept; body  or weights and optimizer
 
 An `era` begins whenever weights are loaded: after the scheduler was started again, from its
 checkpoint. What a worker brings of an era before is dropped, and it is told so (`stale`). With a
@@ -43,9 +46,8 @@ from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import SERVER
 from allranks.torch.parameter_server.flat import Flat
 from allranks.torch.parameter_server.memory import SharedNumbers, taken
-from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.shard import Shard
-from allranks.torch.parameter_server.state import cut_state, join_state, packed, unpacked
+from allranks.torch.parameter_server.state import packed, unpacked
 from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.parameter_server.tables.served import ServedTables, answer_rows
 from allranks.torch.trainer import Trainer
@@ -120,7 +122,7 @@ class Server(Answering):
         elif "push" in message:
             self._pushed(who, message["push"], int(message["era"]))
         else:
-            self._pulled(who, connection, int(message["pull"]), int(message["era"]))
+            self._pulled(who, connection, message)
 
     def lost(self, who: int, connection: Connection, error: Exception) -> None:
         """Whoever it is comes again by itself, or is found missing by the scheduler."""
@@ -134,7 +136,10 @@ class Server(Answering):
             if era != self.era:
                 self.tables.drop(who)
                 return
-            if not self.in_step:
+            if "change" in push:
+                self._reached(self.shard.version)
+                self.shard.change(int(push["number"]), gradient)
+            elif not self.in_step:
                 number, unused = int(push["number"]), push["unused"]
                 self._reached(self.shard.version)
                 stale = self.shard.push(number, who, gradient, push["groups"], unused)
@@ -148,7 +153,8 @@ class Server(Answering):
             self.tables.drop(who)
             self.changed.notify_all()
 
-    def _pulled(self, who: int, connection: Connection, version: int, era: int) -> None:
+    def _pulled(self, who: int, connection: Connection, message: Message) -> None:
+        version, era = int(message["pull"]), int(message["era"])
         shared = self._shared.get(who)
         found = self._copy_for_this_thread() if shared is None else shared.weights
         with self.changed:
@@ -157,14 +163,33 @@ class Server(Answering):
             is_stale, is_there = self.era != era, self._has(era, version)
             told = self._told
             if is_there:
-                version = self.shard.pull(who, found)
+                body: list[Any] = [] if shared is not None else [found.buffer]
+                answer = {"version": self.shard.version, "follows": told is not None}
+                if self.shard.hands_on:
+                    body = self._hand_on(int(message["has"]), found, answer, body)
+                else:
+                    self.shard.pull(who, found)
         if is_there:
-            body = () if shared is not None else (found.buffer,)
-            connection.send({"version": version, "follows": told is not None}, *body)
+            connection.send(answer, *body)
             if told is not None:
                 connection.send(*told)
         else:
             connection.send({"stale": self.era} if is_stale else {"again": version})
+
+    def _hand_on(self, has: int, into: Flat, answer: Message, body: list[Any]) -> list[Any]:
+        """What a worker that has a version updates by; all that there is, where that is too old."""
+        last = self.shard.last
+        answer["update"] = None
+        if last is not None and has == self.shard.version:
+            return []
+        if last is None or (has, last.version) != (last.version - 1, self.shard.version):
+            answer["kept"], more = packed(self.shard.kept())
+            return [bytes(self.shard.weights.buffer), *map(bytes, more)]
+        answer["update"] = last.said
+        if last.gradient is None:
+            return []
+        into.copy_(last.gradient)
+        return body
 
     def _gradient_of(self, who: int) -> Flat:
         """What it has pushed; a server may hold rows of tables, and nothing else."""
@@ -227,13 +252,13 @@ class Server(Answering):
                 case "call_back" | "tell":
                     self._calls_back = message["do"] == "call_back"
                 case "fetch":
-                    kept = cut_state(shard.optimizer, shard.pieces, self._own_pieces)
-                    answer["kept"], more = packed(kept)
+                    answer["kept"], more = packed(shard.kept())
                     pieces = [bytes(shard.weights.buffer), *map(bytes, more)]
                 case "peek":
                     pieces = [bytes(shard.weights.buffer)]
                 case "put":
                     shard.weights.copy_(self.layout.new(bytearray(body)))
+                    shard.last = None
                 case "gradients":
                     pieces = [bytes(shard.gradient.buffer)]
                 case other:
@@ -262,23 +287,14 @@ class Server(Answering):
         return self.shard.squares(unused) + self.tables.squares(unused)
 
     @property
-    def _own_pieces(self) -> list[Piece]:
-        """Its pieces, as wholes of what its own optimizer has."""
-        held = enumerate(self.layout.pieces)
-        return [Piece(n, 0, p.numbers, p.server, is_whole=True) for n, p in held]
-
-    @property
     def port(self) -> int:
         """Where it listens."""
         return int(self._listener.getsockname()[1])
 
     def _load(self, message: Message, body: memoryview) -> None:
         cut = self.layout.nbytes
-        self.shard.weights.raw.copy_(self.layout.new(bytearray(body[:cut])).raw)
-        optimizer = self.shard.optimizer
-        optimizer.state.clear()
         kept = unpacked(message["kept"], body[cut:])
-        join_state(optimizer, self.shard.pieces, self._own_pieces, kept)
+        self.shard.load(self.layout.new(bytearray(body[:cut])), kept)
         self.shard.begin(int(message["version"]))
         self._calls_back = False
         self.era = int(message["era"])

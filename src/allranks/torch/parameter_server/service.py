@@ -6,10 +6,12 @@
     worker   ask, or brought: chunk, …; body: tally     work, and what is `told`; body: statistics
              sent: {kind: bytes so far}
     worker   returned: what it was handed ahead         work
+    worker   under_way                                  work
 
-`work` is a chunk ("first", "part", …) or "over". An answer is held back while there is nothing for
-the worker. The thread that trains hears of what came (`step`, `brought`), and of a server that is
-lost.
+`work` is a chunk ("first", "part", …) or "over"; or "settle", where there is nothing for a worker
+of which a change is `under way` to the servers: it brings that, and asks again. Else an answer is
+held back while there is nothing for the worker. The thread that trains hears of what came (`step`,
+`brought`), and of a server that is lost.
 """
 
 from __future__ import annotations
@@ -35,7 +37,16 @@ from allranks.torch.parameter_server.server import OVER
 from allranks.training.dispatch.ledger import Chunk
 
 LARGEST_TALLY = 1 << 26
+SETTLE = "settle"
 Report = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a worker says of a chunk that it is done with, and the tallies of its steps."""
+
+    said: dict[str, Any]
+    tallies: bytes
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,17 @@ class Brought:
     chunk: Chunk
     said: dict[str, Any]
     tally: Tensor
+
+    def steps(self) -> list[Brought]:
+        """Out of step: the same step by step."""
+        chunk, said = self.chunk, self.said["steps"]
+        if len(said) != chunk.steps:
+            raise ValueError(f"{len(said)} steps of a chunk of {chunk.steps}")
+        tallies = self.tally.view(chunk.steps, -1)
+        return [
+            Brought(self.worker, Chunk(chunk.number, chunk.part, chunk.first + n, 1), one, tally)
+            for n, (one, tally) in enumerate(zip(said, tallies, strict=True))
+        ]
 
 
 class Service(Answering):
@@ -202,7 +224,14 @@ class Service(Answering):
                 self._take(who, message["brought"], body)
             if "returned" in message:
                 self.handing.returned(who)
-            self._wait_for_work(lambda: not self._is_there(who, connection) or self._next_for(who))
+            has_none = not (self.is_over or self._next_for(who))
+            if has_none and message.get("under_way"):
+                connection.send({"work": SETTLE, **self.told}, self.statistics)
+                return
+            if has_none:
+                self._wait_for_work(
+                    lambda: not self._is_there(who, connection) or self._next_for(who)
+                )
             if not self._is_there(who, connection):
                 raise Disconnected("it has come again, by another connection")
             work = OVER if self.is_over else dataclasses.asdict(self._given)

@@ -11,6 +11,8 @@ passed since the weights that it was computed from:
     plain             w <- optimizer(w, g)
     staleness-aware   the same at the rate  lr / max(1, tau)              Zhang et al., 1511.05950
     dc-asgd           g + lambda · g · g · (w - w_pulled), elementwise    Zheng et al., 1609.08326
+
+With mode=delta it is no gradient, but what a worker has changed by itself: w <- w - change.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.torch.parameter_server.flat import Flat, FlatLayout
+from allranks.torch.parameter_server.placement import Piece
+from allranks.torch.parameter_server.state import Kept, cut_state, join_state
 from allranks.torch.step.trainable import update
 
 PLAIN, STALENESS_AWARE, COMPENSATED = "plain", "staleness-aware", "dc-asgd"
@@ -82,6 +86,15 @@ class Summed:
                 self.early[part] = kept
 
 
+@dataclass(frozen=True)
+class Update:
+    """What has made a version of the one before it; without a gradient nothing was updated."""
+
+    version: int
+    gradient: Flat | None = None
+    said: dict[str, Any] | None = None
+
+
 class Shard:
     """The weights of one server in a layout, and the optimizer of those alone.
 
@@ -96,7 +109,13 @@ class Shard:
         parameters: Sequence[nn.Parameter],
         parts: int = 1,
         rule: Rule | None = None,
+        *,
+        hands_on: bool = False,
     ) -> None:
+        self.hands_on = hands_on
+        self.last: Update | None = None
+        """The newest update, where workers make it as well (`hands_on`)."""
+        self._room_of_last: Flat | None = None
         self.layout, self.optimizer, self.parts, self.rule = (
             layout,
             optimizer,
@@ -178,13 +197,19 @@ class Shard:
         if factor != 1:
             for flat in gradient.flats:
                 flat.mul_(factor)
-        self._update(gradient, groups, unused)
         self.pass_over()
+        if self.hands_on:
+            self._room_of_last = self._room_of_last or self.layout.new()
+            self._room_of_last.copy_(gradient)
+            said = {"groups": list(groups), "unused": list(unused)}
+            self.last = Update(self.version, self._room_of_last, said)
+        self.update(gradient, groups, unused)
 
     def pass_over(self) -> None:
         """The step is over; without `apply`, it has left the weights as they were."""
         self._summed = None
         self.version += 1
+        self.last = Update(self.version) if self.hands_on else None
 
     # --- out of step ----------------------------------------------------------------------
 
@@ -201,7 +226,7 @@ class Shard:
         `None` for one that is applied already: a worker that is lost may have brought it to some
         of the servers. The memory of the gradient is changed.
         """
-        if number in self.applied:
+        if self._is_applied(number):
             return None
         pulled, backup = self._pulled.get(worker, (self.version, None))
         stale = self.version - pulled
@@ -209,10 +234,23 @@ class Shard:
             for g, now, then in zip(gradient.flats, self.weights.flats, backup.flats, strict=True):
                 g.add_(g * g * (now - then), alpha=self.rule.compensation)
         with self._rates(groups, stale):
-            self._update(gradient, groups, unused)
+            self.update(gradient, groups, unused)
         self.applied.add(number)
         self.version += 1
         return stale
+
+    def change(self, number: int, change: Flat) -> bool:
+        """Subtract what a worker has changed, under this number; whether it is new."""
+        if self._is_applied(number):
+            return False
+        for own, less in zip(self.weights.flats, change.flats, strict=True):
+            own.sub_(less)
+        self.applied.add(number)
+        self.version += 1
+        return True
+
+    def _is_applied(self, number: int) -> bool:
+        return number in self.applied
 
     @contextmanager
     def _rates(self, groups: Sequence[dict[str, Any]], stale: int) -> Iterator[None]:
@@ -240,9 +278,27 @@ class Shard:
 
     # --- both -----------------------------------------------------------------------------
 
-    def _update(
+    def load(self, weights: Flat, kept: Sequence[Kept]) -> None:
+        """Have these weights, and an optimizer that keeps this for them."""
+        self.weights.copy_(weights)
+        self.optimizer.state.clear()
+        join_state(self.optimizer, self.pieces, self._own_pieces, kept)
+        self.last = None
+
+    def kept(self) -> list[Kept]:
+        """What the optimizer keeps, piece by piece."""
+        return cut_state(self.optimizer, self.pieces, self._own_pieces)
+
+    @property
+    def _own_pieces(self) -> list[Piece]:
+        """The pieces, as wholes of what the optimizer has."""
+        held = enumerate(self.layout.pieces)
+        return [Piece(n, 0, p.numbers, p.server, is_whole=True) for n, p in held]
+
+    def update(
         self, gradient: Flat, groups: Sequence[dict[str, Any]], unused: Collection[int]
     ) -> None:
+        """Update the pieces by this gradient, at the rates that `groups` say."""
         for own, found in zip(self.pieces, self._used(gradient, unused), strict=True):
             own.grad = found
         for group, said in zip(self.optimizer.param_groups, groups, strict=True):

@@ -34,7 +34,14 @@ from torch.nn import Parameter
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Workload
-from allranks.strategies.cards.parameter_server import OUT_OF_STEP, ROWS, parts_of_a_step
+from allranks.strategies.cards.parameter_server import (
+    CHANGES,
+    IN_STEP,
+    ON_WORKER,
+    OPTIONS_OF,
+    ROWS,
+    parts_of_a_step,
+)
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.recorded import Recorded
@@ -92,7 +99,22 @@ class ParameterServer(Strategy):
 
     @property
     def in_step(self) -> bool:
-        return bool(self.context.options["mode"] != OUT_OF_STEP)
+        return bool(self.context.options["mode"] == IN_STEP)
+
+    @property
+    def updates_on_worker(self) -> bool:
+        """Whether workers pull gradients, and update weights of their own."""
+        return bool(self.context.options["update"] == ON_WORKER)
+
+    @property
+    def pushes_changes(self) -> bool:
+        """Whether workers train by themselves, and push what that has changed."""
+        return bool(self.context.options["mode"] == CHANGES)
+
+    @property
+    def weights_lie_where_they_come(self) -> bool:
+        """Whether the weights of a worker are the memory that servers send them to."""
+        return not self.updates_on_worker and not self.pushes_changes
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
@@ -144,6 +166,7 @@ class ParameterServer(Strategy):
     def _check(self) -> None:
         """Raise `RequestError` for what cannot be where no process sees a whole step."""
         task, step, options = self.task, self.step, self.context.options
+        out_of_step = f"mode={options['mode']}"
         whole_norm = task.batchnorm == "whole" and bool(normalising_layers(self.model))
         refused = {
             "ema of the task": task.ema is not None,
@@ -154,8 +177,11 @@ class ParameterServer(Strategy):
                 step.sparse.positions or self.context.scope.looked_up
             ),
             "tables=rows and rate=dc-asgd": bool(self.tables) and options["rate"] == COMPENSATED,
-            "mode=async and plateau() of the task": not self.in_step and task.plateau() is not None,
-            "mode=async and fp16": not self.in_step and self.context.loss_scale is not None,
+            "tables=rows and update=worker": bool(self.tables) and self.updates_on_worker,
+            "tables=rows and mode=delta": bool(self.tables) and self.pushes_changes,
+            f"{out_of_step} and plateau() of the task": not self.in_step
+            and task.plateau() is not None,
+            f"{out_of_step} and fp16": not self.in_step and self.context.loss_scale is not None,
         }
         for what, is_there in refused.items():
             if is_there:
@@ -165,16 +191,21 @@ class ParameterServer(Strategy):
                     why="it needs all of a step in one process, or in a process group",
                     do="leave it out, or --strategy ddp",
                 )
-        for wrong, only in ((("backup",), True), (("staleness", "rate"), False)):
-            for name in wrong:
+        self._check_modes()
+
+    def _check_modes(self) -> None:
+        """Raise `RequestError` for an option of another mode than that which is asked for."""
+        options = self.context.options
+        for mode, names in OPTIONS_OF.items():
+            for name in names:
                 default = next(o.default for o in self.card.options if o.name == name)
-                if options[name] != default and self.in_step != only:
-                    mode = "sync" if only else "async"
+                if options[name] != default and options["mode"] not in mode:
+                    wanted = " or ".join(f"mode={one}" for one in mode)
                     raise RequestError(
                         asked=f"--strategy ps:{name}={options[name]}",
                         found=f"mode={options['mode']}",
-                        why=f"{name} is an option of mode={mode}",
-                        do=f"mode={mode}, or leave {name} out",
+                        why=f"{name} is an option of {wanted}",
+                        do=f"mode={mode[0]}, or leave {name} out",
                     )
 
     def shard(self, server: int) -> Shard:
@@ -182,7 +213,8 @@ class ParameterServer(Strategy):
         options = self.context.options
         rule = Rule(options["rate"], options["compensation"])
         layout, step = self.layouts[server], self.step
-        return Shard(layout, step.optimizer, step.parameters, self.parts, rule)
+        hands_on = self.updates_on_worker
+        return Shard(layout, step.optimizer, step.parameters, self.parts, rule, hands_on=hands_on)
 
     def served_tables(self, server: int) -> ServedTables:
         """The rows that a server holds; from here on this process has no table whole."""

@@ -41,6 +41,7 @@ class SchedulerTrainer(Trainer):
         self.strategy.workers = self.job.ranks
         self._told = more.get("report") or (lambda event, **values: None)
         self._saves_next = False
+        self._uncounted: list[Brought] = []
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -65,8 +66,9 @@ class SchedulerTrainer(Trainer):
         """Out of step: what workers bring, as it comes."""
         while not self.evaluation_plan.is_over:
             found = service.brought(LOOK_S)
-            for brought in found:
-                yield [brought]
+            self._uncounted += [one for brought in found for one in brought.steps()]
+            while self._uncounted and not self.evaluation_plan.is_over:
+                yield [self._uncounted.pop(0)]
             if self._saves_next and not found and service.wait_until_idle(LOOK_S):
                 self._save_idle(service)
             if not found and service.handing.ledger.is_over:
@@ -134,7 +136,8 @@ class SchedulerTrainer(Trainer):
         strategy, job, world = self.strategy, self.job, self.world
         options, done = strategy.context.options, self.progress
         total = job.steps if job.steps is not None else self._per_epoch * self.task.epochs
-        ledger = Ledger(total, 1, strategy.parts, done.batch_index)
+        every = options["every"] if strategy.pushes_changes else 1
+        ledger = Ledger(total, every, strategy.parts, done.batch_index)
         handing = HandingOut(ledger, strategy.in_step, options["backup"] > 0, options["staleness"])
         handing.ahead = not handing.spares and strategy.step.probe is None
         if strategy.handed is not None and not strategy.in_step:
@@ -210,7 +213,8 @@ class SchedulerTrainer(Trainer):
         of_one = sum(pushed) // self.strategy.parts if self.strategy.in_step else busiest
         own = service.sent_bytes()
         self.comm.sent["gradients"] += max(pulled, of_one)
-        self.comm.sent["control"] += own["sent"] + own["control"]
+        kept = sum(int(sent["kept"]) for sent in workers)
+        self.comm.sent["control"] += own["sent"] + own["control"] + kept
 
     # --- between the steps ----------------------------------------------------------------
 
@@ -229,8 +233,10 @@ class SchedulerTrainer(Trainer):
             service.pause()
             while not service.wait_until_idle(LOOK_S):
                 pass
-            for brought in service.brought(0.0):
-                self._counted(brought)
+            left = [one for brought in service.brought(0.0) for one in brought.steps()]
+            for one in [*self._uncounted, *left]:
+                self._counted(one)
+            self._uncounted.clear()
             self._save_idle(service, wait=True)
         return result.asked.stop
 

@@ -5,6 +5,10 @@ stands at the end of the bucket that leaves last. Every view begins at a multipl
 gradient of its own would: kernels follow where a tensor begins, down to the last bit. Buckets leave
 in one fixed order on all ranks, each as soon as its gradients are finished and those before it have
 left.
+
+Backward adds to the `.grad` that it finds, so a bucket begins as zeros. Where `moves`, a large
+gradient does not: backward finds none, and what it makes is written where it belongs as soon as it
+is there. That is a write and a read of the bucket less, and the same bits, 0 + g.
 """
 
 from __future__ import annotations
@@ -18,10 +22,14 @@ from allranks.torch.reducers.in_order import InOrder
 from allranks.torch.step.gradients import gradient_taken
 
 ALIGNED_BYTES = 128
+MOVED_BYTES = 2**16  # from here on a pass through memory takes longer than a call from Python
 
 
 class Buckets:
-    """The buckets of one model on one rank. A step calls `begin`, `release` and `finish`."""
+    """The buckets of one model on one rank. A step calls `begin`, `release` and `finish`.
+
+    Who says that it `moves` calls `gradient_finished` in every backward pass of a step.
+    """
 
     def __init__(
         self,
@@ -31,10 +39,13 @@ class Buckets:
         tally_size: int,
         bucket_bytes: int,
         reducer: Reducer,
+        moves: bool = False,
     ) -> None:
         self.reducer = reducer
         self.buckets: list[Bucket] = []
         self._views: list[tuple[nn.Parameter, Tensor]] = []
+        self._moved: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._zeroed: list[Tensor] = []
         self._bucket_of = [0] * len(parameters)
         groups = grouped(parameters, bucket_bytes)
         for bucket, positions in enumerate(groups):
@@ -43,13 +54,22 @@ class Buckets:
             size = sum(sizes)
             flat = reducer.room(size + extra, reals(parameters[positions[0]].detach()))
             parts = flat[:size].split(sizes)
-            views = {}
+            views, kept = {}, 0
             for position, part in zip(positions, parts, strict=True):
-                view = views[names[position]] = _laid_out_as(parameters[position], part)
-                self._views.append((parameters[position], view))
+                parameter = parameters[position]
+                view = views[names[position]] = _laid_out_as(parameter, part)
+                self._views.append((parameter, view))
                 self._bucket_of[position] = bucket
+                if moves and parameter.nbytes >= MOVED_BYTES:
+                    self._moved[position] = parameter, view
+                    start = part.storage_offset() - flat.storage_offset()
+                    self._zeroed.append(flat[kept:start])
+                    kept = start + parameter.nbytes // flat.element_size()
+            self._zeroed.append(flat[kept:])
             self.buckets.append(Bucket(flat, flat[:size], views))
         self.tally = self.buckets[-1].flat[size : size + tally_size]
+        self._zeroed = [part for part in self._zeroed if part.numel()]
+        self._awaited: dict[int, tuple[nn.Parameter, Tensor]] = {}
         reducer.prepare(self.buckets)
         self._leave = _Leave(reducer)
         self._order = InOrder(self._bucket_of, self._leave, held_back=1)
@@ -65,17 +85,26 @@ class Buckets:
         return [bucket.gradients for bucket in self.buckets]
 
     def begin(self) -> None:
-        """All gradients and the tally are zero, and where backward will find them."""
-        for bucket in self.buckets:
-            bucket.flat.zero_()
+        """All gradients and the tally are zero, or yet to be made."""
+        for part in self._zeroed:
+            part.zero_()
         for parameter, view in self._views:
             parameter.grad = view
+        self._await()
         self._order.begin()
+
+    def _await(self) -> None:
+        """Let backward make those gradients anew that are moved."""
+        self._awaited = dict(self._moved)
+        for parameter, _ in self._moved.values():
+            parameter.grad = None
 
     def add_leaf(self, shards: range) -> None:
         """Take in a leaf that is not the last; gradients and tally are zero again."""
+        self._settle()
         for bucket in range(len(self.buckets)):
             self.reducer.launch(bucket, (shards.start, shards.stop), last=False)
+        self._await()
 
     def release(self, shards: range) -> None:
         """The next backward pass is the last: a bucket may leave once it is finished."""
@@ -84,7 +113,28 @@ class Buckets:
 
     def gradient_finished(self, position: int) -> None:
         """Backward has finished the gradient of a parameter (called during backward)."""
+        if position in self._awaited:
+            self._move(*self._awaited.pop(position))
         self._order.finished(position)
+
+    def _move(self, parameter: nn.Parameter, view: Tensor) -> None:
+        """Write the gradient that backward has made where it belongs."""
+        gradient = parameter.grad
+        if gradient is None:
+            raise gradient_taken(parameter)
+        if gradient.is_sparse:
+            view.zero_().add_(gradient)
+        else:
+            torch.add(gradient, 0, out=view)  # no copy: 0 + -0.0 is 0.0
+        parameter.grad = view
+
+    def _settle(self) -> None:
+        """Let gradients be zero that no pass has made."""
+        for parameter, view in self._awaited.values():
+            if parameter.grad is not None:
+                raise gradient_taken(parameter)
+            parameter.grad = view.zero_()
+        self._awaited = {}
 
     def finish(self, shards: range) -> None:
         """Let the rest leave and wait: gradients and tally are the sums over all ranks."""
@@ -93,6 +143,7 @@ class Buckets:
 
     def leave(self, shards: range) -> None:
         """Let the rest leave."""
+        self._settle()
         self._leave.shards = shards
         self._order.finish()
         for parameter, view in self._views:

@@ -5,7 +5,7 @@
 
 Step 0 has no G and updates nothing; clipping, rates and what the optimizer keeps are those of the
 step that applies G. The last G of a training is applied by nobody: it stays in the checkpoint, and
-a training that goes on begins with it. Deferred gradients, as in tf_cnn_benchmarks' `relaxed`
+a resumed training begins with it. Deferred gradients, as in tf_cnn_benchmarks' `relaxed`
 consistency. Two sets of buckets take turns. The tally is never late: it is a message of its own.
 """
 

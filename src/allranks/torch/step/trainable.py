@@ -26,7 +26,7 @@ def check_no_scheduler(optimizer: Optimizer, asked: str) -> None:
             asked=asked,
             found="a scheduler of torch.optim.lr_scheduler on the optimizer",
             why="the engine sets the rates before each update, and a checkpoint holds no "
-            "scheduler: a training that goes on would start it anew",
+            "scheduler: a resumed training would start it anew",
             do="write schedule(step) in the task: the factor on the rates of the optimizer",
         )
 

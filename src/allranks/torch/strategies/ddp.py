@@ -56,19 +56,20 @@ class DDP(Strategy):
         self.can_run_ahead = type(self.reducer).state is Reducer.state  # it keeps no residuals
         self._not_sent: dict[str, Any] | None = None
 
-    def _made_buckets(self, tally_size: int, reducer: Reducer) -> Buckets:
+    def _made_buckets(self, tally_size: int, reducer: Reducer, *, moves: bool) -> Buckets:
         return Buckets(
             self.step.names,
             self.step.parameters,
             tally_size=tally_size,
             bucket_bytes=int(self.context.options["bucket_mb"] * 2**20),
             reducer=reducer,
+            moves=moves,
         )
 
     def lay_out(self) -> None:
         if self._not_sent is None and self.reducer.buckets:
             self._not_sent = self.reducer.state()
-        self.buckets = self._made_buckets(self.step.layout.size, self.reducer)
+        self.buckets = self._made_buckets(self.step.layout.size, self.reducer, moves=True)
         self.reducer.load_state(self._not_sent or {})
         self._not_sent = None
         self.tally = self.step.layout.tally(self.buckets.tally)
@@ -145,7 +146,7 @@ class LateDDP(DDP):
     def lay_out(self) -> None:
         before = self.late.state() if hasattr(self, "late") else {}
         self.late = Late(
-            lambda: self._made_buckets(0, self._made_reducer()),
+            lambda: self._made_buckets(0, self._made_reducer(), moves=False),
             self.step.names,
             self.step.parameters,
             exact=self.shard_alone,

@@ -2,12 +2,15 @@
 
     trace/rank-RRR.jsonl              samples, loss, weight, rate; a digest of every tensor
     trace/tensors/step-SSSSSSSS.safetensors    the tensors themselves, written by the leader
+    trace/tensors/rank-RRR/step-…     those of other ranks, of the step that the job's `parts_of` is
+    trace/parts/step-…                what the parts of its batch give one by one (`parts`)
 
 Stages, in the order in which a step makes them: `gradient` (summed over all ranks, divided,
 regularizer added), `clipped gradient`, `weight` (after the update), `average` (of the weights,
 where there is one), `buffer`. Step -1 is the state before the first step. What callbacks change
 after a step belongs to that step. With a replay, weights and buffers before each step are those of
-another trace, so that differences cannot add up.
+another trace, so that differences cannot add up. The row of step -1 says what else a cause is found
+by (`facts`): which tensors are cut, and how the optimizer is set.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from torch import Tensor
 
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
+from allranks.torch.checkpoint.tree import is_dtensor, local
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import reals
 from allranks.torch.state import put_whole
 from allranks.torch.strategies.base import Strategy
+from allranks.torch.witness.parts import write_parts
 from allranks.training.callback import Callback
 from allranks.training.progress import StepResult
 
@@ -34,10 +39,11 @@ START = -1
 FEWEST_STEPS = 3  # traced, however large the model is
 
 
-def tensors_path(trace: Path, step: int) -> Path:
-    """Where the leader's tensors of one step are; step -1 is before the first."""
+def tensors_path(trace: Path, step: int, rank: int = 0) -> Path:
+    """Where the tensors of a rank of one step are; step -1 is before the first."""
     name = "start" if step == START else f"step-{step:08d}"
-    return trace / "tensors" / f"{name}.safetensors"
+    folder = trace / "tensors"
+    return (folder / f"rank-{rank:03d}" if rank else folder) / f"{name}.safetensors"
 
 
 class Trace(Callback):
@@ -47,19 +53,25 @@ class Trace(Callback):
     """
 
     def __init__(self, trace: Path, rank: int, strategy: Strategy, job: Job) -> None:
-        self.path, self.rank, self.strategy = trace, rank, strategy
+        self.path, self.rank, self.strategy, self.job = trace, rank, strategy, job
         self.replay = Path(job.replay) if job.replay else None
         (trace / "tensors").mkdir(parents=True, exist_ok=True)
         self._rows = JsonLines(trace / f"rank-{rank:03d}.jsonl")
         self._gradients: dict[str, Tensor] = {}
         self._magnitude: float | None = None
         self._drawn = False
-        self._row: dict[str, Any] | None = {"step": START}
+        self._passes: list[int] = []
+        self._values = 0
+        self._squares: dict[str, dict[str, float]] = {}
+        self._cut = self._cut_tensors()
+        self._row: dict[str, Any] | None = {"step": START, "facts": self._facts()}
         self._in_float64 = job.precision == "fp64"
         self.steps = job.steps
         if job.trace_bytes and job.steps is not None:
             fitting = job.trace_bytes // self._bytes_per_step()
             self.steps = min(job.steps, max(FEWEST_STEPS, fitting))
+        if job.parts_of is not None:
+            self.steps = max(job.parts_of, 0) + 1
         strategy.step.probe = self
 
     def begin(self, batch: Batch) -> None:
@@ -68,18 +80,27 @@ class Trace(Callback):
         if self.replay is not None:
             self._take_over(batch.index - 1, self.replay)
         self._magnitude, self._drawn = None, False
+        self._passes, self._values, self._squares = [], 0, {}
+        if batch.index == self.job.parts_of and self.job.cut_for:
+            write_parts(self.path, self.strategy, batch, self.job)
 
     def losses(self, losses: Tensor) -> None:
         """The weighted losses of a micro-batch: how large they are, whatever they add up to."""
         self._magnitude = (self._magnitude or 0.0) + float(losses.abs().sum())
         self._drawn |= _was_drawn_from(torch.default_generator)
+        self._passes.append(losses.shape[0])
+        self._values += losses.numel()
 
     def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
         """Within a step, when the gradients of that stage are there."""
         self._drawn |= _was_drawn_from(torch.default_generator)
+        squares = self._squares.setdefault(stage, {"cut": 0.0, "whole": 0.0})
         for name, gradient in zip(names, tensors, strict=True):
             if gradient is not None:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
+                own = local(dense.detach())
+                kind = "cut" if name in self._cut else "whole"
+                squares[kind] += 0.0 if own.is_meta else float(reals(own).double().square().sum())
                 full = self.strategy.full(name, dense.detach())
                 self._gradients[f"{stage}/{name}"] = full.clone()
 
@@ -96,6 +117,10 @@ class Trace(Callback):
             "grad_norm": result.grad_norm,
             "overflow": result.overflow,
             "draws": self._drawn,
+            "micro_batches": self._passes,
+            "values": self._values,
+            "loss_scale": result.loss_scale,
+            "own_squares": self._squares,
         }
 
     def on_end(self, trainer: Any) -> None:
@@ -150,9 +175,38 @@ class Trace(Callback):
         self._gradients = {}
         row["digests"] = {name: _digest(tensor) for name, tensor in tensors.items()}
         self._rows.row(row)
-        if self.rank == 0:
+        if self.rank == 0 or row["step"] == self.job.parts_of:
+            path = tensors_path(self.path, row["step"], self.rank)
+            path.parent.mkdir(exist_ok=True)
             kept = {n: _storable(t) for n, t in tensors.items() if self._is_kept(n, row["step"])}
-            save_file(kept, tensors_path(self.path, row["step"]))
+            save_file(kept, path)
+
+    def _cut_tensors(self) -> dict[str, int]:
+        """Of which weights this rank holds a part, and along which dimension they are cut."""
+        found: dict[str, int] = {}
+        with self.strategy.owned():
+            for name, parameter in self.strategy.model.named_parameters():
+                saved: Any = self.strategy.as_saved(name, parameter.detach())
+                if is_dtensor(saved):
+                    sizes = saved.device_mesh.shape
+                    for place, size in zip(saved.placements, sizes, strict=True):
+                        if place.is_shard() and size > 1:
+                            found[name] = place.dim
+        return found
+
+    def _facts(self) -> dict[str, Any]:
+        """What a cause is found by, beside numbers and tensors."""
+        optimizer, task = self.strategy.step.optimizer, self.strategy.task
+        told = ("lr", "weight_decay", "momentum", "eps", "betas", "nesterov")
+        group = optimizer.param_groups[0] if len(optimizer.param_groups) == 1 else {}
+        settings = {name: group[name] for name in told if isinstance(group.get(name), (int, float))}
+        return {
+            "cut": self._cut,
+            "clip_norm": task.clip_norm,
+            "ema": task.ema,
+            "optimizer": type(optimizer).__name__,
+            "settings": settings,
+        }
 
     def _is_kept(self, name: str, step: int) -> bool:
         """Whether a tensor is in the files; nobody reads the weights of a replay in 32 bits."""

@@ -99,7 +99,7 @@ class BetweenSteps:
         return committed
 
     def resume(self, trainer: Trainer) -> int | None:
-        """Go on from the newest good checkpoint: how many global batches are done with it."""
+        """Resume from the newest good checkpoint: how many global batches are done with it."""
         before = trainer.heartbeat.enter("save")
         _ = (
             trainer.task_data.batches

@@ -14,13 +14,15 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # Keras paints its errors
 
 def failure_of(error: BaseException, updates: int, step: int | None) -> dict[str, Any]:
     """The values of the event `failed`, after so many own updates, in `step` of the job."""
+    of_ours = error if isinstance(error, AllranksError) else None
+    stack = "" if of_ours and of_ours.says_all else "".join(traceback.format_exception(error))
     return {
         "kind": type(error).__name__,
         "fault_kind": classify(error),
         "message": COLOURS.sub("", str(error)),
-        "traceback": COLOURS.sub("", "".join(traceback.format_exception(error))),
+        "traceback": COLOURS.sub("", stack),
         "peer_lost": isinstance(error, PeerLost) or is_of_transport(str(error)),
-        "passing": error.passing if isinstance(error, AllranksError) else True,
+        "passing": of_ours.passing if of_ours else True,
         "request": error.to_data() if isinstance(error, RequestError) else None,
         "updates": updates,
         "step": step,

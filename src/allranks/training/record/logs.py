@@ -6,7 +6,7 @@
     mlruns/          a run of MLflow (`mlflow_log`)
     phases/          of every rank its own (`phases`): no `Log`, which the leader writes
 
-A training that goes on has each step once in them: steps that its checkpoint does not know of are
+A resumed training has each step once in them: steps that its checkpoint does not know of are
 dropped, and no others, because `flush` is called before each checkpoint. Nothing is read back from
 a table: it is made anew from `metrics.jsonl` and the events, which are opened before.
 """

@@ -2,7 +2,7 @@
 
 Written with what TensorBoard itself writes them with, without its thread: a record is in the file
 when `flush` returns. A scalar stands at the number of steps that are done with it: the first step
-at 1, an evaluation after 100 steps at 100; the first epoch is 1. A training that goes on writes a
+at 1, an evaluation after 100 steps at 100; the first epoch is 1. A resumed training writes a
 new file, which begins by telling the reader to forget what is there from the next step on.
 """
 

@@ -4,7 +4,7 @@ How one bucket is summed is a generator, which yields each message that it has b
 once that has come. So several buckets are under way at once, in one order on all ranks.
 
 Residuals are of a rank alone. They are kept by the name of a parameter: another order or another
-size of buckets finds them again, and a training that goes on, on as many ranks, goes on to the bit.
+size of buckets finds them again, and a resumed training, on as many ranks, goes on to the bit.
 The tally is never rounded. Gradients come divided by the global batch, so a sum is their mean;
 clipping, the guard and the optimizer see that sum, the same bits on every rank. What a rank had
 sent in a step that is skipped is lost with that step.

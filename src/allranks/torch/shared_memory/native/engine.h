@@ -1,4 +1,5 @@
-/* What the parts of the library share. Only `engine.c` waits, locks and looks at other processes. */
+/* What the parts of the library share. Only `engine.c` and `waiting.c` lock,
+ * and only the second waits and looks at other processes. */
 #ifndef ALLRANKS_ENGINE_H
 #define ALLRANKS_ENGINE_H
 
@@ -14,6 +15,7 @@
 #define SLOT_BYTES (128u << 10)
 #define PLANS 32
 #define JOURNAL 64
+#define PATIENCE_NS 200000 /* for so long a wait offers the processor before it sleeps */
 #define CHANNEL_BYTES (256u << 10) /* a power of two */
 
 /* Words that processes share are no locks of a process. */
@@ -144,6 +146,14 @@ op *op_post(op *o);
 void group_ring(group *g, int rank);
 void group_ring_all(group *g);
 void group_fail(group *g, enum lost why, int rank, const char *text); /* or NULL */
+bool group_is_here(const group *g);  /* and not in a child of the rank */
+_Atomic uint32_t *group_left_word(const group *g, int rank);
+bool group_collect(group *g);        /* takes out what is over */
+bool group_advance(group *g);
+bool engine_advance(engine *e);
+
+/* waiting.c */
+void *engine_help(void *of);
 
 /* collectives.c */
 bool advance_collective(op *o);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from allranks.torch.compression.base import Codec
+from allranks.torch.compression.four_bit import FourBit
 from allranks.torch.compression.top_k import TopK
 from allranks.torch.outer.optimizers import (
     Average,
@@ -51,6 +52,9 @@ class DiLoCo(Outer):
 
     def made_optimizer(self) -> OuterOptimizer:
         return Nesterov(self.options["lr"], self.options["momentum"])
+
+    def made_codec(self) -> Codec | None:
+        return FourBit() if self.options["bits"] == "4" else None
 
 
 class SparseLoCo(Outer):

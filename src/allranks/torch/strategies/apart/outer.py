@@ -37,7 +37,7 @@ from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.placement import row
 from allranks.torch.model.reals import reals
 from allranks.torch.outer.exchange import SAID_BYTES, Exchange, Said, of_all
-from allranks.torch.outer.global_weights import GlobalWeights
+from allranks.torch.outer.global_weights import GlobalWeights, by_type, in_fragments
 from allranks.torch.outer.learner_state import as_it_was, as_parts
 from allranks.torch.outer.limits import check_stream
 from allranks.torch.outer.optimizers import Average, OuterOptimizer
@@ -103,6 +103,8 @@ class Outer(Strategy):
             for parameter in self.step.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                elif parameter.grad.is_sparse:  # summed dense, as in buckets
+                    parameter.grad = parameter.grad.to_dense()
             for tensor in (sums.tensor, *gradients.tensors()):
                 assert tensor is not None
                 self.learners.all_reduce(tensor).wait()
@@ -239,12 +241,11 @@ class Outer(Strategy):
         codec = self.made_codec()
         if codec is None:
             return within, parameters + buffers, 0, said
-        kinds: dict[torch.dtype, int] = {}
-        for _, tensor in self._agreed()[0]:
-            numbers = reals(tensor)
-            kinds[numbers.dtype] = kinds.get(numbers.dtype, 0) + numbers.numel()
-        coded = [codec.size_bytes(n, kind.itemsize) + WEIGHT_BYTES for kind, n in kinds.items()]
-        return within, buffers, sum(coded), said
+        cut = in_fragments(self._agreed()[0], self.fragments)
+        flats = [[reals(t) for _, t in same] for named in cut for same in by_type(named)]
+        sizes = [(sum(t.numel() for t in flat), flat[0].itemsize) for flat in flats]
+        coded = sum(codec.size_bytes(*size) + WEIGHT_BYTES for size in sizes)
+        return within, buffers, coded, said
 
     def promised_bytes(self) -> int:
         work = Workload(self.messages(), self.comm.size, self.task.shards)

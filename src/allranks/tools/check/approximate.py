@@ -1,0 +1,88 @@
+"""A check of a strategy that does not promise what one process gives: where it is exact, and drift.
+
+Of an APPROXIMATE card the setting that it names is checked first, in float64: there the same
+machinery runs, and the weights after every step must be those of one process. Then the job runs as
+it was asked for, beside one process, both freely, and how far apart they come is told, step by
+step. It decides nothing. A REFERENCE card names no such setting: there is the drift alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from allranks.errors import ProgramError, RequestError
+from allranks.job.config import Resolved
+from allranks.job.job import Job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.strategies.card import Approximate, Exact
+from allranks.strategies.resolve import at_setting
+from allranks.tools.check.against_single import Check, in_one, undisturbed
+from allranks.tools.check.drift import Drift, drift_between
+from allranks.tools.check.plan import Plan
+from allranks.tools.check.tolerances import FP64
+from allranks.tools.check.verdict import Look, Verdict
+
+MADE = ("weight", "average", "buffer")
+"""What is equal at the exact setting: learners have gradients of their own until they meet."""
+SGD = "sgd:lr=0.01"
+
+
+def is_approximate(job: Job, ranks: int) -> bool:
+    """Whether a difference from one process would mean nothing: the card does not promise it."""
+    return ranks > 1 and not isinstance(job.strategy_spec.guarantee, Exact)
+
+
+def check_approximate(resolved: Resolved, folder: Path, server: ForkServer, plan: Plan) -> Verdict:
+    """Check the exact setting of the job's strategy, and measure its drift as it was asked for."""
+    job = undisturbed(resolved.job)
+    agreement = job.strategy_spec.card.agreement
+    if agreement.is_one_training and not agreement.lockstep:
+        raise RequestError(
+            asked=f"check --strategy {job.strategy} --ranks {plan.own}",
+            found=f"its card says: {job.strategy_spec.guarantee}",
+            why="its ranks are at no step together, so no step of it can be compared",
+            do="check it with --ranks 1, or another strategy",
+        )
+    guarantee = job.strategy_spec.guarantee
+    looks: tuple[Look, ...] = ()
+    notes: list[str] = []
+    at: str | None = None
+    if isinstance(guarantee, Approximate) and guarantee.setting:
+        exact = exact_setting(job, guarantee)
+        at = exact.strategy
+        check = Check(resolved, exact, folder / "exact", server, plan)
+        tolerance = dataclasses.replace(FP64, stages=MADE) if guarantee.plain_sgd else FP64
+        check.looks += check.in_float64(tolerance)
+        looks = tuple(check.looks)
+        notes += check.left_out()
+    else:
+        notes.append(
+            f"whether it is right: its card names no setting at which it is exact, but is "
+            f"{guarantee}"
+        )
+    drift = measured(Check(resolved, job, folder / "asked", server, plan), job, at, str(guarantee))
+    return Verdict(job.program, job.strategy, looks, tuple(dict.fromkeys(notes)), drift)
+
+
+def exact_setting(job: Job, guarantee: Approximate) -> Job:
+    """The job at the setting at which its card says that it is exact."""
+    exact = at_setting(job.strategy, guarantee.setting)
+    if not guarantee.plain_sgd:
+        return dataclasses.replace(job, strategy=exact)
+    return dataclasses.replace(job, strategy=exact, optimizer=SGD)
+
+
+def measured(check: Check, job: Job, exact_at: str | None, promise: str) -> Drift:
+    """How far the job as it was asked for comes from one process, both running freely."""
+    job = dataclasses.replace(job, precision="fp64", ranks=check.plan.own)
+    try:
+        one = check.run("drift-one", in_one(job))
+    except ProgramError:  # a task that cannot be computed in float64
+        job = dataclasses.replace(job, precision=check.job.precision)
+        one = check.run("drift-one-again", in_one(job))
+    many = check.run("drift", job)
+    try:
+        return drift_between(one.trace, many.trace, job, exact_at, promise)
+    finally:
+        check.clear(one, many)

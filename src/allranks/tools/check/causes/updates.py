@@ -1,0 +1,171 @@
+"""Weights that another update has made of equal gradients, their average, and the rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from allranks.tools.check.causes.cause import NUMBER, Account
+from allranks.tools.check.causes.evidence import Evidence
+from allranks.tools.check.sizes import Array
+
+ADAMS = ("Adam", "AdamW")
+
+
+def _steps(evidence: Evidence) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
+    """Of what differs: how it was, where the job went, and where one process went."""
+    stage = evidence.stage
+    before, ours, wanted = evidence.before(stage), evidence.found(stage), evidence.wanted(stage)
+    names = [n for n in evidence.differing if n in before and n in ours and n in wanted]
+    if len(names) != len(evidence.differing):
+        return {}, {}, {}
+    return (
+        {n: before[n] for n in names},
+        {n: ours[n] - before[n] for n in names},
+        {n: wanted[n] - before[n] for n in names},
+    )
+
+
+def _ratio(a: Mapping[str, Array], b: Mapping[str, Array]) -> float | None:
+    dot = sum(float((a[n] * b[n]).sum()) for n in a)
+    square = sum(float((b[n] * b[n]).sum()) for n in a)
+    return dot / square if square else None
+
+
+def not_sent(evidence: Evidence) -> Iterator[Account]:
+    """The rank that makes an update has it, and others go on with the weight as it was."""
+    names, before = evidence.differing, evidence.before(evidence.stage)
+    for owner in range(len(evidence.tensors_of_ranks)):
+        own = evidence.found(evidence.stage, owner)
+        right = all(n in own and evidence.size(n, own[n]) <= evidence.limit(n) for n in names)
+        if names and right:
+            others = [r for r in range(evidence.ranks) if r != owner]
+            each = [evidence.found(evidence.stage, r) for r in others]
+            kept = [
+                rank
+                for rank, found in zip(others, each, strict=True)
+                if any(
+                    n in found and n in before and np.array_equal(found[n], before[n])
+                    for n in names
+                )
+            ]
+            if kept:
+                says = f"the update that rank {owner} makes does not reach ranks {kept}"
+                yield Account(says, {n: own[n] for n in names}, None, tuple(kept))
+
+
+def lost(evidence: Evidence) -> Iterator[Account]:
+    """The weight is as it was before the step."""
+    before, ours, wanted = _steps(evidence)
+    if before and not any(np.any(step) for step in ours.values()):
+        says = "weights are not updated at all, and stay as they were before the step"
+        yield Account(says, {n: before[n] + ours[n] + wanted[n] for n in before}, 0.0)
+
+
+def times_ranks(evidence: Evidence) -> Iterator[Account]:
+    """All of the step is times the ranks, or one over them."""
+    before, ours, wanted = _steps(evidence)
+    found = _ratio(ours, wanted) if before else None
+    if found is None:
+        return
+    for axis, size in evidence.axes.items():
+        for factor in (float(size), 1 / size):
+            if abs(found / factor - 1) < 1e-3:
+                says = (
+                    f"every step of the weights is times {factor:g}, for {evidence.words_of(axis)}"
+                )
+                yield Account(says, {n: before[n] + ours[n] / factor for n in before}, factor)
+
+
+def decayed_by_each(evidence: Evidence) -> Iterator[Account]:
+    """Weight decay is applied as often as there are ranks."""
+    before, ours, _ = _steps(evidence)
+    decay = evidence.facts.get("settings", {}).get("weight_decay")
+    rate = evidence.row().get("learning_rate")
+    if not before or not decay or not rate:
+        return
+    kept = 1 - rate * decay
+    for axis, size in evidence.axes.items():
+        for more in (kept**size - kept, -(size - 1) * rate * decay):
+            repaired = {n: before[n] + ours[n] - more * before[n] for n in before}
+            says = (
+                f"weight decay is applied {size} times, once for each of {evidence.words_of(axis)}"
+            )
+            yield Account(says, repaired, float(size))
+
+
+def fresh_state(evidence: Evidence) -> Iterator[Account]:
+    """The optimizer has forgotten what it keeps: this update is a first one."""
+    before, ours, wanted = _steps(evidence)
+    settings, rate = evidence.facts.get("settings", {}), evidence.row().get("learning_rate")
+    name = evidence.facts.get("optimizer")
+    if not before or not rate or evidence.step == 0:
+        return
+    clipped = evidence.wanted("clipped gradient") or evidence.wanted("gradient")
+    decay, eps = settings.get("weight_decay", 0.0), settings.get("eps", 0.0)
+    repaired = {}
+    for tensor, weight in before.items():
+        if tensor not in clipped:
+            return
+        g = clipped[tensor]
+        if name == "AdamW":
+            first = -rate * decay * weight - rate * g / (np.abs(g) + eps)
+        elif name == "Adam":
+            g = g + decay * weight
+            first = -rate * g / (np.abs(g) + eps)
+        elif name == "SGD":
+            g = g + decay * weight
+            first = -rate * (
+                g * (1 + settings.get("momentum", 0.0)) if settings.get("nesterov") else g
+            )
+        else:
+            return
+        repaired[tensor] = weight + ours[tensor] - first + wanted[tensor]
+    says = f"{name} has lost what it keeps from step to step: this update is as a first one"
+    yield Account(says, repaired)
+
+
+def other_decay(evidence: Evidence) -> Iterator[Account]:
+    """The average takes more or less of the new weight, by the number of ranks."""
+    before, ours, wanted = _steps(evidence)
+    found = _ratio(ours, wanted) if before else None
+    if found is None:
+        return
+    for axis, size in evidence.axes.items():
+        for factor in (float(size), 1 / size):
+            if abs(found / factor - 1) < 1e-3:
+                says = (
+                    f"the average takes {factor:g} times as much of the new weights as it should,"
+                )
+                repaired = {n: before[n] + ours[n] / factor for n in before}
+                yield Account(f"{says} for the {size} ranks along {axis!r}", repaired, factor)
+
+
+def averaged_before(evidence: Evidence) -> Iterator[Account]:
+    """The average takes in the weights as they were before the update."""
+    before, ours, wanted = _steps(evidence)
+    decay, weights = evidence.facts.get("ema"), evidence.before("weight")
+    if not before or decay is None or not set(before) <= weights.keys():
+        return
+    made = {n: (1 - decay) * (weights[n] - before[n]) for n in before}
+    repaired = {n: before[n] + ours[n] - made[n] + wanted[n] for n in before}
+    yield Account("the average takes in weights before the update, one step too early", repaired)
+
+
+def of_another_step(evidence: Evidence) -> Iterator[Account]:
+    """The rate is that of a later step: the schedule is moved on by every rank."""
+    rates = {step: row.get("learning_rate") for step, row in evidence.right.ranks[0].items()}
+    ours = {step: row.get("learning_rate") for step, row in evidence.ours.ranks[0].items()}
+    ways = [(f"once for each of {evidence.words_of(a)}", n, 0) for a, n in evidence.axes.items()]
+    for words, times, more in [*ways, ("one step ahead", 1, 1), ("one step behind", 1, -1)]:
+        moved = {step: times * step + more for step in ours if step >= 0}
+        there = {step: at for step, at in moved.items() if at in rates and at >= 0}
+        known = all(ours[step] == rates[at] for step, at in there.items())
+        if evidence.step not in there or not known:
+            continue
+        at, wanted = there[evidence.step], float(evidence.wanted_row["learning_rate"])
+        found, right = float(ours[evidence.step] or 0.0), float(rates[at] or 0.0)
+        says = f"the schedule is moved on {words}: step {evidence.step} has the rate of step {at}"
+        ratio = right / wanted if wanted else None
+        yield Account(says, {NUMBER: found - right + wanted}, ratio)

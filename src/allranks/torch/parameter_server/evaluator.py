@@ -1,0 +1,54 @@
+"""The evaluator of a job with servers: it judges each checkpoint while the training goes on.
+
+It evaluates the weights of each newest checkpoint in this process alone, each sample once, and
+writes the event `evaluated`. It speaks to nobody, so nobody waits for it, and its death costs
+nothing but time. Which checkpoints those are, `training/dispatch/evaluating.py` says.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.checkpoint.manifest import Manifest
+from allranks.checkpoint.newest import is_below, values_of
+from allranks.checkpoint.tree import unflatten
+from allranks.job.job import Job
+from allranks.job.run_folder import JsonLines
+from allranks.launcher.world import World
+from allranks.torch.checkpoint.storage import read_files
+from allranks.torch.checkpoint.tree import DTYPES
+from allranks.torch.state import load_model_state
+from allranks.torch.trainer import Trainer
+from allranks.training.dispatch.evaluating import checkpoints_to_evaluate
+
+MODEL = "common/model"
+
+
+def evaluate_checkpoints(trainer: Trainer, job: Job, world: World, events: JsonLines) -> None:
+    """Evaluate the checkpoints of `job` until its scheduler is done; `trainer` trains nothing."""
+    events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
+    model, evaluated = trainer.strategy.model, 0
+    found = checkpoints_to_evaluate(Path(job.run_dir), world, trainer.heartbeat, _model_state)
+    for step, state in found:
+        trainer.faults.reach("step", step)
+        load_model_state(model, state)
+        events.event("evaluated", step=step, metrics=trainer.evaluate(), best=False)
+        evaluated += 1
+    events.event("done", evaluated=evaluated)
+    trainer.heartbeat.enter("done")
+
+
+def _model_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The weights and buffers in a checkpoint; what the optimizer keeps is not read."""
+    wanted = {path: saved for path, saved in manifest.tensors.items() if is_below(path, MODEL)}
+    targets: dict[str, Tensor] = {
+        path: torch.empty(saved.shape, dtype=DTYPES[saved.dtype]) for path, saved in wanted.items()
+    }
+    read_files(folder, wanted, targets)
+    state: dict[str, Any] = unflatten(values_of(manifest)[0]["model"], targets)
+    return state

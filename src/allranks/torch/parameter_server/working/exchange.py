@@ -1,0 +1,194 @@
+"""What a worker pulls and pushes: its side of the strategy, while it is linked to servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from allranks.launcher.nodes.channel import Message
+from allranks.torch.data.batch import Batch
+from allranks.torch.parameter_server.flat import Flat
+from allranks.torch.parameter_server.links import CalledBack, Links, Stale
+from allranks.torch.parameter_server.memory import offered
+from allranks.torch.parameter_server.state import hyper_parameters_said
+from allranks.torch.parameter_server.strategy import ParameterServer
+from allranks.torch.parameter_server.tables.lookups import Lookups
+from allranks.torch.parameter_server.tables.placed import let_go
+from allranks.torch.parameter_server.tables.pulled import pull_tables
+from allranks.torch.parameter_server.tables.remote import Found, RemoteRows, RowGradients
+from allranks.torch.parameter_server.working.own_update import OwnUpdate
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.tally import Tally
+from allranks.training.progress import StepResult
+
+
+class Exchange:
+    """What a worker pulls and pushes: its side of the strategy, while it is linked to servers."""
+
+    def __init__(self, strategy: ParameterServer, worker: int) -> None:
+        self.strategy, self.worker = strategy, worker
+        self._own = [(layout.new(), layout.new()) for layout in strategy.layouts]
+        self.gradients, self.weights = map(list, zip(*self._own, strict=True))
+        self._is_shared = [False] * len(self._own)
+        self.links: Links | None = None
+        self.era = self.version = -1
+        self.number = -1
+        self.tally: Tally | None = None
+        self.moved: dict[str, Any] = {"pushed": 0, "pulled": [0] * len(self._own), "kept": 0}
+        """The bytes that were pushed so far, those that were pulled from each server, and those of
+        what optimizers keep."""
+        self.own = OwnUpdate(strategy) if strategy.updates_on_worker else None
+        self.rows = RemoteRows(strategy.tables, self.moved)
+        self.lookups = Lookups(self.rows, self._used)
+        pull_tables(strategy.model, self.lookups, self.rows.tables)
+        for one in strategy.tables:
+            let_go(strategy.parameters[one.position], strategy.step.optimizer)
+
+    def _used(self, table: str) -> None:
+        """Backward has reached a lookup in a table."""
+        self.strategy.step.mark(self.rows.tables[table][1].position)
+
+    def link(self, links: Links, era: int, hello: Message, *, shares: bool = True) -> None:
+        """Go on with these servers: in memory that is shared, where they can and it `shares`."""
+        offers = [offered(layout) if shares else (None, {}) for layout in self.strategy.layouts]
+        links.open(hello, [offer for _, offer in offers])
+        for server, (shared, _) in enumerate(offers):
+            gradient, weights = self._own[server]
+            self._is_shared[server] = shared is not None and links.shares[server]
+            if shared is not None:
+                shared.hide()
+                if links.shares[server]:
+                    gradient, weights = shared.gradient, shared.weights
+            self.gradients[server], self.weights[server] = gradient, weights
+            if self.own is None and self.strategy.weights_lie_where_they_come:
+                weights.be_memory_of(self.strategy.parameters)
+        self.links, self.era, self.version = links, era, -1
+        if self.own is not None:
+            self.own.forget()
+        self.rows.link(links, era)
+
+    def unlink(self) -> None:
+        """Leave the servers."""
+        if self.links is not None:
+            self.links.close()
+        self.links = None
+
+    def pull(self, version: int) -> None:
+        """The model has weights of this version or a later one from here on."""
+        links = self.links
+        assert links is not None
+        for server in range(len(self.weights)):
+            asked = {"pull": version, "era": self.era}
+            if self.own is not None:
+                asked["has"] = self.own.versions[server]
+            links.send(server, asked)
+        self.take()
+
+    def take(self) -> None:
+        """Take the weights that were asked for, and in step what is told with them.
+
+        Raises `CalledBack`, with all answers heard, where other work comes first.
+        """
+        self.lookups.forget()
+        parameters = [p.detach() for p in self.strategy.parameters]
+        for server, answer, body in self.receive():
+            if self.own is None:
+                self.weights[server].write_to(parameters)
+            else:
+                self.own.take(server, answer, self.weights[server], body)
+
+    def receive(self) -> list[tuple[int, Message, memoryview]]:
+        """The answers of all servers to a pull; raises as `take` does."""
+        assert self.links is not None
+        found = []
+        for server, flat in enumerate(self.weights):
+            answer, body = self.links.receive(server, partial(_place, flat))
+            if "stale" in answer:
+                raise Stale(f"server {server} has been loaded anew")
+            if "again" in answer:
+                continue
+            self.moved["pulled"][server] += flat.layout.nbytes
+            self.moved["kept"] += max(0, len(body) - flat.layout.nbytes)
+            found.append((server, answer, body))
+            if answer["follows"]:
+                self.strategy.hear(*self.links.receive(server))
+        if len(found) < len(self.weights):
+            raise CalledBack
+        self.version = min(int(answer["version"]) for _, answer, _ in found)
+        return found
+
+    def push(
+        self,
+        said: dict[str, Any],
+        rows: Found | None = None,
+        *,
+        unused: bool = False,
+        pulls: bool = False,
+    ) -> None:
+        """Send the gradients where they lie in `.grad` to all servers; then ask for weights."""
+        touched = self.lookups.gradients() if rows is None else rows
+        for table, (ids, gradient) in touched.items():
+            self.rows.push(table, ids, gradient)
+        absent = self.rows.absent(touched)
+        gradients = [
+            p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
+            for p in self.strategy.parameters
+        ]
+        more = []
+        for flat in self.gradients:
+            missing = flat.read_from(gradients)
+            more.append({"unused": missing + absent} if unused else {})
+        self.push_numbers(said, more, pulls=pulls)
+
+    def push_numbers(
+        self, said: dict[str, Any], more: Sequence[dict[str, Any]] = (), *, pulls: bool = False
+    ) -> None:
+        """Send what lies in `gradients` to all servers, and `more` to each; ask for weights."""
+        links = self.links
+        assert links is not None
+        for server, flat in enumerate(self.gradients):
+            own = more[server] if more else {}
+            body = () if self._is_shared[server] else (flat.buffer,)
+            links.send(server, {"push": {**said, **own}, "era": self.era}, *body)
+            self.moved["pushed"] += flat.layout.nbytes
+            if pulls:
+                links.send(server, {"pull": -1, "era": self.era})
+
+    # --- out of step: the update of a step of this process ----------------------------------
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        self.tally = self.strategy.compute(batch, self.gradients)
+        return self.tally
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        return local, RowGradients(self.strategy.parameters, self.rows, self.lookups)
+
+    @contextmanager
+    def updating(self, gradients: Gradients) -> Iterator[None]:
+        """Within, the optimizer finds no gradient: the servers have applied it."""
+        assert isinstance(gradients, RowGradients)
+        said = {
+            "number": self.number,
+            "groups": hyper_parameters_said(self.strategy.step.optimizer),
+        }
+        self.push(said, gradients.found, unused=True, pulls=True)
+        for parameter in gradients.parameters:
+            parameter.grad = None
+        yield
+        self.take()
+
+    def after_update(self, result: StepResult) -> None:
+        """The weights are here already."""
+
+    def take_weights(self, *, optimizer: bool = False) -> None:
+        """A worker has what it pulled."""
+
+    def put_weights(self) -> None:
+        """A worker changes nothing on a server but by a gradient."""
+
+
+def _place(flat: Flat, size: int) -> memoryview:
+    """Numbers in the layout go where they lie; what has more to it has memory of its own."""
+    return flat.place(size) if size <= flat.layout.nbytes else memoryview(bytearray(size))

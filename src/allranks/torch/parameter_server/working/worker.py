@@ -1,0 +1,242 @@
+"""A worker: it pulls weights, computes what it is handed, pushes the gradient. Again.
+
+    in step       part of batch t   weights of version t from all servers; forward, backward;
+                                    the gradient to all servers, the tally to the scheduler
+    out of step   a whole batch     the step of one process, whose update is on the servers:
+                                    its gradient to them, the newest weights back
+    mode=delta    batches           the steps of one process; what they have changed to the
+                                    servers, the newest weights back (`changes`)
+
+A server or the scheduler that is gone is waited for, `patience_s` at most; then all servers have
+weights of a checkpoint, and what this worker was at is handed out again.
+"""
+
+from __future__ import annotations
+
+import math
+import socket as sockets
+import time
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.job.run_folder import JsonLines
+from allranks.launcher.messages.answering import ANSWER_S
+from allranks.launcher.messages.connection import Buffer, Connection
+from allranks.launcher.messages.meeting_point import connect
+from allranks.launcher.nodes.channel import Disconnected, Refused
+from allranks.launcher.processes.linux import keep_freed_memory
+from allranks.launcher.world import World
+from allranks.strategies.roles import WORKER
+from allranks.torch.data.batch import Batch
+from allranks.torch.model.precision import KERNELS
+from allranks.torch.parameter_server.links import CalledBack, Links
+from allranks.torch.parameter_server.server import OVER
+from allranks.torch.parameter_server.service import LARGEST_TALLY, SETTLE, Done
+from allranks.torch.parameter_server.strategy import ParameterServer
+from allranks.torch.parameter_server.working.changes import Changes
+from allranks.torch.parameter_server.working.exchange import Exchange
+from allranks.torch.parameter_server.working.reader import Reader
+from allranks.torch.step.tally import Tally
+from allranks.torch.step.user_buffers import written_in_forward
+from allranks.torch.trainer import Trainer
+from allranks.training.dispatch.ledger import Chunk
+from allranks.training.progress import Progress
+
+LOOK_S = 0.05
+
+
+class Worker:
+    """One worker: its trainer, its connections, and the loop."""
+
+    def __init__(self, trainer: Trainer, job: Job, world: World) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ParameterServer)
+        strategy.workers = job.ranks
+        self.trainer, self.strategy, self.world = trainer, strategy, world
+        self.exchange = Exchange(strategy, world.role_index)
+        self.reader = Reader(trainer, strategy.parts)
+        self._patience_s = float(strategy.context.options["patience_s"])
+        self._scheduler: Connection | None = None
+        self._is_back = False
+        self.changes: Changes | None = None
+        if strategy.pushes_changes:
+            self.changes = Changes(self.exchange, job.ranks)
+        if not strategy.in_step:
+            strategy.side = self.changes or self.exchange
+
+    def run(self) -> None:
+        """Work until the scheduler says that it is over."""
+        done: Done | None = None
+        while True:
+            try:
+                if self._scheduler is None:
+                    self._join()
+                answer = self._ask(done)
+                if answer["work"] == OVER:
+                    return
+                if answer["work"] == SETTLE:
+                    assert self.changes is not None
+                    done = self.changes.settle()
+                else:
+                    done = self._work(Chunk(**answer["work"]))
+            except CalledBack:
+                done, self._is_back = None, True
+            except Refused:
+                raise
+            except Disconnected:  # what it was at is handed out again
+                self._leave()
+                done = None
+
+    # --- the scheduler --------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Meet the scheduler, and the servers that it names."""
+        heartbeat = self.trainer.heartbeat
+        heartbeat.enter("exchange")
+        self._scheduler = connect(self.world, LARGEST_TALLY, ANSWER_S, self._patience_s)
+        self._scheduler.waits_for_ever()
+        hello = {
+            "role": WORKER,
+            "index": self.world.role_index,
+            "digest": self.strategy.digest,
+        }
+        try:
+            answer, _ = self._scheduler.ask(hello)
+        except Refused as error:
+            raise RequestError(
+                asked="--strategy ps",
+                found=str(error),
+                why="workers and servers exchange the weights of one model",
+                do="let model() and optimizer() of the task make the same in every process",
+            ) from error
+        addresses = [(str(host), int(port)) for host, port in answer["servers"]]
+        links = Links(addresses, self.world.secret, self.strategy.most())
+        shares = self.strategy.context.options["transport"] == "auto"
+        try:
+            self.exchange.link(links, int(answer["era"]), hello, shares=shares)
+        except BaseException:
+            links.close()
+            raise
+
+    def _ask(self, done: Done | None) -> dict[str, Any]:
+        """Bring what was done, if anything, and get what comes next."""
+        heartbeat, scheduler = self.trainer.heartbeat, self._scheduler
+        assert scheduler is not None
+        heartbeat.enter("exchange")
+        message: dict[str, Any] = {"sent": self.exchange.moved}
+        if self._is_back:
+            message["returned"], self._is_back = True, False
+        if self.changes is not None and self.changes.is_under_way:
+            message["under_way"] = True
+        body: tuple[Buffer, ...] = ()
+        if done is not None:
+            message["brought"], body = done.said, (done.tallies,)
+        answer, statistics = scheduler.ask(message, *body)
+        self.strategy.hear(answer, statistics)
+        return answer
+
+    def _leave(self) -> None:
+        self._unlink()
+        if self._scheduler is not None:
+            self._scheduler.close()
+        self._scheduler = None
+        time.sleep(LOOK_S)
+
+    # --- the work -------------------------------------------------------------------------
+
+    def _work(self, chunk: Chunk) -> Done | None:
+        """What there is to say of a chunk, and its tallies; what was found is on its way."""
+        return self._part(chunk) if self.strategy.in_step else self._steps(chunk)
+
+    def _read(self, chunk: Chunk) -> Batch:
+        heartbeat = self.trainer.heartbeat
+        heartbeat.at_step(chunk.first)
+        heartbeat.enter("data")
+        batch = self.reader.batch(chunk)
+        heartbeat.enter("exchange")
+        heartbeat.collective()
+        return batch
+
+    def _part(self, chunk: Chunk) -> Done:
+        """In step: its part of a batch, from the weights of that step."""
+        trainer, batch = self.trainer, self._read(chunk)
+        self.exchange.pull(chunk.first)
+        trainer.heartbeat.enter("compute")
+        trainer.faults.reach("step", chunk.first)
+        with trainer.meter.watching(batch.own_samples), KERNELS:
+            tally = self.strategy.compute(batch, self.exchange.gradients)
+        if self.strategy.step.user_buffers.written:
+            raise written_in_forward(sorted(self.strategy.step.user_buffers.written))
+        trainer.heartbeat.enter("exchange")
+        self.exchange.push({"step": chunk.first, "part": chunk.part})
+        trainer.faults.reach("stepped", chunk.first)
+        return Done({"chunk": chunk.number, "era": self.exchange.era}, _bytes(tally))
+
+    def _steps(self, chunk: Chunk) -> Done | None:
+        """Out of step: whole batches; what there is to say of those that servers have."""
+        self.exchange.number = chunk.number
+        said, tallies = list[dict[str, Any]](), list[bytes]()
+        for first in range(chunk.first, chunk.first + chunk.steps):
+            batch = self._read(Chunk(chunk.number, chunk.part, first, 1))
+            if self.exchange.version < 0:
+                self.exchange.pull(-1)
+                if self.changes is not None:
+                    self.changes.begin()
+            of_step, tally = self._step(batch)
+            said.append(of_step)
+            tallies.append(_bytes(tally))
+        of_chunk = {"steps": said, "chunk": chunk.number, "era": self.exchange.era}
+        done = Done(of_chunk, b"".join(tallies))
+        return done if self.changes is None else self.changes.push(chunk, done)
+
+    def _step(self, batch: Batch) -> tuple[dict[str, Any], Tally]:
+        trainer, at = self.trainer, batch.index
+        epoch, step = divmod(at, self.reader.per_epoch)
+        trainer.progress = Progress(epoch, step, at, updates=at)
+        result = trainer.step(batch)
+        trainer.settle()
+        if trainer.user_buffers:
+            raise written_in_forward(trainer.user_buffers)
+        loss = result.loss if math.isfinite(result.loss) else math.nan
+        tally = self.exchange.tally if self.changes is None else self.changes.tally
+        assert tally is not None
+        said = {
+            "loss": loss,
+            "updated": result.updated,
+            "rate": result.learning_rate,
+            "grad_norm": result.grad_norm,
+            "bad": result.bad,
+        }
+        return said, tally
+
+    def _unlink(self) -> None:
+        if self.changes is not None:
+            self.changes.forget()
+        self.exchange.unlink()
+
+    def close(self) -> None:
+        self.reader.close()
+        self._unlink()
+        if self.changes is not None:
+            self.changes.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+
+def _bytes(tally: Tally) -> bytes:
+    array: Any = tally.tensor.detach().cpu().numpy()
+    return bytes(array.tobytes())
+
+
+def work(trainer: Trainer, job: Job, world: World, events: JsonLines) -> None:
+    """Be a worker until the scheduler says that it is over."""
+    events.event("ready", host=sockets.gethostname(), role=world.role, index=world.role_index)
+    keep_freed_memory()
+    worker = Worker(trainer, job, world)
+    try:
+        worker.run()
+    finally:
+        worker.close()
+    events.event("done")
+    trainer.heartbeat.enter("done")
