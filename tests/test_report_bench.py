@@ -150,9 +150,9 @@ def test_the_page_of_a_bench_says_what_it_found(door: Door, tmp_path: Path) -> N
         "peak memory 1.0 GiB ddp on 4",
         "DIFFERS by 7e-02",
         "fsdp on 1: refused: <none>",
-        "2.0 KiB 2.0 KiB 512.0 MiB yes",
+        "0.95 ± 0.01 yes 20% 2.0 KiB 2.0 KiB 512.0 MiB",
         "A <processor>, 2 processors, 16.0 GiB, copies 8.0 GiB/s on one core, 16.0 GiB/s on all",
-        "2 ranks with `--strategy ddp`",
+        "2 ranks with --strategy ddp:",
     ):
         assert told in words, told
     found = Elements(page)
@@ -213,6 +213,26 @@ def test_the_page_of_a_check(door: Door, tmp_path: Path) -> None:
     assert "<off> by half looks like: a mean of means" in words
     assert "3 ranks, fp64 20 1.0e-10 3.0e-15 equal" in words and "Not checked: x." in words
     (tmp_path / "good.json").write_text("equal: digits\n" + json.dumps(a_check(equal=True)) + "\n")
+    drift = {
+        "strategy": "local-sgd:every=4",
+        "ranks": 2,
+        "precision": "fp32",
+        "exact_at": "every=1",
+    }
+    step = {"loss": 2.0, "loss_of_one_process": 2.0, "weights_apart": 0.25}
+    drift |= {"steps": [{"step": 0, **step}, {"step": 1, **step, "weights_apart": 0.5}]}
+    cause = {"says": "rank 1 weighs half", "do": "mend <it>"}
+    said = a_check(equal=False) | {"drift": drift}
+    said["looks"][1]["cause"] = cause
+    (tmp_path / "why.json").write_text(json.dumps(said))
+    assert door(tmp_path / "why.json")[0] == 0
+    words = words_of((tmp_path / "report.html").read_text())
+    assert "cause, confirmed: rank 1 weighs half do: mend <it>" in words
+    assert "local-sgd:every=4 on 2 ranks, fp32: measured, and not judged." in words
+    assert "1 0.5" in words and "looks like" not in words
+    (tmp_path / "open.json").write_text(json.dumps({**said, "equal": None, "looks": []}))
+    assert door(tmp_path / "open.json", "--out", tmp_path / "open.html")[0] == 0
+    assert "digits not judged ddp" in words_of((tmp_path / "open.html").read_text())
     out = tmp_path / "page.html"
     assert door(tmp_path / "kept", tmp_path / "good.json", "--out", out)[0] == 0
     words = words_of(out.read_text())

@@ -73,9 +73,9 @@ def bench(
     if dry_run:
         _print_plan(plan, refused, folder, as_object)
         return
-    machine = machine_facts()
     if folder.exists() and any(folder.iterdir()):
         raise _refused(f"--run-dir {folder}", "a folder with something in it", "a new folder")
+    machine = machine_facts()
     largest = max(jobs.values(), key=lambda job: job.ranks)
     machine["all_reduce_bytes_per_s"] = all_reduce_bytes_per_s(largest)
     say(f"{in_words(machine)}; {runs} jobs")

@@ -22,7 +22,7 @@ from allranks.job.units import format_bytes
 from allranks.tools.bench.peers import HERE, ROOM
 from allranks.tools.sweep.slots import start_command
 
-COPIED_BYTES = 64 * 2**20
+LEAST_BYTES, MOST_BYTES, ALL_BYTES = 8 * 2**20, 64 * 2**20, 512 * 2**20
 COPIES = 5
 MODEL = "model name"
 CEILING_S = 60.0
@@ -57,13 +57,14 @@ def _processor(path: Path = Path("/proc/cpuinfo")) -> str | None:
 
 def copy_bytes_per_s(threads: int) -> float:
     """Bytes that all threads together copy in a second, in the best of a few rounds."""
+    each = max(LEAST_BYTES, min(MOST_BYTES, ALL_BYTES // threads))  # more than a cache holds
     blocks = [
-        (ctypes.create_string_buffer(COPIED_BYTES), ctypes.create_string_buffer(COPIED_BYTES))
+        (ctypes.create_string_buffer(each), ctypes.create_string_buffer(each))
         for _ in range(threads)
     ]
 
     def copy(pair: tuple[Any, Any]) -> None:
-        ctypes.memmove(pair[0], pair[1], COPIED_BYTES)  # lets other threads run meanwhile
+        ctypes.memmove(pair[0], pair[1], each)  # lets other threads run meanwhile
 
     best = float("inf")
     with ThreadPoolExecutor(threads) as pool:
@@ -71,7 +72,7 @@ def copy_bytes_per_s(threads: int) -> float:
             begun = time.perf_counter()
             list(pool.map(copy, blocks))
             best = min(best, time.perf_counter() - begun)
-    return threads * COPIED_BYTES / best
+    return threads * each / best
 
 
 def all_reduce_bytes_per_s(job: Job) -> float | None:

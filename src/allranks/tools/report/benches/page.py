@@ -77,10 +77,10 @@ def _view(bench: Bench, letter: str, charts: tuple[tuple[int, Chart], ...]) -> B
         tuple(_figures(bench)),
         legend_of(bench) if charts else {},
         _table(rows, swept=bool(plan.swept)),
-        _shares(bench),
+        None if plan.swept else _shares(bench),
         charts,
         in_words(dict(bench.machine)),
-        request_in_words(plan, rows),
+        request_in_words(plan, rows).replace("`", ""),
         problems,
     )
 
@@ -124,15 +124,22 @@ def _figures(bench: Bench) -> list[Figure]:
 
 
 def _table(rows: Sequence[Row], *, swept: bool) -> Table:
+    """The table of the bench; beside the efficiency whether it is above the line."""
     head = tuple(name for name in head_of(rows) if not (swept and name in SCALING[4:]))
     lines = []
     for row in rows:
         cells = cells_of(row, head)
         cells += [""] * (len(head) - len(cells))
-        lines.append((*cells, *([] if swept else [above(row)])))
-    kinds = tuple(LEFT if name in ("strategy", "loss") else RIGHT for name in head)
-    last = () if swept else (f"above {ENOUGH:.0%}",)
-    return Table((*head, *last), tuple(lines), (*kinds, *(LEFT for _ in last)))
+        lines.append(cells)
+    kinds = [LEFT if name in ("strategy", "loss") else RIGHT for name in head]
+    names = list(head)
+    if not swept:
+        behind = names.index("efficiency") + 1
+        names.insert(behind, f"above {ENOUGH:.0%}")
+        kinds.insert(behind, LEFT)
+        for cells, row in zip(lines, rows, strict=True):
+            cells.insert(behind, above(row) if row.speed is not None else "")
+    return Table(tuple(names), tuple(map(tuple, lines)), tuple(kinds))
 
 
 def _shares(bench: Bench) -> Bars | None:

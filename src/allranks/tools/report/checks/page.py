@@ -11,8 +11,10 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.tools.report.charts import letter_of
 from allranks.tools.report.checks import RECORD
+from allranks.tools.report.curves import Series
 from allranks.tools.report.numbers import UNKNOWN
 from allranks.tools.report.page import rendered
+from allranks.tools.report.plot import Chart, Line
 from allranks.tools.report.tables import LEFT, RIGHT, Table
 
 NEEDED = ("equal", "program", "strategy", "looks", "not_checked")
@@ -37,7 +39,10 @@ class CheckView:
     tone: str
     looks: Table
     first: Mapping[str, Any] | None
+    cause: Mapping[str, Any] | None
     where: str
+    drift: Mapping[str, Any] | None
+    charts: tuple[tuple[int, Chart], ...]
 
 
 def is_check(data: Any) -> bool:
@@ -61,29 +66,61 @@ def read_check(path: Path, label: str) -> Check:
 def page_of_checks(checks: Sequence[Check]) -> str:
     """The page of these checks, as text."""
     several = len(checks) > 1
-    views = [_view(c, letter_of(n) if several else "") for n, c in enumerate(checks)]
+    views, charts = list[CheckView](), list[Chart]()
+    for number, check in enumerate(checks):
+        own = _charts(check)
+        numbered = tuple(enumerate(own, start=len(charts)))
+        views.append(_view(check, letter_of(number) if several else "", numbered))
+        charts += own
     programs = dict.fromkeys(str(check.said["program"]) for check in checks)
     title = ", ".join(programs)
-    return rendered(
-        "checks.html", f"{len(checks)} checks of {title}" if several else title, [], views=views
-    )
+    title = f"{len(checks)} checks of {title}" if several else title
+    return rendered("checks.html", title, charts, views=views)
 
 
-def _view(check: Check, letter: str) -> CheckView:
+STATES = {
+    True: ("equal to one process", "good"),
+    False: ("different from one process", "bad"),
+    None: ("not judged", "open"),
+}
+
+
+def _charts(check: Check) -> list[Chart]:
+    """How far an approximate strategy drifts, step by step; nothing for others."""
+    steps = (check.said.get("drift") or {}).get("steps") or []
+    if not steps:
+        return []
+    xs = tuple(float(one["step"]) for one in steps)
+
+    def line(name: str, key: str, colour: int) -> Line:
+        return Line(name, Series(name, xs, tuple(float(one[key]) for one in steps)), colour)
+
+    apart = "weights apart, of the way from the start"
+    losses = (line("loss", "loss", 0), line("of one process", "loss_of_one_process", 1))
+    return [
+        Chart("Drift of the weights", (line(apart, "weights_apart", 0),), note=apart),
+        Chart("Loss", losses, note="the other colour: one process"),
+    ]
+
+
+def _view(check: Check, letter: str, charts: tuple[tuple[int, Chart], ...]) -> CheckView:
     said = check.said
     looks = [look for look in said["looks"] if look["asked"]]
     deciding = next((look for look in looks if look["first_difference"]), None)
     rows = tuple(_cells(look) for look in said["looks"])
     head = ("looked at", "steps", "what counts as equal", "largest difference", "found")
-    state = "equal to one process" if said["equal"] else "different from one process"
+    state, tone = STATES[said["equal"]]
     return CheckView(
         check,
         letter,
         state,
-        "good" if said["equal"] else "bad",
+        tone,
         Table(head, rows, (LEFT, RIGHT, RIGHT, RIGHT, LEFT)),
         deciding["first_difference"] if deciding else None,
+        deciding.get("cause") if deciding else None,
         _where(deciding) if deciding else "",
+        said.get("drift"),
+        charts,
     )
 
 
