@@ -50,7 +50,11 @@ def drawn(seed: int, number: int, peers: list[str]) -> Told:
     settings = {n: dice.choice(of) for n, of in maybe.items() if dice.random() < 0.4}
     if settings.get("kind") in ("words", "rare"):
         settings.pop("norm", None)
-    ranks, batch, accumulate = dice.choice([2, 2, 3]), dice.choice([2, 4]), dice.choice([1, 1, 2, 3])
+    ranks, batch, accumulate = (
+        dice.choice([2, 2, 3]),
+        dice.choice([2, 4]),
+        dice.choice([1, 1, 2, 3]),
+    )
     whole = ranks * batch * accumulate
     rest = dice.choice([0, 0, 0, 1, ranks * batch, ranks * batch + 1])
     samples = 2 * whole + (rest if rest < whole else 0)
@@ -127,10 +131,18 @@ def _heard(line: Any) -> tuple[bool, Any]:
 
 def _rank(told: Told, rank: int, store: str, port: int, line: Any) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(told.ranks), GROUP_RANK="0",
-        LOCAL_WORLD_SIZE=str(told.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="fuzz", GROUP_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo",
-        DS_ACCELERATOR="cpu", ACCELERATE_USE_CPU="true",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(told.ranks),
+        GROUP_RANK="0",
+        LOCAL_WORLD_SIZE=str(told.ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="fuzz",
+        GROUP_WORLD_SIZE="1",
+        GLOO_SOCKET_IFNAME="lo",
+        DS_ACCELERATOR="cpu",
+        ACCELERATE_USE_CPU="true",
     )
     _answer(line, lambda: on_ranks(told, rank, store))
 
@@ -175,8 +187,16 @@ def main() -> None:
         counts[told.peer][f"{what}, {'documented' if why else 'not foreseen'}"] += 1
         if what != "equal":
             say(f"{number}: {told}: {what} {size:.2g} {where} [{why}]")
-            rows.append({"number": number, "training": str(told), "what": what, "size": size,
-                         "where": where, "documented": why})
+            rows.append(
+                {
+                    "number": number,
+                    "training": str(told),
+                    "what": what,
+                    "size": size,
+                    "where": where,
+                    "documented": why,
+                }
+            )
     record["peers"] = {peer: dict(count) for peer, count in counts.items()}
     record["not_equal"] = rows
     finish_record(record, [], RECORDS if given.record else Path(tempfile.mkdtemp()))

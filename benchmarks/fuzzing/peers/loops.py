@@ -180,6 +180,7 @@ def fabric(told: Told) -> Weights:
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import DDPStrategy
 
+    torch.set_default_dtype(torch.float64)  # else it rounds what the model gives: docs/found.md
     task, module, data = made(told)
     strategy = DDPStrategy(find_unused_parameters=task.kind == "rare")
     runner = Fabric(accelerator="cpu", strategy=strategy, devices=told.ranks, precision="64-true")
@@ -211,13 +212,18 @@ def deepspeed(told: Told, stage: int) -> Weights:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            "stage": stage, "overlap_comm": False, "memory_efficient_linear": False
+            "stage": stage,
+            "overlap_comm": False,
+            "memory_efficient_linear": False,
         },
     }
     if task.clip_norm is not None:
         config["gradient_clipping"] = task.clip_norm
     engine, _, loader, _ = ds.initialize(
-        model=module, optimizer=task.optimizer(module), dist_init_required=False, config=config,
+        model=module,
+        optimizer=task.optimizer(module),
+        dist_init_required=False,
+        config=config,
     )
     sampler: Any = DistributedSampler(data, shuffle=False)
     for _ in range(told.epochs):
@@ -243,9 +249,7 @@ LOOPS: dict[str, Callable[[Told], Weights]] = {
 def on_ranks(told: Told, rank: int, store: str) -> Weights:
     """What a loop ends with on this rank."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=told.ranks
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=told.ranks)
     found = LOOPS[told.peer](told)
     dist.barrier()
     return found
