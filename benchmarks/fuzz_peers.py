@@ -26,7 +26,7 @@ from harness import RECORDS, finish_record, say, start_record
 ROOM = Path(__file__).resolve().parent / "fuzzing"
 sys.path[:0] = [str(ROOM), str(ROOM / "peers")]
 
-from loops import LOOPS, Told, one_process, on_ranks  # noqa: E402
+from loops import LOOPS, Told, on_ranks, one_process  # noqa: E402
 
 BOUND = 1e-9
 FP32_BOUND = 1e-3
@@ -62,7 +62,7 @@ def drawn(seed: int, number: int, peers: list[str]) -> Told:
 
 
 def expected(told: Told) -> str:
-    """What its documentation says of such a training, where it is no mean over the batch; else ""."""
+    """Why, by its documentation, such a training is no mean over the batch; "" where it is."""
     whole = told.ranks * told.batch * told.accumulate
     rest = told.settings["samples"] % whole
     reasons = []
