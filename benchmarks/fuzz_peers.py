@@ -16,6 +16,7 @@ import random
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -175,12 +176,16 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the number of the first one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peers", nargs="*", default=list(LOOPS), choices=list(LOOPS))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after that")
     parser.add_argument("--no-record", dest="record", action="store_false")
     given = parser.parse_args()
-    record = start_record("fuzz_peers", {k: v for k, v in vars(given).items() if k != "record"})
+    said = {k: v for k, v in vars(given).items() if k not in ("record", "seconds")}
+    record, began = start_record("fuzz_peers", said), time.monotonic()
     counts: dict[str, Counter[str]] = {peer: Counter() for peer in given.peers}
     rows = []
     for number in range(given.first, given.first + given.combinations):
+        if time.monotonic() - began > given.seconds:
+            break
         told = drawn(given.seed, number, given.peers)
         what, size, where = held(told)
         why = expected(told)
