@@ -189,7 +189,9 @@ def main() -> None:
         told = drawn(given.seed, number, given.peers)
         what, size, where = held(told)
         why = expected(told)
-        counts[told.peer][f"{what}, {'documented' if why else 'not foreseen'}"] += 1
+        if what != "equal":
+            what = f"{what}, {'as documented' if why else 'not foreseen'}"
+        counts[told.peer][what] += 1
         if what != "equal":
             say(f"{number}: {told}: {what} {size:.2g} {where} [{why}]")
             rows.append(
@@ -202,6 +204,11 @@ def main() -> None:
                     "documented": why,
                 }
             )
+    every = Counter[str]()
+    for count in counts.values():
+        every.update(count)
+    equal = {peer: count["equal"] for peer, count in counts.items()}
+    record |= {"verdicts": dict(every), "equal_by": {"peer": equal}}
     record["peers"] = {peer: dict(count) for peer, count in counts.items()}
     record["not_equal"] = rows
     finish_record(record, [], RECORDS if given.record else Path(tempfile.mkdtemp()))
