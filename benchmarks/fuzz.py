@@ -39,12 +39,16 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the number of the first one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after that")
-    parser.add_argument("--command-every", type=int, default=25, help="by the command, each of so many")
+    parser.add_argument(
+        "--command-every", type=int, default=25, help="by the command, each of so many"
+    )
     parser.add_argument("--scripts", type=Path, help="a folder for scripts that show what fails")
     parser.add_argument("--no-record", dest="record", action="store_false", help="leave none here")
     given = parser.parse_args()
     said = {
-        name: value for name, value in vars(given).items() if name not in ("scripts", "seconds", "record")
+        name: value
+        for name, value in vars(given).items()
+        if name not in ("scripts", "seconds", "record")
     }
     record = start_record("fuzz", said)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOM), os.getenv("PYTHONPATH"))))

@@ -39,6 +39,8 @@ BENCHMARKS = (
     "slow_link",
     "quality",
     "parameter_server",
+    "fuzz",
+    "fuzz_peers",
 )
 
 
@@ -62,6 +64,8 @@ def section(name: str, folder: Path) -> str:
         return f"### {name}\n\nNo record yet.\n"
     file, record = found
     lines = [f"### {name}", "", _where(file, record), ""]
+    if "verdicts" in record:
+        return "\n".join([*lines, *_verdicts(record), ""])
     lines += ["| what | measured | ratio or difference | interval | pairs | bar | met |"]
     compared = record["comparisons"]
     judged = [one for one in compared if one["bar"] is not None]
@@ -81,6 +85,16 @@ def section(name: str, folder: Path) -> str:
             lines.append(f"| {row['what']} | {row['contender']} | {values} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _verdicts(record: dict[str, Any]) -> list[str]:
+    """How many combinations were what, and by what they were equal."""
+    counted = [f"{count:,} {what}" for what, count in record["verdicts"].items()]
+    lines = [f"{', '.join(counted)}.", "", "| equal, by | how many |", "|---|---|"]
+    for what, by in record["equal_by"].items():
+        told = ", ".join(f"{name} {count:,}" for name, count in by.items())
+        lines.append(f"| {what} | {told} |")
+    return lines
 
 
 def _tables(rows: list[dict[str, Any]]) -> list[tuple[list[str], list[dict[str, Any]]]]:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from allranks.catalog import preload_for
+from allranks.errors import ProgramError, RequestError
+from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.strategies.resolve import strategy_spec
 from conftest import ROOT
 
 ROOM = ROOT / "benchmarks" / "fuzzing"
+FAULTY = "215"
+"""`ddp` on two ranks, with a model, samples and an average that the fault does not need."""
 
 
 @pytest.fixture
@@ -26,32 +39,107 @@ def hold(draw: ModuleType) -> ModuleType:
     return importlib.import_module("hold")
 
 
+@pytest.fixture
+def teams(hold: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Warm ranks, and the server that they come from."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOM}{os.pathsep}{os.environ['PYTHONPATH']}")
+    with (
+        ForkServer((*preload_for(hold.PROGRAM, "torch"), "member")) as server,
+        importlib.import_module("team").Teams(server) as running,
+    ):
+        yield running
+
+
 def test_a_number_is_the_same_combination_again(draw: ModuleType) -> None:
-    found = [draw.drawn(7, number) for number in range(60)]
-    assert found == [draw.drawn(7, number) for number in range(60)]
-    assert len(set(map(str, found))) > 50
+    found = [draw.drawn(7, number) for number in range(200)]
+    assert found == [draw.drawn(7, number) for number in range(200)]
+    assert len(set(map(str, found))) > 180
     assert {len(one.legs) for one in found} == {1, 2}
+    one_task = found[: draw.TOGETHER]
+    assert len({str(one.settings) for one in one_task}) == 1  # trained once by one process
+
+
+def test_most_of_what_is_drawn_can_be_and_every_promise_is_drawn(draw: ModuleType) -> None:
+    refused, names, flags = 0, set[str](), set[str]()
+    found = [draw.drawn(3, number) for number in range(800)]
+    for one in found:
+        names |= {leg.strategy.partition(":")[0] for leg in one.legs}
+        flags |= one.flags.keys()
+        said = tuple(f"{name}={value}" for name, value in one.settings.items())
+        try:
+            for leg in one.legs:
+                resolve("x.py", {**one.flags, "strategy": leg.strategy, "ranks": leg.ranks}, said)
+                assert strategy_spec(leg.strategy, leg.ranks).mesh.ranks == leg.ranks
+        except RequestError:
+            refused += 1
+    assert 0 < refused < len(found) / 10
+    assert names == set(draw.RATES)
+    assert {"bitwise", "micro_batch", "activation_checkpointing", "backend"} <= flags
 
 
 def test_what_one_process_gives_is_equal_and_what_cannot_be_is_refused(
     draw: ModuleType, hold: ModuleType, server: ForkServer
 ) -> None:
-    settings = {"kind": "words", "samples": 13, "by": "adamw", "clip_norm": 0.05}
+    settings = {"kind": "words", "samples": 13, "by": "adamw", "clip_norm": 0.05, "ema": 0.5}
     legs = (draw.Leg("zero2:bucket_mb=0.001", 3), draw.Leg("ddp:reduce=tree", 2))
     found = hold.held(draw.Combination(legs, settings, {"micro_batch": 1}), server)
     assert found.what == hold.EQUAL and found.difference < 1e-12
-    found = hold.held(draw.Combination((draw.Leg("1f1b", 2),), settings), server)
+    found = hold.held(draw.Combination((draw.Leg("context", 2),), settings), server)
     assert found.what == hold.REFUSED and found.why
 
 
+@pytest.mark.slow
+def test_warm_ranks_say_what_the_command_says(
+    draw: ModuleType, hold: ModuleType, teams: Any
+) -> None:
+    """One training after another in the same processes, one of them refused in between."""
+    settings = {"kind": "residual", "norm": "batch", "ema": 0.5, "batch_size": 24}
+    legs = (draw.Leg("1f1b", 2), draw.Leg("zero1", 2))
+    bits = {"bitwise": True, "precision": "bf16"}
+    for flags, of in (({}, legs), (bits, legs[1:]), ({"micro_batch": 1}, legs[1:]), ({}, legs)):
+        one = draw.Combination(of, settings, flags)
+        found = []
+        for way in (lambda r: hold.by_team(r, teams), lambda r: hold.by_command(r, teams._server)):
+            try:
+                found.append(hold.trained(one, way))
+            except RequestError as error:
+                found.append(error.why)
+        warm, commanded = found
+        if "micro_batch" in flags:
+            assert warm == commanded and isinstance(warm, str)
+            continue
+        assert warm.sha256 == commanded.sha256 and warm.loss == commanded.loss
+        assert warm.tensors.keys() == commanded.tensors.keys()
+        assert any(name.startswith("average of ") for name in warm.tensors)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_breaks_one_training_and_no_other(
+    draw: ModuleType, hold: ModuleType, teams: Any
+) -> None:
+    one = draw.Combination()
+    wanted = hold.trained(one, lambda resolved: hold.by_team(resolved, teams))
+    teams._server.exits(0.0)
+    os.kill(teams._server.pids()[-1], 9)
+    with pytest.raises(ProgramError):
+        hold.trained(one, lambda resolved: hold.by_team(resolved, teams))
+    again = hold.trained(one, lambda resolved: hold.by_team(resolved, teams))
+    assert again.sha256 == wanted.sha256
+
+
+def trained_of(hold: ModuleType, tensors: dict[str, Any], digest: str = "") -> Any:
+    return hold.Trained(tensors, 0.0, digest)
+
+
 def test_a_weight_that_is_another_one_is_seen(hold: ModuleType) -> None:
-    single = {"weight": np.ones(4), "zero": np.zeros(4)}
-    assert not hold._compared((single, 0.0), (single, 0.0)).fails
+    of = {"weight": np.ones(4), "zero": np.zeros(4)}
+    single = trained_of(hold, of)
+    assert not hold.compared(single, single, bits=False).fails
     for name, by in (("weight", 1e-8), ("zero", 1e-8), ("weight", np.nan)):
-        other = single | {name: single[name] + by}
-        found = hold._compared((other, 0.0), (single, 0.0))
+        found = hold.compared(trained_of(hold, of | {name: of[name] + by}), single, bits=False)
         assert found.fails and found.why == name
-    assert hold._compared(({"weight": np.ones(4)}, 0.0), (single, 0.0)).fails
+    assert hold.compared(trained_of(hold, {"weight": np.ones(4)}), single, bits=False).fails
+    assert hold.compared(trained_of(hold, of, "another"), single, bits=True).fails
 
 
 def test_what_fails_is_made_smaller(
@@ -70,3 +158,57 @@ def test_what_fails_is_made_smaller(
     least, found = hold.shrunk(one, held(one, None), None)
     assert least == draw.Combination((draw.Leg("zero1", 2),), {"dropout": 0.5}, {})
     compile(hold.script_of(least, found), "script", "exec")
+    learners = draw.Combination((draw.Leg("diloco:every=1,lr=1,momentum=0,after=2", 2),))
+    kept = {leg.strategy for less in draw.simpler(learners) for leg in less.legs}
+    assert kept == {"diloco:every=1,lr=1,momentum=0", *(leg.strategy for leg in learners.legs)}
+
+
+@pytest.mark.slow
+def test_a_planted_fault_ends_in_a_script_that_shows_it_from_a_checkout(tmp_path: Path) -> None:
+    """A sum that counts one number twice: the number below is made smaller, and written down."""
+    for part in ("src", "benchmarks/fuzzing"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("fuzz.py", "harness.py"):
+        shutil.copy(ROOT / "benchmarks" / name, tmp_path / "benchmarks")
+    mean = tmp_path / "src/allranks/torch/reducers/mean.py"
+    right = "pending.wait()"
+    assert mean.read_text().count(right) == 1
+    wrong = (
+        "pending.wait()\n        for bucket in self.buckets[:1]:\n            bucket.flat[:1] *= 2"
+    )
+    mean.write_text(mean.read_text().replace(right, wrong))
+
+    def run(*words: str) -> Any:
+        variables = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+        command = [sys.executable, *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+        )
+
+    drawn = ["--seed", "0", "--first", FAULTY, "--combinations", "1"]
+    found = run("benchmarks/fuzz.py", *drawn, "--scripts", "scripts", "--no-record")
+    assert found.returncode == 1, found.stderr
+    (script,) = (tmp_path / "scripts").iterdir()
+    text = script.read_text()
+    assert "settings={}" in text and "flags={}" in text and len(text.splitlines()) <= 25
+    assert "what='different'" in run(str(script)).stdout
+    mean.write_text(mean.read_text().replace(wrong, right))
+    assert "what='equal'" in run(str(script)).stdout
+
+
+FOUND = {
+    "fabric_double.py": r"torch.float32; its gradient differs by [1-9].*e-0[78]",
+    "accelerate_short_window.py": r"is 0\.250 of the mean",
+    "deepspeed_clips.py": r"the length 58\.8, the update 1\.000",
+    "repeated_samples.py": r"6 samples are counted of 5, and the gradient differs by 0\.[1-9]",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", FOUND)
+def test_what_was_found_in_peers_is_there(script: str) -> None:
+    """As `docs/found.md` tells it; one that is mended upstream is told there as mended."""
+    assert script in (ROOT / "docs" / "found.md").read_text()
+    command = [sys.executable, str(ROOM / "peers" / script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert re.search(FOUND[script], done.stdout), done.stdout + done.stderr

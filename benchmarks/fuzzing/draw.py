@@ -78,7 +78,12 @@ def _task(dice: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         "batchnorm": ["whole"],
     }
     settings = {"kind": kind} if kind != "layers" else {}
-    settings |= {name: dice.choice(of) for name, of in maybe.items() if dice.random() < 0.3}
+    often = ("by", "norm")
+    settings |= {
+        name: dice.choice(of)
+        for name, of in maybe.items()
+        if dice.random() < (0.6 if name in often else 0.3)
+    }
     for name in (name for name in list(settings) if not suits(name, settings)):
         del settings[name]
     flags: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""A warm rank: it stays, and is a member of one training after another, each with groups of its own.
+"""A warm rank: it stays, and is a member of one training after another, each with its own groups.
 
-Started by `team.py` in the fork server. What it does of a job is what the worker of `allranks train`
+Started by `team.py` in the fork server. What it does of a job is what the worker of the command
 does, through the same public calls: the trainer, what it resumes from, the loop, the weights.
 """
 

@@ -1,4 +1,4 @@
-"""What can be drawn of each strategy: how often, of which models, on which ranks, with what options.
+"""What can be drawn of each strategy: how often, of which models, on which ranks, how said.
 
 The cards say which options there are; here stands which values of them fit each other, so that what
 is drawn mostly runs. Strategies that promise the result of one process at one setting alone are
@@ -34,11 +34,11 @@ OUTER: dict[str, str] = {
 }
 """Where each is exact, if the optimizer is SGD without momentum, and clips nothing."""
 RATES: dict[str, float] = {
-    **{"ddp": 5.0, "zero1": 3.0, "zero2": 3.0, "fsdp": 1.2, "hsdp": 0.8, "ddp-plain": 1.0},
+    **{"ddp": 5.0, "zero1": 2.0, "zero2": 2.0, "fsdp": 1.2, "hsdp": 0.8, "ddp-plain": 1.0},
     **{"single": 0.5, "dp": 0.7, "model-parallel": 1.0, "ps": 0.5},
     **dict.fromkeys(("gpipe", "1f1b", "interleaved", "zero-bubble"), 0.7),
     **{"mesh": 2.0, "tensor": 1.5, "context": 4.0, "expert": 6.0, "branches": 3.0},
-    **dict.fromkeys(OUTER, 0.5),
+    **dict.fromkeys(OUTER, 1.5),
 }
 RANKS = {1: 1.0, 2: 6.0, 3: 3.0, 4: 2.0, 6: 0.2, 8: 0.1}
 CLOCKED = ("patience_s", "grace_s", "rejoins", "least", "backup")

@@ -67,7 +67,8 @@ class Team:
         store = str(self.folder / "store")
         for rank, line in enumerate(self.lines):
             world = World(rank, self.size, rank, self.size, on_machine=self.size, store=store)
-            line.send((job, world if self.size > 1 else World()))
+            with suppress(OSError):  # one that is gone is heard of below
+                line.send((job, world if self.size > 1 else World()))
         answers: list[Answer | None] = [None] * self.size
         patience_s = PATIENCE_S
         while missing := [rank for rank, answer in enumerate(answers) if answer is None]:
@@ -84,7 +85,7 @@ class Team:
     def _heard(self, rank: int) -> Answer:
         try:
             found: Answer = self.lines[rank].recv()
-        except EOFError:
+        except (EOFError, OSError):
             return Answer(BROKEN, f"the process of rank {rank} is gone")
         return found
 

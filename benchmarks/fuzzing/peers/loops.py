@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from drawn_task import Drawn
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -22,6 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+os.environ["DS_ACCELERATOR"] = "cpu"  # read once, when it is imported
+import deepspeed as ds
+
+# an operation for shared memory would be compiled on first use, which takes a minute
+ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 SEED = 1
 
 
@@ -153,8 +162,6 @@ def fsdp2(told: Told) -> Weights:
 
 def accelerate(told: Told) -> Weights:
     """Accelerate: https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"""
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs
 
     task, module, data = made(told)
     unused = DistributedDataParallelKwargs(find_unused_parameters=task.kind == "rare")
@@ -177,10 +184,9 @@ def accelerate(told: Told) -> Weights:
 
 def fabric(told: Told) -> Weights:
     """Lightning Fabric: https://lightning.ai/docs/fabric/stable/advanced/gradient_accumulation.html"""
-    from lightning_fabric import Fabric
-    from lightning_fabric.strategies import DDPStrategy
 
     task, module, data = made(told)
+    torch.set_default_dtype(torch.float64)  # else it rounds what the model gives: docs/found.md
     strategy = DDPStrategy(find_unused_parameters=task.kind == "rare")
     runner = Fabric(accelerator="cpu", strategy=strategy, devices=told.ranks, precision="64-true")
     runner.launch()
@@ -200,24 +206,24 @@ def fabric(told: Told) -> Weights:
 
 def deepspeed(told: Told, stage: int) -> Weights:
     """DeepSpeed: https://www.deepspeed.ai/getting-started/"""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed as ds
-
-    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     task, module, data = made(told, torch.float32)  # it reduces no gradients in float64
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": told.batch,
         "gradient_accumulation_steps": told.accumulate,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": task.clip_norm or 0.0,  # left out it is 1: docs/found.md
         "zero_optimization": {
-            "stage": stage, "overlap_comm": False, "memory_efficient_linear": False
+            "stage": stage,
+            "overlap_comm": False,
+            "memory_efficient_linear": False,
         },
     }
-    if task.clip_norm is not None:
-        config["gradient_clipping"] = task.clip_norm
-    engine, _, loader, _ = ds.initialize(
-        model=module, optimizer=task.optimizer(module), dist_init_required=False, config=config,
+    engine, *_ = ds.initialize(
+        model=module,
+        optimizer=task.optimizer(module),
+        dist_init_required=False,
+        config=config,
     )
     sampler: Any = DistributedSampler(data, shuffle=False)
     for _ in range(told.epochs):
@@ -243,9 +249,7 @@ LOOPS: dict[str, Callable[[Told], Weights]] = {
 def on_ranks(told: Told, rank: int, store: str) -> Weights:
     """What a loop ends with on this rank."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=told.ranks
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=told.ranks)
     found = LOOPS[told.peer](told)
     dist.barrier()
     return found
