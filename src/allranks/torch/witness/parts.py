@@ -52,7 +52,7 @@ def write_parts(trace: Path, strategy: Strategy, batch: Batch, job: Job) -> None
         try:
             found = _Parts(step, batch, job.cut_for)
             rows, tensors = found.all()
-            told = {"parts": rows, "if": found.otherwise(tuple(job.added_by_each))}
+            told = {"parts": rows, "if": found.otherwise(job)}
             tensors |= {f"if/{name}": t for name, t in found.by_use().items()}
             tensors |= {f"regularizer/{name}": t for name, t in found.regularizer().items()}
         except RequestError:  # what has no rows cannot be cut
@@ -147,15 +147,15 @@ class _Parts:
     # --- with a fault ---------------------------------------------------------------------
 
     @torch.no_grad()
-    def otherwise(self, biases: tuple[str, ...]) -> dict[str, float]:
+    def otherwise(self, job: Job) -> dict[str, float]:
         """The sum of the losses of the batch with a fault in it, by the name of the fault."""
         found = {"one stream": self._sum([self._first_stream(part) for _, _, part in self.parts])}
         if (stale := self._stale()) is not None:
             found["stale micro-batch"] = stale
         named = dict(self.step.model.named_parameters())
-        chosen = [named[name] for name in biases if name in named]
+        chosen = [named[name] for name in job.added_by_each if name in named]
         if chosen:
-            with _changed(chosen, float(len(self.ranks))):
+            with _changed(chosen, float(job.adding)):
                 found["biases"] = self._sum([part for _, _, part in self.parts])
         return found
 
