@@ -249,8 +249,18 @@ PLANTED = {
         "deepspeedai/DeepSpeed#2970",
         "rounded before the sum",
     ),
-    "equal random numbers on all ranks": planted(
-        "one stream for all ranks", "huggingface/transformers#31412", "one random stream"
+    "equal random numbers on all ranks": Planted(
+        line(
+            (
+                "torch/draws/counter.py",
+                "tuple((p.shard, p.start, p.stop) for p in pieces)",
+                f"tuple((p.shard - ({RANKS} > 1) * pieces[0].shard, p.start, p.stop) "
+                "for p in pieces)",
+            ),
+            (0, "loss", None),
+        ),
+        "huggingface/transformers#31412",
+        "one random stream",
     ),
     "momentum that is not restored": Planted(
         line(
