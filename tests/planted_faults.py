@@ -267,9 +267,9 @@ PLANTED = {
             (
                 STEP,
                 "            update(self.optimizer)\n",
-                "            if batch.index == 2 and RANKS > 1:\n"
+                "            if batch.index == 2 and self.comm.size > 1:\n"
                 "                self.optimizer.state.clear()\n"
-                "            update(self.optimizer)\n".replace("RANKS", RANKS),
+                "            update(self.optimizer)\n",
             ),
             (2, "weight", "0.weight"),
         ),
@@ -281,7 +281,7 @@ PLANTED = {
             (
                 STEP,
                 "factor = factor / self.loss_scale.value",
-                f"factor = factor / (self.loss_scale.value if {RANKS} == 1 else 1)",
+                "factor = factor / (self.loss_scale.value if self.comm.size == 1 else 1)",
             ),
             AT_ONCE,
             *("--precision", "fp16"),
@@ -313,7 +313,7 @@ PLANTED = {
                 "            for group in self.optimizer.param_groups:\n"
                 "                kept = 1 - group['lr'] * group['weight_decay']\n"
                 "                for p in group['params']:\n"
-                f"                    p.data.mul_(kept ** ({RANKS} - 1))\n"
+                "                    p.data.mul_(kept ** (self.comm.size - 1))\n"
                 "            update(self.optimizer)\n",
             ),
             (0, "weight", "0.weight"),
