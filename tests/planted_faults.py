@@ -61,7 +61,7 @@ PLANTED = {
     "mean over the tokens of each rank": Planted(
         line(NOTHING, (0, "loss", None), program="faulty_tasks:OwnTokens"),
         "huggingface/transformers#34242",
-        "samples depend on each other",
+        "result follows the cut",
     ),
     "padding counted": Planted(
         line(
