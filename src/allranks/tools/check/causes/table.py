@@ -71,8 +71,8 @@ CAUSES = tuple(
             "result follows the cut",
             (SAMPLE_WEIGHT, "loss", "gradient", "buffer"),
             counts.samples_together,
-            "let loss and output of each sample follow it alone: no mean, statistics or padding over "
-            'a micro-batch (weight(batch), loss_over = "batch"); draw with functions of torch',
+            "let loss and output of each sample follow it alone: no mean, statistics or padding "
+            'over a micro-batch (weight(batch), loss_over = "batch"); draw with functions of torch',
         ),
         (
             "one random stream",
