@@ -113,6 +113,7 @@ def a_micro_batch_before(evidence: Evidence) -> Iterator[Account]:
     """The last micro-batch has the activations of the one before."""
     words = "the last micro-batch goes through later layers with what came of the one before"
     yield from _otherwise(evidence, "stale micro-batch", words)
+    yield from _otherwise(evidence, "stale, with its draws", words)
 
 
 def _otherwise(evidence: Evidence, name: str, says: str) -> Iterator[Account]:
