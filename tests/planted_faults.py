@@ -61,7 +61,7 @@ PLANTED = {
     "mean over the tokens of each rank": Planted(
         line(NOTHING, (0, "loss", None), program="faulty_tasks:OwnTokens"),
         "huggingface/transformers#34242",
-        "samples depend on each other",
+        "result follows the cut",
     ),
     "padding counted": Planted(
         line(
@@ -249,17 +249,27 @@ PLANTED = {
         "deepspeedai/DeepSpeed#2970",
         "rounded before the sum",
     ),
-    "equal random numbers on all ranks": planted(
-        "one stream for all ranks", "huggingface/transformers#31412", "one random stream"
+    "equal random numbers on all ranks": Planted(
+        line(
+            (
+                "torch/draws/counter.py",
+                "tuple((p.shard, p.start, p.stop) for p in pieces)",
+                f"tuple((p.shard - ({RANKS} > 1) * pieces[0].shard, p.start, p.stop) "
+                "for p in pieces)",
+            ),
+            (0, "loss", None),
+        ),
+        "huggingface/transformers#31412",
+        "one random stream",
     ),
     "momentum that is not restored": Planted(
         line(
             (
                 STEP,
                 "            update(self.optimizer)\n",
-                "            if batch.index == 2 and RANKS > 1:\n"
+                "            if batch.index == 2 and self.comm.size > 1:\n"
                 "                self.optimizer.state.clear()\n"
-                "            update(self.optimizer)\n".replace("RANKS", RANKS),
+                "            update(self.optimizer)\n",
             ),
             (2, "weight", "0.weight"),
         ),
@@ -271,7 +281,7 @@ PLANTED = {
             (
                 STEP,
                 "factor = factor / self.loss_scale.value",
-                f"factor = factor / (self.loss_scale.value if {RANKS} == 1 else 1)",
+                "factor = factor / (self.loss_scale.value if self.comm.size == 1 else 1)",
             ),
             AT_ONCE,
             *("--precision", "fp16"),
@@ -303,7 +313,7 @@ PLANTED = {
                 "            for group in self.optimizer.param_groups:\n"
                 "                kept = 1 - group['lr'] * group['weight_decay']\n"
                 "                for p in group['params']:\n"
-                f"                    p.data.mul_(kept ** ({RANKS} - 1))\n"
+                "                    p.data.mul_(kept ** (self.comm.size - 1))\n"
                 "            update(self.optimizer)\n",
             ),
             (0, "weight", "0.weight"),

@@ -59,6 +59,7 @@ def test_the_exact_setting_is_equal_and_the_drift_as_asked_decides_nothing(
     drift = verdict.drift
     assert drift is not None and (drift.strategy, drift.exact_at) == (strategy, exact_at)
     assert [one.step for one in drift.steps] == [0, 1, 2, 3, 4]
+    assert any("sgd:lr=0.01" in note for note in verdict.not_checked) == (":every" in exact_at)
     assert drift.steps[0].loss == pytest.approx(drift.steps[0].loss_of_one)  # from the same start
     assert max(one.weights for one in drift.steps) > 1e-3  # it is another training
     words = str(verdict)
@@ -80,6 +81,14 @@ def test_a_card_without_an_exact_setting_decides_nothing(strategy: str, check: C
 def test_what_has_no_steps_in_common_is_refused(check: Check) -> None:
     with pytest.raises(RequestError, match="at no step together"):
         check("ps:mode=async")
+
+
+@pytest.mark.slow
+def test_a_task_that_clips_is_not_at_the_exact_setting(server: ForkServer, tmp_path: Path) -> None:
+    flags = {"strategy": "local-sgd:every=4", "ranks": 2, "steps": 3}
+    resolved = resolve("tensor_tasks:Stack", flags, ())
+    with pytest.raises(RequestError, match=r"clips gradients to 0\.3"):
+        check_approximate(resolved, tmp_path, server, Plan((2,), 2, shards=8))
 
 
 def test_the_setting_of_every_card_is_one_that_it_takes() -> None:

@@ -145,7 +145,7 @@ class Tracing:
     `trace_bytes` (0: of all), each from the weights of the trace in `replay`; one process cuts its
     batches as `cut_for` ranks would (0: as its own ranks do). Of step `parts_of` all is recorded
     that tells a cause: the tensors of every rank, or, in one process with `cut_for`, each part of
-    the batch by itself, and the loss if the biases in `added_by_each` were added by every rank.
+    the batch by itself, and the loss if `adding` ranks each added the biases in `added_by_each`.
     """
 
     trace: bool = False
@@ -154,6 +154,7 @@ class Tracing:
     cut_for: int = 0
     parts_of: int | None = None
     added_by_each: tuple[str, ...] = ()
+    adding: int = 1
 
 
 GROUPS: dict[str, type] = {

@@ -18,6 +18,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import at_setting
 from allranks.tools.check.against_single import Check, in_one, undisturbed
+from allranks.tools.check.compare import START, Trace
 from allranks.tools.check.drift import Drift, drift_between
 from allranks.tools.check.plan import Plan
 from allranks.tools.check.tolerances import FP64
@@ -46,23 +47,44 @@ def check_approximate(resolved: Resolved, folder: Path, server: ForkServer, plan
         )
     guarantee = job.strategy_spec.guarantee
     looks: tuple[Look, ...] = ()
-    notes: list[str] = []
-    at: str | None = None
+    exact_at: str | None = None
     if isinstance(guarantee, Approximate) and guarantee.setting:
         exact = exact_setting(job, guarantee)
-        at = exact.strategy
+        exact_at = exact.strategy
         check = Check(resolved, exact, folder / "exact", server, plan)
-        tolerance = dataclasses.replace(FP64, stages=MADE) if guarantee.plain_sgd else FP64
-        check.looks += check.in_float64(tolerance)
-        looks = tuple(check.looks)
-        notes += check.left_out()
+        looks, notes = _at_exact_setting(check, guarantee)
     else:
-        notes.append(
+        notes = [
             f"whether it is right: its card names no setting at which it is exact, but is "
             f"{guarantee}"
-        )
-    drift = measured(Check(resolved, job, folder / "asked", server, plan), job, at, str(guarantee))
+        ]
+    asked = Check(resolved, job, folder / "asked", server, plan)
+    drift = measured(asked, job, exact_at, str(guarantee))
     return Verdict(job.program, job.strategy, looks, tuple(dict.fromkeys(notes)), drift)
+
+
+def _at_exact_setting(check: Check, guarantee: Approximate) -> tuple[tuple[Look, ...], list[str]]:
+    """The looks at that setting, and what they leave out."""
+    tolerance = dataclasses.replace(FP64, stages=MADE) if guarantee.plain_sgd else FP64
+    check.looks += check.in_float64(tolerance)
+    looks, notes = tuple(check.looks), [*check.left_out()]
+    if guarantee.plain_sgd:
+        notes.append(f"the optimizer of the task: its card is exact for SGD, and {SGD} was taken")
+        clips = _clips_at(check.folder)
+        if clips and any(look.first is not None for look in looks):
+            raise RequestError(
+                asked=f"check --strategy {check.job.strategy}",
+                found=f"a task that clips gradients to {clips:g}",
+                why=f"its card says: {guarantee}",
+                do="--set clip_norm=none, if that is a field of the task",
+            )
+    return looks, notes
+
+
+def _clips_at(folder: Path) -> float | None:
+    """The length to which the task clips, as the process said that the ranks were compared with."""
+    trace = Trace(folder / "fp64-reference" / "trace")
+    return trace.ranks[0][START].get("facts", {}).get("clip_norm") if trace.ranks else None
 
 
 def exact_setting(job: Job, guarantee: Approximate) -> Job:

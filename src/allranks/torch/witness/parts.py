@@ -52,7 +52,7 @@ def write_parts(trace: Path, strategy: Strategy, batch: Batch, job: Job) -> None
         try:
             found = _Parts(step, batch, job.cut_for)
             rows, tensors = found.all()
-            told = {"parts": rows, "if": found.otherwise(tuple(job.added_by_each))}
+            told = {"parts": rows, "if": found.otherwise(job)}
             tensors |= {f"if/{name}": t for name, t in found.by_use().items()}
             tensors |= {f"regularizer/{name}": t for name, t in found.regularizer().items()}
         except RequestError:  # what has no rows cannot be cut
@@ -114,13 +114,15 @@ class _Parts:
             if norm.index in moments and id(norm) in names
         }
 
-    def _losses(self, part: Part, given: Any = None) -> tuple[Tensor, Tensor | None]:
-        """The weighted losses of a part, of what is `given` to the model in place of its own."""
+    def _losses(
+        self, part: Part, given: Part | None = None, drawn: Part | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weighted losses of a part; the model is `given` another one, `drawn` for another."""
         step = self.step
         step.scope.moments.clear()
-        step.scope.enter(self.batch.index, part.pieces, part.samples)
+        step.scope.enter(self.batch.index, (drawn or part).pieces, part.samples)
         with step.precision.autocast():
-            output = forward(step.task, step.model, part.data if given is None else given)
+            output = forward(step.task, step.model, (given or part).data)
             return weighted_losses(step.task, output, part.data, part.samples)
 
     @staticmethod
@@ -147,23 +149,27 @@ class _Parts:
     # --- with a fault ---------------------------------------------------------------------
 
     @torch.no_grad()
-    def otherwise(self, biases: tuple[str, ...]) -> dict[str, float]:
+    def otherwise(self, job: Job) -> dict[str, float]:
         """The sum of the losses of the batch with a fault in it, by the name of the fault."""
         found = {"one stream": self._sum([self._first_stream(part) for _, _, part in self.parts])}
-        if (stale := self._stale()) is not None:
-            found["stale micro-batch"] = stale
+        for name, drawn in (("stale micro-batch", False), ("stale, with its draws", True)):
+            if (stale := self._stale(drawn)) is not None:
+                found[name] = stale
         named = dict(self.step.model.named_parameters())
-        chosen = [named[name] for name in biases if name in named]
+        chosen = [named[name] for name in job.added_by_each if name in named]
         if chosen:
-            with _changed(chosen, float(len(self.ranks))):
+            with _changed(chosen, float(job.adding)):
                 found["biases"] = self._sum([part for _, _, part in self.parts])
         return found
 
     def _sum(self, parts: list[Part]) -> float:
         return sum(float(self._losses(part)[0].sum()) for part in parts)
 
-    def _stale(self) -> float | None:
-        """The sum if the last micro-batch goes through with the data of the one before."""
+    def _stale(self, drawn: bool) -> float | None:
+        """The sum if the last micro-batch goes through with the data of the one before.
+
+        What layers draw is `drawn` for that one too, where they come before the mistake.
+        """
         last = max(micro for micro, _, _ in self.parts)
         before = {place: part for micro, place, part in self.parts if micro == last - 1}
         total = 0.0
@@ -171,7 +177,7 @@ class _Parts:
             given = before.get(place) if micro == last else part
             if given is None or given.samples != part.samples:
                 return None
-            total += float(self._losses(part, given.data)[0].sum())
+            total += float(self._losses(part, given, given if drawn else part)[0].sum())
         return total
 
     def _first_stream(self, part: Part) -> Part:

@@ -78,9 +78,9 @@ def samples_together(evidence: Evidence) -> Iterator[Account]:
     if cut is None or evidence.usable is not None:
         return
     says = (
-        "one process gives the same as the ranks where it cuts its batch as they do: samples of a "
+        "the result follows how the batch is cut, in one process too: a loss that is a mean over "
     )
-    says += "micro-batch depend on each other, or its loss is a mean over what it holds"
+    says += "a micro-batch, samples that see each other, or random numbers that belong to no sample"
     if stage in NUMBERS:
         found, other = (
             trace.ranks[0][evidence.step][NUMBERS[stage]] for trace in (evidence.ours, cut)
@@ -113,6 +113,7 @@ def a_micro_batch_before(evidence: Evidence) -> Iterator[Account]:
     """The last micro-batch has the activations of the one before."""
     words = "the last micro-batch goes through later layers with what came of the one before"
     yield from _otherwise(evidence, "stale micro-batch", words)
+    yield from _otherwise(evidence, "stale, with its draws", words)
 
 
 def _otherwise(evidence: Evidence, name: str, says: str) -> Iterator[Account]:

@@ -72,6 +72,7 @@ def _collected(
             cut_for=data,
             micro_batch=ours.micro_batch or _micro_batch(passes),
             added_by_each=_biases(facts),
+            adding=ours.ranks // data,
         )
         alone = run(f"cause-{ours.precision}-{ours.ranks}-parts", cut)
         parts = read_parts(alone.path, first.step)

@@ -68,11 +68,11 @@ CAUSES = tuple(
             "add what comes from another rank to what is there, and sum over all of them",
         ),
         (
-            "samples depend on each other",
+            "result follows the cut",
             (SAMPLE_WEIGHT, "loss", "gradient", "buffer"),
             counts.samples_together,
-            "let each sample's loss and output follow it alone: no mean, no statistics, no padding "
-            'over a micro-batch; what counts goes into weight(batch), or say loss_over = "batch"',
+            "let loss and output of each sample follow it alone: no mean, statistics or padding "
+            'over a micro-batch (weight(batch), loss_over = "batch"); draw with functions of torch',
         ),
         (
             "one random stream",
