@@ -178,7 +178,7 @@ def two_waiters_of_a_rank(looks_at_its_op: bool = True, counts_late: bool = Fals
     """Two threads of a process wait for one op; whoever holds the lock ends it, and rings for both.
 
     As in `waiting.c`: a thread tries, then is counted as asleep, tries again, and sleeps unless
-    that or its op has gone on. The third thread is another rank, which publishes what the op waits for.
+    that or its op has gone on. The third thread is another rank: it publishes what is waited for.
     """
     other = Program()
     other.store(WAITERS_STAGE, 1)
