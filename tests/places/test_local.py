@@ -32,6 +32,7 @@ What is trained:
   prefetch = 2
   eval_every = 
   early_stop = 
+  until = 
   patience = 3
   optimizer = 
   schedule = 

@@ -16,7 +16,7 @@ NO_FIELDS = {  # options that are no field of a job
         *("--slots", "--ranks-per-node", "--hosts", "--rendezvous", "--id", "--node-rank"),
         *("--interface", "--join-timeout", "--node-timeout", "--per-rank"),
     ),
-    "Looking": ("--placement", "--keep-runs", "--json", "--help"),
+    "Looking": ("--placement", "--deep", "--keep-runs", "--json", "--help"),
 }
 
 
