@@ -97,12 +97,16 @@ def test_what_has_a_counterpart_is_taken_and_says_from_where(tmp_path: Path) -> 
     path = tmp_path / "ds_config.json"
     assert sources["strategy"] == f"file {path}: zero_optimization.stage = 2"
     assert sources["ds_config.json: steps_per_print"].startswith("10, passed over: ")
+    assert "ds_config.json: gradient_clipping" not in sources
     assert sources["ds_config.json: zero_optimization.overlap_comm"].startswith("true, passed over")
 
 
 @pytest.mark.parametrize(("stage", "strategy"), list(enumerate(["ddp", "zero1", "zero2", "fsdp"])))
 def test_a_stage_is_a_strategy(stage: int, strategy: str, tmp_path: Path) -> None:
-    assert configured(tmp_path, zero_optimization={"stage": stage}).job.strategy == strategy
+    """And that nobody said whether gradients are clipped is recorded: it follows the version."""
+    found = configured(tmp_path, zero_optimization={"stage": stage})
+    assert found.job.strategy == strategy and "clip_norm" not in found.job.task
+    assert "0.19.8 clips them" in found.sources["ds_config.json: gradient_clipping"]
 
 
 def test_auto_is_what_task_and_flags_say(tmp_path: Path) -> None:

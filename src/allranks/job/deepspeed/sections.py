@@ -21,6 +21,10 @@ from allranks.strategies.torch_cards import CARDS
 
 STAGES = ("ddp", "zero1", "zero2", "fsdp")
 """By `zero_optimization.stage`."""
+UNCLIPPED = (
+    "the task says whether gradients are clipped; where a configuration does not, DeepSpeed 0.19.8 "
+    "clips them at 1.0, and versions before it did not"
+)
 SPEED = "says how fast it is, not what comes out"
 LOGGING = "says what is shown: allranks has records of its own"
 PASSED_OVER = {
@@ -90,6 +94,8 @@ def read_deepspeed(path: str, ranks: int) -> FromDeepSpeed:
             SECTIONS[key](found, key, asked)
         elif key not in SECTIONS and key not in batch.KEYS:
             _without_counterpart(found, key, asked, PASSED_OVER)
+    if "gradient_clipping" not in data:
+        found.note("gradient_clipping", None, UNCLIPPED)
     if "scheduler" in data and "schedule" in found.values and "optimizer" not in found.values:
         raise found.refuse(
             "scheduler",
