@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.strategies.mesh import SHARD, TENSOR
 from allranks.torch import Task, Trainer
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.optimizers.lamb import LAMB
 from allranks.torch.optimizers.lars import LARS
+from allranks.torch.sharding.dtensors import mesh_over
 
 OPTIMIZERS = {
     "adamw": AdamW,
@@ -210,3 +214,23 @@ def holds_its_part(name: str) -> None:
         assert own == sum(row.gradient_bytes or 0 for row in held)
         steps = 8 * len(held)
         assert sum(row.optimizer_bytes or 0 for row in held) <= 2 * own + steps
+
+
+def cuts_twice(store: str) -> None:
+    """What is computed of cut tensors lies on the mesh of this time, not on one that is gone.
+
+    The groups have other names the second time: the first mesh's is a group of one rank now.
+    """
+    world = World.from_environment()
+    for turn, before in enumerate((0, 1)):
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}{turn}", rank=world.rank, world_size=world.size
+        )
+        for _ in range(before):
+            dist.new_subgroups(1)
+        mesh = mesh_over(dist.new_group(), "cpu", None, (SHARD,))
+        part = distribute_tensor(torch.arange(6.0).view(6, 1), mesh, [Shard(0)])
+        doubled: Any = part + part
+        assert doubled.device_mesh.get_group().group_name == mesh.get_group().group_name
+        assert doubled.full_tensor().sum().item() == 30.0
+        dist.destroy_process_group()

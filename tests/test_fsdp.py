@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,6 +199,12 @@ def test_as_one_unit_they_may(train: Train) -> None:
     found = train(DEEP, "draws=true", "units=none", strategy="fsdp", ranks=2, steps=8, **FP64)
     ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
     assert difference(ours, theirs) < 1e-10
+
+
+def test_a_process_that_cut_tensors_before_forgets_their_mesh(
+    on_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    on_ranks(2, "fsdp_tasks:cuts_twice", str(tmp_path / "meet"))
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 3), ("fsdp:tensor=2", 4)])

@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    debug,
+    distribute_tensor,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from allranks.torch.comm import Comm
@@ -25,7 +33,7 @@ def device_mesh(comm: Comm, axis: str) -> DeviceMesh:
     What torch sends there is counted by `comm`, as `control`.
     """
     group = comm.counting_group("control")
-    return DeviceMesh.from_group(group, comm.device.type, mesh_dim_names=(axis,))
+    return mesh_over(group, comm.device.type, None, (axis,))
 
 
 def mesh_of(
@@ -39,7 +47,24 @@ def mesh_of(
     groups = [comm.counting_group(kinds.get(name, "control")) for name, comm in axes]
     grid = torch.arange(ranks).view([comm.size for _, comm in axes])
     names = tuple(name for name, _ in axes)
-    return DeviceMesh.from_group(groups, axes[0][1].device.type, grid, mesh_dim_names=names)
+    return mesh_over(groups, axes[0][1].device.type, grid, names)
+
+
+def mesh_over(
+    groups: dist.ProcessGroup | list[dist.ProcessGroup],
+    device: str,
+    grid: Tensor | None,
+    names: tuple[str, ...],
+) -> DeviceMesh:
+    """A mesh of a group, or of one for each axis of `grid`; every rank of them calls this.
+
+    torch keeps of each operation on what mesh its result lies, and finds it again for any mesh with
+    the same ranks: in a process that trained before, one whose groups are gone, or now others.
+    """
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+    return DeviceMesh.from_group(groups, device, grid, mesh_dim_names=names)
 
 
 def shard_of(along: Along) -> Placement:

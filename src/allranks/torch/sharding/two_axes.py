@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
@@ -20,7 +19,7 @@ from allranks.strategies.mesh import SHARD, TENSOR
 from allranks.torch.comm import Comm
 from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import groups_of_whole
-from allranks.torch.sharding.dtensors import dtensor, shard_of
+from allranks.torch.sharding.dtensors import dtensor, mesh_over, shard_of
 from allranks.torch.state import whole
 from allranks.torch.tensor_parallel.cutting import CutModel
 from allranks.torch.tensor_parallel.exchange import Exchange
@@ -38,9 +37,7 @@ class TwoAxes:
         tensor = exchange.comm
         groups = [comm.counting_group("control") for comm in (tensor, shards)]
         ranks = torch.arange(shards.size * tensor.size).view(shards.size, tensor.size).t()
-        self.mesh = DeviceMesh.from_group(
-            groups, shards.device.type, ranks.contiguous(), mesh_dim_names=(TENSOR, SHARD)
-        )
+        self.mesh = mesh_over(groups, shards.device.type, ranks.contiguous(), (TENSOR, SHARD))
 
     def saved(self, name: str, held: Tensor) -> Tensor:
         """What stands in a state for a DTensor of `fully_shard`; anything else is whole."""
