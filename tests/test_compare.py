@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from allranks.tools.check.compare import START, Comparison, Tolerance, Trace, compare
+from allranks.tools.check.compare import Comparison, Tolerance, Trace, compare
+from allranks.training.record.trace import START
 
 Rows = dict[int, dict[str, Any]]
 Tensors = dict[int, dict[str, Any]]

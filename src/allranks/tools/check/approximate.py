@@ -18,11 +18,12 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import at_setting
 from allranks.tools.check.against_single import Check, in_one, undisturbed
-from allranks.tools.check.compare import START, Trace
+from allranks.tools.check.compare import Trace
 from allranks.tools.check.drift import Drift, drift_between
 from allranks.tools.check.plan import Plan
 from allranks.tools.check.tolerances import FP64
 from allranks.tools.check.verdict import Look, Verdict
+from allranks.training.record.trace import START
 
 MADE = ("weight", "average", "buffer")
 """What is equal at the exact setting: learners have gradients of their own until they meet."""

@@ -26,8 +26,8 @@ from allranks.tools.check.sizes import (
     tensor_difference,
     usual_sizes,
 )
+from allranks.training.record.trace import START, tensors_path
 
-START = -1
 STAGES = ("gradient", "clipped gradient", "weight", "average", "buffer")
 MOVED = ("weight", "average")  # by the optimizer, from gradients that may be rounding only
 SMALL = 1e-3  # a tensor counts as at least this part of what is usual in its stage
@@ -130,8 +130,7 @@ class Trace:
 
     def _tensors(self, step: int) -> dict[str, Array]:
         """The leader's tensors of one step, by stage/name."""
-        name = "start" if step == START else f"step-{step:08d}"
-        return dict(load_file(self.path / "tensors" / f"{name}.safetensors"))
+        return dict(load_file(tensors_path(self.path, step)))
 
 
 def compare(reference: Trace, candidate: Trace, tolerance: Tolerance) -> Comparison:

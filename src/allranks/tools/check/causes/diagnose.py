@@ -19,7 +19,8 @@ from allranks.strategies.mesh import DATA
 from allranks.tools.check.causes.cause import Finding, confirmed
 from allranks.tools.check.causes.evidence import Evidence, Parts, Tensors, read_parts
 from allranks.tools.check.causes.table import CAUSES
-from allranks.tools.check.compare import START, Difference, Tolerance, Trace
+from allranks.tools.check.compare import Difference, Tolerance, Trace
+from allranks.training.record.trace import START, tensors_path
 
 Run = Callable[[str, Job], Trace]
 """Runs a job under a name, and gives its trace."""
@@ -98,7 +99,5 @@ def _biases(facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _tensors(trace: Path, step: int, rank: int) -> Tensors:
-    name = "start" if step == START else f"step-{step:08d}"
-    folder = trace / "tensors"
-    path = (folder / f"rank-{rank:03d}" if rank else folder) / f"{name}.safetensors"
+    path = tensors_path(trace, step, rank)
     return load_file(path) if path.exists() else {}

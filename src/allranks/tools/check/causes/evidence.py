@@ -18,8 +18,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from allranks.strategies.mesh import REPLICATE, SHARD, Mesh
-from allranks.tools.check.compare import START, Difference, Tolerance, Trace
+from allranks.tools.check.compare import Difference, Tolerance, Trace
 from allranks.tools.check.sizes import Array, norm, tensor_difference, usual_sizes
+from allranks.training.record.trace import START
 
 Tensors = Mapping[str, Array]
 SAMPLE_WEIGHT = "sample weight"

@@ -8,7 +8,7 @@ import numpy as np
 
 from allranks.tools.check.causes.cause import Account
 from allranks.tools.check.causes.evidence import Evidence
-from allranks.tools.check.compare import START
+from allranks.training.record.trace import START
 
 
 def parts_of_the_first(evidence: Evidence) -> Iterator[Account]:
