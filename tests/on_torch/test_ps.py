@@ -29,6 +29,7 @@ from allranks.job.run_folder import read_events
 from allranks.launcher.nodes.channel import Disconnected
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.world import World
+from allranks.strategies.cards.parameter_server import COMPENSATED, STALENESS_AWARE
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import Plan
 from allranks.torch.parameter_server.flat import FlatLayout
@@ -36,7 +37,7 @@ from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.placement import Piece, Sized, placed
 from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
-from allranks.torch.parameter_server.shard import COMPENSATED, STALENESS_AWARE, Rule, Shard
+from allranks.torch.parameter_server.shard import Rule, Shard
 from allranks.torch.parameter_server.state import (
     cut_state,
     hyper_parameters_said,
@@ -318,7 +319,8 @@ def worker_world(index: int) -> World:
 @pytest.mark.parametrize("rate", ["plain", "staleness-aware", "dc-asgd"])
 def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None:
     """Two servers, three workers, over the real wire; the loop is written out with plain torch."""
-    strategy = f"ps:mode=async,servers=2,bound=8,rate={rate},compensation=0.3"
+    more = ",compensation=0.3" if rate == "dc-asgd" else ""
+    strategy = f"ps:mode=async,servers=2,bound=8,rate={rate}{more}"
     job = Job(strategy=strategy, ranks=3, precision="fp64")
     with ExitStack() as stack:
         made = [stack.enter_context(Trainer(Plain(), job, world=worker_world(n))) for n in range(4)]
@@ -501,7 +503,9 @@ def test_an_evaluator_judges_newest_checkpoints_once_each_though_it_dies(
     evaluated = events(done.run_dir, "evaluated")
     steps = [event["step"] for event in evaluated]
     assert {event["rank"] for event in evaluated} == {5}
-    assert steps == sorted(set(steps)) and set(steps) <= set(range(4, 49, 4)) and steps[-1] == 48
+    assert steps == sorted(set(steps)) and steps[-1] == 48
+    if mode == "sync":  # out of step it is saved as soon as nobody has anything
+        assert set(steps) <= set(range(4, 49, 4))
     assert evaluated[-1]["metrics"] == pytest.approx(done.summary["eval"], rel=1e-10)
     assert [event["rank"] for event in events(done.run_dir, "worker_lost")] == [5]
 
@@ -528,8 +532,6 @@ def test_a_slow_worker_slows_nobody(train: Train, strategy: str) -> None:
     ("strategy", "field", "found"),
     [
         ("ps:backup=2", "", "part of its own"),
-        ("ps:staleness=1", "", "mode=sync"),
-        ("ps:mode=async,backup=1", "", "mode=async"),
         ("ps", "ema=0.9", "workers"),
         ("ps:evaluator=yes", "", "there would be none"),
     ],

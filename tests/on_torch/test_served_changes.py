@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,3 +200,31 @@ def test_each_batch_of_a_round_counts_once_whoever_dies(
     assert [b - a for a, b in pairwise(steps)] == [1] * (len(steps) - 1)
     assert set(Counter(steps).values()) == {1} and steps[-1] == 35
     assert [event["rank"] for event in events(result.run_dir, "worker_lost")][:1] == [rank]
+
+
+# --- early ends ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["mode=async", "mode=delta,every=4,pipeline=yes"])
+def test_a_training_that_ends_early_counts_what_workers_are_at(
+    train: Train, tmp_path: Path, options: str
+) -> None:
+    """Goes on from there, each batch is made once: the ledger and the progress agree."""
+    run_dir = tmp_path / "run"
+    flags: dict[str, Any] = {"steps": 120, "run_dir": str(run_dir)}
+    first = train(
+        TASK,
+        strategy=f"ps:{options}",
+        ranks=3,
+        eval_every="2",
+        until="min:loss=1000",
+        checkpoint_every=1000,
+        **flags,
+    )
+    made = first.summary["steps"]
+    assert first.summary["ended_early"] and first.summary["until"]["step"] == 2 < made < 120
+    assert len(read_rows_of(run_dir)) == made
+    rest = train("", **flags, until="min:loss=1e-9")
+    assert rest.summary["resumed_from_step"] == made and rest.summary["steps"] == 120
+    assert [row["step"] for row in read_rows_of(run_dir)] == list(range(120))

@@ -92,3 +92,27 @@ def test_each_batch_counts_once_whoever_dies(
         )
         weights = [load_file(f / "weights.safetensors") for f in (tmp_path, single.run_dir)]
         assert difference(*weights) < 1e-10
+
+
+@pytest.mark.parametrize("mode", ["async", "delta,every=4,pipeline=yes"])
+def test_a_signal_loses_no_row_of_a_step_that_is_in_the_weights(tmp_path: Path, mode: str) -> None:
+    """What workers are at when it comes is counted, in rows as well, before it is saved."""
+    command = [
+        *(sys.executable, "-m", "allranks.cli.main", "train", "decoupled_tasks:Plain"),
+        *("--strategy", f"ps:mode={mode}", "--ranks", "3", "--steps", "4000"),
+        *("--run-dir", str(tmp_path), "--set", "epochs=4000"),
+    ]
+    for rank in (2, 3, 4):
+        command += ["--inject", f"slow@rank={rank},seconds={STEP_S}"]
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=here) as launch:
+        while not (tmp_path / "metrics.jsonl").exists():
+            assert launch.poll() is None
+            time.sleep(0.05)
+        time.sleep(1.0)
+        launch.send_signal(signal.SIGTERM)
+        assert launch.wait(timeout=240) == 4
+    stopped = next(e for e in read_events(tmp_path) if e["event"] == "stopped" and not e["rank"])
+    rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows if "loss" in row] == list(range(stopped["step"]))
+    assert (tmp_path / "checkpoints" / f"step-{stopped['step']:08d}" / "manifest.json").exists()

@@ -61,7 +61,8 @@ class EvaluationPlan:
         if self._stop is not None:
             self._stop.take(metrics)
         until = self._until
-        if until is not None and until.is_reached(metrics.get(until.metric, math.nan)):
+        reached = until is not None and until.is_reached(metrics.get(until.metric, math.nan))
+        if reached and self.reached_at is None:
             self.reached_at = done.batch_index
         if self._plateau is not None:
             self._plateau.take(metrics)

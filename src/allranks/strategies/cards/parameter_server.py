@@ -12,6 +12,7 @@ from allranks.strategies.roles import EVALUATOR, WORKER, Role
 
 SCHEDULER, SERVER = "scheduler", "server"
 IN_STEP, OUT_OF_STEP, CHANGES = "sync", "async", "delta"
+PLAIN, STALENESS_AWARE, COMPENSATED = RATES = "plain", "staleness-aware", "dc-asgd"
 NO_RAMP, STAIRCASE, LINE = RAMPS = "none", "staircase", "line"
 ALL_NODES = "all"
 ON_SERVER, ON_WORKER = "server", "worker"
@@ -25,6 +26,12 @@ OPTIONS_OF = {
     (CHANGES,): ("every", "pipeline", "ramp", "ramp_from", "ramp_over"),
 }
 """The modes of which these are options; all others are options of every mode."""
+NEEDS = {
+    "compensation": ("rate", (COMPENSATED,)),
+    "ramp_from": ("ramp", (STAIRCASE, LINE)),
+    "ramp_over": ("ramp", (STAIRCASE, LINE)),
+}
+"""Options that say more of a value of another one, and mean nothing without it."""
 
 OUT_OF_STEP_LOOP = Reference(
     "a loop in one process that takes the gradient of each batch at the weights of the pull before "
@@ -52,8 +59,24 @@ def parts_of_a_step(workers: int, options: Mapping[str, Any]) -> int:
     return workers - int(options["backup"]) if options["mode"] == IN_STEP else 1
 
 
+def _check_together(options: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for an option that the mode, or another option, leaves unused."""
+    rules = [("mode", modes, name) for modes, names in OPTIONS_OF.items() for name in names]
+    rules += [(of, values, name) for name, (of, values) in NEEDS.items()]
+    defaults = {option.name: option.default for option in PARAMETER_SERVER_CARD.options}
+    for of, values, name in rules:
+        if options[name] != defaults[name] and options[of] not in values:
+            raise RequestError(
+                asked=f"--strategy ps:{name}={options[name]}",
+                found=f"{of}={options[of]}",
+                why=f"{name} is an option of " + " or ".join(f"{of}={one}" for one in values),
+                do=f"{of}={values[0]}, or leave {name} out",
+            )
+
+
 def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
     """The ranks are the workers: any of them may be lost, and come again."""
+    _check_together(options)
     if parts_of_a_step(ranks, options) < 1:
         raise RequestError(
             asked=f"--strategy ps:backup={options['backup']} --ranks {ranks}",
@@ -136,9 +159,9 @@ PARAMETER_SERVER_CARD = Card(
         ),
         Option(
             "rate",
-            "plain",
+            PLAIN,
             "async: what is done about gradients of old weights",
-            ("plain", "staleness-aware", "dc-asgd"),
+            (*RATES,),
         ),
         Option("compensation", 0.04, "the lambda of dc-asgd", at_least=0),
         Option("every", 1, "delta: batches that a worker trains on between two pushes", at_least=1),

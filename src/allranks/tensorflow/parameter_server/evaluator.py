@@ -38,10 +38,11 @@ def evaluate_checkpoints(task: Task, job: Job, world: World, events: JsonLines) 
     data = TaskData(task, job, alone, built.model)
     events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
     evaluated = 0
-    for step, weights in checkpoints_to_evaluate(Path(job.run_dir), world, heartbeat, _weights):
+    found = checkpoints_to_evaluate(Path(job.run_dir), world, heartbeat, _weights, events)
+    for (step, digest), weights in found:
         set_weights(built.model, weights)
         metrics = data.evaluate(partial(heartbeat.enter, "evaluate"))
-        events.event("evaluated", step=step, metrics=metrics, best=False)
+        events.event("evaluated", step=step, digest=digest, metrics=metrics, best=False)
         evaluated += 1
     data.close()
     events.event("done", evaluated=evaluated)

@@ -33,11 +33,13 @@ def evaluate_checkpoints(trainer: Trainer, job: Job, world: World, events: JsonL
     """Evaluate the checkpoints of `job` until its scheduler is done; `trainer` trains nothing."""
     events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
     model, evaluated = trainer.strategy.model, 0
-    found = checkpoints_to_evaluate(Path(job.run_dir), world, trainer.heartbeat, _model_state)
-    for step, state in found:
+    run_dir, heartbeat = Path(job.run_dir), trainer.heartbeat
+    found = checkpoints_to_evaluate(run_dir, world, heartbeat, _model_state, events)
+    for (step, digest), state in found:
         trainer.faults.reach("step", step)
         load_model_state(model, state)
-        events.event("evaluated", step=step, metrics=trainer.evaluate(), best=False)
+        metrics = trainer.evaluate()
+        events.event("evaluated", step=step, digest=digest, metrics=metrics, best=False)
         evaluated += 1
     events.event("done", evaluated=evaluated)
     trainer.heartbeat.enter("done")

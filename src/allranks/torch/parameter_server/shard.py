@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from allranks.strategies.cards.parameter_server import COMPENSATED, PLAIN, STALENESS_AWARE
 from allranks.torch.parameter_server.flat import Flat, FlatLayout
 from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.state import Kept, cut_state, join_state
 from allranks.torch.step.trainable import update
-
-PLAIN, STALENESS_AWARE, COMPENSATED = "plain", "staleness-aware", "dc-asgd"
 
 
 @dataclass(frozen=True)

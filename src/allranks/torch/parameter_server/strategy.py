@@ -36,9 +36,9 @@ from allranks.errors import RequestError
 from allranks.strategies.card import Workload
 from allranks.strategies.cards.parameter_server import (
     CHANGES,
+    COMPENSATED,
     IN_STEP,
     ON_WORKER,
-    OPTIONS_OF,
     ROWS,
     parts_of_a_step,
 )
@@ -49,7 +49,7 @@ from allranks.torch.model.layers import normalising_layers
 from allranks.torch.optimizers.elementwise import groups_of_whole
 from allranks.torch.parameter_server.flat import Flat, FlatLayout
 from allranks.torch.parameter_server.placement import Sized, placed
-from allranks.torch.parameter_server.shard import COMPENSATED, Rule, Shard
+from allranks.torch.parameter_server.shard import Rule, Shard
 from allranks.torch.parameter_server.tables.placed import (
     PlacedTable,
     let_go,
@@ -191,22 +191,6 @@ class ParameterServer(Strategy):
                     why="it needs all of a step in one process, or in a process group",
                     do="leave it out, or --strategy ddp",
                 )
-        self._check_modes()
-
-    def _check_modes(self) -> None:
-        """Raise `RequestError` for an option of another mode than that which is asked for."""
-        options = self.context.options
-        for mode, names in OPTIONS_OF.items():
-            for name in names:
-                default = next(o.default for o in self.card.options if o.name == name)
-                if options[name] != default and options["mode"] not in mode:
-                    wanted = " or ".join(f"mode={one}" for one in mode)
-                    raise RequestError(
-                        asked=f"--strategy ps:{name}={options[name]}",
-                        found=f"mode={options['mode']}",
-                        why=f"{name} is an option of {wanted}",
-                        do=f"mode={mode[0]}, or leave {name} out",
-                    )
 
     def shard(self, server: int) -> Shard:
         """What a server holds; from here on this process has no optimizer of the whole model."""

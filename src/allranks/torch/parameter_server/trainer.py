@@ -63,7 +63,7 @@ class SchedulerTrainer(Trainer):
             yield [batch]
 
     def _brought(self, service: Service) -> Iterator[list[Brought]]:
-        """Out of step: what workers bring, as it comes."""
+        """Out of step: what workers bring, as it comes; at an early end, what they are at too."""
         while not self.evaluation_plan.is_over:
             found = service.brought(LOOK_S)
             self._uncounted += [one for brought in found for one in brought.steps()]
@@ -72,7 +72,17 @@ class SchedulerTrainer(Trainer):
             if self._saves_next and not found and service.wait_until_idle(LOOK_S):
                 self._save_idle(service)
             if not found and service.handing.ledger.is_over:
-                return
+                break
+        self._take_in(service)
+        while self._uncounted:
+            yield [self._uncounted.pop(0)]
+
+    def _take_in(self, service: Service) -> None:
+        """Hand out nothing more, and wait for what workers are at: the weights have it by then."""
+        service.pause()
+        while not service.wait_until_idle(LOOK_S):
+            pass
+        self._uncounted += [one for brought in service.brought(0.0) for one in brought.steps()]
 
     def steps(self, batches: list[Any]) -> list[StepResult]:
         """What each step was."""
@@ -153,6 +163,7 @@ class SchedulerTrainer(Trainer):
         self._taken.undone_by(links.close)
         if strategy.step.probe is not None:
             self._check_traced()
+        if strategy.step.probe is not None or self.evaluation_plan.is_over:
             service.pause()
         if strategy.in_step:
             self._leading = leading = LeadingInStep(strategy, links, service)
@@ -229,16 +240,13 @@ class SchedulerTrainer(Trainer):
         if due or result.asked.save or self.evaluation_plan.wants_save(self.progress):
             self._saves_next = True
             service.pause()
-        if result.asked.stop:
-            service.pause()
-            while not service.wait_until_idle(LOOK_S):
-                pass
-            left = [one for brought in service.brought(0.0) for one in brought.steps()]
-            for one in [*self._uncounted, *left]:
-                self._counted(one)
-            self._uncounted.clear()
-            self._save_idle(service, wait=True)
-        return result.asked.stop
+        if not result.asked.stop:
+            return False
+        self._take_in(service)
+        if self._uncounted:  # each is a step of the job like any other; after the last of them
+            return False
+        self._save_idle(service, wait=True)
+        return True
 
     def _save_idle(self, service: Service, *, wait: bool = False) -> None:
         """Save, while no worker has anything; then they go on."""
