@@ -99,8 +99,8 @@ class ForkedServer(ForkServer):
             os._exit(1)
 
 
-def start_forked(words: Any, cores: Any, log: Path) -> Any:
-    """A job of a sweep: a launch of its own, which inherits its imports."""
+def start_forked(words: Any, cores: Any, log: Path, verb: str = "train") -> Any:
+    """A job of a sweep or a bench: a launch of its own, which inherits its imports."""
     parent, pid = os.getpid(), os.fork()
     if pid:
         return Forked(pid)
@@ -113,7 +113,7 @@ def start_forked(words: Any, cores: Any, log: Path) -> Any:
         signal.signal(number, signal.SIG_DFL)
     files = dict.fromkeys(("out", "err", "ready"), str(log))
     be_launched(
-        {"words": ["train", *words], "cwd": os.getcwd(), "groups": [], "environment": {}, **files}
+        {"words": [verb, *words], "cwd": os.getcwd(), "groups": [], "environment": {}, **files}
     )
 
 

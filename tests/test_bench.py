@@ -17,12 +17,13 @@ from rich.console import Console
 from allranks.cli.bench import _job, bench
 from allranks.cli.display.bench_table import BenchTable
 from allranks.errors import RequestError
+from allranks.job.job import Job, Tracing, names_in
 from allranks.tools.bench.energy import Meter
 from allranks.tools.bench.figure import sweep_curves, sweep_figure
 from allranks.tools.bench.machine import copy_bytes_per_s
 from allranks.tools.bench.measuring import Found
-from allranks.tools.bench.peers import check_job
-from allranks.tools.bench.plan import WEAK, Combination, Plan, checked_plan, swept
+from allranks.tools.bench.peers import SAME, check_job
+from allranks.tools.bench.plan import WEAK, Combination, Plan, checked_plan, swept, value_of
 from allranks.tools.bench.reading import EXCHANGE, Measured, timed
 from allranks.tools.bench.results import request_of, rows_of, to_data
 from allranks.tools.bench.statistics import Steps, interval, of_steps, ratio
@@ -211,6 +212,15 @@ def test_a_sweep_is_each_strategy_that_has_the_option_with_each_value() -> None:
     assert {point[1] for point in curves["single"]} == {curves["single"][0][1]}, "a level line"
     figure = sweep_figure(plan, rows)
     assert figure is not None and figure.count("<polyline") == 3
+    written = ["ddp:bucket_mb=1", "ddp"]
+    assert swept(written, "reduce=mean,top-k(k=1,chunk=64)")[0] == [
+        *(f"ddp:bucket_mb=1,reduce={r}" for r in ("mean", "top-k(k=1,chunk=64)")),
+        *(f"ddp:reduce={r}" for r in ("mean", "top-k(k=1,chunk=64)")),
+    ]
+    assert value_of("ddp:reduce=top-k(chunk=64,k=1,x=2),bucket_mb=3", "k") is None
+    assert value_of("ddp:reduce=top-k(chunk=64,k=1,bucket_mb=2),bucket_mb=3", "bucket_mb") == 3
+    with pytest.raises(RequestError, match="not closed"):
+        swept(["ddp"], "reduce=mean,top-k(k=1")
     for bad, why in (("splat=1,2", "no strategy with that option"), ("split=4", "fewer than two")):
         with pytest.raises(RequestError, match=why):
             swept(strategies, bad)
@@ -368,6 +378,9 @@ def test_peers_train_what_we_train(
         ("hand", ("--precision", "fp64"), "precision = fp64"),
         ("hand", ("--bitwise",), "bitwise = True"),
         ("hand", ("--place", "slurm", "--nodes", "2"), "no part of this machine"),
+        ("hand", ("--checkpoint-every", "5"), "writes no checkpoints"),
+        ("hand", ("--inject", "exit@rank=1,step=4"), "in our ranks alone"),
+        ("hand", ("--log", "csv"), "its losses, and nothing else"),
     ],
 )
 def test_what_a_peer_does_not_have_is_refused_by_name(
@@ -380,3 +393,32 @@ def test_what_a_peer_does_not_have_is_refused_by_name(
     job = jobs[peer]["words"]
     with pytest.raises(RequestError, match=found):
         check_job(peer, _job(job))
+
+
+def test_of_each_option_of_a_job_somebody_has_said_what_peers_make_of_it() -> None:
+    """One that they pass over in silence would make them another training than ours."""
+    checked = {"engine", "place"}
+    they_have = {"program", "task", "steps", "seed", "ranks", "nodes", "threads"}
+    ours_alone = {"strategy", "until", "backend", "prefetch", "run_dir"}
+    with_others = {"patience", "eval_every", "keep", "loss_scale", "devices", "hang_timeout"}
+    no_training_of_ours = {"witness", *names_in(Tracing)}
+    said = checked | they_have | ours_alone | with_others | no_training_of_ours
+    assert said.isdisjoint(SAME) and {field.name for field in dataclasses.fields(Job)} == {
+        *said,
+        *SAME,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "strategy", "peer"),
+    [("digits", "ddp", "hand"), ("digits-keras", "multi-worker-mirrored", "tf")],
+)
+def test_a_task_that_no_peer_trains_is_refused_before_anything_runs(
+    program: str, strategy: str, peer: str
+) -> None:
+    words = ["--strategy", strategy, "--ranks", "2", "--peers", peer, "--dry-run", "--json"]
+    said = CliRunner().invoke(bench, [program, *words, "--", "--set", "clip_norm=1"])
+    ours, theirs = json.loads(said.stdout)["jobs"]
+    assert "refused" not in ours
+    assert theirs["refused"].startswith("refused: a task with clip_norm; a peer takes its model")

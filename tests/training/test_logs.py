@@ -16,7 +16,15 @@ from tensorboard.backend.event_processing.event_accumulator import SCALARS, Even
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, keep_rows, rank_events_path, read_rows
-from allranks.training.record.logs import STEP_COLUMNS, GrowingFile, Logs, check_logs, open_logs
+from allranks.training.record.logs import (
+    STEP_COLUMNS,
+    CsvLog,
+    End,
+    GrowingFile,
+    Logs,
+    check_logs,
+    open_logs,
+)
 from conftest import Train
 
 
@@ -61,7 +69,7 @@ class Run:
                 if step + 1 in saved:
                     metrics.flush()
                     logs.flush()
-            logs.close() if ends else kill(logs)
+            logs.close("done") if ends else kill(logs)
 
     def tables(self) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
         with open(self.path / "metrics.csv", newline="") as steps:
@@ -99,6 +107,23 @@ def assert_whole(run: Run, steps: int) -> None:
     assert [step for step, _ in scalars["train/loss"]] == list(range(1, steps + 1))
     losses = scalars.get("evaluation/loss", [])
     assert losses == [(at, float(at - 1)) for at in range(3, steps + 1, 3)]
+
+
+def test_a_failure_leaves_all_steps_in_the_files(tmp_path: Path) -> None:
+    """Of each log, also where another one has trouble of its own."""
+
+    class Broken(CsvLog):
+        def close(self, end: End) -> None:
+            super().close(end)
+            raise ValueError(end)
+
+    good = CsvLog(tmp_path, 0)
+    (tmp_path / "other").mkdir()
+    logs = Logs([Broken(tmp_path / "other", 0), good])
+    logs.row(row_of(0))
+    assert (tmp_path / "metrics.csv").read_text().count("\n") == 1, "it is kept for a moment"
+    logs.fail()
+    assert (tmp_path / "metrics.csv").read_text().count("\n") == 2
 
 
 def test_a_csv_has_the_columns_of_the_metrics(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.training.record.logs import check_logs
 from conftest import Train
+from launch_host import Host
 
 
 @pytest.mark.slow
@@ -42,6 +43,30 @@ def test_a_run_in_mlflow_has_each_step_once(train: Train, tmp_path: Path) -> Non
         "ranks": "2",
         "task.lr": "0.003",
     }.items() <= run.data.params.items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [("FAILED", ("--inject", "fail@step=10")), ("KILLED", ("--time-limit", "5"))],
+)
+def test_a_run_in_mlflow_says_how_it_ended(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, words: tuple[str, ...]
+) -> None:
+    """With each step until then: those of the last seconds had waited in memory."""
+    from mlflow.tracking import MlflowClient  # noqa: PLC0415  not in every environment
+
+    asked = ("train", "digits", "--steps", "100000", "--log", "mlflow,csv", "--run-dir", "run")
+    launch = host.launch(tmp_path, *asked, *words)
+    assert launch.wait() != 0, launch.err
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = MlflowClient(tracking_uri=(tmp_path / "run" / "mlruns").as_uri())
+    (experiment,) = (e for e in client.search_experiments() if e.name == "digits")
+    (run,) = client.search_runs([experiment.experiment_id])
+    losses = client.get_metric_history(run.info.run_id, "train/loss")
+    assert run.info.status == status and run.info.end_time is not None
+    rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[1:]
+    assert [metric.step for metric in losses] == list(range(1, len(rows) + 1)) and rows
 
 
 def test_without_mlflow_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from allranks.strategies.resolve import strategy_spec
 from allranks.tools.bench.figure import sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, in_words, machine_facts
 from allranks.tools.bench.measuring import Found, measure
-from allranks.tools.bench.peers import PEERS, check_job, check_peers, script_of
+from allranks.tools.bench.peers import PEERS, check_job, check_peers, refused_task, script_of
 from allranks.tools.bench.plan import STRONG, WEAK, Combination, Plan, checked_plan, swept
 from allranks.tools.bench.results import Row, rows_of, to_data
 from allranks.tools.bench.tables import proposal, table
@@ -140,6 +140,7 @@ def _plan(
             refused[one], problem = f"refused: {error.found}", problem or error
         else:
             jobs[one] = job
+    _refuse_task(jobs, refused)
     if problem is not None and not jobs:
         raise problem
     return plan, jobs, refused
@@ -192,6 +193,15 @@ def _check(one: Combination, job: Job) -> None:
             "ranks that train apart",
             "a strategy whose ranks make one training",
         )
+
+
+def _refuse_task(jobs: dict[Combination, Job], refused: dict[Combination, str]) -> None:
+    """Move the peers from `jobs` to `refused` if the task asks for what no peer does."""
+    peers = [one for one in jobs if one.is_peer]
+    why = refused_task(jobs[peers[0]]) if peers else ""
+    for one in peers if why else ():
+        del jobs[one]
+        refused[one] = f"refused: {why}"
 
 
 def _refused(asked: str, found: str, do: str) -> RequestError:

@@ -41,7 +41,7 @@ def _parsed(text: str) -> Choice:
     if not name or not all(letter.isalnum() or letter in "-_" for letter in name):
         raise _Unreadable(f"{name!r} is not a name")
     options: dict[str, str] = {}
-    for part in _split_outside_brackets(rest) if colon else ():
+    for part in split_outside_brackets(rest) if colon else ():
         key, equals, value = part.partition("=")
         if not equals or not key or not value:
             raise _Unreadable(f"{part!r} is not key=value")
@@ -51,8 +51,8 @@ def _parsed(text: str) -> Choice:
     return Choice(name, options)
 
 
-def _split_outside_brackets(rest: str) -> list[str]:
-    """Cut at commas that stand outside brackets."""
+def split_outside_brackets(rest: str) -> list[str]:
+    """Cut at commas that stand outside brackets; raises `ValueError` if these do not match."""
     parts, depth, start = [], 0, 0
     for position, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")

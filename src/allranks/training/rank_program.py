@@ -153,6 +153,7 @@ class RankProgram(ABC, Generic[T]):
                 updates = trainer.progress.updates_unless_bad if trainer else 0
                 own = updates - run.record.updates_before  # without those it was resumed with
                 events.event("failed", **failure_of(cause, own, step))
+                run.record.fail()
                 return exit_code_of(cause)
         return 0
 
@@ -198,7 +199,7 @@ class RankProgram(ABC, Generic[T]):
     def _conclude(self, trainer: T) -> None:
         self.save_weights(trainer, self.record.keeping)
         evaluation = trainer.evaluate()
-        self.record.close()
+        self.record.close("done")
         size = sum(tensor.nbytes for _, tensor in trainer.weights())
         digest = self.sha256(trainer.weights()) if size <= DIGEST_LIMIT_BYTES else None
         summary = self.record.summary(trainer, evaluation, digest)
@@ -212,7 +213,7 @@ class RankProgram(ABC, Generic[T]):
 
     def _stop(self, trainer: T) -> None:
         """Asked to stop: the checkpoint is committed, or could not be."""
-        self.record.close()
+        self.record.close("stopped")
         committed = trainer.save(evaluate=False)  # the same step: known to all, not written again
         trainer.comm.barrier()
         trainer.close()

@@ -36,9 +36,14 @@ class Share:
     of_all: int
 
 
+def asked_job() -> Job:
+    """The job of the command line."""
+    return Job.from_data(json.loads(Path(sys.argv[1]).read_text()))
+
+
 def asked() -> tuple[Job, Path]:
     """The job and the folder of the command line."""
-    return Job.from_data(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2])
+    return asked_job(), Path(sys.argv[2])
 
 
 def check_task(task: TaskFields) -> None:
@@ -89,9 +94,10 @@ class Notes:
         (self._folder / f"held-{self._rank}.json").write_text(held)
 
 
-def main(train: Callable[[], None]) -> None:
-    """Run a peer; a request that it refuses ends it in words."""
+def main(run: Callable[[], object]) -> None:
+    """Run a peer; a request that it refuses ends it in words, with the code of a bad request."""
     try:
-        train()
+        run()
     except RequestError as error:
-        sys.exit(f"{error.asked}: {error.found}; {error.why}")
+        print(f"{error.found}; {error.why}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,4 +1,7 @@
-"""A task of torch, as the peers that train with torch take it."""
+"""A task of torch, as the peers that train with torch take it.
+
+python -m allranks.programs.peers.torch_task JOB.json       what of it no peer does, in words
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.programs.peers.given import check_task, shares
+from allranks.programs.peers.given import asked_job, check_task, main, shares
 from allranks.torch.data.open_data import open_data
 from allranks.torch.data.sources import MapSource, TensorSource, seed_generators
 from allranks.torch.task import Task
@@ -65,3 +68,7 @@ class TorchTask:
         losses = self.task.loss(output, samples)
         values = losses[0].numel() if len(losses) else 1
         return losses.sum() / (of_all * values) * ranks
+
+
+if __name__ == "__main__":
+    main(lambda: TorchTask(asked_job()))

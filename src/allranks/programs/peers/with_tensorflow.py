@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.programs.peers.given import Notes, asked, check_task, main, shares
-from allranks.training.keras_task import Task
-from allranks.training.task_fields import task_of
+from allranks.programs.peers.given import Notes, asked, main, shares
+from allranks.programs.peers.keras_task import KerasTask
 
 
 def train() -> None:
@@ -24,17 +21,19 @@ def train() -> None:
         implementation=tf.distribute.experimental.CommunicationImplementation.RING
     )
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring)
+    given = KerasTask(job)
+    task = given.task
     keras.utils.set_random_seed(job.seed % 2**32)
-    task = task_of(job, Task)
-    check_task(task)
     with strategy.scope():
         model, optimizer = task.model(), task.optimizer()
         optimizer.build(model.trainable_variables)
-    _steps(strategy, task, model, optimizer, job, folder)
+    _steps(strategy, given, model, optimizer, job, folder)
 
 
-def _steps(strategy: Any, task: Task, model: Any, optimizer: Any, job: Job, folder: Path) -> None:
-    arrays = _arrays(task)
+def _steps(
+    strategy: Any, given: KerasTask, model: Any, optimizer: Any, job: Job, folder: Path
+) -> None:
+    task, arrays = given.task, given.arrays
     rank, ranks = strategy.cluster_resolver.task_id or 0, strategy.num_replicas_in_sync
     notes = Notes(folder, rank)
 
@@ -57,18 +56,6 @@ def _steps(strategy: Any, task: Task, model: Any, optimizer: Any, job: Job, fold
         loss = step(batch, tf.constant(float(share.of_all)))
         notes.step(float(loss), share.of_all)
     notes.close()
-
-
-def _arrays(task: Task) -> tuple[Any, ...]:
-    data = task.train_data()
-    if not isinstance(data, tuple) or not all(isinstance(part, np.ndarray) for part in data):
-        raise RequestError(
-            asked="a peer",
-            found=f"train_data() that is a {type(data).__name__}",
-            why="this script takes a tuple of arrays",
-            do="bench it without --peers tf",
-        )
-    return data
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ script is. It gets the same job: the model and the optimizer of its task, its ba
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,8 +50,11 @@ PEERS: Mapping[str, Peer] = {
         TENSORFLOW,
     ),
 }
+TASKS = {TORCH: "torch_task", TENSORFLOW: "keras_task"}
+"""What reads a task for the peers of an engine; started by itself, it says what of it none does."""
 HERE = ("local", "simulated")
 PLAIN = Job()
+NO_CHECKPOINTS = "a script writes no checkpoints"
 SAME = {
     "precision": "sums are in fp32",
     "bitwise": "none has a fixed order of sums",
@@ -62,6 +66,19 @@ SAME = {
     "optimizer": "a script takes the optimizer of the task",
     "schedule": "a script takes no schedule",
     "loader_workers": "a script reads in the step",
+    "steps_per_call": "a script makes one step at a time",
+    "early_stop": "a script does not evaluate",
+    "checkpoint_every": NO_CHECKPOINTS,
+    "best": NO_CHECKPOINTS,
+    "resume": "a script begins with the weights of the task",
+    "max_restarts": "a script is started once",
+    "time_limit": "a script goes on to its last step",
+    "on_bad_step": "a script takes every step",
+    "spike": "a script takes every step",
+    "verify_every": "no script compares the weights of its ranks",
+    "inject": "faults are made in our ranks alone",
+    "log": "a script writes its losses, and nothing else",
+    "profile": "a script writes its losses, and nothing else",
 }
 """Values of a job that no peer has, and why."""
 
@@ -112,6 +129,18 @@ def check_job(name: str, job: Job) -> None:
                 why=why,
                 do="leave one of them out",
             )
+
+
+def refused_task(job: Job) -> str:
+    """What of the task of `job` no peer does, in words; "" if all can train it.
+
+    The task is loaded in a process of its own, as a peer does; where that fails, so will each run.
+    """
+    words = [sys.executable, "-m", f"{ROOM}.{TASKS[job.engine]}", "/dev/stdin"]
+    asked = json.dumps(job.to_data())
+    ended = subprocess.run(words, input=asked, capture_output=True, text=True, check=False)
+    is_refused = ended.returncode == RequestError.exit_code
+    return ended.stderr.strip().splitlines()[-1] if is_refused else ""
 
 
 def script_of(name: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allranks.errors import RequestError
+from allranks.strategies.choice import split_outside_brackets
 from allranks.strategies.resolve import card_of
 
 STRONG, WEAK = "strong", "weak"
@@ -94,10 +95,19 @@ def checked_plan(plan: Plan, strategies: Sequence[str]) -> Plan:
 def swept(strategies: Sequence[str], sweep: str) -> tuple[list[str], str]:
     """The strategies with each value of `option=value,…`, and the option; raises `RequestError`.
 
-    A strategy that has no such option stays as it is: what the others are beside.
+    A strategy that has no such option stays as it is: what the others are beside. A value may be a
+    choice with options of its own in brackets.
     """
     option, _, values = sweep.partition("=")
-    texts = [text for text in values.split(",") if text]
+    try:
+        texts = [text for text in split_outside_brackets(values) if text]
+    except ValueError as error:
+        raise RequestError(
+            asked=f"--sweep {sweep}",
+            found=str(error),
+            why="values stand between commas, with options of their own in brackets",
+            do="--sweep 'reduce=mean,top-k(k=1,chunk=64)'",
+        ) from None
     having = [one for one in strategies if _has(one, option)]
     if not having or len(texts) < 2 or len(set(texts)) < len(texts):
         known = sorted({o.name for one in strategies for o in card_of(one).options})
@@ -123,11 +133,8 @@ def _has(strategy: str, option: str) -> bool:
 def value_of(strategy: str, option: str) -> float | None:
     """The number that a strategy was given for the swept option; `None` if it has none."""
     _, _, rest = strategy.partition(":")
-    for part in reversed(rest.split(",")):
-        name, equals, value = part.partition("=")
-        if equals and name == option:
-            try:
-                return float(value)
-            except ValueError:
-                return None
-    return None
+    try:
+        options = dict(part.partition("=")[::2] for part in split_outside_brackets(rest))
+        return float(options[option])
+    except (KeyError, ValueError):
+        return None

@@ -18,9 +18,9 @@ import importlib.util
 import io
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from allranks.catalog import load
 from allranks.checkpoint.files import write_whole
@@ -49,6 +49,9 @@ STEP_COLUMNS = (
 )
 EVALUATION_COLUMNS = ("step", "metric", "value")
 
+End = Literal["done", "stopped", "failed"]
+"""How a training ended."""
+
 
 class Log(Protocol):
     """One kind of further file. Called by the leader only."""
@@ -62,8 +65,8 @@ class Log(Protocol):
     def flush(self) -> None:
         """All that was given is in the files: a checkpoint follows."""
 
-    def close(self) -> None:
-        """Flush, and close the files."""
+    def close(self, end: End) -> None:
+        """Flush, and close the files; where they have a place for it, say how it ended."""
 
 
 class Logs:
@@ -84,12 +87,12 @@ class Logs:
         for log in self._logs:
             log.flush()
 
-    def close(self) -> list[str]:
+    def close(self, end: End) -> list[str]:
         """Close all; returns the files that a full disk has not taken whole."""
         incomplete = list[str]()
         for log in self._logs:
             try:
-                log.close()
+                log.close(end)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
@@ -97,6 +100,12 @@ class Logs:
                     [Path(e.filename).name for e in _all_of(error) if e.filename]
                 )
         return incomplete
+
+    def fail(self) -> None:
+        """Close all after a failure, which no trouble with a file is to hide."""
+        for log in self._logs:
+            with suppress(Exception):
+                log.close("failed")
 
 
 def _all_of(error: BaseException | None) -> Iterator[OSError]:
@@ -158,7 +167,7 @@ class CsvLog:
         self._steps.file.flush()
         self._evaluations.file.flush()
 
-    def close(self) -> None:
+    def close(self, end: End) -> None:
         with ExitStack() as stack:
             stack.callback(self._steps.file.close)
             stack.callback(self._evaluations.file.close)

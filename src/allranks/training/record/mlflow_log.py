@@ -23,13 +23,14 @@ from mlflow.tracking import MlflowClient
 
 from allranks.job.job_file import redacted
 from allranks.job.run_folder import FULL, rank_events_path, read_rows
-from allranks.training.record.logs import counted
+from allranks.training.record.logs import End, counted
 
 FOLDER = "mlruns"
 ALLOW = "MLFLOW_ALLOW_FILE_STORE"
 EVERY_S = 5.0
 MOST_AT_ONCE = 1000  # of one call, by its own rule
 NO_METRICS = ("step", "monotonic")
+STATUS: Mapping[End, str] = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlflowLog:
@@ -84,11 +85,11 @@ class MlflowLog:
                     raise
                 self._error = OSError(error.errno, error.strerror, str(self._folder))
 
-    def close(self) -> None:
+    def close(self, end: End) -> None:
         self.flush()
         if self._error is not None:
             raise self._error
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, STATUS[end])
 
 
 def _parameters(job: Mapping[str, Any]) -> dict[str, Any]:

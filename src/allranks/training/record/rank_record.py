@@ -14,7 +14,7 @@ from allranks.training.callback import Callback
 from allranks.training.engine.trainer import Trainer
 from allranks.training.progress import StepResult
 from allranks.training.record.keeping import Keeping
-from allranks.training.record.logs import Logs, open_logs, open_metrics, row_of
+from allranks.training.record.logs import End, Logs, open_logs, open_metrics, row_of
 from allranks.training.record.phases import NAME as PHASES
 from allranks.training.record.phases import PhaseRecord
 
@@ -61,17 +61,21 @@ class RankRecord(Callback):
             watched = (world.rank, world.attempt, trainer.heartbeat)
             self._phases = PhaseRecord(self.run_dir, *watched)
 
-    def close(self) -> None:
+    def close(self, end: End) -> None:
         """No more is written but events; what found no room in the run folder is kept elsewhere."""
         self._write()
         if self._phases is not None:
             self._phases.close()
         if self._metrics is not None:
             self.keeping.rest("metrics.jsonl", self._metrics.close_with_rest())
-        self.keeping.incomplete += self._logs.close()
+        self.keeping.incomplete += self._logs.close(end)
         if self.world.is_leader:
             path = rank_events_path(self.run_dir, self.world.rank)
             self.keeping.rest(path.name, self.events.take_waiting())
+
+    def fail(self) -> None:
+        """What the logs were given is in their files; nobody waits for a step that is unread."""
+        self._logs.fail()
 
     def on_save(self, trainer: Trainer) -> None:
         """No step is saved that the metrics do not know."""

@@ -17,7 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from allranks.training.record.logs import GrowingFile, counted
+from allranks.training.record.logs import End, GrowingFile, counted
 
 VERSION = "brain.Event:2"
 NO_SCALARS = ("step", "monotonic")
@@ -57,5 +57,5 @@ class TensorBoardLog:
     def flush(self) -> None:
         self._records.flush()
 
-    def close(self) -> None:
+    def close(self, end: End) -> None:
         self._records.close()
