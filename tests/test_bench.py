@@ -20,7 +20,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job, Tracing, names_in
 from allranks.tools.bench.energy import Meter
 from allranks.tools.bench.figure import sweep_curves, sweep_figure
-from allranks.tools.bench.machine import copy_bytes_per_s
+from allranks.tools.bench.machine import all_reduce_bytes_per_s, copy_bytes_per_s
 from allranks.tools.bench.measuring import Found
 from allranks.tools.bench.peers import SAME, check_job
 from allranks.tools.bench.plan import WEAK, Combination, Plan, checked_plan, swept, value_of
@@ -337,12 +337,18 @@ def test_a_bench_of_digits(host: Host, tmp_path: Path) -> None:
     assert "rank 1" in rows["ddp", 2]["problem"] and rows["ddp", 2]["speed"] is None
     assert rows["ddp", 1]["speed"]["repeats"] == rows["single", 1]["speed"]["repeats"] == 2
     assert rows["ddp", 1]["peak_bytes"] > 2**26 and rows["ddp", 2]["peak_bytes"] is None
-    assert said["machine"]["all_reduce_bytes_per_s"] > 1e6
     assert json.loads((tmp_path / "b" / "bench.json").read_text())["rows"] == said["rows"]
     assert "1 of 4 were not measured: ddp on 2" in launch.err
     assert (tmp_path / "b" / "proposal.md").is_file()
     again = host.launch(tmp_path, *words, *more, "--run-dir", "b")
     assert again.wait() == 2 and "something in it" in again.err
+
+
+@pytest.mark.slow
+def test_what_ranks_sum_in_a_second_is_measured_by_a_job_of_its_own() -> None:
+    """Here, and not in a fork of the host: a fork removes folders of its parent when it ends."""
+    found = all_reduce_bytes_per_s(Job(ranks=2))
+    assert found is not None and found > 1e6 and all_reduce_bytes_per_s(Job(ranks=1)) is None
 
 
 @pytest.mark.slow

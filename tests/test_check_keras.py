@@ -130,9 +130,8 @@ def test_16_bits_are_looked_at_as_closely_as_float32(check: Check) -> None:
 
 @pytest.mark.slow
 def test_workers_that_work_in_their_own_time_promise_nothing(check: Check) -> None:
-    with pytest.raises(RequestError, match="its card says") as refused:
-        check("tf_tasks:Dense", strategy="parameter-server")
-    assert refused.value.do.startswith("check it with --ranks 1")
+    verdict = check("tf_tasks:Dense", strategy="parameter-server")
+    assert verdict.equal is None and verdict.drift is not None and verdict.looks == ()
 
 
 def test_what_is_checked_is_what_would_be_trained() -> None:
