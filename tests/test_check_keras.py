@@ -16,6 +16,7 @@ from allranks.job.config import resolve
 from allranks.job.run_folder import read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.approximate import check_approximate, is_approximate
 from allranks.tools.check.plan import Plan, usual_strategy
 from allranks.tools.check.verdict import Verdict
 from tf_faults import FAULTS, FIRST
@@ -41,7 +42,9 @@ def check(tf_server: ForkServer, tmp_path: Path) -> Check:
         flags = {"engine": "tensorflow", **defaults, **flags}
         own, keep = flags["ranks"], flags.pop("keep", False)
         plan = Plan((own,), own, shards=8, keep=keep)
-        return check_against_one(resolve(program, flags, settings), tmp_path, tf_server, plan)
+        resolved = resolve(program, flags, settings)
+        checked = check_approximate if is_approximate(resolved.job, own) else check_against_one
+        return checked(resolved, tmp_path, tf_server, plan)
 
     return run
 
