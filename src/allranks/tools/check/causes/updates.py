@@ -65,6 +65,13 @@ def lost(evidence: Evidence) -> Iterator[Account]:
 
 def times_ranks(evidence: Evidence) -> Iterator[Account]:
     """All of the step is times the ranks, or one over them."""
+    for axis, factor, repaired in _times_an_axis(evidence):
+        says = f"every step of the weights is times {factor:g}, for {evidence.words_of(axis)}"
+        yield Account(says, repaired, factor)
+
+
+def _times_an_axis(evidence: Evidence) -> Iterator[tuple[str, float, dict[str, Array]]]:
+    """Axes by whose ranks all of the step is times too much, or too little; and it mended."""
     before, ours, wanted = _steps(evidence)
     found = _ratio(ours, wanted) if before else None
     if found is None:
@@ -72,10 +79,7 @@ def times_ranks(evidence: Evidence) -> Iterator[Account]:
     for axis, size in evidence.axes.items():
         for factor in (float(size), 1 / size):
             if abs(found / factor - 1) < 1e-3:
-                says = (
-                    f"every step of the weights is times {factor:g}, for {evidence.words_of(axis)}"
-                )
-                yield Account(says, {n: before[n] + ours[n] / factor for n in before}, factor)
+                yield axis, factor, {n: before[n] + ours[n] / factor for n in before}
 
 
 def decayed_by_each(evidence: Evidence) -> Iterator[Account]:
@@ -128,18 +132,10 @@ def fresh_state(evidence: Evidence) -> Iterator[Account]:
 
 def other_decay(evidence: Evidence) -> Iterator[Account]:
     """The average takes more or less of the new weight, by the number of ranks."""
-    before, ours, wanted = _steps(evidence)
-    found = _ratio(ours, wanted) if before else None
-    if found is None:
-        return
-    for axis, size in evidence.axes.items():
-        for factor in (float(size), 1 / size):
-            if abs(found / factor - 1) < 1e-3:
-                says = (
-                    f"the average takes {factor:g} times as much of the new weights as it should,"
-                )
-                repaired = {n: before[n] + ours[n] / factor for n in before}
-                yield Account(f"{says} for the {size} ranks along {axis!r}", repaired, factor)
+    for axis, factor, repaired in _times_an_axis(evidence):
+        says = f"the average takes {factor:g} times as much of the new weights as it should,"
+        size = evidence.axes[axis]
+        yield Account(f"{says} for the {size} ranks along {axis!r}", repaired, factor)
 
 
 def averaged_before(evidence: Evidence) -> Iterator[Account]:
