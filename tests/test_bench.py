@@ -284,6 +284,12 @@ def test_weak_scaling_gives_each_rank_as_many_samples() -> None:
         checked_plan(PLAN, ["ddp", "ddp"])
 
 
+@pytest.fixture
+def every_peer_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused for another reason is refused without the peer's packages, too."""
+    monkeypatch.setattr("allranks.tools.bench.peers.find_spec", lambda _name: object())
+
+
 def test_a_dry_run_says_what_would_run_and_what_cannot(tmp_path: Path) -> None:
     words = ["digits", "--strategy", "single", "--strategy", "ddp", "--ranks", "1,2", "--dry-run"]
     folder = tmp_path / "bench"
@@ -314,7 +320,7 @@ def test_a_dry_run_says_what_would_run_and_what_cannot(tmp_path: Path) -> None:
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(
-    words: tuple[str, ...], found: str, tmp_path: Path
+    words: tuple[str, ...], found: str, tmp_path: Path, every_peer_is_installed: None
 ) -> None:
     asked = ["digits", "--run-dir", str(tmp_path / "bench"), *words]
     said = CliRunner().invoke(bench, asked)
@@ -390,7 +396,7 @@ def test_peers_train_what_we_train(
     ],
 )
 def test_what_a_peer_does_not_have_is_refused_by_name(
-    peer: str, words: tuple[str, ...], found: str, tmp_path: Path
+    peer: str, words: tuple[str, ...], found: str, tmp_path: Path, every_peer_is_installed: None
 ) -> None:
     asked = ["digits", "--ranks", "2", "--peers", peer, "--dry-run", "--json", "--", *words]
     said = CliRunner().invoke(bench, asked)
