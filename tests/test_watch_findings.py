@@ -296,11 +296,35 @@ def test_workers_draw_from_one_stream() -> None:
 
 
 def test_files_and_lines_of_all_ranks() -> None:
-    save = fact("file", how="save", path="/run/weights.pt")
+    save = fact("file", how="save", path="/run/weights.pt", at=[1, 0, 0])
     assert both(save, {**save, "how": "open"}) == ["checkpoint-of-all-ranks"]
     assert names([save], []) == []
     assert both(fact("print", text="epoch 1", digest=1)) == ["printed-by-all-ranks"]
     assert names(*([fact("print", text=f"rank {i}", digest=i)] for i in range(2))) == []
+
+
+def test_a_file_is_read_with_no_collective_since_it_was_written() -> None:
+    def found(written: Any, read: Any, *more: dict[str, Any]) -> list[str]:
+        path = {"path": "/run/data.bin", "where": ["/train.py", 3]}
+        writer = [fact("file", how="open", at=written, **path)]
+        reader = [fact("file", how="read", at=read, **path), *more]
+        return names(writer, reader)
+
+    assert found([2, 0, 0], [2, 0, 0]) == ["read-while-written"]
+    assert found([2, 0, 0], [3, 0, 0]) == found([3, 0, 0], [2, 0, 0]) == []
+    assert found(None, None) == found([2, 0, 0], [2, 0, 0], fact("lock")) == []
+
+
+def test_a_line_that_the_first_rank_of_each_node_prints() -> None:
+    def on(node: int, local: int, *facts: dict[str, Any]) -> list[dict[str, Any]]:
+        return [fact("process", local_rank=str(local), group_rank=str(node)), *facts]
+
+    line = fact("print", text="epoch 1", digest=1)
+    firsts = [on(0, 0, line), on(0, 1), on(1, 0, line), on(1, 1)]
+    assert names(*firsts) == ["printed-once-per-node"]
+    assert names(firsts[0], firsts[1], on(1, 0), firsts[3]) == []
+    assert names(firsts[0], on(0, 1, {**line, "digest": 2}), *firsts[2:]) == []
+    assert names(on(0, 0, line), on(1, 0, line)) == ["printed-by-all-ranks"]
 
 
 def test_facts_are_read_by_rank_and_a_cut_line_is_left_out(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ FAULTS = {
     "no-division": ("accumulation-not-divided", "loss.backward()"),
     "always-reduced": ("reduced-at-each-micro-batch", "loss.backward()"),
     "saved": ("checkpoint-of-all-ranks", "torch.save("),
+    "read-early": ("read-while-written", "torch.load(path"),
     "written": ("file-of-all-ranks", "with open("),
     "printed": ("printed-by-all-ranks", "print("),
 }
@@ -59,7 +60,7 @@ TWINS = (
     "evaluated-twin dropout-twin augmented-twin schedule-twin",
     "workers-twin means-twin",
     "accumulated-twin buffers-twin",
-    "by-hand-twin",
+    "by-hand-twin read-twin",
     "sharded",
 )
 

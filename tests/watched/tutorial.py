@@ -7,6 +7,7 @@ corrected twin; `…-twin` adds what a fault needs to be there, done right.
 import os
 import sys
 import tempfile
+import time
 from contextlib import nullcontext
 
 import torch
@@ -160,6 +161,17 @@ def train(model, head, optimizer, scheduler, loader):
                 scheduler.step()
 
 
+def read_weights(path):
+    """All ranks begin anew with what the first of them saved; the fault is to wait for the name."""
+    if has("read-twin"):
+        dist.barrier()
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    if dist.get_rank() != 0:
+        torch.load(path, weights_only=True)
+
+
 def main():
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -199,6 +211,8 @@ def main():
     folder = os.environ.get("SAVED_IN", tempfile.gettempdir())
     if has("saved") or rank == 0:
         torch.save(net.state_dict(), os.path.join(folder, "weights.pt"))
+    if has("read-early") or has("read-twin"):
+        read_weights(os.path.join(folder, "weights.pt"))
     if has("written") or rank == 0:
         with open(os.path.join(folder, "result.txt"), "w") as file:
             file.write("done")

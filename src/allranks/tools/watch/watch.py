@@ -16,7 +16,12 @@ from allranks.tools.watch.data import (
 )
 from allranks.tools.watch.evaluations import means_of_batch_means, means_of_ranks
 from allranks.tools.watch.facts import Rank, read_ranks
-from allranks.tools.watch.files import files_of_several_ranks, lines_of_all_ranks
+from allranks.tools.watch.files import (
+    files_of_several_ranks,
+    files_read_too_early,
+    lines_of_all_ranks,
+    lines_of_each_node,
+)
 from allranks.tools.watch.finding import Finding, in_order
 from allranks.tools.watch.replicas import (
     equal_random_streams,
@@ -52,7 +57,9 @@ LOOKED_FOR = (
     unreduced_steps,
     needless_reductions,
     files_of_several_ranks,
+    files_read_too_early,
     lines_of_all_ranks,
+    lines_of_each_node,
 )
 CAUSES = {"step-without-reduction": "replicas-drift"}
 """A finding that explains another, which is then left out."""

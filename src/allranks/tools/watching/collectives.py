@@ -5,6 +5,7 @@ DDP's reductions are not among them: they are made below Python.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ SMALL, MOST_TOLD, MOST_SENT = 16, 200, 10_000
 REDUCING = ("all_reduce", "reduce")
 GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_object", "gather", "gather_object")
 OTHERS = ("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single")
+SPREADING = ("barrier", "monitored_barrier", "broadcast", "broadcast_object_list")
+SCATTERING = ("scatter", "scatter_object_list")
 TO_ONE = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
@@ -60,6 +63,8 @@ class Collectives:
 
             return inner
 
+        for name in (*REDUCING, *GATHERING, *OTHERS, *SPREADING, *SCATTERING):
+            self._wrap(dist, name, self._meeting)
         for name in REDUCING:
             self._wrap(dist, name, with_values)
         for name in (*GATHERING, *OTHERS, *TO_ONE):
@@ -77,9 +82,26 @@ class Collectives:
         if name.endswith("process_group") and getattr(home, name, None) is own:
             setattr(home, name, getattr(dist, name))
 
+    def _meeting(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """`own`, and it is told among whom."""
+        at = list(inspect.signature(own).parameters).index("group")
+        met = self.facts.guarded(self._met)
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            met(args[at] if len(args) > at else kwargs.get("group"))
+            return own(*args, **kwargs)
+
+        return inner
+
     def _joined(self) -> None:
         dist = self.torch.distributed
         self.facts.tell("world", rank=dist.get_rank(), size=dist.get_world_size())
+        self.progress.meetings += 1
+
+    def _met(self, group: Any) -> None:
+        dist = self.torch.distributed
+        is_all = group is None or dist.get_world_size(group) == dist.get_world_size()
+        self.progress.meet(is_all=is_all)
 
     def _note(self, name: str, given: Any) -> list[float] | None:
         progress = self.progress

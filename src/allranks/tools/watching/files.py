@@ -1,4 +1,4 @@
-"""Files that a rank writes, and lines that it prints, each with the line of the script."""
+"""Files that a rank writes and reads, lines that it prints, each with the line of the script."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from typing import Any
 from zlib import crc32
 
 from allranks.tools.watching.facts import Facts, wrap
+from allranks.tools.watching.progress import Progress
 
-MOST_FILES, MOST_OF_A_LINE, MOST_LINES = 1000, 8, 200
+MOST_FILES, MOST_OF_A_FILE, MOST_OF_A_LINE, MOST_LINES = 1000, 8, 8, 200
 PASSING = ("/dev/", "/proc/", "/sys/")
-ENDINGS = (".lock", ".pyc", ".jsonl.part")
+CODE = (".py", ".pyc", ".so")
+ENDINGS = (".lock", *CODE[1:], ".jsonl.part")
+LOCKS = ("fcntl.flock", "fcntl.lockf")
 
 
 class Files:
-    """What this process writes where."""
+    """What this process writes and reads where, and how far it had come."""
 
-    def __init__(self, torch: Any, facts: Facts) -> None:
-        self.torch, self.facts = torch, facts
-        self._seen: set[tuple[str, str]] = set()
+    def __init__(self, torch: Any, facts: Facts, progress: Progress) -> None:
+        self.torch, self.facts, self.progress = torch, facts, progress
+        self._told: Counter[tuple[str, str]] = Counter()
+        self._paths: Counter[str] = Counter()
+        self._has_locked = False
         self._lines: Counter[Any] = Counter()
         self._inside = False
         caches = (os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME"))
@@ -32,6 +37,7 @@ class Files:
         """Wrap `torch.save` and `print`; hear of every file that Python opens."""
         saved, printed = self.facts.guarded(self._saved), self.facts.guarded(self._printed)
         opened = self.facts.guarded(self._opened)
+        locked = self.facts.guarded(self._locked)
 
         def saving(own: Callable[..., Any]) -> Callable[..., Any]:
             def inner(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +62,9 @@ class Files:
                     opened(*args)
                 finally:
                     self._inside = False
+            elif event in LOCKS and not self._has_locked:
+                self._has_locked = True
+                locked()
 
         caches = (os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME"))
         self._caches = tuple(os.path.join(one, "") for one in caches if one)
@@ -71,19 +80,30 @@ class Files:
             self._tell("save", name)
 
     def _opened(self, path: Any, mode: str | None, flags: int) -> None:
-        writes = bool(set(mode) & set("wx")) if mode else bool(flags & os.O_CREAT)
-        if writes and not (flags & os.O_APPEND):
-            self._tell("open", path)
+        if bool(set(mode) & set("wx")) if mode else bool(flags & os.O_CREAT):
+            if not (flags & os.O_APPEND):
+                self._tell("open", path)
+        elif not (flags & os.O_APPEND) and not os.fspath(path).endswith(CODE):
+            self._tell("read", path)
+
+    def _locked(self) -> None:
+        self.facts.tell("lock")
 
     def _tell(self, how: str, name: str | os.PathLike[str]) -> None:
+        if self._paths[how] >= MOST_FILES:
+            return
         path = os.path.realpath(name)
         passing = path.startswith(PASSING) or path.endswith(ENDINGS)
-        passing = passing or path.startswith(self._caches)
-        if passing or path.startswith(self.facts.folder) or (how, path) in self._seen:
+        passing = passing or path.startswith((*self._caches, self.facts.folder))
+        told = self._told[how, path]
+        if passing or told >= MOST_OF_A_FILE:
             return
-        if len(self._seen) < MOST_FILES:
-            self._seen.add((how, path))
-            self.facts.tell("file", how=how, path=path, where=self.facts.where())
+        where = self.facts.where()
+        if how == "read" and (where is None or path.startswith((sys.prefix, sys.base_prefix))):
+            return
+        self._told[how, path] += 1
+        self._paths[how] += told == 0
+        self.facts.tell("file", how=how, path=path, where=where, at=self.progress.met())
 
     def _printed(self, args: tuple[Any, ...]) -> None:
         where = self.facts.where()

@@ -39,7 +39,8 @@ def install(torch: Any, folder: str) -> None:
     stepping = Stepping(torch, facts, progress, replicas)
     schedules = Schedules(torch, facts, stepping)
     collectives, losses = Collectives(torch, facts, progress), Losses(torch, facts, progress)
-    facts.tell("process", rank=os.environ.get("RANK"), torch=str(torch.__version__))
+    place = {name: os.environ.get(name.upper()) for name in ("rank", "local_rank", "group_rank")}
+    facts.tell("process", **place, torch=str(torch.__version__))
     digests = facts.guarded(replicas.finish)
 
     def finish() -> None:
@@ -48,7 +49,7 @@ def install(torch: Any, folder: str) -> None:
             facts.guarded(part.finish)()
         digests()
 
-    others = losses, Workers(torch, facts, progress), Files(torch, facts)
+    others = losses, Workers(torch, facts, progress), Files(torch, facts, progress)
     for recorder in (loaders, replicas, stepping, schedules, *others):
         facts.guarded(recorder.install)()
     if torch.distributed.is_available():

@@ -22,6 +22,10 @@ class Progress:
     """Loader and pass of the last pass that came to its end."""
     scaled: bool = False
     """Whether a GradScaler multiplies the loss."""
+    meetings: int = 0
+    """Collectives of all ranks that this one has come to."""
+    is_apart: bool = False
+    """Whether it came to one of some ranks alone: then counts of ranks say nothing of order."""
     large_collectives: int = 0
     """Collectives of the script's own on tensors that may be gradients or weights."""
     to_one: int = 0
@@ -36,6 +40,15 @@ class Progress:
     """Some numbers of a gradient after the last backward, while micro-batches add up."""
     probes: list[Any] = field(default_factory=list)
     """Parameters whose gradients are looked at."""
+
+    def meet(self, *, is_all: bool) -> None:
+        """A collective, of all ranks or of some."""
+        self.meetings += 1
+        self.is_apart |= not is_all
+
+    def met(self) -> tuple[int, ...] | None:
+        """Two ranks with the same had no meeting between them; None if that cannot be told."""
+        return None if self.is_apart else (self.meetings, self.backwards, self.steps)
 
     def new_window(self) -> None:
         """A step was made."""

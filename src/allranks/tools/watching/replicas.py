@@ -76,11 +76,13 @@ class Replicas:
         self.known[id(module)] = replica = Replica(number, module)
         self._kept = [module]  # the newest is there at the end, even if its function has returned
         dist = self.torch.distributed
+        group = dist.get_process_group_ranks(module.process_group)
+        self.progress.meet(is_all=len(group) == dist.get_world_size())
         self.facts.tell(
             "replica",
             id=number,
             where=self.facts.where(),
-            group=dist.get_process_group_ranks(module.process_group),
+            group=group,
             broadcast_buffers=module.broadcast_buffers,
             tensors=len(replica.parameters),
         )
