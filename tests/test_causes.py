@@ -247,3 +247,17 @@ def test_the_cause_of_a_planted_fault(name: str, host: Host, tmp_path: Path) -> 
     assert where == (fault.step, fault.stage, fault.tensor)
     assert found["cause"]["name"] == planted.cause
     assert "cause: " in sentences and "confirmed: " in sentences and "do: " in sentences
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["weight decay of every rank", "a schedule that every rank moves on"]
+)
+def test_bits_that_differ_have_their_cause(name: str, host: Host, tmp_path: Path) -> None:
+    """Bits say where; the same ranks in float64, by their own side, say why."""
+    fault = PLANTED[name].fault
+    fault = dataclasses.replace(fault, options=(*fault.options, "--bitwise"))
+    code, found, sentences = check_in_a_copy(host, tmp_path, fault)
+    assert code == 5, sentences
+    assert found["cause"]["name"] == PLANTED[name].cause, sentences
+    assert "2 ranks, fp32, bitwise: different, too: " in sentences

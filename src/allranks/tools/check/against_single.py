@@ -99,6 +99,7 @@ class Check:
         for look in self._looks():
             self.looks.append(look)
             if look.first is not None:
+                self.looks += self._closer_than_bits(look)
                 break
         return Verdict(self.job.program, self.job.strategy, tuple(self.looks), self.left_out())
 
@@ -114,13 +115,13 @@ class Check:
 
     # --- the looks ------------------------------------------------------------------------
 
-    def in_float64(self, tolerance: Tolerance = FP64) -> Iterator[Look]:
+    def in_float64(self, tolerance: Tolerance = FP64, many: tuple[int, ...] = ()) -> Iterator[Look]:
         """Every number of ranks beside one process, in float64."""
-        job = dataclasses.replace(self.job, precision="fp64")
+        job = dataclasses.replace(self.job, precision="fp64", bitwise=False)
         reference = self._reference_in_float64(job)
         if reference is None:
             return
-        for ranks in self.plan.many:
+        for ranks in many or self.plan.many:
             asked = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
             try:
                 candidate = self.run(f"fp64-{ranks}-ranks", asked)
@@ -133,10 +134,15 @@ class Check:
             self.clear(candidate)
         self.clear(reference)
 
-    def _reference_in_float64(self, job: Job) -> Run | None:
+    def _closer_than_bits(self, look: Look) -> Iterator[Look]:
+        """Of bits that differ, the same ranks in float64: why, or that rounding differs alone."""
+        if look.asked and look.tolerance.exact:
+            yield from self.in_float64(many=(look.ranks,))
+
+    def _reference_in_float64(self, job: Job, name: str = "fp64-reference") -> Run | None:
         """One process in float64, if the task can be computed in it."""
         try:
-            return self.run("fp64-reference", in_one(job))
+            return self.run(name, in_one(job))
         except ProgramError as error:
             if self.job.precision == "fp64":
                 raise
@@ -149,7 +155,7 @@ class Check:
     def _shards_alone(self) -> Iterator[Look]:
         """One process in float64: its whole batch in one pass, beside its shards one by one."""
         whole = dataclasses.replace(in_one(self.job), precision="fp64", bitwise=False, threads=1)
-        reference = self._reference_in_float64(whole)
+        reference = self._reference_in_float64(whole, "shards-reference")
         if reference is None:
             return
         alone = dataclasses.replace(whole, bitwise=True, replay=_path(reference))

@@ -67,12 +67,13 @@ class Verdict:
 
     @property
     def deciding(self) -> Look:
-        """The look that found a difference; else the last, which is at the job as it is.
+        """The look that found a difference, one with a cause first; else the last one.
 
         There is none where nothing was decided (`equal` is `None`).
         """
         asked = [look for look in self.looks if look.asked]
-        return next((look for look in asked if look.first is not None), asked[-1])
+        differ = [look for look in asked if look.first is not None]
+        return next((look for look in differ if look.cause is not None), (*differ, asked[-1])[0])
 
     @property
     def first(self) -> Difference | None:
@@ -124,6 +125,8 @@ ONE_PROCESS = (
 
 def _line_of(look: Look) -> str:
     found = look.comparison
+    if look.first is not None and look.asked:
+        return f"  {look.what}: different, too: {str(look.first).splitlines()[0]}"
     if look.first is not None:
         words = str(look.first).splitlines()[0]
         return f"  {look.what}: NOT {EQUAL_BITS}, which the job does not ask for: {words}"
