@@ -1,4 +1,4 @@
-"""Random combinations, each held against one process in float64.
+"""Random combinations, each held against one process.
 
     python benchmarks/fuzz.py --combinations 1000 --seed 0
 
@@ -67,7 +67,7 @@ class Fuzz:
         self.verdicts, self.refusals = Counter[str](), Counter[str]()
         self.equal_by, self.refused_by = defaultdict(Counter[str]), Counter[str]()
         self.failed: list[dict[str, Any]] = []
-        self.largest, self.began = 0.0, time.monotonic()
+        self.largest, self.began = defaultdict[str, float](float), time.monotonic()
 
     def run(self) -> dict[str, Any]:
         """One after the other, until there are as many as asked, or no time is left."""
@@ -92,15 +92,15 @@ class Fuzz:
             self.refusals[verdict.why] += 1
             self.refused_by.update(names)
         elif verdict.what == EQUAL:
-            self.largest = max(self.largest, verdict.difference)
+            precision = one.flags.get("precision", "fp64")
+            self.largest[precision] = max(self.largest[precision], verdict.difference)
             self.equal_by["strategy"].update(names)
             self.equal_by["model"][one.settings.get("kind", "layers")] += 1
             self.equal_by["optimizer"][one.settings.get("by", "sgd")] += 1
             self.equal_by["ranks"].update({str(leg.ranks) for leg in one.legs})
             self.equal_by["setting"].update(one.settings.keys() | one.flags.keys())
             self.equal_by["legs"][str(len(one.legs))] += 1
-            if "bitwise" in one.flags:
-                self.equal_by["bits in"][one.flags["precision"]] += 1
+            self.equal_by["bits in" if "bitwise" in one.flags else "numbers in"][precision] += 1
 
     def _show(self, number: int, one: Combination, verdict: Verdict) -> None:
         """Say what fails, make it smaller, and write a script of that."""
@@ -121,7 +121,7 @@ class Fuzz:
             "refusals": dict(self.refusals.most_common()),
             "by_the_command": self.holder.commanded,
             "warm_ranks_alone_say_so": self.holder.disagreements,
-            "largest_difference": self.largest,
+            "largest_difference": dict(self.largest),
             "seconds": round(time.monotonic() - self.began, 1),
             "failed": self.failed,
         }

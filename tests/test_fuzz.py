@@ -134,12 +134,12 @@ def trained_of(hold: ModuleType, tensors: dict[str, Any], digest: str = "") -> A
 def test_a_weight_that_is_another_one_is_seen(hold: ModuleType) -> None:
     of = {"weight": np.ones(4), "zero": np.zeros(4)}
     single = trained_of(hold, of)
-    assert not hold.compared(single, single, bits=False).fails
+    assert not hold.compared(single, single, "fp64").fails
     for name, by in (("weight", 1e-8), ("zero", 1e-8), ("weight", np.nan)):
-        found = hold.compared(trained_of(hold, of | {name: of[name] + by}), single, bits=False)
+        found = hold.compared(trained_of(hold, of | {name: of[name] + by}), single, "fp64")
         assert found.fails and found.why == name
-    assert hold.compared(trained_of(hold, {"weight": np.ones(4)}), single, bits=False).fails
-    assert hold.compared(trained_of(hold, of, "another"), single, bits=True).fails
+    assert hold.compared(trained_of(hold, {"weight": np.ones(4)}), single, "fp64").fails
+    assert hold.compared(trained_of(hold, of, "another"), single, None).fails
 
 
 def test_what_fails_is_made_smaller(
@@ -200,6 +200,7 @@ FOUND = {
     "fabric_double.py": r"torch.float32; its gradient differs by [1-9].*e-0[78]",
     "accelerate_short_window.py": r"is 0\.250 of the mean",
     "deepspeed_clips.py": r"the length 58\.8, the update 1\.000",
+    "group_norm_ends.py": r"contiguous_format: exit code 0\ntorch.channels_last: SIGSEGV",
     "repeated_samples.py": r"6 samples are counted of 5, and the gradient differs by 0\.[1-9]",
 }
 

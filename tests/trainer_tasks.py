@@ -131,6 +131,15 @@ class Steep(contract_tasks.Images):
         )
 
 
+class Grouped(contract_tasks.Images):
+    """GroupNorm is the first layer: its input needs no gradient."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.GroupNorm(1, 2), nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4 * 4 * 4, 3)
+        )
+
+
 def everything(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of all that a step may change, by name."""
     step = trainer.strategy.step

@@ -22,6 +22,8 @@ STEPS = 6
 TOGETHER = 4
 """So many numbers in a row draw one task: one process trains it once for all of them."""
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+AS_LARGE_AS_GRADIENTS = ("sgd", "momentum", "nesterov")
+"""Optimizers whose update is no larger than the gradient: others make steps of what rounds."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,12 @@ def _task(dice: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     flags: dict[str, Any] = {}
     if dice.random() < 0.2:
         flags["seed"] = dice.randrange(1000)
+    # torch has no LSTM in fp16 on a CPU
+    known = PRECISIONS[:-1] if kind == "recurrent" else PRECISIONS
     if dice.random() < 0.2 and settings.get("batchnorm") != "whole":
-        # torch has no LSTM in fp16 on a CPU
-        known = PRECISIONS[:-1] if kind == "recurrent" else PRECISIONS
         flags |= {"bitwise": True, "precision": dice.choice(known)}
+    elif dice.random() < 0.3 and settings.get("by", "sgd") in AS_LARGE_AS_GRADIENTS:
+        flags["precision"] = dice.choice(["fp32", "bf16"])  # fp16 skips other steps, as it is cut
     return settings, flags
 
 

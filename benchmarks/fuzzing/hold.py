@@ -1,8 +1,8 @@
 """Holds a combination against one process; makes what fails smaller, and a script of it.
 
-In float64 all numbers must be equal within rounding; with `--bitwise`, in any precision, to the
-bit. `Holder` has warm ranks for most of them, and one process that trains each task once; the
-command, `by_command`, decides where these say that something is wrong.
+All numbers must be equal within what their precision rounds; with `--bitwise`, to the bit. `Holder`
+has warm ranks for most of them, and one process that trains each task once; the command,
+`by_command`, decides where these say that something is wrong.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from allranks.launcher.world import Visible
 
 EQUAL, DIFFERENT = "equal", "different"
 PROGRAM = f"{Path(__file__).resolve().parent}/drawn_task.py:Drawn"
-BOUND = 1e-9
+BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 3e-2}
 """Of the largest norm-relative difference of a weight or buffer after `STEPS` steps."""
-FLOOR = 1e-3
+FLOORS = {"fp64": 1e-3, "fp32": 1e-3, "bf16": 1.0}
 """The least norm that a tensor is divided by: of one that is zero in truth, only what rounds."""
 OF_NUMBERS = ("seed", "precision", "bitwise", "channels_last", "micro_batch")
 """Flags that one process is told, too; the last two under `--bitwise` alone."""
@@ -90,7 +90,8 @@ def verdict_of(one: Combination, train: Train, reference: Reference) -> Verdict:
         single = reference(one)
     except RequestError as error:
         return Verdict(BROKEN, why=f"one process is refused: {error.why}")
-    return compared(ours, single, bits="bitwise" in one.flags)
+    precision = one.flags.get("precision", "fp64")
+    return compared(ours, single, None if "bitwise" in one.flags else precision)
 
 
 def plainest(one: Combination) -> Combination:
@@ -194,24 +195,26 @@ class Holder:
         return self._single[str(plain)]
 
 
-def compared(ours: Trained, single: Trained, *, bits: bool) -> Verdict:
-    """Whether all numbers are those of one process."""
+def compared(ours: Trained, single: Trained, precision: str | None) -> Verdict:
+    """Whether all numbers are those of one process, as `precision` rounds; None: all bits."""
     if ours.tensors.keys() != single.tensors.keys():
         names = sorted(ours.tensors.keys() ^ single.tensors.keys())
         return Verdict(DIFFERENT, np.inf, f"tensors {names}")
-    apart = {"the loss in training": _difference(np.asarray(ours.loss), np.asarray(single.loss))}
-    apart |= {name: _difference(ours.tensors[name], of) for name, of in single.tensors.items()}
+    floor = FLOORS[precision or "fp64"]
+    losses = np.asarray(ours.loss), np.asarray(single.loss)
+    apart = {"the loss in training": _difference(*losses, floor)}
+    apart |= {n: _difference(ours.tensors[n], of, floor) for n, of in single.tensors.items()}
     worst = max(apart, key=lambda name: np.nan_to_num(apart[name], nan=np.inf))
-    if bits:
+    if precision is None:
         if ours.sha256 == single.sha256:
             return Verdict(EQUAL)
         return Verdict(DIFFERENT, apart[worst], f"the bits of the weights, {worst} most")
-    return Verdict(EQUAL if apart[worst] <= BOUND else DIFFERENT, apart[worst], worst)
+    return Verdict(EQUAL if apart[worst] <= BOUNDS[precision] else DIFFERENT, apart[worst], worst)
 
 
-def _difference(ours: Any, single: Any) -> float:
+def _difference(ours: Any, single: Any, floor: float) -> float:
     a, b = ours.astype(np.float64), single.astype(np.float64)
-    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), FLOOR))
+    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), floor))
 
 
 def shrunk(one: Combination, verdict: Verdict, server: ForkServer) -> tuple[Combination, Verdict]:

@@ -110,6 +110,15 @@ def test_images_in_channels_last_order() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_group_norm_of_images_that_need_no_gradient_does_not_end_the_process() -> None:
+    """In channels-last order torch would: see docs/found.md."""
+    losses = []
+    for channels_last in (False, True):
+        with Trainer(trainer_tasks.Grouped(), Job(channels_last=channels_last)) as trainer:
+            losses.append([trainer.step(batch).loss for batch in trainer.batches(steps=2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     "flags",

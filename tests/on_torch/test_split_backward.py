@@ -181,3 +181,11 @@ def test_a_first_stage_has_received_nothing_and_leaves_all_to_the_second_pass() 
 def test_reentrant_checkpoints_are_refused() -> None:
     with pytest.raises(RequestError, match="use_reentrant=True"):
         passed(Again(reentrant=True), split=True)
+
+
+def test_a_group_norm_by_channels_is_refused() -> None:
+    """torch would end the process in the second pass: see docs/found.md."""
+    images = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)
+    inputs = Received(images).entering()
+    with pytest.raises(RequestError, match="ends the process"):
+        backward_to_inputs(Backward([nn.GroupNorm(2, 8)(inputs)], [images]))

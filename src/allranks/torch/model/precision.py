@@ -85,6 +85,8 @@ class Precision:
             model = model.to(self.device, self.parameters)
         if self.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            for norm in (m for m in model.modules() if isinstance(m, nn.GroupNorm)):
+                norm.register_forward_pre_hook(_plain_where_it_ends)
         return model
 
     def _kind_of(self, tensor: Tensor) -> torch.dtype:
@@ -92,6 +94,17 @@ class Precision:
         if tensor.is_complex():
             return self.parameters.to_complex()
         return self.parameters if tensor.is_floating_point() else tensor.dtype
+
+
+def _plain_where_it_ends(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """An input of GroupNorm that needs no gradient, in torch's own layout.
+
+    On a CPU the backward pass of torch 2.13 ends the process if it lies by channels.
+    """
+    first, *rest = given
+    if first.requires_grad or not torch.is_grad_enabled():
+        return None
+    return first.contiguous(), *rest
 
 
 class _Explained:

@@ -29,6 +29,8 @@ from allranks.torch.pipelining.stage_links import Received
 from allranks.torch.step.gradients import Backward
 
 REENTRANT = "CheckpointFunctionBackward"
+GROUP_NORM = "NativeGroupNormBackward0"
+BY_CHANNELS = {4: torch.channels_last, 5: torch.channels_last_3d}
 Pass = tuple[Sequence[GradientEdge], Sequence[Tensor], Sequence[GradientEdge]]
 """From these edges, with these gradients, to these leaves."""
 
@@ -89,6 +91,8 @@ class _Graph:
                 continue
             if node.name() == REENTRANT:
                 raise _reentrant()
+            if node.name() == GROUP_NORM and _lies_by_channels(node):
+                raise _group_norm()
             for following, at in _after(node):
                 self._see(following, at, ahead)
                 self.callers[following].append(node)
@@ -147,6 +151,14 @@ def _is_leaf(node: Node) -> bool:
     return not node.next_functions and node.name().endswith("::AccumulateGrad")
 
 
+def _lies_by_channels(node: Any) -> bool:
+    inputs: Tensor = node._saved_input
+    layout = BY_CHANNELS.get(inputs.ndim)
+    if layout is None or inputs.device.type != "cpu" or inputs.is_contiguous():
+        return False
+    return inputs.is_contiguous(memory_format=layout)
+
+
 def check_kept(model: nn.Module) -> None:
     """Raise `RequestError` where blocks do not keep their activations."""
     if any(recomputed(module) is not None for module in model.modules()):
@@ -164,4 +176,13 @@ def _reentrant() -> RequestError:
         found="torch.utils.checkpoint with use_reentrant=True in forward",
         why="it computes the gradients of inputs and weights at once, or none",
         do="use_reentrant=False, or --strategy 1f1b",
+    )
+
+
+def _group_norm() -> RequestError:
+    return RequestError(
+        asked="--strategy zero-bubble --channels-last",
+        found="a GroupNorm in a stage",
+        why="torch ends the process where only the weights of one that lies so need a gradient",
+        do="leave --channels-last out, or --strategy 1f1b",
     )
