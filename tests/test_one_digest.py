@@ -53,3 +53,16 @@ def test_a_training_that_goes_through_strategies_has_them_too(
         run = train(TASK, strategy=strategy, ranks=ranks, steps=steps, **job)
         job["resume"] = str(run.run_dir)
     assert run.summary["weights_sha256"] == alone(train, digests)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("zero1", 1)])
+def test_rows_that_several_samples_touch_in_passes_have_one_digest(
+    strategy: str, ranks: int, train: Train
+) -> None:
+    """Each pass adds one number to a row, whether its gradient comes as rows or dense."""
+    how: dict[str, Any] = {"bitwise": True, "micro_batch": 1, "steps": 3}
+    found = [
+        train("table_tasks:Tables", "shards=2", strategy=name, ranks=on, **how).summary
+        for name, on in ((strategy, ranks), ("single", 1))
+    ]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]

@@ -69,6 +69,12 @@ def test_rows_are_summed_over_all_before_learners_train_apart(kind: str, train: 
     assert difference(found, wanted) < 1e-12
 
 
+def test_parts_are_summed_over_all_before_learners_of_fsdp_train_apart(train: Train) -> None:
+    _, wanted = weights(train, "Plain", "single")
+    _, found = weights(train, "Plain", f"diloco:learners=2,inner=fsdp,after={STEPS}", ranks=4)
+    assert difference(found, wanted) < 1e-10
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_moving_average_is_refused_of_one_learner_too(ranks: int, train: Train) -> None:
     """It was kept of the learner's weights, and the global ones were written in its place."""

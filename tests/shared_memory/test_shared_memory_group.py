@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes.fork_server import SEGMENT_FD
@@ -17,6 +18,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import Care, supervise
 from allranks.launcher.world import World
+from allranks.torch.shared_memory.operands import Call
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -109,3 +111,10 @@ def test_the_others_say_which_rank_is_lost(server: ForkServer, tmp_path: Path, h
         codes |= {tickets[ended.ticket]: ended.code for ended in server.exits(0.2)}
     logs = "".join((tmp_path / f"worker-{rank}.log").read_text() for rank in range(3))
     assert (codes[0], codes[2]) == (0, 0), logs
+
+
+@pytest.mark.parametrize("take", [Call().given, Call().taken, lambda t: Call().together([t])])
+def test_a_tensor_without_memory_is_refused(take: Callable[[torch.Tensor], object]) -> None:
+    """A DTensor stands for others in the same way: at its address a process would end."""
+    with pytest.raises(TypeError, match="no memory of its own"):
+        take(torch.empty(3, device="meta"))

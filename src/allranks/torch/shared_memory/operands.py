@@ -90,10 +90,18 @@ def numbers_in(tensor: Tensor) -> int:
 
 def flat(tensor: Tensor) -> Tensor:
     """Its values in one piece of memory, its own if they lie so."""
+    _check_memory(tensor)
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _check_memory(tensor: Tensor) -> None:
+    """Raise `TypeError` for a tensor that only stands for others: the library needs an address."""
+    if not tensor.data_ptr() and tensor.numel():
+        found = type(tensor).__name__
+        raise TypeError(f"a collective of a {found}, which has no memory of its own: to_local()")
 
 
 @dataclass
@@ -113,6 +121,7 @@ class Call:
     def taken(self, tensor: Tensor, *, reads: bool = False) -> Tensor:
         """Flat memory that becomes the content of `tensor`; with `reads` it begins as that."""
         if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            _check_memory(tensor)
             self.kept.append(tensor)
             return tensor
         memory = flat(tensor) if reads else torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -147,6 +156,8 @@ def in_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
     """The first of tensors that follow each other in one storage without a gap, else `None`."""
     first = tensors[0]
     here = first.data_ptr()
+    if not here:
+        return None
     for tensor in tensors:
         fits = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()

@@ -76,6 +76,7 @@ class StepParts:
     after_backward: Callable[[], None]
     equal_passes: bool = False
     counts_samples: bool = True
+    shard_alone: bool = False
     tally_type: torch.dtype | None = None
 
 
@@ -135,9 +136,9 @@ class Passes:
         self.close()
         self.names, self.parameters = self.changes.names, self.changes.parameters
         self.apart.parameters = self.parameters
-        served = self.scope.served
+        served, exact = self.scope.served, self.parts.shard_alone
         self.sparse = SparseRows(
-            self.model, self.optimizer, self.parameters, lambda: self.apart.is_on, served
+            self.model, self.optimizer, self.parameters, lambda: self.apart.is_on, served, exact
         )
         self.layout = TallyLayout(
             self.model,

@@ -26,13 +26,25 @@ def wanting_rows(
         return {id(parameter) for parameter in parameters}
     if type(optimizer).__module__.startswith("torch.optim"):
         return set()
+    return {id(weight) for weight in _tables(model)}
+
+
+def _tables(model: nn.Module) -> list[Tensor]:
+    """The weights whose gradients come as rows."""
     tables = [m for m in model.modules() if getattr(m, "sparse", False) is True]
-    return {id(table._parameters.get("weight")) for table in tables}
+    weights = [table._parameters.get("weight") for table in tables]
+    return [weight for weight in weights if weight is not None]
+
+
+def _one_number_a_row(gradient: Tensor) -> Tensor:
+    return gradient.coalesce() if gradient.is_sparse else gradient
 
 
 class SparseRows:
     """Which rows of the parameters of `optimizer` a step touches. `is_apart` says not to look;
-    the rows of those that are `served`, by their ids, lie elsewhere, and are counted there."""
+    the rows of those that are `served`, by their ids, lie elsewhere, and are counted there. With
+    `exact` each pass adds one number to a row, as where its gradient is dense: a row that several
+    samples touch is added up first."""
 
     def __init__(
         self,
@@ -41,6 +53,7 @@ class SparseRows:
         parameters: list[nn.Parameter],
         is_apart: Callable[[], bool],
         served: frozenset[int] = frozenset(),
+        exact: bool = False,
     ) -> None:
         wanting = wanting_rows(model, optimizer, parameters) - served
         self.positions = [i for i, p in enumerate(parameters) if id(p) in wanting]
@@ -53,6 +66,10 @@ class SparseRows:
             parameter.register_hook(self.marker(number))
             for number, parameter in enumerate(self.parameters)
         ]
+        if exact:
+            trained = {id(parameter) for parameter in parameters}
+            tables = {id(w): w for w in _tables(model) if id(w) in trained}
+            self.hooks += [table.register_hook(_one_number_a_row) for table in tables.values()]
 
     def marker(self, number: int) -> Callable[[Tensor], None]:
         """A hook that notes the rows of a gradient of parameter `number` of these."""

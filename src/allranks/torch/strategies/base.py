@@ -124,6 +124,7 @@ class Strategy(Traits, ABC):
             after_backward=self.after_backward,
             equal_passes=self.equal_passes,
             counts_samples=self.mesh.is_first_of_its_data(self.comm.rank),
+            shard_alone=self.shard_alone,
             tally_type=self.tally_type,
         )
         self.step = SharedStep(self.task, model, optimizer, context.scope, context.precision, parts)

@@ -17,7 +17,7 @@ these steps whether any of them has samples left, and end their epoch together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -105,10 +105,14 @@ class Outer(Strategy):
                     parameter.grad = torch.zeros_like(parameter, requires_grad=False)
                 elif parameter.grad.is_sparse:  # summed dense, as in buckets
                     parameter.grad = parameter.grad.to_dense()
-            for tensor in (sums.tensor, *gradients.tensors()):
-                assert tensor is not None
-                self.learners.all_reduce(tensor).wait()
+            self._add_up((sums.tensor, *gradients.tensors()))
         return sums, gradients
+
+    def _add_up(self, tensors: Iterable[Tensor | None]) -> None:
+        """Sum over the learners, in place; of a tensor that ranks share, what this one holds."""
+        for tensor in tensors:
+            assert tensor is not None
+            self.learners.all_reduce(local(tensor)).wait()
 
     def forward_backward(self, batch: Batch) -> Tally:
         if batch.sizes is None:
