@@ -375,7 +375,7 @@ def test_peers_train_what_we_train(
     sets = [word for field in fields for word in ("--set", field)]
     more = ("--steps", "6", "--warm-up", "2", "--run-dir", "b", "--", *sets)
     launch = host.launch(tmp_path, *words, *more)
-    assert launch.wait() == 0, launch.err
+    assert launch.wait(within_s=900) == 0, launch.err
     rows = {row["strategy"]: row for row in launch.summary()["rows"] if row["is_peer"]}
     assert list(rows) == peers.split(",")
     for row in rows.values():
