@@ -41,14 +41,32 @@ def test_equal_to_one_process(
     check_equal(task, strategy, ranks, how, train, references)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "strategy", "ranks", "how"),
     [
         ("Scaled", "fsdp:tensor=2,sequence=yes", 4, {"micro_batch": 1}),
-        ("Scaled", "mesh:tensor=2,pipeline=2,sequence=yes", 4, {}),
         ("Gated", "fsdp:tensor=2,sequence=yes,reshard=no", 4, {}),
         ("Odd", "fsdp:tensor=4,sequence=yes", 4, {"activation_checkpointing": True}),
+    ],
+)
+def test_sharded_and_cut_is_equal_to_one_process(
+    task: str,
+    strategy: str,
+    ranks: int,
+    how: dict[str, Any],
+    train: Train,
+    references: dict[str, Any],
+) -> None:
+    """Blocks that are units, with a weight of no dimension, and blocks that share weights."""
+    check_equal(task, strategy, ranks, how, train, references)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("task", "strategy", "ranks", "how"),
+    [
+        ("Scaled", "mesh:tensor=2,pipeline=2,sequence=yes", 4, {}),
         ("Gated", "mesh:data=2,tensor=2,sequence=yes", 4, {"micro_batch": 2}),
         ("Scaled", "mesh:data=2,tensor=2,pipeline=2,sequence=yes,schedule=gpipe", 8, {}),
         (
@@ -59,7 +77,7 @@ def test_equal_to_one_process(
         ),
     ],
 )
-def test_products_are_equal_to_one_process(
+def test_stages_that_are_cut_are_equal_to_one_process(
     task: str,
     strategy: str,
     ranks: int,
@@ -67,7 +85,7 @@ def test_products_are_equal_to_one_process(
     train: Train,
     references: dict[str, Any],
 ) -> None:
-    """Units and stages of blocks with a weight of no dimension, and a table in two stages."""
+    """Stages with a block each and without one, and a table that two of them hold."""
     check_equal(task, strategy, ranks, how, train, references)
 
 
