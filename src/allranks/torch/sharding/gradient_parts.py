@@ -199,17 +199,20 @@ def _of_one_kind(flats: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.devic
 
 
 def _in_few(wholes: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The same rows in fewer tensors: on an accelerator a copy costs less than a launch for each.
+    """The same rows in fewer tensors, where each is a launch: on an accelerator.
 
-    What is copied at a time is at most `TOGETHER_BYTES`.
+    What is copied for it at a time is at most `TOGETHER_BYTES`.
     """
     if not is_accelerator(wholes[0].device):
         yield from wholes
         return
     groups: list[list[Tensor]] = [[]]
+    size = 0
     for rows in wholes:
-        if groups[-1] and sum(one.nbytes for one in (*groups[-1], rows)) > TOGETHER_BYTES:
+        size += rows.nbytes
+        if groups[-1] and size > TOGETHER_BYTES:
             groups.append([])
+            size = rows.nbytes
         groups[-1].append(rows)
     for group in groups:
         yield group[0] if len(group) == 1 else torch.cat(group)

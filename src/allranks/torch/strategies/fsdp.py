@@ -74,7 +74,7 @@ class FSDP(Single):
             self.can_run_ahead = False
             self.policy = CPUOffloadPolicy(pin_memory=on_gpu)
             self.builds_deferred = self.is_cut and not on_gpu  # assumed, not run on a GPU
-        self.kind, self.most_passes, self.steps = "control", 1, 0
+        self.most_passes, self.steps = 1, 0
         self.units: list[Any] = []
         self.held: list[list[nn.Parameter]] = []  # by each unit, the root last
         self.order = CallOrder(f"--strategy {self.name}")
@@ -222,16 +222,15 @@ class FSDP(Single):
         for parameter in self.step.parameters:
             parameter.grad = None
         self.beside.begin()
-        self.kind, self.most_passes = "gradients", max(self.most_passes, batch.passes)
+        self.most_passes = max(self.most_passes, batch.passes)
         self.order.begin()
         self.trail.begin()
         self.sums.begin(batch)
-        with self.exchange.opened(self.kind):
+        with self.exchange.opened("gradients"):
             tally = self.beside.tally
             self.step.accumulate(batch, lambda leaf: tally, partial(self._leaf_done, batch))
             self.passes.sum_over_positions(self.step.names, self.step.parameters)
         self.sums.end()
-        self.kind = "control"
         self.steps += 1
         return tally
 
