@@ -17,9 +17,9 @@ import contract_workers
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
-from contract_tasks import SAMPLES, Images, Pairs, Pictures, Uneven
+from contract_tasks import SAMPLES, Images, Pairs, Pictures, Sentences, Uneven
 
-__all__ = ["Experts", "Images", "Pairs", "Pictures", "Uneven", "Words"]
+__all__ = ["Experts", "Images", "Pairs", "Pictures", "Sentences", "Uneven", "Words"]
 
 
 class Words(contract_tasks.Words):

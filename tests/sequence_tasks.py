@@ -1,8 +1,8 @@
-"""Tasks for `tensor:sequence=yes`: blocks as those of Llama, which look at another sequence."""
+"""Tasks for `sequence=yes`: blocks as those of Llama, which look at another sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from context_tasks import Odd, turned
 from contract_tasks import Sentences
+from pipeline_tasks import grouped
 
 __all__ = ["Odd", "Sentences"]
 PROVED = 4  # more passes than the proof makes
@@ -56,6 +57,84 @@ class Gated(Sentences):
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         target = batch[:, 1 : output.shape[1] + 1]
         return F.cross_entropy(output.transpose(1, 2), target, reduction="none")
+
+
+class Scaled(Sentences):
+    """Blocks with a weight of no dimension; stages of which the ends share the table of tokens."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        model.blocks = nn.Sequential(*(_Scaled(block) for block in model.blocks))
+        return model
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        parts = [_Tokens(model), *model.blocks, _Head(model)]
+        return grouped([nn.Sequential(*parts[:2]), *parts[2:]], count)
+
+
+class UnitsWithin(Scaled):
+    """What is gathered at a time is a part of a block."""
+
+    def fsdp_units(self, model: Any) -> Sequence[nn.Module]:
+        return [block.block for block in model.blocks]
+
+
+class HalfBlocks(Scaled):
+    """No stage has a whole block: what each does beside its parts is left out."""
+
+    def stages(self, model: Any, count: int) -> Sequence[nn.Module]:
+        halves = [
+            half
+            for scaled in model.blocks
+            for half in (scaled.block.attention, scaled.block.feed_forward)
+        ]
+        norms = [scaled.block.attention_norm for scaled in model.blocks]
+        norms += [scaled.block.feed_forward_norm for scaled in model.blocks]
+        gains = _Gains([scaled.gain for scaled in model.blocks])
+        return grouped([_Tokens(model), *halves, *norms, gains, _Head(model)], count)
+
+
+class _Gains(nn.Module):
+    def __init__(self, gains: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.gains = nn.ParameterList(gains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gain in self.gains:
+            x = x * gain
+        return x
+
+
+class _Scaled(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.gain = block, nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.block(x) * self.gain
+        return scaled
+
+
+class _Tokens(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.tokens, self.positions = model.token_embedding, model.position_embedding
+        self.drop = model.drop
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.drop(
+            self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        )
+        return found
+
+
+class _Head(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.tokens, self.norm = model.token_embedding, model.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.tokens.weight)
 
 
 class _Gated(nn.Module):

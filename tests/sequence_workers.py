@@ -53,7 +53,7 @@ def kept_activations(argument: dict[str, Any]) -> None:
     hidden = torch.randn(SAMPLES, POSITIONS, WIDTH, requires_grad=True)
     alone = kept_by(cut_block(Exchange(Comm())), hidden)
     whole = kept_by(cut_block(Exchange(comm)), hidden)
-    exchange = ScatteredExchange(comm)
+    exchange = ScatteredExchange(comm, "--strategy tensor:sequence=yes")
     block, span = cut_block(exchange), Span.of(POSITIONS, comm)
     own = span.own_part(hidden, 1).detach().clone().requires_grad_()
     with exchange.within(span):

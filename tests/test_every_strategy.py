@@ -55,7 +55,11 @@ SETTINGS = {
     ],
     "zero1": ["zero1", "zero1:reduce=tree,bucket_mb=0.0005"],
     "zero2": ["zero2:bucket_mb=0.0005", "zero2:reduce=tree"],
-    "fsdp": ["fsdp", "fsdp:reshard=false", "fsdp:reduce=tree", "fsdp:tensor=2", *PARTS["fsdp"]],
+    "fsdp": [
+        *("fsdp", "fsdp:reshard=false", "fsdp:reduce=tree", "fsdp:tensor=2"),
+        "fsdp:tensor=2,sequence=yes",
+        *PARTS["fsdp"],
+    ],
     "hsdp": ["hsdp:shard=2", "hsdp:shard=2,reduce=tree", *PARTS["hsdp"]],
     "gpipe": ["gpipe"],
     "1f1b": ["1f1b", "1f1b:by=cost"],
@@ -77,6 +81,7 @@ SETTINGS = {
         *("mesh:data=2,tensor=2,pipeline=2", "mesh:data=2,tensor=2", "mesh:data=3"),
         *("mesh:data=2,pipeline=2,schedule=gpipe", "mesh:tensor=2,pipeline=2"),
         *("mesh:pipeline=2,schedule=interleaved(chunks=2)", "mesh:data=2,pipeline=2,reduce=tree"),
+        "mesh:data=2,tensor=2,sequence=yes",
     ],
     "expert": ["expert", "expert:replicas=2,bucket_mb=0.0005"],
     "local-sgd": ["local-sgd:every=2"],
@@ -198,6 +203,8 @@ def takes(strategy: str, ranks: int, task: str) -> bool:
         if task == "Words" and stages > 1 and "tree" in strategy:
             return False  # its tied weight is in two stages
         chunks = 2 if stages > 1 and "chunks=2" in strategy else 1
+        if "sequence=yes" in strategy:
+            return task == "Sentences"
         return stages * chunks <= STAGES.get(task, 0)
     if strategy.startswith("expert") and ranks > 1 and task != "Mixture":
         return False

@@ -307,9 +307,9 @@ FAULTS = {
         program="tensor_tasks:Stack",
     ),
     "gradients of norms that are those of one rank's positions": Fault(
-        "torch/strategies/tensor.py",
-        "                self._sum_over_positions(self.blocks)\n",
-        "                pass\n",
+        "torch/tensor_parallel/passes.py",
+        "            self.exchange.sum_gradients(self.see_positions(names, parameters))\n",
+        "            pass\n",
         step=0,
         stage="gradient",
         tensor="blocks.0.attention.output.bias",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import nn
 
 from allranks.torch.comm import Comm
 from allranks.torch.pipelining.parcels import Parcel, shape_of
-from allranks.torch.sharding.gradient_parts import ROW, SomeCut
+from allranks.torch.sharding import gradient_parts
+from allranks.torch.sharding.gradient_parts import ROW, SomeCut, squares_of
 
 
 def test_tensors_of_other_types_and_orders_share_a_message() -> None:
@@ -49,3 +51,18 @@ def test_a_norm_adds_rows_and_survives_squares_too_large_for_their_type() -> Non
     assert math.isclose(found, exact * 1e25, rel_tol=1e-6)
     parameter.grad[-1, -1] = math.nan
     assert not math.isfinite(gradients.norm(clips=False, left_out=False))
+
+
+def test_rows_are_the_same_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, in groups of some bytes: the same bits as a norm for each tensor."""
+    sizes, kinds = (3, ROW, 2 * ROW + 1, 0, ROW, 17, 5 * ROW), (torch.float32, torch.bfloat16)
+    parts = [torch.randn(size).to(kind) for size in sizes for kind in kinds]
+    parts[0] = torch.randn(3, dtype=torch.complex64)
+    wanted = squares_of(parts, torch.device("cpu"))
+    by_hand = sum(torch.view_as_real(p).double().square().sum() for p in parts[:1])
+    by_hand += sum(p.double().square().sum() for p in parts[1:])
+    assert math.isclose(float(wanted), float(by_hand), rel_tol=1e-6)
+    monkeypatch.setattr(gradient_parts, "is_accelerator", lambda device: True)
+    for most in (2**26, 3 * ROW * 4):
+        monkeypatch.setattr(gradient_parts, "TOGETHER_BYTES", most)
+        assert torch.equal(squares_of(parts, torch.device("cpu")), wanted)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import _foreach_supported_types as takes_foreach
+from torch.optim.optimizer import _foreach_supported_types as updated_in_lists
 from torch.utils import backend_registration
+from torch.utils._foreach_utils import _foreach_supported_types as clipped_in_lists
 
 import allranks.torch.accelerator as accelerator
 from allranks.torch.batchnorm import by_shard
@@ -82,7 +83,8 @@ def install() -> None:
     casts = keep(torch.library.Library("aten", "IMPL"))
     for name in (*CAST_DOWN, *CAST_UP):
         casts.impl(name, partial(_cast, getattr(torch.ops.aten, name)), "AutocastPrivateUse1")
-    takes_foreach.append(chip.OnChip)
+    for taken in (updated_in_lists, clipped_in_lists):  # as of a device whose tensors are torch's
+        taken.append(chip.OnChip)
     dist.Backend.default_device_backend_map[NAME] = "gloo"
     torch.tensor = partial(_tensor, torch.tensor)
     torch.Tensor.pin_memory = chip.pinned

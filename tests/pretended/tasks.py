@@ -17,11 +17,12 @@ SAMPLES = 29  # the last batch of an epoch is smaller, and some ranks have none 
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 1) -> None:
         super().__init__()
         self.convolution, self.norm = nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6)
         self.dropout, self.wide = nn.Dropout(0.2), nn.Linear(6 * 16, 8)
-        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5))
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(8, 8), nn.ReLU())]
+        self.blocks = nn.Sequential(*layers, nn.Linear(8, 5))
 
     def forward(self, image: Tensor) -> Tensor:
         found = functional.relu(self.norm(self.convolution(image)))
@@ -57,10 +58,11 @@ class Small(Task):
     data: str = "host"
     samples: int = SAMPLES
     optimizer_name: str = "sgd"
+    depth: int = 1
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        return Net()
+        return Net(self.depth)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The kernels of a list, on both devices: on a CPU torch takes others by default."""

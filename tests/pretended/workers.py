@@ -106,6 +106,18 @@ def without_the_wait_for_a_sum(argument: dict[str, Any]) -> None:
     os._exit(0)  # the other rank stands in a collective
 
 
+def launches_of_a_step(argument: dict[str, Any]) -> None:
+    """How many kernels of a usual step each line launches, into a file."""
+    install()
+    with trainer(argument, NAME, steps=WARM + 1) as training:
+        for number, batch in enumerate(training.batches()):
+            with watch() if number >= WARM else nullcontext(Watched()) as watched:
+                training.step(batch)
+        if training.comm.rank == 0:
+            found = Counter(f"{told.line} {told.what}" for told in watched.of("kernel"))
+            Path(argument["out"]).write_text(json.dumps(found))
+
+
 def waits_of_a_step(argument: dict[str, Any]) -> None:
     """How often the host waits for the device in a usual step, and where, into a file."""
     install()

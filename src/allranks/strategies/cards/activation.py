@@ -16,6 +16,21 @@ from allranks.strategies.mesh import CONTEXT, TENSOR, Agreement, Mesh, in_copies
 LEAVES = 8
 """So many parts a sum over the ranks has with `exact=yes`, on any number of them."""
 
+SEQUENCE = Option(
+    "sequence", False, "between regions of the blocks a rank has some positions of every sequence"
+)
+
+
+def check_sequence(strategy: str, options: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for positions that nobody cuts, where `tensor` says the ranks."""
+    if options["sequence"] and int(options["tensor"]) == 1:
+        raise RequestError(
+            asked=f"--strategy {strategy}:sequence=yes",
+            found="tensor=1",
+            why="positions are cut over the ranks that compute a layer together",
+            do="tensor=2 or more, or leave sequence out",
+        )
+
 
 def _tensor_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
     copies = int(options["data"])
@@ -71,11 +86,7 @@ TENSOR_CARD = Card(
     options=(
         Option("data", 1, "copies of the cut model, each on samples of its own", at_least=1),
         Option("exact", False, "equal bits on 1, 2, 4 and 8 ranks: sums of 8 leaves, in one order"),
-        Option(
-            "sequence",
-            False,
-            "between regions of the blocks a rank has some positions of every sequence",
-        ),
+        SEQUENCE,
     ),
     agreement=Agreement("sharded"),
     mesh=_tensor_mesh,

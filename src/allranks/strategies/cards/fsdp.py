@@ -18,6 +18,7 @@ from allranks.strategies.card import (
     Stored,
     Workload,
 )
+from allranks.strategies.cards.activation import SEQUENCE, check_sequence
 from allranks.strategies.cards.bytes_sent import ring_bytes, tree_bytes
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR, Agreement, Mesh
 from allranks.strategies.reductions import compressed
@@ -32,6 +33,7 @@ def _fsdp_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
             why=f"{tensor} does not divide {ranks}, so some would have parts without the rest",
             do=f"--ranks {-(-ranks // tensor) * tensor}, or leave tensor out",
         )
+    check_sequence("fsdp", options)
     _check_compressed(options["reduce"], ranks, tensor)
     if tensor > 1 and str(options["reduce"]) == "tree":
         raise RequestError(
@@ -217,6 +219,7 @@ FSDP_CARDS = (
         "along the tensor axis as under `tensor`. top-k, two-bit: instead of (K-1)/K · gradients "
         "(K-1) codes of a part of each unit",
         memory=f"K = N/T, T = tensor: {MEMORY}, all of it 1/T of what is cut over the tensor axis; "
+        "sequence=yes: activations of the blocks 1/T, too; "
         "tree: the roots of all ranks; top-k, two-bit: 1 whole gradient more, of what was not sent",
         stored=Stored(
             "(2 + k)(C/T + R)/K, C: what `tensor` would cut; top-k, two-bit: (2 + K + k)", _parts
@@ -229,6 +232,7 @@ FSDP_CARDS = (
             RESHARD,
             REDUCE,
             Option("tensor", 1, "T, how many ranks compute a layer together", at_least=1),
+            SEQUENCE,
             OFFLOAD,
         ),
         paper=PAPER,

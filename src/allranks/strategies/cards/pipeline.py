@@ -10,6 +10,7 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
+from allranks.strategies.cards.activation import SEQUENCE, check_sequence
 from allranks.strategies.cards.bytes_sent import tree_bytes
 from allranks.strategies.mesh import PIPELINE, REPLICATE, TENSOR, Agreement, Mesh
 
@@ -97,6 +98,7 @@ copies of its stage, and over stages that share a weight."""
 def _three_axes(ranks: int, options: Mapping[str, Any]) -> Mesh:
     """Every rank has a place on three axes, the last of which varies fastest."""
     data, tensor, pipeline = (int(options[name]) for name in ("data", "tensor", "pipeline"))
+    check_sequence("mesh", options)
     places = data * tensor * pipeline
     if places != ranks:
         asked = f"mesh:data={data},tensor={tensor},pipeline={pipeline}"
@@ -152,13 +154,14 @@ MESH_CARD = Card(
     "stage + 2(D-1)/D · gradients of its part + 2(N-1)/N · tally; N = D·T·P. reduce=tree: of D "
     "copies what `ddp:reduce=tree` sends on D ranks, and 2(P-1)/P · tally",
     memory="1/P of the layers, of those 1/T of what is cut: weights + gradients + optimizer; "
-    "activations of min(m, P - stage) micro-batches",
+    "activations of min(m, P - stage) micro-batches; sequence=yes: those of blocks 1/T",
     stored=Stored("(2 + k)(C/T + R)/P, stages of equal size, C: layers that are cut", _own_part),
     many_ranks=True,
     options=(
         Option("data", 1, "D, how many copies of the model, each on its samples", at_least=1),
         Option("tensor", 1, "T, over how many ranks layers are cut", at_least=1),
         Option("pipeline", 1, "P, how many ranks hold stages one after the other", at_least=1),
+        SEQUENCE,
         Option(
             "schedule",
             "1f1b",

@@ -66,7 +66,7 @@ class CutBlocks:
     ) -> None:
         self.exchange, self.model = exchange, model
         self.blocks, self.passes = blocks, BlockPasses(exchange, inside, blocks)
-        self.calls: dict[tuple[bool, ...], list[Call]] = {}
+        self.calls: dict[tuple[int, tuple[bool, ...]], list[Call]] = {}
         for layer in {layer for block in blocks.values() for layer in block.modules()}:
             if isinstance(layer, ShardDropout):
                 layer.part_of = partial(_part_of, layer.part_of, self.passes.part_of)
@@ -91,13 +91,15 @@ class CutBlocks:
                         do="a weight of their own for the blocks, or leave sequence=yes out",
                     )
 
-    def passed(self, run: Callable[[], Any], precision: Precision, scope: Scope) -> Any:
-        """The output of the model, by a pass in which sequences are cut.
+    def passed(
+        self, run: Callable[[], Any], precision: Precision, scope: Scope, stage: int = 0
+    ) -> Any:
+        """The output of the model, or of a stage, by a pass in which sequences are cut.
 
         What is proved holds for the weights that are trained: others may be let in later.
         """
         trained = (weight.requires_grad for weight in self.model.parameters())
-        mode = (self.model.training, *trained)
+        mode = stage, (self.model.training, *trained)
         calls = self.calls.get(mode)
         if calls is None:
             rounds = torch.get_float32_matmul_precision() != "highest"

@@ -125,7 +125,7 @@ class SequenceExchange(Exchange, ABC):
     `asked` is what cuts it, for refusals; `why` a block is another one on a part, and what to `do`.
     """
 
-    asked: ClassVar[str]
+    asked: str
     why: ClassVar[str]
     do: ClassVar[str]
     cuts_arguments: ClassVar[bool] = True

@@ -97,6 +97,8 @@ def _opened(
 class Pass:
     """What happens where a block is called; this one runs it as it is."""
 
+    is_inside = False  # a block, or what a strategy does in front of it
+
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return block.run(None, *args, **keywords)
 
@@ -132,7 +134,6 @@ class CutPass(Pass):
         self.at = 0
         self.span: Span | None = None
         self.last: Tensor | None = None  # this rank's positions, on their way to the next block
-        self.is_inside = False  # a block
         self.handed: list[Tensor] = []  # all that were on their way, where it is proved
 
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -154,7 +155,7 @@ class CutPass(Pass):
         if hidden is None:
             raise other_blocks(self.asked, block.name)
         span = self.span = self.span or span_of(hidden, self.exchange)
-        if not is_first and hidden is not self.last:
+        if not is_first and not _is_same(hidden, self.last):
             raise other_blocks(self.asked, block.name)
         own = self._own(call, given, span, hidden, is_first=is_first)
         if self.prove is not None:
@@ -217,6 +218,10 @@ class BlockPasses:
         self.span: Span | None = None
         self.blocks = [CutBlock(name, module, self) for name, module in blocks.items()]
 
+    def enter(self, *_: Any) -> None:
+        """A block comes next, and a strategy does its own in front of it."""
+        self.current.is_inside = True
+
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return self.current.called(block, args, keywords)
 
@@ -266,6 +271,19 @@ def _ends(call: Call, rest: list[Call]) -> bool:
     if not rest or rest[0].length != call.length or not rest[0].follows:
         return True
     return parent_of(rest[0].block.name) != parent_of(call.block.name)
+
+
+def _is_same(found: Tensor, last: Tensor | None) -> bool:
+    """Whether a block is given what the last one returned, or as `fully_shard` hands it on: a view
+    of all of it."""
+    if found is last or last is None:
+        return found is last
+    root = last if last._base is None else last._base
+    return found._base is root and (found.shape, found.stride(), found.storage_offset()) == (
+        last.shape,
+        last.stride(),
+        last.storage_offset(),
+    )
 
 
 def hidden_of(given: Arguments) -> Tensor | None:

@@ -21,6 +21,8 @@ from allranks.strategies.shards import rows_of
 from allranks.torch.model.reals import reals
 from allranks.torch.reducers.buckets import ALIGNED_BYTES, grouped
 
+Pair = tuple[Tensor, Tensor]
+"""Where numbers go, and where they come from."""
 ALONE_BYTES = 2**20  # from here on a message costs more by its bytes than by its number
 
 
@@ -52,6 +54,13 @@ def _goes_alone(parameter: Tensor, ranks: int) -> bool:
 
 def _is_cut_evenly(tensor: Tensor, ranks: int) -> bool:
     return tensor.is_contiguous() and tensor.shape[0] % ranks == 0
+
+
+def _copy_all(pairs: Sequence[Pair]) -> None:
+    """In as few launches as a list takes, however many tensors there are."""
+    some = [pair for pair in pairs if pair[0].numel()]
+    if some:
+        torch._foreach_copy_([to for to, _ in some], [found for _, found in some])
 
 
 @dataclass(frozen=True)
@@ -95,14 +104,15 @@ class PackedBucket:
             return reals(only.detach()).view(-1)
         flat = torch.zeros(self.ranks * self.section, dtype=self.dtype, device=self.device)
         sections = flat.view(self.ranks, self.section)
+        pairs: list[Pair] = []
         for place, tensor in zip(self.places, tensors, strict=True):
             if tensor is None:
                 continue
             dense = reals(tensor.to_dense() if tensor.is_sparse else tensor.detach())
             for rank, section in enumerate(sections):
-                rows = own_rows(dense, self.ranks, rank)
-                if rows.shape[0]:
-                    place.rows(section, self.ranks, rank).copy_(rows)
+                own = own_rows(dense, self.ranks, rank)
+                pairs.append((place.rows(section, self.ranks, rank), own))
+        _copy_all(pairs)
         return flat
 
     def room(self) -> Tensor:
@@ -117,20 +127,23 @@ class PackedBucket:
         whole."""
         if self.is_alone:
             return
+        pairs: list[Pair] = []
         for rank, section in enumerate(flat.view(self.ranks, self.section)):
             for place, parameter in zip(self.places, self.parameters, strict=True):
-                rows = own_rows(reals(parameter.detach()), self.ranks, rank)
-                if rows.shape[0]:
-                    rows.copy_(place.rows(section, self.ranks, rank))
+                own = own_rows(reals(parameter.detach()), self.ranks, rank)
+                pairs.append((own, place.rows(section, self.ranks, rank)))
+        _copy_all(pairs)
 
     def section_of(self, rank: int) -> Tensor:
         """A section that holds the rows of `rank` of the parameters, all whole."""
         if self.is_alone:
             return own_rows(self.room().view(self.ranks, -1), self.ranks, rank).view(-1)
         section = torch.zeros(self.section, dtype=self.dtype, device=self.device)
+        pairs: list[Pair] = []
         for place, parameter in zip(self.places, self.parameters, strict=True):
             own = own_rows(reals(parameter.detach()), self.ranks, rank)
-            place.rows(section, self.ranks, rank).copy_(own)
+            pairs.append((place.rows(section, self.ranks, rank), own))
+        _copy_all(pairs)
         return section
 
     def parts(self, section: Tensor, rank: int) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -8,7 +8,7 @@ that knows better says so: `fsdp_units(model)`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -92,6 +92,21 @@ def _check(unit: object, units: list[nn.Module], model: nn.Module) -> None:
             why="the weights of a unit are gathered when it is called, and let go of after it",
             do="return modules that are called, each with weights of its own; or do not define it",
         )
+
+
+def check_units(units: list[nn.Module], blocks: Mapping[str, nn.Module], asked: str) -> None:
+    """Raise `RequestError` for a unit in a block whose sequences are cut: the proof of a block goes
+    through it alone, and torch sums the gradients of a unit over the ranks wherever they come."""
+    for name, block in blocks.items():
+        inside = set(block.modules()) - {block}
+        if unit := next((unit for unit in units if unit in inside), None):
+            raise RequestError(
+                asked=asked,
+                found=f"a unit in the block {name!r}: a {type(unit).__name__}",
+                why="before the first step each block is compared, by itself, with what it is on "
+                "a part of the sequence, and its weights have to be there",
+                do="let fsdp_units(model) of the task return the blocks, or leave sequence=yes out",
+            )
 
 
 def check_can_be_cut(model: nn.Module, name: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from allranks.torch.accelerator import is_accelerator
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm import Comm
 from allranks.torch.model.reals import reals
@@ -16,6 +17,7 @@ from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.step.gradients import Gradients, as_tensor, gradients_of, multiply_
 
 ROW = 4096  # numbers whose squares are added in their own type
+TOGETHER_BYTES = 2**26  # assumed, not measured
 
 
 class PartsOfRanks(Gradients):
@@ -165,15 +167,52 @@ def squares_of(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     Norms of short rows in the type of the parts, which lose nothing that it can tell; a copy of all
     of it in float64 takes four times as long.
     """
-    norms = [torch.zeros(1, dtype=torch.float64, device=device)]
-    for part in parts:
-        flat = reals(part.to_dense() if part.is_sparse else part).flatten()
-        kind = torch.promote_types(flat.dtype, torch.float32)
-        whole = flat.numel() // ROW * ROW
-        if whole:
-            rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=kind)
-            norms.append(rows.to(device, torch.float64))
-        if whole < flat.numel():
-            rest = torch.linalg.vector_norm(flat[whole:], dtype=kind)
-            norms.append(rest[None].to(device, torch.float64))
-    return torch.cat(norms).square_().sum(0, keepdim=True)
+    flats = [reals(part.to_dense() if part.is_sparse else part).flatten() for part in parts]
+    norms: dict[tuple[int, bool], Tensor] = {}  # of which part, and whether it is of its rest
+    for alike in _of_one_kind(flats).values():
+        kind = torch.promote_types(flats[alike[0]].dtype, torch.float32)
+        ends = {at: flats[at].numel() // ROW * ROW for at in alike}
+        rests = {at: flats[at][end:] for at, end in ends.items() if end < flats[at].numel()}
+        if rests:
+            found = torch.stack(torch._foreach_norm(list(rests.values()), 2, kind))
+            each = found.to(device, torch.float64).split(1)
+            norms |= {(at, True): norm for at, norm in zip(rests, each, strict=True)}
+        wholes = {at: flats[at][:end].view(-1, ROW) for at, end in ends.items() if end}
+        if wholes:
+            rows = [
+                torch.linalg.vector_norm(some, dim=1, dtype=kind)
+                for some in _in_few(list(wholes.values()))
+            ]
+            sizes = [len(one) for one in wholes.values()]
+            split = torch.cat(rows).to(device, torch.float64).split(sizes)
+            norms |= {(at, False): norm for at, norm in zip(wholes, split, strict=True)}
+    start = torch.zeros(1, dtype=torch.float64, device=device)
+    return torch.cat([start, *(norms[at] for at in sorted(norms))]).square_().sum(0, keepdim=True)
+
+
+def _of_one_kind(flats: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
+    """The positions of those that one launch can take."""
+    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for at, flat in enumerate(flats):
+        found.setdefault((flat.dtype, flat.device), []).append(at)
+    return found
+
+
+def _in_few(wholes: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The same rows in fewer tensors, where each is a launch: on an accelerator.
+
+    What is copied for it at a time is at most `TOGETHER_BYTES`.
+    """
+    if not is_accelerator(wholes[0].device):
+        yield from wholes
+        return
+    groups: list[list[Tensor]] = [[]]
+    size = 0
+    for rows in wholes:
+        size += rows.nbytes
+        if groups[-1] and size > TOGETHER_BYTES:
+            groups.append([])
+            size = rows.nbytes
+        groups[-1].append(rows)
+    for group in groups:
+        yield group[0] if len(group) == 1 else torch.cat(group)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from allranks.torch.sharding.fsdp_collectives import Filling
 
 
 class Slots:
@@ -24,6 +26,27 @@ class Slots:
     def by_id(self) -> dict[int, tuple[nn.Module, str]]:
         """Where each weight is that is there now, by its id."""
         return {id(module._parameters[name]): (module, name) for module, name in self._places}
+
+    def gathered(
+        self,
+        units: Sequence[Any],
+        held: Sequence[Sequence[nn.Parameter]],
+        fillings: Sequence[Filling],
+    ) -> dict[int, nn.Parameter]:
+        """By the id of a part what stands in its place while it is gathered, always the same.
+
+        Gathers each of the units, of which a rank has `held` the parts.
+        """
+        slots, found = self.by_id(), dict[int, Any]()
+        for number, (unit, parts) in enumerate(zip(units, held, strict=True)):
+            unit.unshard()
+            for parameter in parts:
+                module, name = slots[id(parameter)]
+                found[id(parameter)] = module._parameters[name]
+            if fillings:
+                fillings[number].weights = [found[id(parameter)] for parameter in parts]
+            unit.reshard()
+        return found
 
     @contextmanager
     def whole(self, device: torch.device) -> Iterator[None]:

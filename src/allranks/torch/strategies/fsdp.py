@@ -26,6 +26,7 @@ from allranks.strategies.card import Workload
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.accelerator import is_accelerator
+from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.optimizers.layerwise import Layerwise
 from allranks.torch.reducers.mean import Mean
@@ -36,7 +37,7 @@ from allranks.torch.sharding.call_trail import THE_SUM, CallTrail
 from allranks.torch.sharding.dtensors import device_mesh, mesh_of
 from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, seen_dense, sizes_of
 from allranks.torch.sharding.fsdp_outputs import Outputs
-from allranks.torch.sharding.fsdp_units import check_can_be_cut, rows_apart, units_of
+from allranks.torch.sharding.fsdp_units import check_can_be_cut, check_units, rows_apart, units_of
 from allranks.torch.sharding.gradient_parts import SomeCut
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.sharding.slots import Slots
@@ -51,8 +52,8 @@ from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.single import Single
 from allranks.torch.tensor_parallel.cutting import CutModel, cut_layers
-from allranks.torch.tensor_parallel.exchange import Exchange
 from allranks.torch.tensor_parallel.layers import shown_whole
+from allranks.torch.tensor_parallel.passes import CutPasses, exchange_of
 
 
 class FSDP(Single):
@@ -73,7 +74,7 @@ class FSDP(Single):
             self.can_run_ahead = False
             self.policy = CPUOffloadPolicy(pin_memory=on_gpu)
             self.builds_deferred = self.is_cut and not on_gpu  # assumed, not run on a GPU
-        self.kind, self.most_passes, self.steps = "control", 1, 0
+        self.most_passes, self.steps = 1, 0
         self.units: list[Any] = []
         self.held: list[list[nn.Parameter]] = []  # by each unit, the root last
         self.order = CallOrder(f"--strategy {self.name}")
@@ -98,7 +99,7 @@ class FSDP(Single):
             return model
         check_no_hooks(model, f"--strategy {self.name}")
         units = [*units_of(self.task, model), model]
-        self._cut_layers(model)
+        self._cut_layers(model, units)
         self.slots = Slots(model)
         self.reducer = (Tree if self.shard_alone else Mean)(self.comm, self.task.shards)
         told = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
@@ -112,20 +113,27 @@ class FSDP(Single):
             self._hooks.append(outputs.show())
             fully_shard(unit, reshard_after_forward=again, **how)
             self._take_over(unit, name)
-            self._hooks.append(outputs.give_back())
+            self._hooks += [outputs.give_back(), *self.passes.entered(unit)]
         for name, parameter in model.named_parameters():  # others than before
             vars(parameter).update(told[name])  # what a task has noted on them
         self._hooks.append(model.register_forward_hook(self._let_go))
         return model
 
-    def _cut_layers(self, model: nn.Module) -> None:
+    def _cut_layers(self, model: nn.Module, units: list[nn.Module]) -> None:
         """Leave this rank with its part of each layer; what is cut by rows is that part."""
-        self.exchange = Exchange(self.axis(TENSOR))
+        context, sequence = self.context, bool(self.context.options.get("sequence"))
+        self.exchange = exchange_of(self.axis(TENSOR), self.name, sequence=sequence)
         self.copies: set[int] = set()  # what the first rank of the axis counts in a norm
+        blocks: dict[str, nn.Module] = {}
         if self.exchange.comm.size > 1:
             asked = f"--strategy {self.name}:tensor={self.exchange.comm.size}"
+            if sequence:
+                blocks = blocks_of(self.task, model, asked := f"{asked},sequence=yes")
+                check_units(units[:-1], blocks, asked)
             self.cut = cut_layers(self.task, model, self.exchange, asked)
             self.two_axes = TwoAxes(self.cut, self.exchange, self.axis(SHARD))
+        how = context.precision, context.scope
+        self.passes = CutPasses(self.cut, self.exchange, model, blocks, *how)
 
     def _take_over(self, unit: Any, name: str) -> None:
         """Let a unit sum instead of average, through `Comm`."""
@@ -133,7 +141,7 @@ class FSDP(Single):
         own = [p for p in unit.parameters() if p.ndim and id(p) not in known]
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        shards, kind = self.axis(SHARD), lambda: self.kind
+        shards, kind = self.axis(SHARD), lambda: self.exchange.kind
         gathers, sums = (partial(self.trail.at, f"{what} {name}") for what in ("gathers", "sums"))
         unit.set_custom_all_gather(Gather(shards, kind, gathers))
         unit_sum, apart = self.sums.of(own), lambda: self.step.apart.is_on
@@ -170,8 +178,7 @@ class FSDP(Single):
             raise rows_apart(self.name)
 
     def _forward(self, data: Any) -> Any:
-        self.cut.begin_pass()
-        return forward(self.task, self.step.call, data)
+        return self.passes.passed(partial(forward, self.task, self.step.call, data))
 
     def lay_out(self) -> None:
         if not self.is_cut:
@@ -185,7 +192,8 @@ class FSDP(Single):
             self.copies = {id(p) for name, p in names if name not in self.cut.dims}
         step = self.step
         self.sums.lay_out(step.names, step.parameters)
-        self.beside = Beside(self.reducer, step.layout, step.parameters, self.copies)
+        apart = {id(p) for p in self.passes.see_positions(step.names, step.parameters)}
+        self.beside = Beside(self.reducer, step.layout, step.parameters, self.copies - apart)
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         if self.is_cut:
@@ -198,18 +206,9 @@ class FSDP(Single):
         """On the gathered weights, which stay the same objects: those of this rank's own pass."""
         if not self.is_cut:
             return super().watch_gradients(parameters, mark)
-        slots = self.slots.by_id()
-        places = {id(parameter): parameter for parameter in parameters if not parameter.ndim}
-        for number, (unit, held) in enumerate(zip(self.units, self.held, strict=True)):
-            unit.unshard()
-            for parameter in held:
-                module, name = slots[id(parameter)]
-                places[id(parameter)] = module._parameters[name]  # type: ignore[assignment]
-            if self.fillings:
-                self.fillings[number].weights = [places[id(parameter)] for parameter in held]
-            unit.reshard()
+        places = self.slots.gathered(self.units, self.held, self.fillings)
         return [
-            places[id(parameter)].register_post_accumulate_grad_hook(
+            places.get(id(parameter), parameter).register_post_accumulate_grad_hook(
                 partial(seen_dense, partial(mark, position))
             )
             for position, parameter in enumerate(parameters)
@@ -223,15 +222,15 @@ class FSDP(Single):
         for parameter in self.step.parameters:
             parameter.grad = None
         self.beside.begin()
-        self.kind, self.most_passes = "gradients", max(self.most_passes, batch.passes)
+        self.most_passes = max(self.most_passes, batch.passes)
         self.order.begin()
         self.trail.begin()
         self.sums.begin(batch)
-        with self.exchange.opened(self.kind):
+        with self.exchange.opened("gradients"):
             tally = self.beside.tally
             self.step.accumulate(batch, lambda leaf: tally, partial(self._leaf_done, batch))
+            self.passes.sum_over_positions(self.step.names, self.step.parameters)
         self.sums.end()
-        self.kind = "control"
         self.steps += 1
         return tally
 
@@ -289,9 +288,8 @@ class FSDP(Single):
             return super().eval_step(data, forward)
         self.order.begin()
         self.trail.begin()
-        self.cut.begin_pass()
         with self.exchange.opened("control"):
-            output = super().eval_step(data, forward)
+            output = self.passes.passed(partial(super().eval_step, data, forward))
         self.order.check_on_all(self.comm)
         return output
 
@@ -340,6 +338,8 @@ class FSDP(Single):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self.is_cut:
+            self.passes.close()
         super().close()
 
 

@@ -2,7 +2,8 @@
 
     cut        the weights of every stage, over the tensor axis            `tensor_parallel.cutting`
     stages     along the pipeline axis, where each line runs the schedule     `strategies.pipeline`
-    passes     of the samples of the line alone: one with fewer micro-batches makes fewer
+    passes     of the samples of the line alone: one with fewer micro-batches makes fewer;
+               `sequence=yes` cuts positions in the blocks of a stage     `tensor_parallel.passes`
     reduce     gradients over the copies of a stage, tied weights over stages, the tally over all;
                under `reduce=tree` along one tree over all shards, and nothing may be cut
     norm       a part on each rank of the tensor axis, all else once
@@ -25,6 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from allranks.job.placement import Placed
 from allranks.strategies.mesh import REPLICATE, TENSOR
+from allranks.torch.context_parallel.blocks import blocks_of
+from allranks.torch.context_parallel.refusals import nothing_to_cut as no_sequences
 from allranks.torch.data.batch import Batch
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.pipelining.stage_gradients import StagedGradients
@@ -38,7 +41,7 @@ from allranks.torch.strategies.pipeline import Pipeline
 from allranks.torch.strategies.staged import not_alike
 from allranks.torch.strategies.tensor import sum_over_copies
 from allranks.torch.tensor_parallel.cutting import CutModel, cut_model, nothing_to_cut
-from allranks.torch.tensor_parallel.exchange import Exchange
+from allranks.torch.tensor_parallel.passes import CutPasses, exchange_of
 from allranks.torch.tensor_parallel.plan import Plan, default_plan, given_plan, refused
 
 ASKED = "--strategy mesh"
@@ -64,23 +67,43 @@ class ThreeAxes(Pipeline):
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         self.copies = not_alike(self.axis(REPLICATE), self.comm)
-        self.exchange = Exchange(not_alike(self.axis(TENSOR), self.comm))
-        self.cut = CutModel()
+        axis, sequence = not_alike(self.axis(TENSOR), self.comm), self.context.options["sequence"]
+        self.exchange = exchange_of(axis, self.name, sequence=sequence)
+        self.cut, self.blocks = CutModel(), dict[str, nn.Module]()
         self.tree = Tree(self.copies, self.task.shards)
         return super().parallelize(model)
 
     def cut_stages(self, model: nn.Module) -> None:
         """All of them on every rank, so that all know the shapes of what the others hold."""
         ranks = self.exchange.comm.size
-        if ranks == 1:
-            return
+        if ranks > 1:
+            self._cut_layers(model, ranks)
+        how = self.context.precision, self.context.scope
+        self.cut_passes = CutPasses(self.cut, self.exchange, model, self.blocks, *how)
+        inside = [set(stage.modules()) for stage in self.stages.modules]
+        found = set(self.blocks.values())
+        self.cut_passes.stages = [at for at, modules in enumerate(inside) if found & modules]
+
+    def _cut_layers(self, model: nn.Module, ranks: int) -> None:
         check_no_hooks(model, ASKED)
+        if self.context.options["sequence"]:
+            self.blocks = self._blocks_in_stages(model)
         stages = nn.ModuleList(self.stages.modules)
         plan = _plan_of(stages, model, self.task.tensor_plan(model), ranks)
         if not plan.cuts:
             raise nothing_to_cut(ASKED, ranks)
         self.cut = cut_model(stages, plan, self.exchange, model)
         self.parts = device_mesh(self.exchange.comm, TENSOR)
+
+    def _blocks_in_stages(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The blocks of which a stage has all."""
+        asked = f"{ASKED}:sequence=yes"
+        whole = {module for stage in self.stages.modules for module in stage.modules()}
+        found = blocks_of(self.task, model, asked)
+        blocks = {name: block for name, block in found.items() if block in whole}
+        if not blocks:
+            raise no_sequences(asked, f"no block of {type(model).__name__} in one stage")
+        return blocks
 
     def check_updates(self) -> None:
         super().check_updates()
@@ -91,11 +114,13 @@ class ThreeAxes(Pipeline):
 
     def forward_backward(self, batch: Batch) -> Tally:
         with self.exchange.opened("gradients"):
-            return super().forward_backward(batch)
+            tally = super().forward_backward(batch)
+            names = [name for name in self.step.names if name in self.held]
+            self.cut_passes.sum_over_positions(names, self.own)
+        return tally
 
-    def _forward(self, data: Any) -> Any:
-        self.cut.begin_pass()
-        return super()._forward(data)
+    def passed(self, run: Callable[[], Any], stage: int) -> Any:
+        return self.cut_passes.passed(run, stage)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         if self.shard_alone:  # what copies have is added already, shard by shard
@@ -133,9 +158,12 @@ class ThreeAxes(Pipeline):
         return total
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        self.cut.begin_pass()
         with self.exchange.opened("control"):
             return super().eval_step(data, forward)
+
+    def close(self) -> None:
+        self.cut_passes.close()
+        super().close()
 
     # --- whole tensors and state ----------------------------------------------------------
 

@@ -128,11 +128,11 @@ class Pipeline(Staged):
         key: Hashable = ("evaluation", _looks_of((args, kwargs)))
         output: Any = None
         for stage in self.own_stages:
-            if stage == 0:
-                output = self.stages.modules[0](*args, **kwargs)
-            else:
+            run = partial(self.stages.modules[0], *args, **kwargs)
+            if stage > 0:
                 received, _ = self.links.receive(stage, 0, key)
-                output = self.stages.call(stage, received)
+                run = partial(self.stages.call, stage, received)
+            output = self.passed(run, stage)
             if stage < self.last:
                 self.links.send(stage, 0, key, output, "control")
         self.links.finish()
@@ -210,11 +210,11 @@ class _Passes:
     def through(self, data: Any) -> Any:
         """The output of the stage that is passed now."""
         stage, micro = self._at.stage, self._at.micro
-        if stage == 0:
-            return forward(self.strategy.task, self.strategy.stages.modules[0], data)
-        self._drawn = drawn_from() if self.strategy.shard_alone else b""
-        received, _ = self._received[stage, micro]
-        return self.strategy.stages.call(stage, received)
+        run = partial(forward, self.strategy.task, self.strategy.stages.modules[0], data)
+        if stage > 0:
+            self._drawn = drawn_from() if self.strategy.shard_alone else b""
+            run = partial(self.strategy.stages.call, stage, self._received[stage, micro][0])
+        return self.strategy.passed(run, stage)
 
     def _forward(self, action: Action) -> None:
         strategy, links = self.strategy, self.strategy.links

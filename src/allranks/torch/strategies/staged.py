@@ -8,7 +8,7 @@ Buffers are kept on all ranks, where the engine writes them alike.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -125,6 +125,10 @@ class Staged(Strategy):
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
         self._ask()  # hyper-parameters may have changed
         return super().updating(gradients)
+
+    def passed(self, run: Callable[[], Any], stage: int) -> Any:
+        """The output of a stage for one micro-batch, or one batch that is evaluated."""
+        return run()
 
     def sum_tied(self) -> None:
         """Weights that several stages hold have the sum of their gradients on all of them.

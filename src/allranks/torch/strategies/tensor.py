@@ -26,7 +26,7 @@ from allranks.strategies.cards.activation import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.comm import Comm
-from allranks.torch.context_parallel.blocks import CutBlocks, blocks_of
+from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.data.batch import Batch
 from allranks.torch.sharding.dtensors import Replicate, dtensor, mesh_of, shard_of
 from allranks.torch.sharding.gradient_parts import SomeCut, squares_of
@@ -37,9 +37,8 @@ from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.tensor_parallel.cutting import CutModel, cut_layers
-from allranks.torch.tensor_parallel.exchange import Exchange
 from allranks.torch.tensor_parallel.layers import shown_whole
-from allranks.torch.tensor_parallel.scattered import ScatteredExchange
+from allranks.torch.tensor_parallel.passes import CutPasses, exchange_of
 
 
 class Tensors(Strategy):
@@ -51,38 +50,26 @@ class Tensors(Strategy):
     can_be_compiled = False
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        axis, exact = self.axis(TENSOR), self.context.options["exact"]
-        self.blocks: CutBlocks | None = None
-        self.exchange = Exchange(axis, LEAVES // axis.size if exact else 0)
+        axis, context, exact = self.axis(TENSOR), self.context, self.context.options["exact"]
+        sequence, leaves = context.options["sequence"], LEAVES // axis.size if exact else 0
+        self.exchange = exchange_of(axis, self.name, sequence=sequence, leaves=leaves)
         self.cut = CutModel()
         self.steps = 0
         self.device_mesh: Any = None
-        if axis.size == 1 and not exact:
-            return model
-        if self.context.options["sequence"]:
-            self._cut_sequences(model, axis)
-        else:
-            leaves = LEAVES if exact else 0
-            self.cut = cut_layers(self.task, model, self.exchange, "--strategy tensor", leaves)
+        found: dict[str, nn.Module] = {}
+        if axis.size > 1 or exact:
+            asked = "--strategy tensor" + (":sequence=yes" if sequence else "")
+            found = blocks_of(self.task, model, asked) if sequence else {}
+            self.cut = cut_layers(self.task, model, self.exchange, asked, LEAVES if exact else 0)
+        how = context.precision, context.scope
+        self.passes = CutPasses(self.cut, self.exchange, model, found, *how)
         if axis.size > 1:
             axes = [(name, self.axis(name)) for name, _ in self.mesh.axes]
             self.device_mesh = mesh_of(axes, self.comm.size)
         return model
 
-    def _cut_sequences(self, model: nn.Module, axis: Comm) -> None:
-        """Cut layers, and between them the sequences that go through the blocks."""
-        self.exchange = exchange = ScatteredExchange(axis)
-        found = blocks_of(self.task, model, exchange.asked)
-        self.cut = cut_layers(self.task, model, exchange, exchange.asked)
-        named = dict(model.named_parameters())
-        exchange.cut = frozenset(id(named[name]) for name in self.cut.dims)
-        self.blocks = CutBlocks(exchange, exchange.within, model, found)
-        self.blocks.check_own_weights(exchange.is_summed)
-
     def prepare(self) -> None:
         self.step.forward = self._forward
-        regions = self.cut.regions
-        self.context.scope.keys.is_part = lambda: any(region.is_open for region in regions)
         named = dict(self.model.named_parameters())
         cut = {n: Divided(named[n], self.cut.shapes[n], how) for n, how in self.cut.dims.items()}
         asked = "--strategy tensor"
@@ -96,33 +83,14 @@ class Tensors(Strategy):
         return self.wholes.gathered()
 
     def _forward(self, data: Any) -> Any:
-        return self._passed(partial(forward, self.task, self.step.call, data))
-
-    def _passed(self, run: Callable[[], Any]) -> Any:
-        """The output of the model, by a pass that begins with whole activations."""
-
-        def begun() -> Any:
-            self.cut.begin_pass()
-            return run()
-
-        if self.blocks is None:
-            return begun()
-        return self.blocks.passed(begun, self.context.precision, self.context.scope)
+        return self.passes.passed(partial(forward, self.task, self.step.call, data))
 
     def forward_backward(self, batch: Batch) -> Tally:
         with self.exchange.opened("gradients"):
             tally = super().forward_backward(batch)
-            if self.blocks is not None:
-                self._sum_over_positions(self.blocks)
+            self.passes.sum_over_positions(self.step.names, self.step.parameters)
         self.steps += 1
         return tally
-
-    def _sum_over_positions(self, blocks: CutBlocks) -> None:
-        """Sum what each rank has of gradients in blocks: that of its positions."""
-        exchange = self.exchange
-        assert isinstance(exchange, ScatteredExchange)
-        own = {id(weight) for weight in blocks.weights() if exchange.is_summed(weight)}
-        exchange.sum_gradients(p for p in self.step.parameters if id(p) in own)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         copies, axis = self.axis(REPLICATE), self.axis(TENSOR)
@@ -141,7 +109,7 @@ class Tensors(Strategy):
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         with self.exchange.opened("control"):
-            return self._passed(partial(super().eval_step, data, forward))
+            return self.passes.passed(partial(super().eval_step, data, forward))
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -169,8 +137,7 @@ class Tensors(Strategy):
         return self.cut.placed(super().placement(updated=updated))
 
     def close(self) -> None:
-        if self.blocks is not None:
-            self.blocks.restore()
+        self.passes.close()
         super().close()
 
     # --- what a state holds ---------------------------------------------------------------

@@ -58,6 +58,14 @@ class CutModel:
         for region in self.regions:
             region.close()
 
+    def is_in_region(self) -> bool:
+        """Whether activations are parts right now, between the columns and the row of a block."""
+        return any(region.is_open for region in self.regions)
+
+    def ids(self) -> set[int]:
+        """Of what stands in the places of the cut parameters right now."""
+        return {id(layer.held(name)) for layer in self.layers for name in layer.dims}
+
     def part_of(self, name: str, whole: Tensor, exchange: Exchange) -> Tensor:
         """What this rank holds of a whole parameter: all of one that is not cut."""
         along = self.dims.get(name)

@@ -16,7 +16,7 @@ arXiv 2205.05198, section 4.2.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm import Comm
 from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
 from allranks.torch.model.layers import own_kind
@@ -36,10 +37,10 @@ DIMS = 3  # (sample, position, feature)
 class ScatteredExchange(SequenceExchange):
     """The ranks of the tensor axis. `span` is how the sequence lies on them, within a block.
 
-    `cut` are the ids of the weights of which each rank has a part.
+    `cut` gives the ids of the weights of which each rank has a part: `fully_shard` puts others in
+    their places while they are gathered.
     """
 
-    asked = "--strategy tensor:sequence=yes"
     why = (
         "a rank has some positions of the sequence in a block, but for what is between the columns "
         "and the row of a part that is cut over features or heads: elsewhere a block may not look "
@@ -48,9 +49,10 @@ class ScatteredExchange(SequenceExchange):
     do = "cut attention by heads (tensor_plan), use nn.Dropout, or leave sequence=yes out"
     cuts_arguments = False
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, asked: str) -> None:
         super().__init__(comm)
-        self.cut: frozenset[int] = frozenset()
+        self.asked = asked
+        self.cut: Callable[[], Container[int]] = frozenset
         self.span: Span | None = None
         self._is_proving = False
         self._known: dict[tuple[int, int], bool] = {}
@@ -83,7 +85,7 @@ class ScatteredExchange(SequenceExchange):
         return self.whole(own, POSITIONS, span.whole)
 
     def is_summed(self, weight: nn.Parameter) -> bool:
-        return id(weight) not in self.cut
+        return id(weight) not in self.cut()
 
     def lies_along(self, layer: nn.Module, activations: Tensor) -> bool:
         """Whether the input of a layer is this rank's positions of a sequence.
@@ -135,15 +137,22 @@ class ScatteredExchange(SequenceExchange):
         return own[: sizes[self.comm.rank]].movedim(0, POSITIONS).contiguous()
 
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of these weights over the ranks, a message for each type of number."""
-        some = [weight for weight in weights if weight.grad is not None]
-        for weight in some:
-            assert weight.grad is not None
-            weight.grad = weight.grad.to_dense() if weight.grad.is_sparse else weight.grad
-        for kind in dict.fromkeys(weight.dtype for weight in some):
-            grads: list[Any] = [weight.grad for weight in some if weight.dtype == kind]
-            flat = self.sum_(torch.cat([grad.flatten() for grad in grads]))
-            for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        """Sum the gradients of these weights over the ranks, a message for each type of number.
+
+        Of those that lie in parts on other axes, too, this rank's part, as ranks of this axis have
+        the same one.
+        """
+        found: list[Tensor] = []
+        for weight in weights:
+            if weight.grad is not None:
+                weight.grad = weight.grad.to_dense() if weight.grad.is_sparse else weight.grad
+                found.append(local(weight.grad))
+        some = [grad for grad in found if grad.numel()]
+        for kind in dict.fromkeys(grad.dtype for grad in some):
+            grads = [grad for grad in some if grad.dtype == kind]
+            flat = torch.cat([grad.flatten() for grad in grads]).to(self.comm.device)
+            totals = self.sum_(flat).split([grad.numel() for grad in grads])
+            for grad, total in zip(grads, totals, strict=True):
                 grad.copy_(total.view_as(grad))
 
 

@@ -1,0 +1,42 @@
+"""How many kernels a step launches: as many for a long list of tensors as for a short one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+OF_THE_MODEL = {"", "torch/step/losses.py"}
+"""Lines of forward, and of autograd, which has none; under `fsdp` units are gathered there."""
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        ("single", "fused"),
+        ("ddp", "adamw"),
+        ("zero1", "fused"),
+        ("zero2", "adamw"),
+        ("fsdp", "fused"),
+    ],
+)
+def test_launches_do_not_follow_the_number_of_tensors(
+    on_device: Callable[..., None], tmp_path: Path, strategy: str, optimizer: str
+) -> None:
+    """Packing, sums, division, norm, clipping and update of 10 layers, and of 4."""
+
+    def launches(depth: int) -> Counter[str]:
+        fields = {"samples": 24, "optimizer_name": optimizer, "depth": depth, "clip_norm": 0.5}
+        out = tmp_path / f"out-{depth}"
+        argument = {"fields": fields, "job": {"strategy": strategy}, "out": str(out)}
+        on_device(1 if strategy == "single" else 2, "launches_of_a_step", argument)
+        return Counter(json.loads(out.read_text()))
+
+    few, many = launches(1), launches(7)
+    more = {line for line in many | few if many[line] != few[line]}
+    assert {line.partition(" ")[0].partition(":")[0] for line in more} <= OF_THE_MODEL, (few, many)
+    assert more, "a model of more layers launches more"
