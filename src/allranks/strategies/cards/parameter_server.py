@@ -45,7 +45,10 @@ CHANGES_LOOP = Reference(
 
 
 def _pulled_or_pushed(work: Workload, options: Mapping[str, Any]) -> int:
-    """The server that holds most sends its weights to each worker; a worker sends its gradients."""
+    """The server that holds most sends its weights to each worker; a worker sends its gradients.
+
+    With `update=worker` it sends the sum of the gradients, and nothing where a worker has that.
+    """
     held = work.messages
     if options["mode"] == CHANGES:  # once in `every` steps
         return -(-sum(held) // int(options["every"]))
@@ -112,7 +115,8 @@ PARAMETER_SERVER_CARD = Card(
     summary="Servers hold the weights; workers pull them and push gradients, in step or out of it.",
     guarantee=Exact(),
     bytes_sent=_pulled_or_pushed,
-    bytes_formula="in step: the larger of (N - backup) · the weights of a server, and the weights; "
+    bytes_formula="in step: the larger of (N - backup) · the weights of a server, and the weights "
+    "(update=worker: no more than that; a worker pulls nothing for its second part of a step); "
     "async: weights; delta: weights / every",
     memory="a server: its part of weights, gradients and optimizer, and N more gradients; "
     "dc-asgd: N more weights; a worker: 2 weights + 2 gradients, update=worker: and the optimizer, "
