@@ -77,6 +77,14 @@ class Plan:
         """What the processes are to each other."""
         return self.job.strategy_spec.process_set
 
+    def moved_since(self, before: Plan) -> list[tuple[str, str, str]]:
+        """Who had a node for itself, and is on another one now: its name, and both nodes."""
+        return [
+            (self.process_set.name_of(rank), was.host, now.host)
+            for rank, (was, now) in enumerate(zip(before.ranks, self.ranks, strict=False))
+            if self.process_set.members[rank].role.apart and was.host != now.host
+        ]
+
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data, for `--dry-run --json`; without secrets."""
         data = dataclasses.asdict(self)

@@ -14,7 +14,7 @@ SCHEDULER, SERVER = "scheduler", "server"
 IN_STEP, OUT_OF_STEP, CHANGES = "sync", "async", "delta"
 PLAIN, STALENESS_AWARE, COMPENSATED = RATES = "plain", "staleness-aware", "dc-asgd"
 NO_RAMP, STAIRCASE, LINE = RAMPS = "none", "staircase", "line"
-ALL_NODES = "all"
+FIRST_NODE, ALL_NODES, OWN_NODES = SERVERS_ON = "first", "all", "own"
 ON_SERVER, ON_WORKER = "server", "worker"
 ROWS, WHOLE = "rows", "whole"
 ANY = -1
@@ -95,6 +95,7 @@ def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
             serves=True,
             resumes=True,
             over_nodes=options["servers_on"] == ALL_NODES,
+            apart=options["servers_on"] == OWN_NODES,
         ),
         Role(
             WORKER,
@@ -144,9 +145,10 @@ PARAMETER_SERVER_CARD = Card(
         Option("servers", 1, "processes that hold the weights, beside the workers", at_least=1),
         Option(
             "servers_on",
-            "first",
-            "which nodes have servers: that of the scheduler and the first worker, or all, in turn",
-            ("first", ALL_NODES),
+            FIRST_NODE,
+            "which nodes have servers: that of the scheduler and the first worker; all, in turn; "
+            "own: the last nodes, each of which has one server and no worker",
+            (*SERVERS_ON,),
         ),
         Option(
             "staleness",
