@@ -79,10 +79,11 @@ class Plan:
 
     def moved_since(self, before: Plan) -> list[tuple[str, str, str]]:
         """Who had a node for itself, and is on another one now: its name, and both nodes."""
+        both = zip(self.process_set.members, before.ranks, self.ranks, strict=False)
         return [
             (self.process_set.name_of(rank), was.host, now.host)
-            for rank, (was, now) in enumerate(zip(before.ranks, self.ranks, strict=False))
-            if self.process_set.members[rank].role.apart and was.host != now.host
+            for rank, (member, was, now) in enumerate(both)
+            if member.role.apart and was.host != now.host
         ]
 
     def to_data(self) -> dict[str, Any]:
