@@ -167,7 +167,7 @@ def one_process(folder: Path, steps: int) -> Path:
     single = folder.with_name(f"single-{steps}")
     if not single.exists():
         command = [sys.executable, "-m", "allranks.cli.main", "train", "digits", "--precision"]
-        command += ["fp64", "--steps", str(steps), "--run-dir", str(single)]
+        command += ["fp64", "--steps", str(steps), "--threads", "1", "--run-dir", str(single)]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     return single
 
