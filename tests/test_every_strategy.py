@@ -272,7 +272,8 @@ def test_exact(
     leads = leads and not ("binary-tree" in strategy and ranks > 4)  # nor does the root then
     leads = leads and "backup" not in strategy  # who takes over what, the clock says
     if task != "Uneven" and leads:  # a stream sends once more, to find that its epoch has ended
-        assert found["card_bytes_per_step"] <= sent * (1 + 1e-9) + 1
+        if "update=worker" not in strategy:  # who does two parts of a step, pulls its update once
+            assert found["card_bytes_per_step"] <= sent * (1 + 1e-9) + 1
         padding = ranks * 8 * 40  # a tree pads each bucket to a multiple of the ranks
         assert sent <= found["card_bytes_per_step"] + (padding if "tree" in strategy else 1)
 

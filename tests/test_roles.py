@@ -8,7 +8,7 @@ from allranks.cli.display.event_text import anomalies_in, in_words
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.plan import Shape, plan_of
-from allranks.launcher.resources import for_all_processes
+from allranks.launcher.resources import for_all_processes, shares
 from allranks.launcher.world import Visible
 from allranks.strategies.resolve import strategy_spec
 from allranks.strategies.torch_cards import CARDS
@@ -75,6 +75,17 @@ def test_servers_may_be_beside_the_workers_of_all_nodes_in_turn() -> None:
     assert for_all_processes(job, ["b"]) == ["b"] * 5, "the others are lost"
 
 
+def test_servers_may_have_nodes_of_their_own() -> None:
+    job = Job(strategy="ps:servers=2,servers_on=own,evaluator=yes", ranks=3, nodes=4)
+    assert job.nodes_apart == 2 and shares(3, 4, (), job.nodes_apart) == (2, 1, 0, 0)
+    assert shares(3, 4, (1, 2, 9, 9), 2) == (1, 2, 0, 0), "as their hosts have slots"
+    found = for_all_processes(job, ["a", "a", "b"], ["c", "d"])
+    assert found == ["a", "c", "d", "a", "a", "b", "a"], "scheduler, servers, workers, evaluator"
+    assert for_all_processes(job, ["a"], ["d"]) == ["a", "d", "d", "a", "a"], "c is lost"
+    assert for_all_processes(job, ["a", "b"]) == ["a", "a", "b", "a", "b", "a"], "so is d"
+    assert Job(strategy="ps:servers=2", ranks=3).nodes_apart == Job().nodes_apart == 0
+
+
 def test_servers_are_not_asked_what_they_hold() -> None:
     job = Job("digits-keras", strategy=ALL, ranks=2, run_dir="/somewhere/run", threads=1)
     made = plan_of(job, Shape({}, 8, 8), Visible())
@@ -86,3 +97,6 @@ def test_who_is_lost_is_told_by_name() -> None:
     event = {"event": "worker_lost", "rank": 1, "who": "worker 0 (rank 1)", "cause": "killed"}
     assert in_words(event) == ["note: worker 0 (rank 1) is lost: killed; the others go on"]
     assert anomalies_in(event) == [(1, "lost: killed")]
+    event = {"event": "moved", "processes": [["server 0 (rank 1)", "node1", "node2"]]}
+    told = "note: moved to a node that is left: server 0 (rank 1) from node1 to node2"
+    assert in_words(event) == [told]

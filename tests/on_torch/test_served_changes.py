@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from allranks.job.job import Job
 from allranks.launcher.nodes.channel import Disconnected
 from allranks.torch.parameter_server.service import Done
+from allranks.torch.parameter_server.state import hyper_parameters_said
 from allranks.torch.parameter_server.working.changes import Changes, ramp
 from allranks.torch.parameter_server.working.exchange import Exchange
 from allranks.torch.trainer import Trainer
@@ -51,6 +52,32 @@ def test_who_updates_and_who_dies_changes_no_bit(train: Train, transport: str, r
     assert [event["rank"] for event in events(on_workers.run_dir, "worker_lost")][:1] == [rank]
     found = [load_file(one.run_dir / "weights.safetensors") for one in (on_servers, on_workers)]
     assert difference(*found) == 0.0
+
+
+def test_what_a_worker_has_is_not_sent_again_and_not_counted() -> None:
+    """It pulls all, then an update once, for whichever of its parts; then that of a bad step."""
+    job = Job(strategy="ps:update=worker", ranks=1, precision="fp64")
+    with ExitStack() as stack:
+        made = [stack.enter_context(Trainer(Plain(), job, world=worker_world(n))) for n in (0, 9)]
+        own: Any = made[0].strategy
+        links, (server,) = served(stack, made[1].strategy)
+        server.in_step = True
+        server.shard.begin(0)
+        exchange = Exchange(own, 0)
+        exchange.link(*links(0), shares=False)
+        nbytes, groups = own.layouts[0].nbytes, hyper_parameters_said(own.step.optimizer)
+        counted = []
+        for step, version in enumerate((0, 0, 1, 1, 2)):
+            if server.shard.version < version:
+                server.shard.bring(0, own.layouts[0].new())
+                if version == 1:
+                    server.shard.apply(1.0, groups, ())
+                else:
+                    server.shard.pass_over()
+            exchange.pull(version)
+            counted.append(exchange.moved["pulled"][0] // nbytes)
+            assert exchange.version == version, step
+        assert counted == [1, 2, 3, 3, 3]
 
 
 # --- mode=delta ---------------------------------------------------------------------------

@@ -181,6 +181,11 @@ class Job(Tracing, Looking, Safety, Numerics, Where, Training):
         text = self.strategy or default_strategy(self.engine, self.ranks)
         return strategy_spec(text, self.ranks)
 
+    @property
+    def nodes_apart(self) -> int:
+        """How many of the nodes, the last ones, have no rank."""
+        return self.strategy_spec.process_set.nodes_apart if self.strategy else 0
+
     @cached_property
     def place_spec(self) -> PlaceSpec:
         """The place by its name and options; raises `RequestError` for one that is not known."""

@@ -116,15 +116,17 @@ class Attempts:
 
     def _plan_again(self, attempt: int) -> None:
         """On what is there now: nodes may have been lost since the last attempt."""
-        before = self.plan.job.ranks
+        before = self.plan
         try:
             self.plan = self.resources.replan(self.plan)
         except PlaceError as error:
             self.folder.events.event("failed", **_told(error), attempt=attempt)
             raise
-        now = self.plan.job
-        if now.ranks != before:
-            self.folder.events.event("fewer_ranks", was=before, ranks=now.ranks, nodes=now.nodes)
+        was, now = before.job.ranks, self.plan.job
+        if now.ranks != was:
+            self.folder.events.event("fewer_ranks", was=was, ranks=now.ranks, nodes=now.nodes)
+        if moved := self.plan.moved_since(before):
+            self.folder.events.event("moved", processes=moved)
 
     def _try(self, target: str, attempt: int, heartbeats: HeartbeatTable) -> Ended:
         """Start all ranks, and watch them until all are gone."""

@@ -166,11 +166,14 @@ def user_error(
 
 
 def _lost_node(fault: Fault, ended: Ended) -> str:
-    """The lost node, the ranks that were on it, and those that were stopped because of it."""
+    """The lost node, who was on it, and the ranks that were stopped because of it."""
     on_it = [rank for rank, exit_ in ended.exits.items() if exit_.lost and exit_.host == fault.host]
     others = [rank for rank in ended.exits if rank not in on_it]
     step = f" at step {fault.step}" if fault.step is not None else ""
-    lines = [f"node {fault.host} is lost{step}, with rank {_listed(*on_it)}: {fault.lost}"]
+    names = [ended.name_of(rank) for rank in sorted(on_it)]
+    have_roles = names != [f"rank {rank}" for rank in sorted(on_it)]
+    who = ", ".join(names) if have_roles else f"rank {_listed(*on_it)}"
+    lines = [f"node {fault.host} is lost{step}, with {who}: {fault.lost}"]
     if others:
         lines.append(f"stopped because of it: rank {_listed(*others)}")
     return "\n".join(lines)

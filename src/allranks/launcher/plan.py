@@ -77,6 +77,15 @@ class Plan:
         """What the processes are to each other."""
         return self.job.strategy_spec.process_set
 
+    def moved_since(self, before: Plan) -> list[tuple[str, str, str]]:
+        """Who had a node for itself, and is on another one now: its name, and both nodes."""
+        both = zip(self.process_set.members, before.ranks, self.ranks, strict=False)
+        return [
+            (self.process_set.name_of(rank), was.host, now.host)
+            for rank, (member, was, now) in enumerate(both)
+            if member.role.apart and was.host != now.host
+        ]
+
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data, for `--dry-run --json`; without secrets."""
         data = dataclasses.asdict(self)

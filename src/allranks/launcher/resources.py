@@ -97,20 +97,22 @@ class LocalMachine:
 class PlannedNodes(LocalMachine):
     """What would run on nodes that are not there: it is planned, and never started.
 
-    Without `seats` it would run on this machine."""
+    Without `seats` it would run on this machine; behind those of the ranks stand those apart."""
 
     seats: tuple[Seat, ...] = ()
 
     def plan(self, job: Job, shape: Shape) -> Plan:
-        seats = for_all_processes(job, self.seats) if self.seats else ()
+        of_ranks, apart = self.seats[: job.ranks], self.seats[job.ranks :]
+        seats = for_all_processes(job, of_ranks, apart) if self.seats else ()
         return plan_of(job, shape, Visible.from_environment(), seats)
 
 
-def for_all_processes(job: Job, of_ranks: Sequence[T]) -> list[T]:
+def for_all_processes(job: Job, of_ranks: Sequence[T], apart: Sequence[T] = ()) -> list[T]:
     """What each process of a job has, where each of its ranks has something (a seat, a node).
 
-    Where there are roles the ranks are the workers. Of those that lie over nodes, the i-th of n is
-    beside the first rank of the i-th of n parts of the ranks; all others are where rank 0 is.
+    Where there are roles the ranks are the workers. What lies apart has what nodes without ranks
+    have, in turn; where none of these is left, it lies over nodes. Of those that do, the i-th of n
+    is beside the first rank of the i-th of n parts of the ranks; all others are where rank 0 is.
     """
     ranks = iter(of_ranks)
     process_set = dataclasses.replace(job, ranks=len(of_ranks)).strategy_spec.process_set
@@ -118,7 +120,10 @@ def for_all_processes(job: Job, of_ranks: Sequence[T]) -> list[T]:
     def one_of(member: Member) -> T:
         if member.role.name in RANKS:
             return next(ranks)
-        part = member.index / member.role.count if member.role.over_nodes else 0
+        if member.role.apart and apart:
+            return apart[member.index % len(apart)]
+        lies_over = member.role.over_nodes or member.role.apart
+        part = member.index / member.role.count if lies_over else 0
         return of_ranks[int(part * len(of_ranks))]
 
     return [one_of(member) for member in process_set.members]
@@ -133,8 +138,14 @@ def with_rendezvous(plan: Plan, address: str) -> Plan:
     return dataclasses.replace(plan, ranks=ranks)
 
 
-def shares(ranks: int, nodes: int, slots: Sequence[int] = ()) -> tuple[int, ...]:
-    """How many ranks each node gets: its slots if they add up, else as even as it goes."""
+def shares(ranks: int, nodes: int, slots: Sequence[int] = (), apart: int = 0) -> tuple[int, ...]:
+    """How many ranks each node gets: its slots if they add up, else as even as it goes.
+
+    The last nodes, those `apart`, get none.
+    """
+    if apart:
+        with_ranks = nodes - apart
+        return shares(ranks, with_ranks, slots[:with_ranks]) + (0,) * apart
     if sum(slots) == ranks and len(slots) == nodes and all(slots):
         return tuple(slots)
     whole, over = divmod(ranks, nodes)

@@ -28,7 +28,7 @@ from allranks.job.run_folder import RunFolder, read_rows
 from allranks.launcher.attempts import Attempts
 from allranks.launcher.nodes.cluster import gathered
 from allranks.launcher.nodes.rendezvous import Rendezvous
-from allranks.launcher.places.base import AgentPlace, NodeRequest, find_place
+from allranks.launcher.places.base import AgentPlace, NodeRequest, check_apart, find_place
 from allranks.launcher.plan import Plan, Shape
 from allranks.launcher.preparing.describing import describe
 from allranks.launcher.preparing.dial import note_of, turned
@@ -91,7 +91,10 @@ def _nodes_for(
     """The nodes of a job, all of which see the folder that its run folder is in."""
     program = job.program if ".py" in job.program else ""
     shared = Path(job.run_dir).parent
-    return NodeRequest(job.place, job.nodes, job.ranks, rendezvous, program, words, shared, modules)
+    where = job.place, job.nodes, job.ranks, rendezvous
+    request = NodeRequest(*where, program, words, shared, modules, apart=job.nodes_apart)
+    check_apart(request)
+    return request
 
 
 @contextmanager

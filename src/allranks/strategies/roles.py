@@ -26,7 +26,8 @@ class Role:
     started again up to `rejoins` times while the others go on; one that `resumes` as often as
     --max-restarts says, while they wait for it. With `outlives_nodes` the loss of its node is
     no more than its own. Those that lie `over_nodes` are beside the ranks of all nodes, in turn;
-    others that are no ranks are where the first rank is.
+    those that lie `apart` are each on a node of its own, which has no rank; others that are no
+    ranks are where the first rank is.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Role:
     resumes: bool = False
     outlives_nodes: bool = False
     over_nodes: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class ProcessSet:
 
     def has(self, role: str) -> bool:
         return any(one.name == role for one in self.roles)
+
+    @property
+    def nodes_apart(self) -> int:
+        """How many nodes have no rank, because of what lies on nodes of its own."""
+        return sum(role.count for role in self.roles if role.apart)
 
     @property
     def helpers(self) -> frozenset[int]:

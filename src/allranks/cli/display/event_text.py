@@ -43,6 +43,9 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: NOT equal on other numbers of ranks: {text}" for text in event["found"]]
     if name == "worker_lost":
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
+    if name == "moved":
+        moved = ", ".join(f"{who} from {was} to {now}" for who, was, now in event["processes"])
+        return [f"note: moved to a node that is left: {moved}"]
     if name == "learner_lost" and event["freed"]:
         return [f"note: {_handed_out_again(event)}"]
     if name == "inner_left_out":

@@ -38,8 +38,8 @@ from allranks.launcher.world import Visible
 class Cluster:
     """Several nodes that have come together. Implements `Resources`.
 
-    With `per_rank` each agent has one rank, and several agents may be on one host. The nodes are
-    taken away at `ends_at`, on the monotonic clock.
+    A node without ranks has what lies apart. With `per_rank` each agent has one rank, and several
+    agents may be on one host. The nodes are taken away at `ends_at`, on the monotonic clock.
     """
 
     nodes: Nodes
@@ -66,8 +66,9 @@ class Cluster:
         """On the nodes that are left, fewer ranks if need be; raises `PlaceError` if none is."""
         while True:
             self.nodes.check_all()
-            if not self.nodes.living:
-                raise PlaceError(f"no node is left to go on with\n{self.lost()}".rstrip())
+            if not any(self.counts[node.number] for node in self.nodes.living):
+                what = "node with ranks" if self.nodes.living else "node"
+                raise PlaceError(f"no {what} is left to go on with\n{self.lost()}".rstrip())
             try:
                 return self._planned(plan)
             except PlaceError:
@@ -87,7 +88,7 @@ class Cluster:
         ranks = sum(self.counts[node.number] for node in self.nodes.living)
         job = dataclasses.replace(plan.job, ranks=ranks, nodes=nodes)
         fewer = dataclasses.replace(plan, job=job)
-        if ranks < plan.job.ranks:
+        if ranks < plan.job.ranks or nodes < plan.job.nodes:
             fewer = plan_of(job, plan.shape, Visible.from_environment(), seats)
         if len(seats) == 1:
             return fewer
@@ -125,7 +126,9 @@ class Cluster:
         nodes = [node for count, node in zip(counts, living, strict=True) for _ in range(count)]
         seats = seats_of(counts, [self._seat(node, living) for node in living])
         if job is not None:
-            nodes, seats = for_all_processes(job, nodes), for_all_processes(job, seats)
+            apart = [node for count, node in zip(counts, living, strict=True) if not count]
+            nodes = for_all_processes(job, nodes, apart)
+            seats = for_all_processes(job, seats, [self._seat(node, living) for node in apart])
         self.nodes.seats = tuple(nodes)
         return seats
 
@@ -178,7 +181,7 @@ def gathered(
         interrupted()
         nodes.start_servers(request.modules)
         per_rank = request.rendezvous.per_rank
-        counts = shares(request.ranks, request.nodes, started.slots)
+        counts = shares(request.ranks, request.nodes, started.slots, request.apart)
         counts = (1,) * request.ranks if per_rank else counts
         by_node = dict(enumerate(counts))
         yield Cluster(nodes, by_node, started.break_node, per_rank, started.ends_at)

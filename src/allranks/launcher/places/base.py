@@ -32,7 +32,8 @@ class NodeRequest:
     """Which nodes, and what for. `program` and `words` are compared between them.
 
     `shared` is a folder that all must see, `modules` is what their fork servers import. `ranks` are
-    shared out over the nodes, in order. `broken` are the faults that are to happen to nodes.
+    shared out over the nodes, in order, but for the last ones, those `apart`. `broken` are the
+    faults that are to happen to nodes.
     """
 
     place: str
@@ -45,6 +46,7 @@ class NodeRequest:
     modules: tuple[str, ...] = ()
     device: str = "cpu"
     broken: tuple[faults.Fault, ...] = ()
+    apart: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Place(ABC):
     def seats(self, request: NodeRequest) -> list[Seat]:
         """Where every rank would run, as far as it can be told before the nodes are there.
 
-        None where all ranks are beside each other on this machine.
+        Behind them stand the nodes apart. None where all are beside each other on this machine.
         """
 
 
@@ -126,19 +128,23 @@ def find_place(text: str, rendezvous: Rendezvous | None = None) -> Place:
 def check_job(job: Job) -> None:
     """Raise `RequestError` for a job that cannot be where it is to run. Purely."""
     broken = tuple(f for f in faults.parse(job.inject) if f.action in faults.NODE_FAULTS)
-    check_request(NodeRequest(job.place, job.nodes, job.ranks, device=job.device, broken=broken))
+    where = job.place, job.nodes, job.ranks
+    check_request(NodeRequest(*where, device=job.device, broken=broken, apart=job.nodes_apart))
 
 
 def check_request(request: NodeRequest) -> None:
     """Raise `RequestError` for what cannot be at any place, or not at this one. Purely."""
     place = find_place(request.place, request.rendezvous)
     place.check(request)
-    if request.ranks < request.nodes:
+    check_apart(request)
+    with_ranks = request.nodes - request.apart
+    if request.ranks < with_ranks:
+        but = f" but {request.apart}, which servers have for themselves" if request.apart else ""
         raise RequestError(
             asked=f"--ranks {request.ranks} --nodes {request.nodes}",
-            found=f"{request.ranks} ranks, over all nodes",
+            found=f"{request.ranks} ranks, over all nodes{but}",
             why="a node without a rank has nothing to do",
-            do=f"--ranks {request.nodes} or more, or fewer nodes",
+            do=f"--ranks {with_ranks} or more, or fewer nodes",
         )
     for fault in request.broken:
         if not place.has_links or not 0 <= fault.node < request.nodes:
@@ -148,6 +154,28 @@ def check_request(request: NodeRequest) -> None:
                 why="only nodes that are simulated can be broken on purpose",
                 do="--place simulated --nodes 2, and a node below that number",
             )
+
+
+def check_apart(request: NodeRequest) -> None:
+    """Raise `RequestError` where what lies on nodes of its own would leave none for ranks. Purely.
+
+    Nor has a node without a rank an agent where a scheduler starts one for every rank.
+    """
+    if request.apart >= request.nodes:
+        raise RequestError(
+            asked=f"servers_on=own --nodes {request.nodes}",
+            found=f"{request.apart} servers, each of which has a node for itself",
+            why="the scheduler and the workers are on other nodes, one at least",
+            do=f"--nodes {request.apart + 1} or more, at a place that has nodes (--place "
+            "simulated, on this machine), or servers_on=first",
+        )
+    if request.apart and request.rendezvous.per_rank:
+        raise RequestError(
+            asked="servers_on=own --per-rank",
+            found="a task of Slurm for every rank, and none on a node without a rank",
+            why="the agent of a node is what starts its server",
+            do="leave --per-rank out, or servers_on=all",
+        )
 
 
 def chosen_place(asked: str, rendezvous: Rendezvous, nodes: int) -> str:
@@ -180,8 +208,17 @@ def chosen_place(asked: str, rendezvous: Rendezvous, nodes: int) -> str:
 def seats_on(request: NodeRequest, names: Sequence[str], slots: Sequence[int] = ()) -> list[Seat]:
     """A seat for every rank on nodes of these names, each of which is a machine of its own."""
     interface = request.rendezvous.interface or "?"
-    seats = [Seat(number, name, interface, number) for number, name in enumerate(names)]
-    return seats_of(shares(request.ranks, request.nodes, slots), seats)
+    nodes = [Seat(number, name, interface, number) for number, name in enumerate(names)]
+    return shared_out(request, nodes, slots)
+
+
+def shared_out(
+    request: NodeRequest, nodes: Sequence[Seat], slots: Sequence[int] = ()
+) -> list[Seat]:
+    """A seat for every rank on these nodes, and behind them each node that has no rank."""
+    counts = shares(request.ranks, request.nodes, slots, request.apart)
+    apart = [node for node, count in zip(nodes, counts, strict=True) if not count]
+    return [*seats_of(counts, nodes), *apart]
 
 
 def foreseen_hosts(seats: Sequence[Seat]) -> tuple[Host, ...]:

@@ -21,10 +21,9 @@ from allranks.job.faults import MEND, Fault
 from allranks.job.simulated_network import NODE_ETH, Link, Network, parse_network
 from allranks.launcher.nodes.ticket import Ticket
 from allranks.launcher.places.agents import ticket_for
-from allranks.launcher.places.base import AgentPlace, NodeRequest, Started
+from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, shared_out
 from allranks.launcher.plan import Seat
 from allranks.launcher.processes import leftovers
-from allranks.launcher.resources import seats_of, shares
 from allranks.strategies.dial.link import parse_rate
 
 CLOSE_TIMEOUT_S = 10.0
@@ -52,8 +51,8 @@ class Simulated(AgentPlace):
 
     def seats(self, request: NodeRequest) -> list[Seat]:
         network = parse_network(request.place, request.nodes)
-        seats = [Seat(n, network.name(n), NODE_ETH, machine=0) for n in range(request.nodes)]
-        return seats_of(shares(request.ranks, request.nodes), seats)
+        nodes = [Seat(n, network.name(n), NODE_ETH, machine=0) for n in range(request.nodes)]
+        return shared_out(request, nodes)
 
     @contextmanager
     def start(self, request: NodeRequest) -> Iterator[Started]:

@@ -14,7 +14,7 @@ SCHEDULER, SERVER = "scheduler", "server"
 IN_STEP, OUT_OF_STEP, CHANGES = "sync", "async", "delta"
 PLAIN, STALENESS_AWARE, COMPENSATED = RATES = "plain", "staleness-aware", "dc-asgd"
 NO_RAMP, STAIRCASE, LINE = RAMPS = "none", "staircase", "line"
-ALL_NODES = "all"
+FIRST_NODE, ALL_NODES, OWN_NODES = SERVERS_ON = "first", "all", "own"
 ON_SERVER, ON_WORKER = "server", "worker"
 ROWS, WHOLE = "rows", "whole"
 ANY = -1
@@ -45,7 +45,10 @@ CHANGES_LOOP = Reference(
 
 
 def _pulled_or_pushed(work: Workload, options: Mapping[str, Any]) -> int:
-    """The server that holds most sends its weights to each worker; a worker sends its gradients."""
+    """The server that holds most sends its weights to each worker; a worker sends its gradients.
+
+    With `update=worker` it sends the sum of the gradients, and nothing where a worker has that.
+    """
     held = work.messages
     if options["mode"] == CHANGES:  # once in `every` steps
         return -(-sum(held) // int(options["every"]))
@@ -92,6 +95,7 @@ def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
             serves=True,
             resumes=True,
             over_nodes=options["servers_on"] == ALL_NODES,
+            apart=options["servers_on"] == OWN_NODES,
         ),
         Role(
             WORKER,
@@ -112,7 +116,8 @@ PARAMETER_SERVER_CARD = Card(
     summary="Servers hold the weights; workers pull them and push gradients, in step or out of it.",
     guarantee=Exact(),
     bytes_sent=_pulled_or_pushed,
-    bytes_formula="in step: the larger of (N - backup) · the weights of a server, and the weights; "
+    bytes_formula="in step: the larger of (N - backup) · the weights of a server, and the weights "
+    "(update=worker: no more than that; a worker pulls nothing for its second part of a step); "
     "async: weights; delta: weights / every",
     memory="a server: its part of weights, gradients and optimizer, and N more gradients; "
     "dc-asgd: N more weights; a worker: 2 weights + 2 gradients, update=worker: and the optimizer, "
@@ -140,9 +145,10 @@ PARAMETER_SERVER_CARD = Card(
         Option("servers", 1, "processes that hold the weights, beside the workers", at_least=1),
         Option(
             "servers_on",
-            "first",
-            "which nodes have servers: that of the scheduler and the first worker, or all, in turn",
-            ("first", ALL_NODES),
+            FIRST_NODE,
+            "which nodes have servers: that of the scheduler and the first worker; all, in turn; "
+            "own: the last nodes, each of which has one server and no worker",
+            (*SERVERS_ON,),
         ),
         Option(
             "staleness",

@@ -179,14 +179,16 @@ class Server(Answering):
     def _hand_on(self, has: int, into: Flat, answer: Message, body: list[Any]) -> list[Any]:
         """What a worker that has a version updates by; all that there is, where that is too old."""
         last = self.shard.last
-        answer["update"] = None
+        answer["update"], answer["numbers"] = None, 0
         if last is not None and has == self.shard.version:
             return []
+        answer["numbers"] = self.layout.nbytes
         if last is None or (has, last.version) != (last.version - 1, self.shard.version):
             answer["kept"], more = packed(self.shard.kept())
             return [bytes(self.shard.weights.buffer), *map(bytes, more)]
         answer["update"] = last.said
         if last.gradient is None:
+            answer["numbers"] = 0
             return []
         into.copy_(last.gradient)
         return body

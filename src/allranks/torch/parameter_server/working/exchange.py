@@ -109,7 +109,7 @@ class Exchange:
                 raise Stale(f"server {server} has been loaded anew")
             if "again" in answer:
                 continue
-            self.moved["pulled"][server] += flat.layout.nbytes
+            self.moved["pulled"][server] += int(answer.get("numbers", flat.layout.nbytes))
             self.moved["kept"] += max(0, len(body) - flat.layout.nbytes)
             found.append((server, answer, body))
             if answer["follows"]:
