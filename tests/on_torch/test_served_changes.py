@@ -227,7 +227,8 @@ def test_each_batch_of_a_round_counts_once_whoever_dies(
     assert [b - a for a, b in pairwise(steps)] == [1] * (len(steps) - 1)
     assert set(Counter(steps).values()) == {1} and steps[-1] == 35
     lost = [event["rank"] for event in events(result.run_dir, "worker_lost")]
-    assert sorted(lost) == ([0, 1] if rank == 1 else [rank])  # the scheduler goes with a server
+    may = {0, 1} if rank == 1 else {rank}  # the scheduler may go with a server
+    assert rank in lost and set(lost) <= may
 
 
 # --- early ends ---------------------------------------------------------------------------
