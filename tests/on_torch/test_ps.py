@@ -439,10 +439,11 @@ def test_in_step_the_bits_are_the_same_whoever_dies(train: Train, rank: int, rej
         TASK,
         inject=f"kill@rank={rank},step={-1 if rank == 4 else 7} slow@rank=3,seconds=0.2,attempt=-1",
         checkpoint_every=3,
-        max_restarts=2,
+        max_restarts=1,  # the scheduler may fall with a server: that is one fault
         **flags,
     )
-    assert [event["rank"] for event in events(killed.run_dir, "worker_lost")][:1] == [rank]
+    lost = [event["rank"] for event in events(killed.run_dir, "worker_lost")]
+    assert rank in lost and set(lost) <= {rank, 0}
     found = [load_file(one.run_dir / "weights.safetensors") for one in (undisturbed, killed)]
     assert difference(*found) == 0.0
     assert killed.summary["steps"] == undisturbed.summary["steps"] == 12
@@ -466,7 +467,8 @@ def test_out_of_step_each_batch_counts_once_whoever_dies(
     assert result.summary["steps"] == 36
     steps = [row["step"] for row in read_rows_of(result.run_dir)]
     assert [b - a for a, b in pairwise(steps)] == [1] * (len(steps) - 1)
-    assert [event["rank"] for event in events(result.run_dir, "worker_lost")][:1] == [rank]
+    lost = [event["rank"] for event in events(result.run_dir, "worker_lost")]
+    assert rank in lost and set(lost) <= {rank, 0}
 
 
 def read_rows_of(run_dir: Path) -> list[dict[str, Any]]:
