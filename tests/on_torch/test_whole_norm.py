@@ -45,6 +45,25 @@ def test_the_whole_batch_is_normalised_as_in_a_plain_loop(
     assert sent == pytest.approx(STEPS * (gathered + summed), abs=1)
 
 
+def test_a_batch_of_one_sample_goes_through_beside_ranks_that_have_none(train: Train) -> None:
+    """It has no variance of its own, and so no sum in backward, for which the others would wait."""
+    found = [
+        train(
+            "kinds_tasks:Normalised",
+            *(WHOLE, "batch_size=20"),
+            precision="fp64",
+            steps=8,
+            ranks=ranks,
+            strategy=strategy,
+            hang_timeout=20.0,
+        )
+        for ranks, strategy in ((2, "ddp"), (1, "single"))
+    ]
+    ours, wanted = (load_file(one.run_dir / "weights.safetensors") for one in found)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+
+
 @pytest.mark.parametrize(
     ("flags", "match"),
     [

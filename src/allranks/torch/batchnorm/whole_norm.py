@@ -81,6 +81,8 @@ class WholeBatchNorm:
             if by.running is None:
                 raise no_variance("the whole batch")
             self._known[index, call] = by.running
+            if self.comm.size > 1:
+                full = _Met.apply(full, self)  # type: ignore[no-untyped-call]
             return _by(full, *by.running, by).to(input.dtype)
         var = squares / count
         self._known[index, call] = mean, var
@@ -163,6 +165,21 @@ class _Whole(torch.autograd.Function):
         plain, product = (ctx.of.summed(own) / ctx.count).chunk(2)
         found = gradient - _along(plain, gradient) - xhat * _along(product, gradient)
         return found * _along(inverse, gradient), None, None, None, None
+
+
+class _Met(torch.autograd.Function):
+    """The same; backward meets ranks without a sample, which send what they did a step before."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, of: WholeBatchNorm) -> Tensor:
+        ctx.of = of
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        ctx.of.summed(gradient.new_zeros(2 * gradient.shape[1]))
+        return gradient, None
 
 
 def _by(input: Tensor, mean: Tensor, var: Tensor, by: Normalising) -> Tensor:
