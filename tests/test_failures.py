@@ -388,7 +388,7 @@ def test_memory_that_was_refused_is_out_of_memory(
 
 @pytest.fixture
 def memory_group() -> Iterator[str]:
-    """A control group with 500 MB of memory, of the version that this machine has."""
+    """A control group with 800 MB of memory, of the version that this machine has."""
     name = f"allranks-test-{os.getpid()}"
     base = Path("/sys/fs/cgroup")
     if (base / "memory").is_dir():
@@ -404,7 +404,7 @@ def memory_group() -> Iterator[str]:
     try:
         if not (group / limits[0]).exists():
             pytest.skip("control groups do not limit memory here")
-        (group / limits[0]).write_text(str(500_000_000))
+        (group / limits[0]).write_text(str(800_000_000))
         with contextlib.suppress(OSError):
             (group / "memory.swap.max").write_text("0")
         yield str(group)

@@ -171,8 +171,9 @@ FAULTS = {
     ),
     "the last micro-batch of a pipeline is the one before": Fault(
         "torch/strategies/pipeline.py",
-        "received, _ = self._received[stage, micro]\n",
-        "received, _ = self._received[stage, min(micro, len(self.micros) - 2)]\n",
+        "self.strategy.stages.call, stage, self._received[stage, micro][0])\n",
+        "self.strategy.stages.call, stage, "
+        "self._received[stage, min(micro, len(self.micros) - 2)][0])\n",
         step=0,
         stage="loss",
         tensor=None,
