@@ -10,7 +10,7 @@ import torch
 
 from allranks.errors import ProgramError, ReplicasDiffer
 from allranks.torch.comm import Comm
-from allranks.torch.witness.replicas import compare_replicas
+from allranks.torch.witness.replicas import SIDE_BY_SIDE, compare_replicas, digest
 from conftest import Train
 
 OnRanks = Callable[..., Any]
@@ -132,3 +132,19 @@ def test_a_collective_left_out_never_ends_well(
     text = left_out(step, rank, train, ranks=ranks, strategy=strategy)
     seen = ("not at the same step", "collective mismatch", "has left the group", "no sign of life")
     assert any(words in text for words in seen), text
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.uint8])
+def test_one_other_number_is_seen_wherever_it_lies(kind: torch.dtype) -> None:
+    """Words of large tensors are added up, and the sums so far: rows that change places are seen."""
+    generator = torch.Generator().manual_seed(0)
+    count = 3 * SIDE_BY_SIDE * 8 // kind.itemsize + 5
+    first = torch.randint(1, 100, (count,), generator=generator).to(kind)
+    assert digest(first) == digest(first.clone())
+    for at in (0, 7, count // 2, count - 1):
+        other = first.clone()
+        other[at] += 1
+        assert digest(other) != digest(first), at
+    row = SIDE_BY_SIDE * 8 // kind.itemsize
+    moved = torch.cat([first[row : 2 * row], first[:row], first[2 * row :]])
+    assert digest(moved) != digest(first)
