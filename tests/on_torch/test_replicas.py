@@ -136,7 +136,7 @@ def test_a_collective_left_out_never_ends_well(
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.uint8])
 def test_one_other_number_is_seen_wherever_it_lies(kind: torch.dtype) -> None:
-    """Words of large tensors are added up, and the sums so far: rows that change places are seen."""
+    """Words of large tensors are added up, and the sums so far: rows that change places show."""
     generator = torch.Generator().manual_seed(0)
     count = 3 * SIDE_BY_SIDE * 8 // kind.itemsize + 5
     first = torch.randint(1, 100, (count,), generator=generator).to(kind)
