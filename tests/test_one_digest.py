@@ -55,12 +55,14 @@ def test_a_training_that_goes_through_strategies_has_them_too(
     assert run.summary["weights_sha256"] == alone(train, digests)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("zero1", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "micro_batch"), [("fsdp", 2, 1), ("fsdp", 2, 8), ("zero1", 1, 1)]
+)
 def test_rows_that_several_samples_touch_in_passes_have_one_digest(
-    strategy: str, ranks: int, train: Train
+    strategy: str, ranks: int, micro_batch: int, train: Train
 ) -> None:
     """Each pass adds one number to a row, whether its gradient comes as rows or dense."""
-    how: dict[str, Any] = {"bitwise": True, "micro_batch": 1, "steps": 3}
+    how: dict[str, Any] = {"bitwise": True, "micro_batch": micro_batch, "steps": 3}
     found = [
         train("table_tasks:Tables", "shards=2", strategy=name, ranks=on, **how).summary
         for name, on in ((strategy, ranks), ("single", 1))

@@ -6,17 +6,20 @@ They are those of `Comm`, so that they are counted, are signs of life, and say w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import RequestError
 from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.sharding.unit_sums import UnitSum
+from allranks.torch.step.sparse import one_number_a_row
 
 At = Callable[[], AbstractContextManager[None]]
 
@@ -107,11 +110,25 @@ def sizes_of(held: Sequence[Sequence[Tensor]], parts: int) -> tuple[int, int, in
     return sum(size for size, _ in root), sum(size for size, _ in rest), trained
 
 
-def seen_dense(mark: Callable[[], None], parameter: Tensor) -> None:
-    """A pass of this rank has finished the gradient of a gathered weight."""
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()
-    mark()
+def watch(
+    gathered: Sequence[nn.Parameter], mark: Callable[[int], None], tables: Container[int]
+) -> list[RemovableHandle]:
+    """Call `mark` when a pass of this rank has finished the gradient of a gathered weight.
+
+    It is dense then; of `tables` (their ids) each pass adds one number to a row.
+    """
+
+    def seen(position: int, parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        mark(position)
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(seen, position))
+        for position, parameter in enumerate(gathered)
+    ]
+    rows = [p.register_hook(one_number_a_row) for p in gathered if id(p) in tables]
+    return [*hooks, *rows]
 
 
 def _backward_in_forward() -> RequestError:

@@ -26,17 +26,18 @@ def wanting_rows(
         return {id(parameter) for parameter in parameters}
     if type(optimizer).__module__.startswith("torch.optim"):
         return set()
-    return {id(weight) for weight in _tables(model)}
+    return {id(weight) for weight in tables_of(model)}
 
 
-def _tables(model: nn.Module) -> list[Tensor]:
+def tables_of(model: nn.Module) -> list[Tensor]:
     """The weights whose gradients come as rows."""
     tables = [m for m in model.modules() if getattr(m, "sparse", False) is True]
     weights = [table._parameters.get("weight") for table in tables]
     return [weight for weight in weights if weight is not None]
 
 
-def _one_number_a_row(gradient: Tensor) -> Tensor:
+def one_number_a_row(gradient: Tensor) -> Tensor:
+    """A hook that adds up a row which several samples touch, before the pass is added."""
     return gradient.coalesce() if gradient.is_sparse else gradient
 
 
@@ -68,8 +69,8 @@ class SparseRows:
         ]
         if exact:
             trained = {id(parameter) for parameter in parameters}
-            tables = {id(w): w for w in _tables(model) if id(w) in trained}
-            self.hooks += [table.register_hook(_one_number_a_row) for table in tables.values()]
+            tables = {id(w): w for w in tables_of(model) if id(w) in trained}
+            self.hooks += [table.register_hook(one_number_a_row) for table in tables.values()]
 
     def marker(self, number: int) -> Callable[[Tensor], None]:
         """A hook that notes the rows of a gradient of parameter `number` of these."""

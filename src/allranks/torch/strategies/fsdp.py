@@ -35,7 +35,7 @@ from allranks.torch.sharding.beside import Beside
 from allranks.torch.sharding.call_order import CallOrder
 from allranks.torch.sharding.call_trail import THE_SUM, CallTrail
 from allranks.torch.sharding.dtensors import device_mesh, mesh_of
-from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, seen_dense, sizes_of
+from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, sizes_of, watch
 from allranks.torch.sharding.fsdp_outputs import Outputs
 from allranks.torch.sharding.fsdp_units import check_can_be_cut, check_units, rows_apart, units_of
 from allranks.torch.sharding.gradient_parts import SomeCut
@@ -48,6 +48,7 @@ from allranks.torch.state import put_whole
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
+from allranks.torch.step.sparse import tables_of
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.single import Single
@@ -207,12 +208,9 @@ class FSDP(Single):
         if not self.is_cut:
             return super().watch_gradients(parameters, mark)
         places = self.slots.gathered(self.units, self.held, self.fillings)
-        return [
-            places.get(id(parameter), parameter).register_post_accumulate_grad_hook(
-                partial(seen_dense, partial(mark, position))
-            )
-            for position, parameter in enumerate(parameters)
-        ]
+        tables = tables_of(self.model) if self.shard_alone else []
+        seen = [places.get(id(parameter), parameter) for parameter in parameters]
+        return watch(seen, mark, {id(places[id(table)]) for table in tables})
 
     # --- a step ---------------------------------------------------------------------------
 
