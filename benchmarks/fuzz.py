@@ -25,7 +25,7 @@ ROOM = Path(__file__).resolve().parent / "fuzzing"
 sys.path.insert(0, str(ROOM))
 
 from draw import Combination, drawn  # noqa: E402
-from hold import EQUAL, PROGRAM, REFUSED, Holder, Verdict, script_of, shrunk  # noqa: E402
+from hold import EQUAL, PROGRAM, REFUSED, ROUNDED, Holder, Verdict, script_of, shrunk  # noqa: E402
 from team import Teams  # noqa: E402
 
 from allranks.catalog import preload_for  # noqa: E402
@@ -67,6 +67,7 @@ class Fuzz:
         self.verdicts, self.refusals = Counter[str](), Counter[str]()
         self.equal_by, self.refused_by = defaultdict(Counter[str]), Counter[str]()
         self.failed: list[dict[str, Any]] = []
+        self.rounded: dict[str, float] = {}
         self.largest, self.began = defaultdict[str, float](float), time.monotonic()
 
     def run(self) -> dict[str, Any]:
@@ -91,6 +92,8 @@ class Fuzz:
         if verdict.what == REFUSED:
             self.refusals[verdict.why] += 1
             self.refused_by.update(names)
+        elif verdict.what == ROUNDED:
+            self.rounded[str(one)] = verdict.difference
         elif verdict.what == EQUAL:
             precision = one.flags.get("precision", "fp64")
             self.largest[precision] = max(self.largest[precision], verdict.difference)
@@ -122,6 +125,7 @@ class Fuzz:
             "by_the_command": self.holder.commanded,
             "warm_ranks_alone_say_so": self.holder.disagreements,
             "largest_difference": dict(self.largest),
+            "rounded": self.rounded,
             "seconds": round(time.monotonic() - self.began, 1),
             "failed": self.failed,
         }

@@ -28,12 +28,14 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
 from allranks.launcher.world import Visible
 
-EQUAL, DIFFERENT = "equal", "different"
+EQUAL, ROUNDED, DIFFERENT = "equal", "rounded", "different"
 PROGRAM = f"{Path(__file__).resolve().parent}/drawn_task.py:Drawn"
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 3e-2}
 """Of the largest norm-relative difference of a weight or buffer after `STEPS` steps."""
 FLOORS = {"fp64": 1e-3, "fp32": 1e-3, "bf16": 1.0}
 """The least norm that a tensor is divided by: of one that is zero in truth, only what rounds."""
+ROUNDINGS = 4
+"""A model may enlarge what is rounded beyond the bound: so much of what it is in one process."""
 OF_NUMBERS = ("seed", "precision", "bitwise", "channels_last", "micro_batch")
 """Flags that one process is told, too; the last two under `--bitwise` alone."""
 COMMANDED = ("ps",)
@@ -59,7 +61,7 @@ class Verdict:
 
     @property
     def fails(self) -> bool:
-        return self.what not in (EQUAL, REFUSED)
+        return self.what not in (EQUAL, ROUNDED, REFUSED)
 
 
 BROKEN = "broken"
@@ -90,8 +92,16 @@ def verdict_of(one: Combination, train: Train, reference: Reference) -> Verdict:
         single = reference(one)
     except RequestError as error:
         return Verdict(BROKEN, why=f"one process is refused: {error.why}")
+    if "bitwise" in one.flags:
+        return compared(ours, single, None)
     precision = one.flags.get("precision", "fp64")
-    return compared(ours, single, None if "bitwise" in one.flags else precision)
+    verdict = compared(ours, single, precision)
+    if verdict.fails and precision != "fp64":
+        flags = {name: value for name, value in one.flags.items() if name != "precision"}
+        exact = reference(dataclasses.replace(one, flags=flags))
+        if verdict.difference <= ROUNDINGS * compared(single, exact, precision).difference:
+            return dataclasses.replace(verdict, what=ROUNDED)
+    return verdict
 
 
 def plainest(one: Combination) -> Combination:
