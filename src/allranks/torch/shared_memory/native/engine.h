@@ -89,6 +89,7 @@ typedef struct {
 typedef struct peer {
     struct peer *next;
     int pid, handle, users;
+    bool has_ended; /* heard by the helper */
     int64_t stopped_since_ns, stopped_seen_ns;
 } peer;
 

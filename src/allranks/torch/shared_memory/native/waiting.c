@@ -2,7 +2,8 @@
  *
  * Before a thread sleeps it says so on its bell, and drives once more; whoever publishes something
  * does so first, and looks then whether somebody sleeps: of the two at least one sees the other. A
- * helper thread drives what nobody waits for, now and then: one for the process.
+ * helper thread, one for the process, drives what nobody waits for, now and then, and hears at once
+ * when the process of another rank ends.
  */
 #define _GNU_SOURCE
 #include "engine.h"
@@ -111,8 +112,9 @@ static enum lost known_of(const group *g, int rank, bool closely, int *whom)
     if (rank == g->rank)
         return NOBODY;
     enum lost lost = NOBODY;
-    if (closely && is_waited_for(g, rank, false))
-        lost = look_at(g->peers[rank], g->engine);
+    peer *p = g->peers[rank];
+    if ((closely || p->has_ended) && is_waited_for(g, rank, false))
+        lost = p->has_ended ? DIED : look_at(p, g->engine);
     uint32_t word = atomic_load_explicit(group_left_word(g, rank), memory_order_acquire);
     if (word == 0) /* who has left may end */
         return lost;
@@ -269,6 +271,29 @@ enum waited op_wait(op *o, double seconds)
     return op_state(o) == UNDER_WAY ? waited : IS_OVER;
 }
 
+/* Sleep for so long, or until the process of another rank ends; whether one has, not heard before.
+ * A handle that is closed meanwhile may stand for something else: it wakes for nothing, once. */
+static bool hear_of_ends(engine *e, int64_t ns)
+{
+    struct pollfd ends[MOST_RANKS];
+    struct timespec pause = {0, ns};
+    nfds_t n = 0;
+    pthread_mutex_lock(&e->lock);
+    for (peer *p = e->peers; p != NULL && n < MOST_RANKS; p = p->next)
+        if (p->handle >= 0 && !p->has_ended)
+            ends[n++] = (struct pollfd){p->handle, POLLIN, 0};
+    pthread_mutex_unlock(&e->lock);
+    if (ppoll(ends, n, &pause, NULL) <= 0)
+        return false;
+    bool any = false;
+    pthread_mutex_lock(&e->lock);
+    for (peer *p = e->peers; p != NULL; p = p->next)
+        if (p->handle >= 0 && !p->has_ended && has_died(p, 0))
+            any = p->has_ended = true;
+    pthread_mutex_unlock(&e->lock);
+    return any;
+}
+
 /* The helper: ops go on although nobody waits for them, for others may wait for those; and whoever
  * only asks now and then whether an op is over hears that a rank was lost. */
 void *engine_help(void *of)
@@ -276,12 +301,13 @@ void *engine_help(void *of)
     engine *e = of;
     int idle = 0;
     for (;;) {
-        struct timespec pause = {0, HELP_NS};
-        nanosleep(&pause, NULL);
+        bool any_ended = hear_of_ends(e, HELP_NS);
         pthread_mutex_lock(&e->lock);
         bool ends = e->ends;
         bool is_alone = atomic_load_explicit(&e->drivers, memory_order_relaxed) == 0;
-        if (e->active > 0 && is_alone && !engine_advance(e))
+        if (any_ended)
+            look_after_all(e, false);
+        else if (e->active > 0 && is_alone && !engine_advance(e))
             look_after_all(e, true);
         idle = e->active > 0 ? 0 : idle + 1;
         if (idle >= IDLE_TURNS)
