@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from allranks.cli.display.progress import follows_ranks
 from allranks.errors import AllranksError, ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.launcher.start import Result
+from allranks.launcher.world import World
 from allranks.torch import Trainer
 from conftest import Train
 
@@ -224,6 +226,27 @@ def test_every_so_many_steps_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> 
             trainer.step(batch)
             found.append(len(trainer.witness.testimony.found))
     assert found == [0] * 8 + [1]
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_restart_does_not_look_twice(restarts: int, tmp_path: Path) -> None:
+    """What was found before stands in its result; whoever resumes a run looks at all of it."""
+    job = Job(run_dir=str(tmp_path))
+    with Trainer(witness_tasks.Codebook(), job) as trainer:
+        for batch in trainer.batches(steps=2):
+            trainer.step(batch)
+        trainer.save()
+        found = trainer.witness.testimony.found
+    with Trainer(witness_tasks.Codebook(), job, world=World(restarts=restarts)) as trainer:
+        trainer.resume()
+        assert (trainer.witness.testimony.found == found) == bool(restarts)
+        looked = []
+        for batch in trainer.batches(steps=5):
+            looked.append(trainer.witness.looks_again_at(batch))
+            trainer.step(batch)
+        assert trainer.witness.testimony.found == found
+        assert trainer.user_buffers == ["code"]
+    assert looked == [False, not restarts, False]
 
 
 def _matches(words: str, text: str) -> bool:

@@ -328,15 +328,14 @@ class Trainer(OnSteps):
         self.faults.poison = step.poison_next
         self.task_data = TaskData(task, job, self.strategy)
         taken.undone_by(self.task_data.close)
-        self.witness = Witness(self.strategy.learner, job, report)
+        self.witness = Witness(self.strategy.learner, job, report, self.world.restarts)
         self._saving: Saving | None = None
         if job.run_dir:
             attempt, reach = self.world.attempt, self.faults.reach
             self._saving = Saving(task, job, self.strategy, attempt, reach, report)
             taken.left_by(self._saving.checkpointer.close)
-        check = self.witness.compare_replicas  # what differs between ranks is never saved
-        ending = StopAgreement(self.comm, self.strategy.agreement.lockstep)
-        self._between = BetweenSteps(self._saving, ending, self.guard, step.loss_scale, check)
+        ending, scale = StopAgreement(self.comm, self.strategy.agreement.lockstep), step.loss_scale
+        self._between = BetweenSteps(self._saving, ending, self.guard, scale, self.witness)
 
     def _place_model(self) -> Built:
         """Build the model and hand it to the strategy."""

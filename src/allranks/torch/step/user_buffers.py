@@ -7,7 +7,7 @@ Keras model, whose layers have no buffers, the weights that are not trained are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -73,6 +73,10 @@ class UserBuffers:
                 self.written.add(full)
         if batch.own_samples:
             self._watched = [slot for slot in self._slots if slot[0] in self.written]
+
+    def agree(self, names: Container[str]) -> None:
+        """What other ranks have seen written is written here, too."""
+        self.written |= {name for name, _, _ in self._slots if name in names}
 
     def undo(self) -> None:
         """The buffers hold what they held before the step."""

@@ -8,6 +8,9 @@
                        `WITNESS_EVERY`: one micro-batch whole and shard by shard, by its rank, and
                        one of these shards by the next rank too (`recomputed`)
 
+A job that starts again after a fault does not look twice at what it has looked at on as many ranks:
+its checkpoint says what was found. Counters, generators and draws by function are looked at anew.
+
 It changes no bit of a training. What it finds is a sentence for a person, the same on all ranks;
 under `warn` the training goes on, under `stop` it ends with `FollowsRanks`, and `off` looks at
 nothing. With `bitwise`, what would break its promise is refused before the first update.
@@ -72,11 +75,15 @@ class Testimony:
 class Witness:
     """Looks at a training; the trainer calls it around each step, every rank alike.
 
-    `report(event, **values)` hears what is found, once, on the leader.
+    `report(event, **values)` hears what is found, once, on the leader; `restarts` counts the starts
+    of this job before this one.
     """
 
-    def __init__(self, strategy: Strategy, job: Job, report: Callable[..., None]) -> None:
+    def __init__(
+        self, strategy: Strategy, job: Job, report: Callable[..., None], restarts: int = 0
+    ) -> None:
         self.strategy, self.job, self.report = strategy, job, report
+        self._is_restart, self._looked_before = restarts > 0, False
         self.testimony = Testimony(job.witness)
         apart = not strategy.agreement.is_one_training and strategy.comm.size > 1
         self.is_on = job.witness != "off" and not apart
@@ -87,6 +94,30 @@ class Witness:
         self._before_reading: dict[str, Token] | None = None
         self._read: Named = {}
         self._observer: Observer | None = None
+
+    # --- across a restart -------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a restart need not find once more; the same on all ranks."""
+        return {
+            "ranks": self.strategy.comm.size,
+            "looked": self._looked_before or self.steps >= OBSERVED_STEPS,
+            "written": sorted(self.strategy.step.user_buffers.written),
+            "found": list(self.testimony.found),
+            "unseen": list(self.testimony.unseen),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what an earlier start of this job has said of as many ranks."""
+        if not self._is_restart or state["ranks"] != self.strategy.comm.size:
+            return
+        self._looked_before = state["looked"]
+        self.strategy.step.user_buffers.written |= set(state["written"])
+        for known, before in (
+            (self.testimony.found, state["found"]),
+            (self.testimony.unseen, state["unseen"]),
+        ):
+            known[:] = [*before, *(text for text in known if text not in before)]
 
     # --- around the reading of the first batch ----------------------------------------------
 
@@ -141,7 +172,8 @@ class Witness:
 
     def looks_again_at(self, batch: Batch) -> bool:
         """Whether a shard of the batch is computed again before its step."""
-        is_due = self.steps == 1 or (self.steps > 1 and batch.index % WITNESS_EVERY == 0)
+        is_due = self.steps == 1 and not self._looked_before
+        is_due |= self.steps > 1 and batch.index % WITNESS_EVERY == 0
         return self.is_on and self.looks_again and is_due
 
     def before_step(
@@ -157,7 +189,7 @@ class Witness:
             alone = self.strategy.shard_alone
             if self._observer is None:
                 self._observer = Observer(self.strategy.step, self._roots, alone, contents=True)
-            self._observer.contents = self.steps == 0
+            self._observer.contents = self.steps == 0 and not self._looked_before
             self.strategy.step.reached = self._reached
         self._at = batch.index
         if self.looks_again_at(batch):
@@ -171,7 +203,7 @@ class Witness:
             return
         self.steps += 1
         self.strategy.step.reached = lambda where: None
-        if self.steps <= OBSERVED_STEPS:
+        if self.steps <= OBSERVED_STEPS and not self._looked_before:
             try:
                 verify(self.strategy)
             except ReplicasDiffer as error:
@@ -191,7 +223,9 @@ class Witness:
         self.strategy.step.reached = lambda where: None  # a bad step is looked at again after this
         own, self._read = {**self._read, **self._observer.found}, {}
         gather = self.strategy.comm.gather_texts
-        found = list(told_alike(own, gather).values())
+        alike = told_alike(own, gather)
+        self.strategy.step.user_buffers.agree(alike)
+        found = list(alike.values())
         readings = self.strategy.step.scope.keys.readings
         found += readings.agree(gather)
         if self.job.bitwise and found:

@@ -7,7 +7,6 @@ what each means to a user is said there. How a state is put away is the engine's
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from allranks.errors import RequestError
@@ -45,11 +44,20 @@ class Saves(Protocol):
         ...
 
 
-class BetweenSteps:
-    """What is done between the steps of one training; `saving` is `None` without a run folder.
+class Watches(Protocol):
+    """Who looks at a training for what must not be saved, and need not look twice."""
 
-    `check` is called before each save: it raises for what must not be saved.
-    """
+    def compare_replicas(self) -> None:
+        """Before each save: raise for what must not be saved."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class BetweenSteps:
+    """What is done between the steps of one training; `saving` is `None` without a run folder."""
 
     def __init__(
         self,
@@ -57,9 +65,9 @@ class BetweenSteps:
         ending: StopAgreement,
         guard: Guard,
         loss_scale: LossScale | None,
-        check: Callable[[], None] = lambda: None,
+        watch: Watches | None = None,
     ) -> None:
-        self._saving, self._ending, self._check = saving, ending, check
+        self._saving, self._ending, self._watch = saving, ending, watch
         self._guard, self._loss_scale = guard, loss_scale
         self._is_prepared = False
 
@@ -92,7 +100,8 @@ class BetweenSteps:
         before = trainer.heartbeat.enter("save")
         for callback in trainer.callbacks:
             callback.on_save(trainer)
-        self._check()
+        if self._watch is not None:
+            self._watch.compare_replicas()
         saving.save(trainer.progress.batch_index, self.rest(trainer), metrics)
         committed = saving.checkpointer.wait() if wait else True
         trainer.heartbeat.enter(before)
@@ -141,6 +150,7 @@ class BetweenSteps:
             "guard": self._guard.state(),
             "course": trainer.evaluation_plan.state(),
             "loss_scale": None if self._loss_scale is None else self._loss_scale.state(),
+            "witness": None if self._watch is None else self._watch.state(),
         }
 
     def load_rest(self, trainer: Trainer, state: dict[str, Any]) -> None:
@@ -150,6 +160,8 @@ class BetweenSteps:
         trainer.evaluation_plan.load_state(state["course"])
         if self._loss_scale is not None:
             self._loss_scale.load_state(state["loss_scale"])
+        if self._watch is not None and (seen := state.get("witness")) is not None:
+            self._watch.load_state(seen)
 
 
 def total_steps(trainer: Trainer) -> int | None:
