@@ -112,11 +112,10 @@ def nodes_killed(folder: Path, kills: int, chance: random.Random) -> dict[str, A
     command += slowed(RANKS_OF["worker"])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launch:
         out, _ = launch.communicate()
-    said = json.dumps([e for e in read_events(folder) if e["event"] in ("worker_lost", "restart")])
-    hosts = {rank: node for node, rank in enumerate(RANKS_OF["worker"])}  # one rank on each
-    ranks = {e["rank"] for e in read_events(folder) if e["event"] == "worker_lost"}
-    named = {node for node in nodes if f"node node{node} is lost" in said}
-    named |= {hosts[rank] for rank in ranks if hosts.get(rank) in nodes}
+    events = read_events(folder)
+    restarts = json.dumps([event for event in events if event["event"] == "restart"])
+    hosts = {event["host"] for event in events if event["event"] == "worker_lost"}
+    named = {n for n in nodes if f"node node{n} is lost" in restarts or f"node{n}" in hosts}
     return {"nodes": nodes, **judged(folder, steps, launch.returncode, out, kills, len(named))}
 
 

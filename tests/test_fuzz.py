@@ -88,6 +88,29 @@ def test_what_one_process_gives_is_equal_and_what_cannot_be_is_refused(
     assert found.what == hold.REFUSED and found.why
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("strategy", "settings", "flags"),
+    [
+        ("local-sgd:every=1", {"norm": "batch", "shards": 2, "weighted": True}, {}),
+        ("gpipe", {"kind": "residual"}, {"precision": "fp32", "channels_last": True}),
+        ("fsdp", {"kind": "lookups", "shards": 4}, {"precision": "fp32", "seed": 928}),
+    ],
+)
+def test_what_was_found_stays_mended(
+    strategy: str,
+    settings: dict[str, Any],
+    flags: dict[str, Any],
+    draw: ModuleType,
+    hold: ModuleType,
+    server: ForkServer,
+) -> None:
+    """Statistics counted by weight, a gradient in another order, rows that come twice."""
+    flags = {**flags, "bitwise": True} if flags else flags
+    found = hold.held(draw.Combination((draw.Leg(strategy, 2),), settings, flags), server)
+    assert found.what == hold.EQUAL, found
+
+
 @pytest.mark.slow
 def test_warm_ranks_say_what_the_command_says(
     draw: ModuleType, hold: ModuleType, teams: Any
@@ -140,6 +163,23 @@ def test_a_weight_that_is_another_one_is_seen(hold: ModuleType) -> None:
         assert found.fails and found.why == name
     assert hold.compared(trained_of(hold, {"weight": np.ones(4)}), single, "fp64").fails
     assert hold.compared(trained_of(hold, of, "another"), single, None).fails
+
+
+@pytest.mark.parametrize(("ours", "what"), [(1.03, "rounded"), (1.05, "different")])
+def test_more_than_the_bound_is_rounded_if_one_process_rounds_so(
+    ours: float, what: str, draw: ModuleType, hold: ModuleType
+) -> None:
+    """0.01 between one process in float32 and in float64: four times that is allowed."""
+    one = draw.Combination(flags={"precision": "fp32"})
+
+    def reference(one: Any) -> Any:
+        value = 1.0 if one.flags else 1.01
+        return trained_of(hold, {"weight": np.full(4, value)})
+
+    def train(resolved: Any) -> Any:
+        return trained_of(hold, {"weight": np.full(4, ours)})
+
+    assert hold.verdict_of(one, train, reference).what == what
 
 
 def test_what_fails_is_made_smaller(

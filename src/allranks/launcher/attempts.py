@@ -277,6 +277,7 @@ class Attempts:
             "worker_lost",
             rank=rank,
             who=self.plan.process_set.name_of(rank),
+            host=self.plan.ranks[rank].host if self.plan.job.nodes > 1 else "",
             exit=exit_.code,
             cause=exit_.lost or describe_cause(fault),
             last_words=last_words(log).text,

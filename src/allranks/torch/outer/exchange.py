@@ -26,8 +26,9 @@ from allranks.training.progress import NOTHING, Asked, StepResult
 class Said:
     """What a learner says beside its weights, or the sum of it over all learners.
 
-    `trained` is the weight of what it has trained on since it last took part; loss, weight and
-    samples are those of its last step, `rate` is the inner rate of that step.
+    `trained` is the weight of what it has trained on since it last took part; loss and weight are
+    those of its last step, `rate` is the inner rate of that step. `samples` are those of the step,
+    or at a meeting all that its buffers have seen since they last took part.
     """
 
     trained: float = 0
@@ -39,12 +40,15 @@ class Said:
     save: float = 0
 
     @staticmethod
-    def of(result: StepResult, trained: float = 0, asked: Asked = NOTHING) -> Said:
+    def of(
+        result: StepResult, trained: float = 0, samples: int | None = None, asked: Asked = NOTHING
+    ) -> Said:
         """What a learner says after a step."""
+        samples = result.samples if samples is None else samples
         weight = result.weight if result.updated and result.weight > 0 else 0.0
         loss = result.loss * weight if weight else 0.0
         rate, asks = result.learning_rate, (asked.stop, asked.save)
-        return Said(trained, loss, weight, result.samples, rate, *asks)
+        return Said(trained, loss, weight, samples, rate, *asks)
 
     def tensor(self, comm: Comm) -> Tensor:
         """All of it, in the order of the fields."""
@@ -112,7 +116,7 @@ class Exchange:
         self.sums: Sums = Sums(comm) if codec is None else CodedSums(comm, weights, codec, decay)
         self.overlap, self.mix = overlap, mix if overlap else 0.0
         self._moved = moved
-        self._trained = [0.0] * len(weights.fragments)
+        self._trained, self._seen = [0.0] * len(weights.fragments), 0
         self._under_way: list[UnderWay] = []
 
     def meet(self, at: int, result: StepResult, asked: Asked) -> Said | None:
@@ -122,6 +126,7 @@ class Exchange:
         """
         if result.updated:
             self._trained = [before + result.weight for before in self._trained]
+            self._seen += result.samples
         said = self._take(at)
         for number in self._due(at):
             self._send(number, at + self.overlap, result, asked)
@@ -149,16 +154,24 @@ class Exchange:
         fragments = self.weights.fragments
         return [n for n, one in enumerate(fragments) if at % self.every == one.offset]
 
-    def _flats(self, fragment: int) -> Sequence[Flat]:
-        flats = self.weights.fragments[fragment].flats
+    def _buffers(self, fragment: int) -> Sequence[Flat]:
+        """Those that go with a fragment: all with the last, as what is seen by samples."""
         is_last = fragment == len(self.weights.fragments) - 1
-        return (*flats, *self.weights.buffers) if is_last else flats
+        return self.weights.buffers if is_last else ()
+
+    def _flats(self, fragment: int) -> Sequence[Flat]:
+        return (*self.weights.fragments[fragment].flats, *self._buffers(fragment))
 
     def _send(self, fragment: int, until: int, result: StepResult, asked: Asked) -> None:
         trained, self._trained[fragment] = self._trained[fragment], 0.0
-        said = Said.of(result, trained, asked).tensor(self.comm)
+        seen, buffers = 0, self._buffers(fragment)
+        if buffers:
+            seen, self._seen = self._seen, 0
+        said = Said.of(result, trained, seen, asked).tensor(self.comm)
         with torch.no_grad():
-            pending = [self.sums.begin(flat, trained) for flat in self._flats(fragment)]
+            flats = self.weights.fragments[fragment].flats
+            pending = [self.sums.begin(flat, trained) for flat in flats]
+            pending += [self.sums.begin(flat, seen) for flat in buffers]
         pending.append(self.comm.all_reduce(said))
         self._under_way.append(UnderWay(fragment, until, said, pending))
 
@@ -171,7 +184,8 @@ class Exchange:
             if said.trained:
                 with torch.no_grad():
                     for flat in self._flats(one.fragment):
-                        mean = flat.found.div_(said.trained)
+                        is_seen = flat in self._buffers(one.fragment)
+                        mean = flat.found.div_(said.samples if is_seen else said.trained)
                         flat.take(mean, said.rate / self.comm.size, self.mix)
                 self._moved()
         return said
@@ -180,12 +194,14 @@ class Exchange:
 
     def own_state(self) -> dict[str, Any]:
         """What of it is this learner's alone."""
-        return {"trained": self._trained, "sums": self.sums.own_state()}
+        sums = self.sums.own_state()
+        return {"trained": self._trained, "seen": self._seen, "sums": sums}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Take up what `own_state` returned, where there are as many fragments as then."""
         if len(state["trained"]) == len(self._trained):
             self._trained = [float(one) for one in state["trained"]]
+            self._seen = int(state["seen"])
             self.sums.load_own_state(state["sums"])
 
     def state(self) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from allranks.torch.data.nested import tensors_in
 
 TENSOR = "tensor"
 PLAIN = (bool, int, float, str, type(None))
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,21 @@ def laid_out(tensor: Tensor) -> Tensor:
     """The tensor in one piece of memory, in its own order (channels-last) if it is dense."""
     plain = tensor.resolve_conj().resolve_neg()
     return plain if _is_dense(plain) else plain.contiguous()
+
+
+def orders_of(tensor: Tensor) -> list[tuple[int, ...]]:
+    """Strides in which the gradient of a dense tensor may come: its own, and those of torch.
+
+    What a layer computes of a gradient follows its strides, in the last bit.
+    """
+    return _orders_of(tensor.shape, tensor.stride())
+
+
+@lru_cache(maxsize=1024)
+def _orders_of(shape: torch.Size, stride: tuple[int, ...]) -> list[tuple[int, ...]]:
+    empty, last = torch.empty(shape, device="meta"), CHANNELS_LAST.get(len(shape))
+    kinds = [torch.contiguous_format, *([] if last is None else [last])]
+    return [stride, *(empty.contiguous(memory_format=kind).stride() for kind in kinds)]
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ from allranks.errors import RequestError
 from allranks.torch.comm import Comm
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.groups.pending import Pending
-from allranks.torch.pipelining.looks import Looks, laid_out
+from allranks.torch.pipelining.looks import Looks, laid_out, orders_of
 from allranks.torch.pipelining.parcels import Parcel, shape_of
 
 LOOKS_TAG = 0
@@ -97,20 +97,18 @@ class Links:
     def send_gradients(self, stage: int, micro: int, received: list[Received]) -> None:
         """Give the gradients of what `stage` was given to the stage before it.
 
-        With them goes a byte for each (`control`) that says whether there is one: where backward
-        has not come to a tensor, zeros are sent, and the weights before it get no gradient, as in
-        one process.
+        With them goes a byte for each (`control`) that says in which of `orders_of` it lies; 0
+        where backward has not come to a tensor: zeros are sent, and the weights before it get no
+        gradient, as in one process.
         """
         if not received:
             return
         room = _room_for_gradients([one.tensor for one in received])
         *gradients, there = room.tensors
-        for one, gradient in zip(received, gradients, strict=True):
-            if one.gradient is None:
-                gradient.zero_()
-            else:
-                gradient.copy_(one.gradient.detach())
-        there.copy_(torch.tensor([one.gradient is not None for one in received]))
+        lies = [
+            _put(gradient, one.gradient) for one, gradient in zip(received, gradients, strict=True)
+        ]
+        there.copy_(torch.tensor(lies))
         peer, tag = (stage - 1) % self.line.size, _tag(stage, micro)
         at = -1 - stage, micro
         self._send(self.backwards, at, room, gradients, peer, tag, "gradients")
@@ -129,7 +127,10 @@ class Links:
             pending.wait()
             *gradients, there = room.tensors
             pairs = zip(there.tolist(), gradients, strict=True)
-            found += [gradient if is_there else None for is_there, gradient in pairs]
+            found += [
+                gradient.as_strided(gradient.shape, orders_of(gradient)[lies - 1]) if lies else None
+                for lies, gradient in pairs
+            ]
         self.arrived(stage, micro)
         return found
 
@@ -231,6 +232,17 @@ def _room_for_gradients(tensors: list[Tensor]) -> Parcel:
     """Room for the gradient of each, and last for a byte of each."""
     shapes = [shape_of(laid_out(tensor.detach())) for tensor in tensors]
     return Parcel.room([*shapes, (torch.uint8, (len(shapes),), (1,))], tensors[0].device)
+
+
+def _put(room: Tensor, gradient: Tensor | None) -> int:
+    """Fill the room with it; 0 where there is none, else which of the orders it lies in, from 1."""
+    if gradient is None:
+        room.zero_()
+        return 0
+    plain, orders = laid_out(gradient.detach()), orders_of(room)
+    order = orders.index(plain.stride()) if plain.stride() in orders else 0
+    room.as_strided(room.shape, orders[order]).copy_(plain)
+    return order + 1
 
 
 def _changed(stage: int, known: Looks, looks: Looks) -> RequestError:
