@@ -96,8 +96,6 @@ def test_servers_are_not_asked_what_they_hold() -> None:
 def test_who_is_lost_is_told_by_name() -> None:
     event = {"event": "worker_lost", "rank": 1, "who": "worker 0 (rank 1)", "cause": "killed"}
     assert in_words(event) == ["note: worker 0 (rank 1) is lost: killed; the others go on"]
-    (told,) = in_words({**event, "host": "node2"})
-    assert told == "note: worker 0 (rank 1) on node2 is lost: killed; the others go on"
     assert anomalies_in(event) == [(1, "lost: killed")]
     event = {"event": "moved", "processes": [["server 0 (rank 1)", "node1", "node2"]]}
     told = "note: moved to a node that is left: server 0 (rank 1) from node1 to node2"

@@ -273,11 +273,12 @@ class Attempts:
         said = [] if exit_.code < 0 else events_of(self.folder.path, rank, attempt)
         event = next((row for row in reversed(said) if row["event"] == "failed"), None)
         fault = Fault(rank, exit_.code, exit_.monotonic, event, memory, exit_.peak_bytes)
+        host = self.plan.ranks[rank].host if self.plan.job.nodes > 1 else ""
         self.folder.events.event(
             "worker_lost",
             rank=rank,
-            who=self.plan.process_set.name_of(rank),
-            host=self.plan.ranks[rank].host if self.plan.job.nodes > 1 else "",
+            who=f"{self.plan.process_set.name_of(rank)}{f' on {host}' if host else ''}",
+            host=host,
             exit=exit_.code,
             cause=exit_.lost or describe_cause(fault),
             last_words=last_words(log).text,

@@ -42,8 +42,7 @@ def in_words(event: dict[str, Any]) -> list[str]:
     if name == "witness":
         return [f"note: NOT equal on other numbers of ranks: {text}" for text in event["found"]]
     if name == "worker_lost":
-        where = f" on {event['host']}" if event.get("host") else ""
-        return [f"note: {event['who']}{where} is lost: {event['cause']}; the others go on"]
+        return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
     if name == "moved":
         moved = ", ".join(f"{who} from {was} to {now}" for who, was, now in event["processes"])
         return [f"note: moved to a node that is left: {moved}"]
