@@ -12,6 +12,7 @@ drawn as for fuzz.py, and of those that are not refused it counts which are not 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -22,7 +23,8 @@ from typing import Any
 from harness import RECORDS, finish_record, say, start_record
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).resolve().parent / "fuzzing")]
+ROOMS = [str(ROOT / "tests"), str(Path(__file__).resolve().parent / "fuzzing")]
+sys.path[:0] = ROOMS
 
 from draw import Combination, drawn  # noqa: E402
 from hold import PROGRAM  # noqa: E402
@@ -53,6 +55,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after that")
     given = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([*ROOMS, os.environ.get("PYTHONPATH", "")])
     if given.alarms:
         record = start_record("alarms", {"combinations": given.alarms, "seed": given.seed})
         record |= alarms(given)
