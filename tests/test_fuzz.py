@@ -27,6 +27,9 @@ ROOM = ROOT / "benchmarks" / "fuzzing"
 FAULTY = "215"
 """`ddp` on two ranks, with a model, samples and an average that the fault does not need."""
 
+NO_SAMPLE_LEFT = {"kind": "residual", "norm": "batch", "batchnorm": "whole"}
+NO_SAMPLE_LEFT |= {"samples": 100, "batch_size": 24}
+
 
 @pytest.fixture
 def draw(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -95,6 +98,7 @@ def test_what_one_process_gives_is_equal_and_what_cannot_be_is_refused(
         ("local-sgd:every=1", {"norm": "batch", "shards": 2, "weighted": True}, {}),
         ("gpipe", {"kind": "residual"}, {"precision": "fp32", "channels_last": True}),
         ("fsdp", {"kind": "lookups", "shards": 4}, {"precision": "fp32", "seed": 928}),
+        ("zero2:bucket_mb=0.001", NO_SAMPLE_LEFT, {}),
     ],
 )
 def test_what_was_found_stays_mended(
@@ -105,7 +109,7 @@ def test_what_was_found_stays_mended(
     hold: ModuleType,
     server: ForkServer,
 ) -> None:
-    """Statistics counted by weight, a gradient in another order, rows that come twice."""
+    """Statistics counted by weight, a gradient in another order, rows that come twice, a hang."""
     flags = {**flags, "bitwise": True} if flags else flags
     found = hold.held(draw.Combination((draw.Leg(strategy, 2),), settings, flags), server)
     assert found.what == hold.EQUAL, found

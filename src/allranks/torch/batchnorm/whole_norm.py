@@ -7,7 +7,8 @@
 
 Each layer waits for the slowest rank twice in a step, which is what the shards are there to avoid.
 All ranks call the layers in one order; a rank without a sample sends zeros in the order that the
-step before had. What is sent is counted under `batchnorm`. Chan, Golub and LeVeque 1983, Algorithms
+step before had, and waits for none of them: others may wait for its part of a gradient in between.
+What is sent is counted under `batchnorm`. Chan, Golub and LeVeque 1983, Algorithms
 for Computing the Sample Variance.
 """
 
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 from allranks.errors import RequestError
 from allranks.torch.batchnorm.layer import no_variance
 from allranks.torch.comm import Comm
+from allranks.torch.groups.pending import Pending
 from allranks.torch.model.layers import Normalising, Scope, full_type
 from allranks.torch.task import Task
 
@@ -38,9 +40,17 @@ class WholeBatchNorm:
         self.sent: list[tuple[str, int, torch.dtype]] = []
         self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._alone = False
+        self._zeros: list[Pending] = []
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Leave the group; every rank calls this."""
+        if not failed:
+            self._settle()
+        self.comm.leave(failed=failed)
 
     def begin(self, own_samples: int) -> None:
         """A step begins. A rank without a sample takes part in it here."""
+        self._settle()
         self._known.clear()
         if own_samples:
             self.sent.clear()
@@ -55,9 +65,16 @@ class WholeBatchNorm:
         for collective, size, kind in self.sent:
             zeros = torch.zeros(size, dtype=kind, device=self.comm.device)
             if collective == "gather":
-                self._gathered(zeros)
+                whole = zeros.new_empty(self.comm.size * size)
+                self._zeros.append(self.comm.all_gather(whole, zeros, KIND))
             else:
-                self.comm.all_reduce(zeros, KIND).wait()
+                self._zeros.append(self.comm.all_reduce(zeros, KIND))
+
+    def _settle(self) -> None:
+        """What was sent for the others in the step before has arrived."""
+        for pending in self._zeros:
+            pending.wait()
+        self._zeros.clear()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -132,16 +149,17 @@ class WholeBatchNorm:
         return part
 
 
-def whole_norm(task: Task, comm: Comm, scope: Scope, swapped: dict[str, list[str]]) -> Comm | None:
+def whole_norm(
+    task: Task, comm: Comm, scope: Scope, swapped: dict[str, list[str]]
+) -> WholeBatchNorm | None:
     """Let `scope` normalise over the whole batch where the task asks for it; every rank calls this.
 
-    Returns the group that the statistics go through, to be left at the end; `None` for none.
+    Returns what is to be left at the end; `None` for nothing.
     """
     if task.batchnorm != "whole" or not swapped["batchnorm"]:
         return None
-    own = comm.beside()
-    scope.whole = WholeBatchNorm(own)
-    return own
+    scope.whole = whole = WholeBatchNorm(comm.beside())
+    return whole
 
 
 class _Whole(torch.autograd.Function):
