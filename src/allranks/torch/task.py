@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.training.schedules import Plateau
 from allranks.training.task_fields import TaskFields
 
 
 @dataclass(kw_only=True)
 class Task(TaskFields):
-    """A training with torch, described for one device. Its fields are those of `TaskFields`.
+    """A training with torch, described for one device. It has all that `TaskFields` has.
 
     `batchnorm` says what BatchNorm normalises over: each `shard` by itself, or the `whole` batch.
     """
@@ -121,14 +119,6 @@ class Task(TaskFields):
         """
         return None
 
-    def callbacks(self) -> Sequence[Any]:
-        """What is to be done between the steps: some `allranks.training.callback.Callback`s."""
-        return ()
-
-    def weight(self, batch: Any) -> Tensor | None:
-        """The weight of each value that `loss` returns, in its shape. `None`: all 1."""
-        return None
-
     def regularizer(self, model: nn.Module) -> Tensor | None:
         """A scalar that depends on the weights alone, added to the loss once per step."""
         return None
@@ -140,21 +130,6 @@ class Task(TaskFields):
         """
         return None
 
-    def schedule(self, step: int) -> float:
-        """The factor on the learning rate at update `step` of the job, from 0."""
-        return 1.0
-
-    def plateau(self) -> Plateau | None:
-        """When the learning rate falls because a metric gets no better; `None`: never.
-
-        An `allranks.training.schedules.Plateau`, which counts the evaluations of `--eval-every`.
-        """
-        return None
-
-    def augment(self, sample: Any, random: np.random.Generator) -> Any:
-        """A changed sample. `random` belongs to (seed, epoch, sample): use no other source."""
-        return sample
-
     def collate(self, samples: list[Any]) -> Any:
         """A batch from a list of samples. The default stacks, as torch's `default_collate`."""
         raise NotImplementedError
@@ -165,14 +140,6 @@ class Task(TaskFields):
         Or a dict from names to several such sets: their metrics are called NAME/METRIC.
         """
         return None
-
-    def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
-        """For each metric the (sum, count) over the samples of this batch."""
-        return {}
-
-    def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics to report, from sum / count over the whole evaluation data."""
-        return metrics
 
 
 def task_of_parts(

@@ -7,13 +7,9 @@ trains the same task, with Keras on top of torch, as long as its methods compute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from allranks.training.schedules import Plateau
 from allranks.training.task_fields import TaskFields
 
 
@@ -21,7 +17,7 @@ from allranks.training.task_fields import TaskFields
 class Task(TaskFields):
     """A training of a Keras 3 model, described for one device.
 
-    Its fields are those of `TaskFields`. A batch is what `train_data` is made of, with the samples
+    It has all that `TaskFields` has. A batch is what `train_data` is made of, with the samples
     along axis 0 of every array: for a pair of arrays, a pair.
     """
 
@@ -58,10 +54,6 @@ class Task(TaskFields):
         """What goes into the model."""
         return batch[0] if isinstance(batch, (tuple, list)) else batch
 
-    def weight(self, batch: Any) -> Any:
-        """The weight of each value that `loss` returns, in its shape. `None`: all 1."""
-        return None
-
     def regularizer(self, model: Any) -> Any:
         """A scalar that depends on the weights alone, added to the loss once per step.
 
@@ -74,33 +66,6 @@ class Task(TaskFields):
         """A `.weights.h5` or `.keras` file with the weights to start from; `None`: initial ones."""
         return None
 
-    def schedule(self, step: int) -> float:
-        """The factor on the learning rate at update `step` of the job, from 0."""
-        return 1.0
-
-    def plateau(self) -> Plateau | None:
-        """When the learning rate falls because a metric gets no better; `None`: never.
-
-        An `allranks.training.schedules.Plateau`, which counts the evaluations of `--eval-every`.
-        """
-        return None
-
-    def augment(self, sample: Any, random: np.random.Generator) -> Any:
-        """A changed sample, of arrays. `random` belongs to (seed, epoch, sample): use no other."""
-        return sample
-
-    def callbacks(self) -> Sequence[Any]:
-        """What is to be done between the steps: some `allranks.training.callback.Callback`s."""
-        return ()
-
     def eval_data(self) -> Any:
         """What the model is judged on: as `train_data`. `None`: nothing."""
         return None
-
-    def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
-        """For each metric the (sum, count) over the samples of this batch."""
-        return {}
-
-    def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics to report, from sum / count over the whole evaluation data."""
-        return metrics

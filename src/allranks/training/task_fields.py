@@ -1,4 +1,4 @@
-"""The fields that every task has, whatever engine trains it, and what is checked of all of them.
+"""What every task has, whatever engine trains it, and what is checked of all of them.
 
 A task is a dataclass, and its fields are the hyper-parameters of the job. Each engine derives its
 own `Task` from `TaskFields`, with the methods that its framework needs.
@@ -11,15 +11,18 @@ import difflib
 import dis
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
 
 from allranks.errors import RequestError
 from allranks.job.fields import with_settings
 from allranks.job.job import Job
 from allranks.job.program import find_program
+from allranks.training.schedules import Plateau
 
 PLAIN = (bool, int, float, str, type(None))
 NEAR = 0.8
@@ -34,6 +37,7 @@ class TaskFields:
     number of fixed slices it is cut into, which ranks own whole; `last_batch` what happens with
     the rest of an epoch; `clip_norm` the largest norm of the whole gradient;
     `ema` the decay of an exponential moving average of the weights, which is then evaluated.
+    Its methods are those that a task need not write, alike in all engines.
     """
 
     batch_size: int = 256
@@ -47,6 +51,39 @@ class TaskFields:
     """`"batch"`: `loss` couples samples, and gets the outputs and the batch of all ranks."""
     required: ClassVar[tuple[str, ...]] = ()
     """The methods that a task has to have."""
+
+    def weight(self, batch: Any) -> Any:
+        """The weight of each value that `loss` returns, in its shape. `None`: all 1."""
+        return None
+
+    def schedule(self, step: int) -> float:
+        """The factor on the learning rate at update `step` of the job, from 0."""
+        return 1.0
+
+    def plateau(self) -> Plateau | None:
+        """When the learning rate falls because a metric gets no better; `None`: never.
+
+        An `allranks.training.schedules.Plateau`, which counts the evaluations of `--eval-every`.
+        """
+        return None
+
+    def augment(self, sample: Any, random: np.random.Generator) -> Any:
+        """A changed sample. `random` belongs to (seed, epoch, sample): use no other source."""
+        return sample
+
+    def callbacks(self) -> Sequence[Any]:
+        """What is to be done between the steps: some `allranks.training.callback.Callback`s."""
+        return ()
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
+        """For each metric the (sum, count) over the samples of this batch."""
+        return {}
+
+    def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics to report, from sum / count over the whole evaluation data."""
+        return metrics
+
+    # --- what is asked of a task ---------------------------------------------------------------
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

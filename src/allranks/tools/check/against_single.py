@@ -218,7 +218,8 @@ class Check:
 
     def _bits(self, many: tuple[int, ...], *, asked: bool = True) -> Iterator[Look]:
         job = dataclasses.replace(self.job, bitwise=True)
-        reference = self.run("bits-reference", in_one(job))
+        alike = dataclasses.replace(in_one(job), micro_batch=job.micro_batch)  # as passes add up
+        reference = self.run("bits-reference", alike)
         for ranks in many:
             on_ranks = dataclasses.replace(job, ranks=ranks)
             candidate = self.run(f"bits-{ranks}-ranks", on_ranks)

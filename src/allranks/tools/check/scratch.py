@@ -54,9 +54,7 @@ def checked_in_scratch(
                 many = (resolved.job.ranks,)  # another number may not fit on the nodes
             limit = TRACE_BYTES if bounded else 0
             plan = Plan(many, own, shards, limit, keep=keep_runs is not None)
-            approximate = is_approximate(resolved.job, max((*many, own)))
-            check = check_approximate if approximate else check_against_one
-            return check(resolved, Path(keep_runs or scratch), server, plan)
+            return checked_in(Path(keep_runs or scratch), resolved, server, plan)
         except (Stopped, Interrupted) as error:  # what it ran goes on nowhere
             raise Interrupted("the check was stopped before it had an answer") from error
         except ProgramError as error:
@@ -64,6 +62,13 @@ def checked_in_scratch(
                 raise
             again = "that folder was temporary: repeat with --keep-runs FOLDER to keep it"
             raise ProgramError(f"{error}\n{again}") from error
+
+
+def checked_in(folder: Path, resolved: Resolved, server: ForkServer, plan: Plan) -> Verdict:
+    """The verdict as the card of the strategy promises; the runs lie in `folder` meanwhile."""
+    approximate = is_approximate(resolved.job, max((*plan.many, plan.own)))
+    check = check_approximate if approximate else check_against_one
+    return check(resolved, folder, server, plan)
 
 
 def _here(resolved: Resolved) -> Job:
