@@ -110,6 +110,12 @@ def test_what_differs_is_found_and_explained(
     assert verdict.deciding.one_process == bitwise  # its shards alone are another training
 
 
+def test_bits_are_those_of_the_same_micro_batches(check: Check) -> None:
+    """A shard in several passes adds up otherwise than in one, in one process too."""
+    verdict = check("contract_tasks:Plain", bitwise=True, micro_batch=1, ranks=2)
+    assert verdict.equal, str(verdict)
+
+
 def test_numbers_that_functions_draw_do_not_hide_equal_bits(check: Check) -> None:
     verdict = check("check_tasks:Drawn", bitwise=True)
     assert verdict.equal and verdict.deciding.tolerance.exact

@@ -69,6 +69,14 @@ def test_the_exact_setting_is_equal_and_the_drift_as_asked_decides_nothing(
     assert data["equal"] is True and data["drift"]["steps"][3]["weights_apart"] > 0
 
 
+@pytest.mark.slow
+def test_learners_that_hold_parts_are_checked_whole(server: ForkServer, tmp_path: Path) -> None:
+    flags = {"strategy": "slowmo:every=3,learners=2,inner=zero2", "ranks": 4, "steps": 5}
+    resolved = resolve("check_tasks:Points", flags, ())
+    verdict = check_approximate(resolved, tmp_path, server, Plan((4,), 4, shards=8))
+    assert verdict.equal is True, str(verdict)
+
+
 @pytest.mark.parametrize("strategy", ["independent", "ddp:late=1"])
 def test_a_card_without_an_exact_setting_decides_nothing(strategy: str, check: Check) -> None:
     verdict = check(strategy)

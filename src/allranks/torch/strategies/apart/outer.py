@@ -18,7 +18,7 @@ these steps whether any of them has samples left, and end their epoch together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -256,6 +256,9 @@ class Outer(Strategy):
         return self.card.bytes_sent(work, self.options)
 
     # --- state ----------------------------------------------------------------------------
+
+    def owned(self, *, writes: bool = False) -> AbstractContextManager[None]:
+        return self.inner.owned(writes=writes)
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
         return self.inner.as_saved(name, tensor)
