@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after that")
     given = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join([*ROOMS, os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*ROOMS, *filter(None, [os.getenv("PYTHONPATH")])])
     if given.alarms:
         record = start_record("alarms", {"combinations": given.alarms, "seed": given.seed})
         record |= alarms(given)

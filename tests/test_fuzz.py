@@ -169,7 +169,9 @@ def test_a_weight_that_is_another_one_is_seen(hold: ModuleType) -> None:
     assert hold.compared(trained_of(hold, of, "another"), single, None).fails
 
 
-@pytest.mark.parametrize(("ours", "what"), [(1.03, "rounded"), (1.05, "different")])
+@pytest.mark.parametrize(
+    ("ours", "what"), [(1.03, "rounded"), (1.05, "different"), (np.nan, "different")]
+)
 def test_more_than_the_bound_is_rounded_if_one_process_rounds_so(
     ours: float, what: str, draw: ModuleType, hold: ModuleType
 ) -> None:

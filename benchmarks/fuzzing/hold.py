@@ -37,6 +37,8 @@ FLOORS = {"fp64": 1e-3, "fp32": 1e-3, "bf16": 1.0}
 ROUNDINGS = 4
 """A model may enlarge what is rounded beyond the bound (two samples in a shard under BatchNorm, an
 Adam): so much of what one process does."""
+MOST_ROUNDED = 0.5
+"""What is further apart, or no number, is not called rounded, whatever one process does."""
 OF_NUMBERS = ("seed", "precision", "bitwise", "channels_last", "micro_batch")
 """Flags that one process is told, too; the last two under `--bitwise` alone."""
 COMMANDED = ("ps",)
@@ -97,11 +99,10 @@ def verdict_of(one: Combination, train: Train, reference: Reference) -> Verdict:
         return compared(ours, single, None)
     precision = one.flags.get("precision", "fp64")
     verdict = compared(ours, single, precision)
-    if verdict.fails:
+    if verdict.fails and verdict.difference < MOST_ROUNDED:
         rounded = ROUNDINGS * rounded_by_one(one, single, precision, reference)
-        verdict = (
-            verdict if verdict.difference > rounded else dataclasses.replace(verdict, what=ROUNDED)
-        )
+        if verdict.difference <= rounded:
+            return dataclasses.replace(verdict, what=ROUNDED)
     return verdict
 
 

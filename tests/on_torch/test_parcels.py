@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,9 +10,21 @@ import torch
 from torch import nn
 
 from allranks.torch.comm import Comm
+from allranks.torch.pipelining.looks import orders_of
 from allranks.torch.pipelining.parcels import Parcel, shape_of
 from allranks.torch.sharding import gradient_parts
 from allranks.torch.sharding.gradient_parts import ROW, SomeCut, squares_of
+
+
+def test_a_gradient_may_come_in_any_order_of_its_dimensions() -> None:
+    activation = torch.empty(2, 3, 4, 1)
+    orders = orders_of(activation)
+    assert orders[0] == activation.stride() and len(orders) < 2**8
+    for dims in itertools.permutations(range(4)):
+        turned = torch.empty([activation.shape[dim] for dim in dims])
+        assert turned.permute([dims.index(dim) for dim in range(4)]).stride() in orders
+    assert activation.to(memory_format=torch.channels_last).stride() in orders
+    assert len(orders_of(torch.empty(1, 2, 1, 2, 1, 2))) == 2  # 720 would be too many
 
 
 def test_tensors_of_other_types_and_orders_share_a_message() -> None:

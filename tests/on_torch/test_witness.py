@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import witness_tasks
 from allranks.cli.display.progress import follows_ranks
@@ -16,6 +18,7 @@ from allranks.job.job import Job
 from allranks.launcher.start import Result
 from allranks.launcher.world import World
 from allranks.torch import Trainer
+from allranks.torch.step.user_buffers import UserBuffers
 from conftest import Train
 
 STEPS = 3
@@ -228,25 +231,36 @@ def test_every_so_many_steps_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == [0] * 8 + [1]
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_restart_does_not_look_twice(restarts: int, tmp_path: Path) -> None:
-    """What was found before stands in its result; whoever resumes a run looks at all of it."""
+@pytest.mark.parametrize(("attempt", "restarts"), [(0, 0), (1, 1), (2, 1)])
+def test_a_restart_does_not_look_twice(attempt: int, restarts: int, tmp_path: Path) -> None:
+    """What was found before stands in its result; what another command starts is looked at."""
+    again = attempt == restarts == 1
     job = Job(run_dir=str(tmp_path))
     with Trainer(witness_tasks.Codebook(), job) as trainer:
         for batch in trainer.batches(steps=2):
             trainer.step(batch)
         trainer.save()
         found = trainer.witness.testimony.found
-    with Trainer(witness_tasks.Codebook(), job, world=World(restarts=restarts)) as trainer:
+    world = World(attempt=attempt, restarts=restarts)
+    with Trainer(witness_tasks.Codebook(), job, world=world) as trainer:
         trainer.resume()
-        assert (trainer.witness.testimony.found == found) == bool(restarts)
+        assert (trainer.witness.testimony.found == found) == again
         looked = []
         for batch in trainer.batches(steps=5):
             looked.append(trainer.witness.looks_again_at(batch))
             trainer.step(batch)
         assert trainer.witness.testimony.found == found
         assert trainer.user_buffers == ["code"]
-    assert looked == [False, not restarts, False]
+    assert looked == [False, not again, False]
+
+
+def test_what_other_ranks_saw_written_is_written_here_too() -> None:
+    model = nn.Module()
+    model.register_buffer("code", torch.zeros(2))
+    model.register_buffer("table", torch.zeros(2))
+    buffers = UserBuffers(model)
+    buffers.agree({"code": "the model writes 'code'", "passes": "a counter"})
+    assert buffers.written == {"code"}
 
 
 def _matches(words: str, text: str) -> bool:

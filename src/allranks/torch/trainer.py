@@ -328,7 +328,7 @@ class Trainer(OnSteps):
         self.faults.poison = step.poison_next
         self.task_data = TaskData(task, job, self.strategy)
         taken.undone_by(self.task_data.close)
-        self.witness = Witness(self.strategy.learner, job, report, self.world.restarts)
+        self.witness = Witness(self.strategy.learner, job, report, self.world)
         self._saving: Saving | None = None
         if job.run_dir:
             attempt, reach = self.world.attempt, self.faults.reach

@@ -201,7 +201,7 @@ class Exchange:
         """Take up what `own_state` returned, where there are as many fragments as then."""
         if len(state["trained"]) == len(self._trained):
             self._trained = [float(one) for one in state["trained"]]
-            self._seen = int(state["seen"])
+            self._seen = int(state.get("seen", 0))  # older checkpoints have none
             self.sums.load_own_state(state["sums"])
 
     def state(self) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from allranks.torch.data.nested import tensors_in
 TENSOR = "tensor"
 PLAIN = (bool, int, float, str, type(None))
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+MOST_DIMS = 5  # 120 orders: the number of one fits in a byte
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,10 @@ def laid_out(tensor: Tensor) -> Tensor:
 
 
 def orders_of(tensor: Tensor) -> list[tuple[int, ...]]:
-    """Strides in which the gradient of a dense tensor may come: its own, and those of torch.
+    """Strides in which the gradient of a dense tensor may come: its own, those of torch, and all.
 
-    What a layer computes of a gradient follows its strides, in the last bit.
+    What a layer computes of a gradient follows its strides, in the last bit. Beyond `MOST_DIMS`
+    dimensions there are too many, and a gradient in another order than these is copied.
     """
     return _orders_of(tensor.shape, tensor.stride())
 
@@ -106,7 +109,11 @@ def orders_of(tensor: Tensor) -> list[tuple[int, ...]]:
 def _orders_of(shape: torch.Size, stride: tuple[int, ...]) -> list[tuple[int, ...]]:
     empty, last = torch.empty(shape, device="meta"), CHANNELS_LAST.get(len(shape))
     kinds = [torch.contiguous_format, *([] if last is None else [last])]
-    return [stride, *(empty.contiguous(memory_format=kind).stride() for kind in kinds)]
+    found = [stride, *(empty.contiguous(memory_format=kind).stride() for kind in kinds)]
+    for order in permutations(range(len(shape))) if len(shape) <= MOST_DIMS else ():
+        turned = torch.empty([shape[dim] for dim in order], device="meta")
+        found.append(turned.permute([order.index(dim) for dim in range(len(shape))]).stride())
+    return found
 
 
 def _is_dense(tensor: Tensor) -> bool:

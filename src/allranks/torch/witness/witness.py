@@ -9,7 +9,8 @@
                        one of these shards by the next rank too (`recomputed`)
 
 A job that starts again after a fault does not look twice at what it has looked at on as many ranks:
-its checkpoint says what was found. Counters, generators and draws by function are looked at anew.
+its own checkpoint says what was found. Counters, generators and draws by function are looked at
+anew.
 
 It changes no bit of a training. What it finds is a sentence for a person, the same on all ranks;
 under `warn` the training goes on, under `stop` it ends with `FollowsRanks`, and `off` looks at
@@ -27,6 +28,7 @@ from typing import Any
 
 from allranks.errors import FollowsRanks, ReplicasDiffer, RequestError
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.loaders import WholeLoader
@@ -75,15 +77,15 @@ class Testimony:
 class Witness:
     """Looks at a training; the trainer calls it around each step, every rank alike.
 
-    `report(event, **values)` hears what is found, once, on the leader; `restarts` counts the starts
-    of this job before this one.
+    `report(event, **values)` hears what is found, once, on the leader.
     """
 
     def __init__(
-        self, strategy: Strategy, job: Job, report: Callable[..., None], restarts: int = 0
+        self, strategy: Strategy, job: Job, report: Callable[..., None], world: World
     ) -> None:
         self.strategy, self.job, self.report = strategy, job, report
-        self._is_restart, self._looked_before = restarts > 0, False
+        self._start = [job.run_dir, world.attempt - world.restarts]  # of all its attempts alike
+        self._is_restart, self._looked_before = world.restarts > 0, False
         self.testimony = Testimony(job.witness)
         apart = not strategy.agreement.is_one_training and strategy.comm.size > 1
         self.is_on = job.witness != "off" and not apart
@@ -98,8 +100,9 @@ class Witness:
     # --- across a restart -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a restart need not find once more; the same on all ranks."""
+        """What a restart need not find once more, as this rank knows it."""
         return {
+            "start": self._start,
             "ranks": self.strategy.comm.size,
             "looked": self._looked_before or self.steps >= OBSERVED_STEPS,
             "written": sorted(self.strategy.step.user_buffers.written),
@@ -108,10 +111,10 @@ class Witness:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what an earlier start of this job has said of as many ranks."""
-        if not self._is_restart or state["ranks"] != self.strategy.comm.size:
+        """Take up what an earlier attempt of this very start has said."""
+        if not self._is_restart or state["start"] != self._start:
             return
-        self._looked_before = state["looked"]
+        self._looked_before = state["looked"] and state["ranks"] == self.strategy.comm.size
         self.strategy.step.user_buffers.written |= set(state["written"])
         for known, before in (
             (self.testimony.found, state["found"]),

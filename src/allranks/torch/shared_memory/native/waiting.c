@@ -68,13 +68,18 @@ static char letter_of(int pid)
     return end != NULL && end[1] == ' ' ? end[2] : 0;
 }
 
-/* Without a handle (an old kernel, a sandbox, no descriptor left) the process id has to do. */
-static bool has_died(const peer *p, char letter)
+/* Without a handle (an old kernel, a sandbox, no descriptor left, or one that the program has closed)
+ * the process id has to do. */
+static bool has_died(peer *p, char letter)
 {
-    if (p->handle < 0)
-        return letter == 'Z' || letter == 'X' || (kill(p->pid, 0) != 0 && errno == ESRCH);
-    struct pollfd ended = {p->handle, POLLIN, 0};
-    return poll(&ended, 1, 0) > 0;
+    if (p->handle >= 0) {
+        struct pollfd ended = {p->handle, POLLIN, 0};
+        poll(&ended, 1, 0);
+        if (!(ended.revents & POLLNVAL))
+            return (ended.revents & POLLIN) != 0;
+        p->handle = -1;
+    }
+    return letter == 'Z' || letter == 'X' || (kill(p->pid, 0) != 0 && errno == ESRCH);
 }
 
 static enum lost look_at(peer *p, const engine *e)
@@ -149,7 +154,9 @@ static bool look_after(group *g, bool closely)
     }
     if (!any)
         return false;
-    bool moved = group_advance(g);
+    bool moved = false;
+    while (group_advance(g)) /* of a message, a part at a time */
+        moved = true;
     static const enum lost order[] = {DIED, STOPPED, CONTRADICTION, LEFT}; /* causes first */
     for (int k = 0; k < 4; k++)
         for (int rank = 0; rank < g->size; rank++) {
