@@ -72,10 +72,11 @@ def wanted(train: Train, known: dict[str, Any]) -> str:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file below, to the byte."""
+    """Every file below, to the byte; not what Python compiles of a program beside it."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
+        if "__pycache__" not in path.parts
     }
 
 

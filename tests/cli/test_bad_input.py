@@ -32,17 +32,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def below(folder: Path) -> set[Path]:
+    """All that is there; not what Python compiles of a program beside it."""
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
 @pytest.fixture
 def refuse(server: ForkServer, folder: Path) -> Refuse:
     """`refuse(program, *settings, **flags)`: the refusal of a job, with its run folder gone."""
 
     def run(program: str, *settings: str, **flags: Any) -> RequestError:
-        before = set(folder.rglob("*"))
+        before = below(folder)
         with pytest.raises(RequestError) as refused:
             run_job(resolve(program, flags, settings), server)
         assert all(refused.value.to_data().values())
         assert refused.value.exit_code == 2
-        assert set(folder.rglob("*")) == before, "no run folder, no file"
+        assert below(folder) == before, "no run folder, no file"
         return refused.value
 
     return run
@@ -155,12 +160,12 @@ def test_a_bad_value_of_what_protects_a_job(
     do: str,
 ) -> None:
     (folder / "misspelt.toml").write_text("no checkpoint")
-    before = set(folder.rglob("*"))
+    before = below(folder)
     code, text = door(monkeypatch, capfd, "train", "digits", flag, value)
     assert code == 2
     assert FOUR_PARTS.match(text), text
     assert f"\ndo:    {do}" in text
-    assert set(folder.rglob("*")) == before
+    assert below(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -371,8 +376,8 @@ def test_a_run_folder_in_use_is_refused_and_left_as_it_is(folder: Path, refuse: 
 def test_a_field_that_nobody_can_train_with_leaves_no_folder(
     folder: Path, server: ForkServer, setting: str
 ) -> None:
-    before = set(folder.rglob("*"))
+    before = below(folder)
     with pytest.raises(RequestError) as refused:
         run_job(resolve("digits", {"run_dir": "r"}, (setting,)), server)
     assert setting.partition("=")[0] in refused.value.asked + refused.value.found
-    assert set(folder.rglob("*")) == before
+    assert below(folder) == before

@@ -25,6 +25,7 @@ from allranks.strategies.roles import LEADER
 TICK_S = 0.1
 EVIDENCE_S = 0.2
 GRACE_S = 1.5
+HELPERS_S = 1.0  # in which helpers say what they held, and end, once their leader has
 COMMIT_S = 120.0
 SUSPENDED_S = 1.0
 NEVER = float("inf")
@@ -127,6 +128,7 @@ class _Watch:
     stands: Mapping[int, Stand] = field(default_factory=dict)
     stop_at: float = NEVER
     kill_at: float = NEVER
+    dismiss_at: float = NEVER
 
     def __post_init__(self) -> None:
         self.awake_since = self.looked_at = time.monotonic()
@@ -162,7 +164,7 @@ class _Watch:
         if not self.care.ended_well(rank):  # it left its helpers without a word
             return False
         self.dismissed = self.care.helpers & set(self.alive.values())
-        self._signal(signal.SIGKILL, self.dismissed)
+        self.dismiss_at = time.monotonic() + HELPERS_S
         return True
 
     def _begins_again(self, rank: int, ended: Exit) -> bool:
@@ -257,6 +259,9 @@ class _Watch:
         if now >= self.kill_at:
             self._signal(signal.SIGKILL)
             self.kill_at = now + GRACE_S
+        if now >= self.dismiss_at:
+            self._signal(signal.SIGKILL, self.dismissed)
+            self.dismiss_at = NEVER
 
     def _signal(self, number: int, ranks: Collection[int] | None = None) -> None:
         """Send it to these of the living; `None`: to all."""
