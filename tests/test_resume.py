@@ -18,8 +18,9 @@ from allranks.checkpoint.manifest import read_manifest, write_manifest
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.faults import flip_bit
-from allranks.job.run_folder import read_events, read_rows
+from allranks.job.run_folder import JsonLines, rank_events_path, read_events, read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.same_program import SamePrograms
 from allranks.launcher.start import Result, run_job
 from conftest import Train
 
@@ -346,6 +347,20 @@ def test_ranks_that_load_other_files_end_the_job(
         train(program, run_dir="run", ranks=2, steps=200)
     assert "  module helping: rank 0 has " in str(refused.value)
     assert events("run", "failed")[-1]["report"] == str(refused.value)
+
+
+def test_a_job_that_was_done_when_it_was_seen_is_told_at_its_end(tmp_path: Path) -> None:
+    """What a look in the midst of a job raises may come when the job is done."""
+    with JsonLines(tmp_path / "events.jsonl") as heard:
+        for rank in (0, 1):
+            path = rank_events_path(tmp_path, rank)
+            path.parent.mkdir(exist_ok=True)
+            with JsonLines(path) as said:
+                said.event("ready", machine={"program_sha256": f"{rank}"})
+        programs = SamePrograms(tmp_path, heard)
+        for at_once in (False, True):
+            with pytest.raises(PlaceError, match="rank 0 has 0, rank 1 has 1"):
+                programs.look(0, ["", ""], at_once)
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -55,9 +55,8 @@ class SamePrograms:
 
     def _take(self, rank: int, files: dict[str, object], hosts: Sequence[str]) -> None:
         first = next(iter(self._of_rank), rank)
-        self._of_rank[rank] = files
         if first == rank:
-            self._first_at = self._looked_at
+            self._of_rank[rank], self._first_at = files, self._looked_at
             self._tell_what_changed(files)
         unequal = _unequal(self._of_rank[first], files)
         if unequal:
@@ -71,6 +70,7 @@ class SamePrograms:
                 + "\n".join(lines)
                 + "\nput the same files on every node, and edit none while a job starts"
             )
+        self._of_rank[rank] = files  # else the look at the end, too, finds it
 
     def _tell_what_changed(self, files: dict[str, object]) -> None:
         changed = _unequal(self._before, files) if self._before else {}
