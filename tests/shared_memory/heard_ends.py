@@ -54,14 +54,15 @@ def killed() -> float:
     def act(its: World) -> None:
         group = its.group(0, MERGES, True)
         if its.rank == 0:
-            while not waits[0]:
+            latest = time.monotonic() + PATIENCE_S
+            while not waits[0] and time.monotonic() < latest:
                 time.sleep(0.001)
             time.sleep(BEGUN_S)
             killed[1] = time.monotonic()
             os.kill(os.getpid(), signal.SIGKILL)
         waits[0] = 1.0
         try:
-            group.barrier().wait()
+            group.barrier().wait(PATIENCE_S)
         except its.core.PeerLost:
             heard[2] = time.monotonic()
 
