@@ -24,6 +24,7 @@ COMMAND = (sys.executable, "-m", "allranks.cli.main", "check")
 
 FAULTS = {
     "same-order": ("same-order-each-epoch", "sampler = DistributedSampler(data)"),
+    "anew same-order": ("same-order-each-epoch", "sampler = DistributedSampler(data)"),
     "never-reduced": ("step-without-reduction", "optimizer.step()"),
     "outside": ("parameters-outside-ddp", "optimizer.step()"),
     "no-sampler": ("same-samples-on-ranks", "DataLoader(data, batch_size=BATCH, shuffle=True)"),
@@ -61,7 +62,7 @@ TWINS = (
     "workers-twin means-twin",
     "accumulated-twin buffers-twin",
     "by-hand-twin read-twin",
-    "sharded",
+    "sharded anew",
 )
 
 

@@ -201,6 +201,8 @@ def main():
     for epoch in range(EPOCHS):
         if sampler is not None and not has("same-order"):
             sampler.set_epoch(epoch)
+        if has("anew"):
+            loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
         if accumulated:
             train_accumulated(model, optimizer, loader, 2)
         else:

@@ -123,9 +123,10 @@ class Loaders:
 
     def begin(self, iterator: Any, loader: Any) -> None:
         """A new pass over `loader`, which is told of once before its first."""
-        number = self._numbers.get(loader)
+        source = self._source_of(loader)
+        number = self._numbers.get(source)
         if number is None:
-            number = self._numbers[loader] = len(self._counts)
+            number = self._numbers[source] = len(self._counts)
             self._tell_loader(loader, number)
         for loader_number, one in list(self._passes.items()):
             if one.ended or loader_number == number:  # what is trained after a pass is of it
@@ -135,6 +136,12 @@ class Loaders:
         self.progress.begun = number, count
         one.epochs_set = _get(self._epochs, _sampler_of(loader)) or 0
         self._of_iterator[iterator] = one
+
+    def _source_of(self, loader: Any) -> Any:
+        """What its order comes from: a loader may be made anew for each epoch of one sampler."""
+        sampler = _sampler_of(loader)
+        distributed = isinstance(sampler, self.torch.utils.data.distributed.DistributedSampler)
+        return sampler if distributed else loader
 
     def _tell_loader(self, loader: Any, number: int) -> None:
         sampler = _sampler_of(loader)
