@@ -12,6 +12,7 @@ import pytest
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import JsonLines, rank_events_path, rank_log_path
 from allranks.launcher.fault_report import first_fault, user_error
+from allranks.launcher.heartbeat import Beat
 from allranks.launcher.processes.foreign import kind_said_in
 from allranks.launcher.processes.process import Exit
 from allranks.launcher.supervisor import Ended
@@ -242,15 +243,23 @@ def test_the_kernel_of_its_own_host_is_asked_about_memory(tmp_path: Path, there:
     assert fault is not None and fault.memory == there
 
 
-def test_a_lost_node_is_named_before_its_victims(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "at"),
+    [((), ""), ((9, 7, 7), " at step 7"), ((9, -1, -1), " at step 9")],
+    ids=["nobody has begun", "it said so itself", "the others know"],
+)
+def test_a_lost_node_is_named_before_its_victims(
+    tmp_path: Path, steps: tuple[int, ...], at: str
+) -> None:
+    beats = [Beat(rank, 1, step, "step", 0.0, 0, {}) for rank, step in enumerate(steps)]
     failed(tmp_path, 0, 1.0, peer_lost=True)
     exits = {0: Exit(0, 1, 1.0), 1: Exit(1, -9, 9.0, host="node1", lost="no word of it")}
     exits[2] = Exit(2, -9, 9.0, host="node1", lost="no word of it")
     ended_ = Ended(exits, frozenset((1, 2)))
-    fault = first_fault(ended_, tmp_path)
+    fault = first_fault(ended_, tmp_path, beats=beats)
     assert fault is not None
     error = user_error(fault, ended_, tmp_path)
     assert isinstance(error, PlaceError)
     assert str(error) == (
-        "node node1 is lost, with rank 1, 2: no word of it\nstopped because of it: rank 0"
+        f"node node1 is lost{at}, with rank 1, 2: no word of it\nstopped because of it: rank 0"
     )

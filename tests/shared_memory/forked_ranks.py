@@ -74,12 +74,16 @@ class World:
     def attach(self, rank: int) -> None:
         """In the forked rank: an engine, once all ranks have said who they are."""
         self.rank = rank
+        (ctypes.c_int64 * self.size).from_address(self._pids)[rank] = os.getpid()
+        self.await_all()
+        self.engine = self.core.Engine(self.bells[rank], STOPPED_S)
+
+    def await_all(self) -> None:
+        """Until all ranks have said who they are: before that none can be missed."""
         pids = (ctypes.c_int64 * self.size).from_address(self._pids)
-        pids[rank] = os.getpid()
         while not all(pids):
             time.sleep(0.001)
         self.pids = tuple(pids)
-        self.engine = self.core.Engine(self.bells[rank], STOPPED_S)
 
     def group(self, number: int, merges: bytes, crowded: bool) -> Any:
         """This rank as a member of a group."""

@@ -95,6 +95,7 @@ class Lane:
     members: Groups
     plans: dict[tuple[int, str], Plans]
     draw: random.Random
+    from_any: bool = True  # whether some receives name no rank
     ahead: list[Pending] = field(default_factory=list)
 
     def run(self, all_calls: Iterable[Call]) -> None:
@@ -141,7 +142,7 @@ class Lane:
             which = plans[call.kind]
             ops, check = _plan(share, which == "parts", *self.plans[call.group, which])
         elif call.kind == "messages":
-            ops, check = _messages(share, self.draw)
+            ops, check = _messages(share, self.draw, self.from_any)
         else:
             ops, check = POSTS[call.kind](share)
         return Pending(call, ops, check)
@@ -205,12 +206,12 @@ def _barrier(share: Share) -> Made:
     return [share.group.barrier()], lambda: None
 
 
-def _messages(share: Share, draw: random.Random) -> Made:
+def _messages(share: Share, draw: random.Random, from_any: bool) -> Made:
     """Each sends three to the rank `root` further, maybe itself; tags come in any order."""
     call, group, count = share.call, share.group, share.call.count // 3
     to, source = (share.rank + call.root) % share.size, (share.rank - call.root) % share.size
     tag, nbytes = call.number * 4, count * share.item
-    asked = -1 if draw.random() < 0.3 else source
+    asked = -1 if draw.random() < 0.3 and from_any else source
     found = [np.empty(count, DTYPES[call.type]) for _ in range(3)]
     ops = [
         group.send(_address(share.given(share.rank, count, k)), nbytes, to, tag + k)

@@ -104,12 +104,23 @@ def first_fault(
         if rank not in ended.spared
     )
     last = {beat.rank: beat for beat in beats}
-    faults = [dataclasses.replace(f, beat=last.get(f.rank)) for f in found if f is not None]
+    furthest = max(beats, key=lambda beat: beat.step, default=None)
+    faults = [
+        dataclasses.replace(f, beat=_beat_of(f, last.get(f.rank), furthest))
+        for f in found
+        if f is not None
+    ]
     first = min(faults, key=lambda fault: (fault.is_victim, fault.monotonic), default=None)
     if first is None or first.words is None or first.is_victim:
         return first
     alike = tuple(f.rank for f in faults if f.rank != first.rank and f.words == first.words)
     return dataclasses.replace(first, alike=alike)
+
+
+def _beat_of(fault: Fault, own: Beat | None, furthest: Beat | None) -> Beat | None:
+    """The last beat of a rank. Those of a lost node come no more: the job was that far."""
+    is_behind = own is None or own.step < 0
+    return furthest if fault.lost and is_behind else own
 
 
 def _fault_of(
