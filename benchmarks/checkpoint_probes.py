@@ -11,35 +11,35 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from typing import Any
 from unittest import mock
 
 from harness import say
 
+ON_DISK = "allranks.checkpoint"
 ON_TORCH = "allranks.torch"
-CHECKPOINT = f"{ON_TORCH}.checkpoint"
+OF_TORCH = f"{ON_TORCH}.checkpoint"
 PROBES = (
     ("call of save", f"{ON_TORCH}.saving:Saving.save"),
-    ("  state of strategy", f"{ON_TORCH}.strategies.base:Strategy.state"),
+    ("  replicas compared", f"{ON_TORCH}.witness.witness:Witness.compare_replicas"),
+    ("    digests of this rank", f"{ON_TORCH}.witness.replicas:digest"),
     ("  random streams", f"{ON_TORCH}.saving:random_streams"),
     ("  facts", f"{ON_TORCH}.saving:facts"),
-    ("  wait for the last save", f"{CHECKPOINT}.checkpointer:Checkpointer.wait"),
-    ("  flatten", f"{CHECKPOINT}.checkpointer:flatten"),
-    ("  plan", f"{CHECKPOINT}.plan:Planner.plan"),
-    ("  copy", f"{CHECKPOINT}.storage:Snapshot.take"),
-    ("    make room", f"{CHECKPOINT}.storage:Snapshot._lay_out"),
-    ("thread: commit", f"{CHECKPOINT}.commit:Commit.run"),
-    ("  write file", f"{CHECKPOINT}.commit:write_file"),
-    ("  manifest", f"{CHECKPOINT}.commit:write_manifest"),
-    ("  fsync of folders", f"{CHECKPOINT}.commit:fsync_folder"),
-    ("  prune", f"{CHECKPOINT}.commit:Commit._prune"),
-    ("load", f"{CHECKPOINT}.checkpointer:Checkpointer.load"),
-    ("  read manifest", f"{CHECKPOINT}.loading:read_manifest"),
-    ("  verify", f"{CHECKPOINT}.loading:verify_files"),
-    ("  make tensors", f"{CHECKPOINT}.loading:Loader._target"),
-    ("  read tensors", f"{CHECKPOINT}.loading:read_files"),
+    ("  wait for the last save", f"{ON_DISK}.checkpointer:Checkpointer.wait"),
+    ("  flatten", f"{OF_TORCH}.checkpointer:flatten"),
+    ("  plan", f"{OF_TORCH}.plan:Planner.plan"),
+    ("  copy", f"{OF_TORCH}.storage:Snapshot.take"),
+    ("    make room", f"{OF_TORCH}.storage:Snapshot._lay_out"),
+    ("thread: commit", f"{ON_DISK}.commit:Commit.run"),
+    ("  write file", f"{ON_DISK}.commit:write_file"),
+    ("  fsync of folders", f"{ON_DISK}.commit:fsync_folder"),
+    ("  prune", f"{ON_DISK}.commit:Commit._prune"),
+    ("load", f"{ON_DISK}.checkpointer:Checkpointer.load"),
+    ("  verify", f"{ON_DISK}.newest:verify_files"),
+    ("  make tensors", f"{OF_TORCH}.loading:Reader._target"),
+    ("  read tensors", f"{OF_TORCH}.loading:read_files"),
     ("into model and optimizer", f"{ON_TORCH}.strategies.base:Strategy.load_state"),
     ("anywhere: exchange of texts", f"{ON_TORCH}.comm:Comm.gather_texts"),
     ("anywhere: posix_fallocate", "os:posix_fallocate"),
@@ -47,8 +47,8 @@ PROBES = (
     ("anywhere: fsync", "os:fsync"),
 )
 DIGESTS = (
-    ("anywhere: digest, writing", f"{CHECKPOINT}.storage:blake2b"),
-    ("anywhere: digest, verifying", "allranks.checkpoint.folder:blake2b"),
+    ("anywhere: digest, writing", f"{ON_DISK}.writing:blake2b"),
+    ("anywhere: digest, verifying", f"{ON_DISK}.folder:blake2b"),
 )
 
 
@@ -128,9 +128,11 @@ def probed() -> Iterator[Probes]:
 
 
 def _owner(where: str) -> tuple[Any, str]:
-    """The module or class that holds what `where` names."""
+    """The module or class that holds what `where` names; `None` for one that is not there."""
     module, _, path = where.partition(":")
-    owner: Any = os if module == "os" else importlib.import_module(module)
+    owner: Any = os if module == "os" else None
+    with suppress(ModuleNotFoundError):
+        owner = owner or importlib.import_module(module)
     *classes, name = path.split(".")
     for each in classes:
         owner = getattr(owner, each, None)

@@ -148,3 +148,8 @@ def test_one_other_number_is_seen_wherever_it_lies(kind: torch.dtype) -> None:
     row = SIDE_BY_SIDE * 8 // kind.itemsize
     moved = torch.cat([first[row : 2 * row], first[:row], first[2 * row :]])
     assert digest(moved) != digest(first)
+    small, last = first[:9], first.flip(0)
+    together = digest(first, small, last)
+    assert together == digest(first.clone(), small.clone(), last.clone())
+    others = (moved, small, last), (first, small + 1, last), (first, small, moved)
+    assert together not in {digest(*other) for other in (*others, (last, small, first))}

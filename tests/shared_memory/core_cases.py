@@ -15,6 +15,7 @@ from forked_ranks import World, ended, forked, library
 from tree_reference import merges_of
 
 SIZE = 3
+SOON_S = 3.0  # of what takes 0.02, and took 5 before the helper was told of it
 WITHIN_S = 30.0  # of what takes less than one, on a loaded machine
 
 
@@ -87,6 +88,29 @@ def ends_without_a_wait() -> None:
 
     _, pids = on_ranks(rank)
     assert ended(pids) == [0] * SIZE
+
+
+def a_message_leaves_while_its_sender_computes() -> None:
+    """Also of 128 times the bytes that a channel holds: nobody waits for its sender to wait."""
+    count, world = 8 << 20, World(2, [(0, 1)], library())
+    came = ctypes.c_double.from_address(world.shared(4096))
+
+    def rank(its: World) -> None:
+        group, given = group_of(its), np.full(count, 3.0, np.float32)
+        if its.rank == 0:
+            sent = group.send(address(given), given.nbytes, 1, 5)
+            until = time.monotonic() + SOON_S
+            while not came.value and time.monotonic() < until:
+                time.sleep(0.001)
+            assert came.value, "it has not left"
+            assert sent.wait()
+            return
+        found = np.zeros_like(given)
+        assert group.receive(address(found), found.nbytes, 0, 5).wait()
+        came.value = 1.0
+        assert (found == given).all()
+
+    assert ended(forked(world, rank)) == [0, 0]
 
 
 def a_loss_is_seen_between_signals() -> None:
@@ -231,6 +255,7 @@ def wrong_trees_are_refused() -> None:
 CASES = [
     no_thread_per_wait,
     ends_without_a_wait,
+    a_message_leaves_while_its_sender_computes,
     a_loss_is_seen_between_signals,
     who_waits_for_a_survivor_hears_of_the_dead,
     who_leaves_fails_no_receive_from_any_rank,

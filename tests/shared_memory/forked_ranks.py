@@ -47,6 +47,11 @@ def memory(nbytes: int) -> tuple[mmap.mmap, int]:
     return made, ctypes.addressof(ctypes.c_char.from_buffer(made))
 
 
+def descriptors() -> set[str]:
+    """Those of this process."""
+    return set(os.listdir("/proc/self/fd"))
+
+
 class World:
     """The shared memory of `size` ranks and of groups of them, made before they are forked."""
 
@@ -76,6 +81,7 @@ class World:
         self.rank = rank
         (ctypes.c_int64 * self.size).from_address(self._pids)[rank] = os.getpid()
         self.await_all()
+        self.held = descriptors()
         self.engine = self.core.Engine(self.bells[rank], STOPPED_S)
 
     def await_all(self) -> None:

@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from forked_ranks import World, ended, forked, library
+from forked_ranks import World, descriptors, ended, forked, library
 from random_calls import Call, calls, pools
 from stress import Groups, groups_of, lane_of, memory_of_plans
 from tree_reference import Array
@@ -48,10 +48,6 @@ def reports_of(world: World, address: int) -> Any:
     return ((Report * LANES) * world.size).from_address(address)
 
 
-def descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
-
-
 def survive(
     world: World,
     lanes: list[Groups],
@@ -61,7 +57,7 @@ def survive(
     schedules: list[Iterable[Call]],
 ) -> None:
     """What a rank does: it calls in all lanes until each is through or has lost somebody."""
-    before, wrong = descriptors(), []
+    wrong: list[str] = []
 
     def work(number: int, first: int) -> None:
         groups = lanes[number]
@@ -90,7 +86,7 @@ def survive(
     assert not wrong, "\n".join(wrong)
     world.engine = None
     gc.collect()
-    assert descriptors() == before, "descriptors are left behind"
+    assert descriptors() == world.held, "descriptors are left behind"
 
 
 def one_round(way: str, size: int, draw: random.Random, pool: dict[str, Array]) -> float:

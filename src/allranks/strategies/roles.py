@@ -8,8 +8,9 @@ plan, the supervisor and the reports read it here.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 TRAINER, WORKER, LEARNER, EVALUATOR = "trainer", "worker", "learner", "evaluator"
 RANKS = (TRAINER, WORKER, LEARNER)
@@ -39,6 +40,21 @@ class Role:
     outlives_nodes: bool = False
     over_nodes: bool = False
     apart: bool = False
+
+
+def coming_and_going(name: str, ranks: int, options: Mapping[str, Any]) -> Role:
+    """The ranks of a job where any of them may be lost, and come again, by its strategy's options.
+
+    The job goes on while `least` are left; each is started again up to `rejoins` times.
+    """
+    return Role(
+        name,
+        ranks,
+        least=min(ranks, options["least"]),
+        serves=True,
+        rejoins=options["rejoins"],
+        outlives_nodes=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from allranks.strategies.card import Card, Option, Reference, Workload
 from allranks.strategies.mesh import Agreement
-from allranks.strategies.roles import LEARNER, Role
+from allranks.strategies.roles import LEARNER, Role, coming_and_going
 
 SYNCHRONIZER = "synchronizer"
 
@@ -18,18 +18,8 @@ def _handed_out(work: Workload, options: Mapping[str, Any]) -> int:
 
 
 def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
-    """The ranks are the learners: any of them may be lost, and come again."""
-    return (
-        Role(SYNCHRONIZER, 1, resumes=True),
-        Role(
-            LEARNER,
-            ranks,
-            least=min(ranks, options["least"]),
-            serves=True,
-            rejoins=options["rejoins"],
-            outlives_nodes=True,
-        ),
-    )
+    """The ranks are the learners."""
+    return Role(SYNCHRONIZER, 1, resumes=True), coming_and_going(LEARNER, ranks, options)
 
 
 DECOUPLED_CARD = Card(

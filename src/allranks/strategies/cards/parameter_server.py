@@ -8,7 +8,7 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Exact, Option, Reference, Workload
 from allranks.strategies.mesh import Agreement
-from allranks.strategies.roles import EVALUATOR, WORKER, Role
+from allranks.strategies.roles import EVALUATOR, WORKER, Role, coming_and_going
 
 SCHEDULER, SERVER = "scheduler", "server"
 IN_STEP, OUT_OF_STEP, CHANGES = "sync", "async", "delta"
@@ -78,7 +78,7 @@ def _check_together(options: Mapping[str, Any]) -> None:
 
 
 def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
-    """The ranks are the workers: any of them may be lost, and come again."""
+    """The ranks are the workers."""
     _check_together(options)
     if parts_of_a_step(ranks, options) < 1:
         raise RequestError(
@@ -97,14 +97,7 @@ def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
             over_nodes=options["servers_on"] == ALL_NODES,
             apart=options["servers_on"] == OWN_NODES,
         ),
-        Role(
-            WORKER,
-            ranks,
-            least=min(ranks, options["least"]),
-            serves=True,
-            rejoins=options["rejoins"],
-            outlives_nodes=True,
-        ),
+        coming_and_going(WORKER, ranks, options),
     )
     if options["evaluator"] == "no":
         return roles

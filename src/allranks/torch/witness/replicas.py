@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from allranks.errors import ReplicasDiffer
@@ -23,8 +24,10 @@ from allranks.torch.comm import Comm
 from allranks.torch.strategies.base import Strategy
 
 DIGEST_BYTES = 16
-SIDE_BY_SIDE, WORD = 1 << 15, 8
-"""Columns of a sum over a large tensor, which stay in a cache, and the bytes of a number there."""
+SIDE_BY_SIDE, WORD = 1 << 13, 8
+"""Columns of a sum over large tensors, which stay in a cache, and the bytes of a number there."""
+LARGE_BYTES = 1 << 14
+"""From here on adding up a tensor takes less time than its digest."""
 
 
 def compare_replicas(named_tensors: Iterable[tuple[str, Tensor]], comm: Comm) -> None:
@@ -35,10 +38,10 @@ def compare_replicas(named_tensors: Iterable[tuple[str, Tensor]], comm: Comm) ->
     """
     if comm.size == 1:
         return
-    digests = {name: digest(tensor) for name, tensor in named_tensors}
-    total = hashlib.blake2b("".join(digests.values()).encode(), digest_size=DIGEST_BYTES)
-    if len(set(comm.gather_texts(total.hexdigest()))) == 1:
+    named = list(named_tensors)
+    if len(set(comm.gather_texts(digest(*(tensor for _, tensor in named))))) == 1:
         return
+    digests = {name: digest(tensor) for name, tensor in named}
     rows = [json.loads(text) for text in comm.gather_texts(json.dumps(digests))]
     for name in digests:
         found = [row.get(name) for row in rows]
@@ -88,28 +91,34 @@ def _same_buffers(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def digest(tensor: Tensor) -> str:
-    """Equal where all bytes are that this rank holds of two tensors; one other word is always seen.
+def digest(*tensors: Tensor) -> str:
+    """Equal where all bytes are that this rank holds of them; one other word is always seen.
 
-    Of a large tensor words are added up side by side, and their sums so far as well, as Fletcher's
+    Of large tensors words are added up side by side, and their sums so far as well, as Fletcher's
     checksum does, at the speed of memory: what two faults do in one column may cancel out there.
     """
-    tensor = local(tensor)
-    plain = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    flat = plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    if flat.nbytes > SIDE_BY_SIDE * WORD:
-        words = flat[: flat.nbytes // WORD * WORD].view(np.uint64)
-        sums, of_sums = np.zeros((2, SIDE_BY_SIDE), np.uint64)
-        for start in range(0, len(words), SIDE_BY_SIDE):
+    added = np.zeros((2, SIDE_BY_SIDE), np.uint64)
+    sums, of_sums = added
+    for flat in map(_bytes_of, tensors):
+        count = len(flat) // WORD if len(flat) >= LARGE_BYTES else 0
+        words = flat[: count * WORD].view(np.uint64)
+        for start in range(0, count, SIDE_BY_SIDE):
             part = words[start : start + SIDE_BY_SIDE]
             sums[: len(part)] += part
             of_sums += sums
-        for summed in (sums, of_sums):
-            found.update(summed.data)
-        flat = flat[len(words) * WORD :]
-    found.update(flat.data)
+        found.update(flat[count * WORD :].data)
+    if added.any():
+        found.update(added.data)
     return found.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """What this rank holds of a tensor, in the order of its elements, on the host."""
+    tensor = local(tensor).detach()
+    plain = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    flat = plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy()
 
 
 def _told(name: str, found: list[Any]) -> str:

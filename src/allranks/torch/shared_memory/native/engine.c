@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 
 #define PAGE 4096
@@ -65,6 +66,7 @@ engine *engine_new(char *memory, double stopped_s)
     e->bell = (bell *)memory;
     e->stopped_ns = (int64_t)(stopped_s * 1e9);
     atomic_init(&e->patience_ns, PATIENCE_NS);
+    atomic_init(&e->timer, timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
     e->pid = getpid();
     return e;
 }
@@ -79,6 +81,9 @@ void engine_free(engine *e)
         futex_wake(&e->helper_word, false);
         pthread_join(e->helper, NULL);
     }
+    int timer = atomic_load(&e->timer);
+    if (timer >= 0 && is_own(e))
+        close(timer);
     pthread_mutex_destroy(&e->lock);
     free(e);
 }
@@ -325,6 +330,8 @@ bool group_collect(group *g)
         }
         *at = o->next;
         g->engine->active--;
+        if (o->kind == SEND)
+            atomic_fetch_sub_explicit(&g->engine->sending, 1, memory_order_relaxed);
         op_release(o);
         any = true;
     }
@@ -410,9 +417,15 @@ op *op_post(op *o)
         g->last->next = o;
     g->last = o;
     e->active++;
-    group_advance(g);
+    if (o->kind == SEND)
+        atomic_fetch_add_explicit(&e->sending, 1, memory_order_relaxed);
+    bool moved = group_advance(g);
+    while (moved && o->kind == SEND) /* as much of it as there is room for, a part at a time */
+        moved = group_advance(g);
     if (g->first != NULL)
         wake_helper(e);
+    if (o->kind == SEND && op_state(o) == UNDER_WAY)
+        engine_push_soon(e);
     pthread_mutex_unlock(&e->lock);
     return o;
 }

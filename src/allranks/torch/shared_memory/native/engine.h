@@ -133,6 +133,8 @@ struct engine {
     _Atomic uint32_t helper_word; /* on which the helper sleeps: 1 while it does */
     _Atomic int drivers;
     _Atomic int64_t patience_ns; /* how long a wait offers the processor before it sleeps */
+    _Atomic int sending; /* messages that have not left */
+    _Atomic int timer;   /* which the helper hears: those are to go on; or -1 */
     int active;
     int pid, forks; /* forks: of its ancestors, when it was made */
     int64_t looked_ns, stopped_ns;
@@ -155,6 +157,7 @@ bool engine_advance(engine *e);
 
 /* waiting.c */
 void *engine_help(void *of);
+void engine_push_soon(engine *e); /* the helper goes on with messages that have not left */
 
 /* collectives.c */
 bool advance_collective(op *o);

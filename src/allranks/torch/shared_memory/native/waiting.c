@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <sys/timerfd.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -25,6 +26,7 @@
 #define IMPATIENCE_NS 5000 /* at least: where waits last longer than that anyway, nothing is gained */
 #define HELP_NS 5000000    /* how often the helper looks */
 #define IDLE_TURNS 20      /* after so many turns without an op it sleeps for good */
+#define SOON_NS 30000      /* whoever waits for a message by then needs no helper */
 
 static int64_t now_ns(void)
 {
@@ -274,23 +276,67 @@ enum waited op_wait(op *o, double seconds)
         pthread_mutex_unlock(&e->lock);
     }
     atomic_fetch_sub_explicit(&e->drivers, 1, memory_order_relaxed);
+    if (atomic_load_explicit(&e->sending, memory_order_relaxed) > 0)
+        engine_push_soon(e);
     learn_from(e, now_ns() - begun);
     return op_state(o) == UNDER_WAY ? waited : IS_OVER;
 }
 
-/* Sleep for so long, or until the process of another rank ends; whether one has, not heard before.
- * A handle that is closed meanwhile may stand for something else: it wakes for nothing, once. */
+/* A descriptor that the program has closed may stand for something else, which is no timer. */
+static void set_timer(engine *e, long ns)
+{
+    struct itimerspec at = {.it_value = {0, ns}};
+    int timer = atomic_load_explicit(&e->timer, memory_order_relaxed);
+    if (timer >= 0 && timerfd_settime(timer, 0, &at, NULL) != 0)
+        atomic_store_explicit(&e->timer, -1, memory_order_relaxed);
+}
+
+void engine_push_soon(engine *e) { set_timer(e, SOON_NS); }
+
+/* Messages for which there was no room, and nobody waits: somebody has to go on with them. */
+static bool has_to_push(engine *e)
+{
+    return atomic_load_explicit(&e->sending, memory_order_relaxed) > 0 &&
+           atomic_load_explicit(&e->drivers, memory_order_relaxed) == 0;
+}
+
+/* They leave while this process computes, as the others read: sleep as whoever waits does. */
+static void push(engine *e, int64_t ns)
+{
+    bell *b = e->bell;
+    for (int64_t now = now_ns(), until = now + ns; now < until && has_to_push(e); now = now_ns()) {
+        uint32_t rung = atomic_load_explicit(&b->rung, memory_order_acquire);
+        atomic_fetch_add_explicit(&b->asleep, 1, memory_order_seq_cst);
+        atomic_thread_fence(memory_order_seq_cst);
+        pthread_mutex_lock(&e->lock);
+        bool moved = engine_advance(e);
+        pthread_mutex_unlock(&e->lock);
+        if (!moved && has_to_push(e))
+            futex_wait(&b->rung, rung, until - now, true);
+        atomic_fetch_sub_explicit(&b->asleep, 1, memory_order_seq_cst);
+    }
+}
+
+/* Sleep for so long, or until the timer, or until the process of another rank ends; whether one has,
+ * not heard before. A handle that is closed meanwhile may stand for something else: it wakes for
+ * nothing, once. */
 static bool hear_of_ends(engine *e, int64_t ns)
 {
-    struct pollfd ends[MOST_RANKS];
+    int timer = atomic_load_explicit(&e->timer, memory_order_relaxed);
+    struct pollfd heard[MOST_RANKS + 1] = {{timer, POLLIN, 0}};
     struct timespec pause = {0, ns};
-    nfds_t n = 0;
+    nfds_t n = 1;
     pthread_mutex_lock(&e->lock);
-    for (peer *p = e->peers; p != NULL && n < MOST_RANKS; p = p->next)
+    for (peer *p = e->peers; p != NULL && n <= MOST_RANKS; p = p->next)
         if (p->handle >= 0 && !p->has_ended)
-            ends[n++] = (struct pollfd){p->handle, POLLIN, 0};
+            heard[n++] = (struct pollfd){p->handle, POLLIN, 0};
     pthread_mutex_unlock(&e->lock);
-    if (ppoll(ends, n, &pause, NULL) <= 0)
+    int ready = ppoll(heard, n, &pause, NULL);
+    if (ready <= 0)
+        return false;
+    if (heard[0].revents != 0)
+        set_timer(e, 0); /* heard */
+    if (heard[0].revents != 0 && ready == 1)
         return false;
     bool any = false;
     pthread_mutex_lock(&e->lock);
@@ -308,7 +354,8 @@ void *engine_help(void *of)
     engine *e = of;
     int idle = 0;
     for (;;) {
-        bool any_ended = hear_of_ends(e, HELP_NS);
+        push(e, HELP_NS);
+        bool any_ended = hear_of_ends(e, has_to_push(e) ? 0 : HELP_NS);
         pthread_mutex_lock(&e->lock);
         bool ends = e->ends;
         bool is_alone = atomic_load_explicit(&e->drivers, memory_order_relaxed) == 0;
