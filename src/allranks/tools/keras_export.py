@@ -14,18 +14,14 @@ from pathlib import Path
 
 from allranks.catalog import ENGINES
 from allranks.checkpoint.export import check_free, refused, verified
-from allranks.errors import Interrupted, PlaceError, RequestError
+from allranks.errors import RequestError
 from allranks.job.engines import check_installed
 from allranks.job.job import Job
 from allranks.job.job_file import HIDDEN
 from allranks.job.resume import find_base
-from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
-from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.plan import backend_of_keras
+from allranks.launcher.preparing.asking import answered
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.processes.leftovers import scratch_folder
-from allranks.launcher.processes.process import Process
-from allranks.launcher.supervisor import supervise
 
 FORMATS = ("keras", "saved-model")
 ENDING = ".keras"
@@ -79,31 +75,22 @@ def _job_of(folder: Path, target: Path, form: str) -> Job:
 def _exported(
     server: ForkServer, job: Job, folder: Path, target: Path, beside: Path, form: str
 ) -> int:
-    environment = {
-        **backend_of_keras(job),
-        "CUDA_VISIBLE_DEVICES": "-1",  # the GPUs may be at work, and one takes all their memory
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }
-    with scratch_folder() as scratch:
-        run_dir = Path(scratch)
-        (run_dir / "logs").mkdir()
-        log = rank_log_path(run_dir, 0)
-        argument = {
+    paths = {"folder": folder, "target": target, "beside": beside}
+    said = {name: str(path.absolute()) for name, path in paths.items()}
+    answer = answered(
+        server,
+        ENGINES[job.engine].export,
+        lambda scratch: {
             "job": dataclasses.replace(job, run_dir=scratch).to_data(),
-            "folder": str(folder.absolute()),
-            "target": str(target.absolute()),
-            "beside": str(beside.absolute()),
             "form": form,
-        }
-        exporter = ENGINES[job.engine].export
-        ended = supervise(server, [Process(0, exporter, argument, environment, log)])
-        if ended.interrupted:
-            raise Interrupted(f"interrupted ({ended.reason}): nothing was written to {target}")
-        fault = first_fault(ended, run_dir)
-        if fault is not None and fault.event:
-            raise user_error(fault, ended, run_dir)
-        for row in read_rows(rank_events_path(run_dir, 0)):
-            if row["event"] == "exported":
-                return int(row["tensors"])
-        said = log.read_text(errors="replace") if log.exists() else ""
-        raise PlaceError(f"the process that exports to {target} ended:\n{said}")
+            **said,
+        },
+        "exported",
+        {
+            **backend_of_keras(job),
+            "CUDA_VISIBLE_DEVICES": "-1",  # the GPUs may be at work, and one takes all their memory
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        },
+        without=(f"nothing was written to {target}", f"the process that exports to {target}"),
+    )
+    return int(answer["tensors"])
