@@ -24,12 +24,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from allranks.errors import RequestError
 from allranks.strategies.card import Workload
 from allranks.torch.data.batch import Batch
 from allranks.torch.decoupled.flat import FlatModel
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.apart.whole_steps import refuse_without_whole_steps
 from allranks.torch.strategies.base import Strategy
 
 
@@ -43,19 +43,14 @@ class Decoupled(Strategy):
 
     def prepare(self) -> None:
         task = self.task
-        refused = {
+        asked = {
             "ema of the task": task.ema is not None,
             "plateau() of the task": task.plateau() is not None,
             "loss_over = 'batch'": task.loss_over == "batch",
         }
-        for what, is_there in refused.items():
-            if is_there:
-                raise RequestError(
-                    asked=f"--strategy decoupled with {what}",
-                    found="learners that each make steps of their own",
-                    why="it follows from every step of the whole job, which nobody makes here",
-                    do="leave it out, or --strategy ddp",
-                )
+        found = "learners that each make steps of their own"
+        why = "it follows from every step of the whole job, which nobody makes here"
+        refuse_without_whole_steps(self.name, asked, found=found, why=why)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         return local, Gradients(self.step.parameters)

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from allranks.errors import RequestError
 from allranks.strategies.card import Workload
 from allranks.strategies.cards.parameter_server import (
     CHANGES,
@@ -62,6 +61,7 @@ from allranks.torch.parameter_server.tables.served import ServedTables
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.apart.whole_steps import refuse_without_whole_steps
 from allranks.torch.strategies.base import MakeOptimizer, Strategy
 from allranks.training.progress import StepResult
 
@@ -168,7 +168,7 @@ class ParameterServer(Strategy):
         task, step, options = self.task, self.step, self.context.options
         out_of_step = f"mode={options['mode']}"
         whole_norm = task.batchnorm == "whole" and bool(normalising_layers(self.model))
-        refused = {
+        asked = {
             "ema of the task": task.ema is not None,
             'loss_over = "batch"': task.loss_over == "batch",
             'batchnorm = "whole"': whole_norm,
@@ -183,14 +183,9 @@ class ParameterServer(Strategy):
             and task.plateau() is not None,
             f"{out_of_step} and fp16": not self.in_step and self.context.loss_scale is not None,
         }
-        for what, is_there in refused.items():
-            if is_there:
-                raise RequestError(
-                    asked=f"--strategy ps with {what}",
-                    found="workers that each see a part of a step, and servers that see no sample",
-                    why="it needs all of a step in one process, or in a process group",
-                    do="leave it out, or --strategy ddp",
-                )
+        found = "workers that each see a part of a step, and servers that see no sample"
+        why = "it needs all of a step in one process, or in a process group"
+        refuse_without_whole_steps(self.name, asked, found=found, why=why)
 
     def shard(self, server: int) -> Shard:
         """What a server holds; from here on this process has no optimizer of the whole model."""
