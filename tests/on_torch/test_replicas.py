@@ -153,3 +153,16 @@ def test_one_other_number_is_seen_wherever_it_lies(kind: torch.dtype) -> None:
     assert together == digest(first.clone(), small.clone(), last.clone())
     others = (moved, small, last), (first, small + 1, last), (first, small, moved)
     assert together not in {digest(*other) for other in (*others, (last, small, first))}
+
+
+@pytest.mark.parametrize("every", [1, 2, 16])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_lane_that_turns_signs_is_seen(kind: torch.dtype, every: int) -> None:
+    """The same fault in each row, of as many rows as cancel the highest bit of a sum of words."""
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randn(768 * 768, generator=generator).to(kind)
+    faulty = first.clone()
+    faulty[every - 1 :: every].neg_()
+    for count in (first.numel(), 4 * SIDE_BY_SIDE * 8 // kind.itemsize):
+        assert digest(first[:count]) != digest(faulty[:count]), count
+    assert digest(first, first) != digest(faulty, faulty)

@@ -48,6 +48,11 @@ def reports_of(world: World, address: int) -> Any:
     return ((Report * LANES) * world.size).from_address(address)
 
 
+def linked(numbers: Iterable[str]) -> list[str]:
+    """What these descriptors are, where they still are."""
+    return [os.readlink(at) for n in numbers if os.path.lexists(at := f"/proc/self/fd/{n}")]
+
+
 def survive(
     world: World,
     lanes: list[Groups],
@@ -83,10 +88,14 @@ def survive(
         thread.start()
     for thread in threads:
         thread.join()
+    for thread in threading.enumerate():  # those that waited beside a lane for the same op
+        if thread is not threading.current_thread():
+            thread.join()
     assert not wrong, "\n".join(wrong)
     world.engine = None
     gc.collect()
-    assert descriptors() == world.held, "descriptors are left behind"
+    more, less = descriptors() - world.held, world.held - descriptors()
+    assert not more | less, f"descriptors are left behind: {more} {less} {linked(more)}"
 
 
 def one_round(way: str, size: int, draw: random.Random, pool: dict[str, Array]) -> float:

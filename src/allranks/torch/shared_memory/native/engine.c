@@ -82,7 +82,8 @@ void engine_free(engine *e)
         pthread_join(e->helper, NULL);
     }
     int timer = atomic_load(&e->timer);
-    if (timer >= 0 && is_own(e))
+    struct itimerspec at; /* else the program has closed it, and the number stands for something else */
+    if (timer >= 0 && is_own(e) && timerfd_gettime(timer, &at) == 0)
         close(timer);
     pthread_mutex_destroy(&e->lock);
     free(e);
@@ -420,8 +421,11 @@ op *op_post(op *o)
     if (o->kind == SEND)
         atomic_fetch_add_explicit(&e->sending, 1, memory_order_relaxed);
     bool moved = group_advance(g);
-    while (moved && o->kind == SEND) /* as much of it as there is room for, a part at a time */
-        moved = group_advance(g);
+    if (o->kind == SEND) { /* as much of it as a channel holds, a part at a time */
+        atomic_store_explicit(&e->soon_ns, SOON_NS, memory_order_relaxed);
+        for (uint32_t n = PORTION; n < CHANNEL_BYTES && moved && op_state(o) == UNDER_WAY; n += PORTION)
+            moved = group_advance(g);
+    }
     if (g->first != NULL)
         wake_helper(e);
     if (o->kind == SEND && op_state(o) == UNDER_WAY)

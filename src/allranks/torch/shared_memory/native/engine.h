@@ -15,8 +15,10 @@
 #define SLOT_BYTES (128u << 10)
 #define PLANS 32
 #define JOURNAL 64
+#define SOON_NS 30000      /* whoever waits for a message by then needs no helper */
 #define PATIENCE_NS 200000 /* for so long a wait offers the processor before it sleeps */
 #define CHANNEL_BYTES (256u << 10) /* a power of two */
+#define PORTION (32u << 10) /* told to the other rank as soon as it is copied: both copy at once */
 
 /* Words that processes share are no locks of a process. */
 _Static_assert(ATOMIC_INT_LOCK_FREE == 2 && ATOMIC_LLONG_LOCK_FREE == 2, "no atomics of 8 bytes");
@@ -135,6 +137,8 @@ struct engine {
     _Atomic int64_t patience_ns; /* how long a wait offers the processor before it sleeps */
     _Atomic int sending; /* messages that have not left */
     _Atomic int timer;   /* which the helper hears: those are to go on; or -1 */
+    _Atomic int64_t soon_ns; /* for so long it is set; longer where pushing was of no use */
+    uint64_t parts; /* of messages, that have left so far */
     int active;
     int pid, forks; /* forks: of its ancestors, when it was made */
     int64_t looked_ns, stopped_ns;

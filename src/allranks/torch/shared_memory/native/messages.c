@@ -13,7 +13,6 @@ typedef struct {
 
 #define ROUND 16
 #define MASK (CHANNEL_BYTES - 1)
-#define PORTION (32u << 10) /* told to the other rank as soon as it is copied: both copy at once */
 
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -82,6 +81,7 @@ static bool advance_send(op *o)
     }
     if (written == before && left > 0)
         return false;
+    g->engine->parts++;
     atomic_store_explicit(&c->written, written, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     group_ring(g, o->peer);

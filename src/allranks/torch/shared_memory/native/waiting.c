@@ -3,7 +3,8 @@
  * Before a thread sleeps it says so on its bell, and drives once more; whoever publishes something
  * does so first, and looks then whether somebody sleeps: of the two at least one sees the other. A
  * helper thread, one for the process, drives what nobody waits for, now and then, and hears at once
- * when the process of another rank ends.
+ * when the process of another rank ends; while messages are to leave, it goes on with those as they
+ * are read, and hears of an end within 5 ms.
  */
 #define _GNU_SOURCE
 #include "engine.h"
@@ -26,7 +27,6 @@
 #define IMPATIENCE_NS 5000 /* at least: where waits last longer than that anyway, nothing is gained */
 #define HELP_NS 5000000    /* how often the helper looks */
 #define IDLE_TURNS 20      /* after so many turns without an op it sleeps for good */
-#define SOON_NS 30000      /* whoever waits for a message by then needs no helper */
 
 static int64_t now_ns(void)
 {
@@ -291,13 +291,31 @@ static void set_timer(engine *e, long ns)
         atomic_store_explicit(&e->timer, -1, memory_order_relaxed);
 }
 
-void engine_push_soon(engine *e) { set_timer(e, SOON_NS); }
+void engine_push_soon(engine *e)
+{
+    int64_t soon = atomic_load_explicit(&e->soon_ns, memory_order_relaxed);
+    if (soon < HELP_NS) /* else it looks by then anyway */
+        set_timer(e, soon);
+}
 
-/* Messages for which there was no room, and nobody waits: somebody has to go on with them. */
+/* Messages for which there was no room, and nobody waits: somebody has to go on with them. Where that
+ * was of no use for a while, nobody reads them, and to look now and then is enough. */
 static bool has_to_push(engine *e)
 {
     return atomic_load_explicit(&e->sending, memory_order_relaxed) > 0 &&
-           atomic_load_explicit(&e->drivers, memory_order_relaxed) == 0;
+           atomic_load_explicit(&e->drivers, memory_order_relaxed) == 0 &&
+           atomic_load_explicit(&e->soon_ns, memory_order_relaxed) < HELP_NS;
+}
+
+/* Drive, with the lock held, and learn whether that was of use to messages; whether to anything. */
+static bool advance_and_learn(engine *e)
+{
+    uint64_t before = e->parts;
+    bool moved = engine_advance(e);
+    int64_t soon = atomic_load_explicit(&e->soon_ns, memory_order_relaxed);
+    soon = e->parts != before ? SOON_NS : soon < HELP_NS ? soon * 2 : soon;
+    atomic_store_explicit(&e->soon_ns, soon, memory_order_relaxed);
+    return moved;
 }
 
 /* They leave while this process computes, as the others read: sleep as whoever waits does. */
@@ -309,7 +327,7 @@ static void push(engine *e, int64_t ns)
         atomic_fetch_add_explicit(&b->asleep, 1, memory_order_seq_cst);
         atomic_thread_fence(memory_order_seq_cst);
         pthread_mutex_lock(&e->lock);
-        bool moved = engine_advance(e);
+        bool moved = advance_and_learn(e);
         pthread_mutex_unlock(&e->lock);
         if (!moved && has_to_push(e))
             futex_wait(&b->rung, rung, until - now, true);
@@ -361,7 +379,7 @@ void *engine_help(void *of)
         bool is_alone = atomic_load_explicit(&e->drivers, memory_order_relaxed) == 0;
         if (any_ended)
             look_after_all(e, false);
-        else if (e->active > 0 && is_alone && !engine_advance(e))
+        else if (e->active > 0 && is_alone && !advance_and_learn(e))
             look_after_all(e, true);
         idle = e->active > 0 ? 0 : idle + 1;
         if (idle >= IDLE_TURNS)
