@@ -20,6 +20,7 @@ from test_every_strategy import difference
 
 TASK = "decoupled_tasks:Plain"
 SOON = Rendezvous(node_timeout_s=8.0)
+STEPS = 600  # some seconds: a node is killed in their midst, however late the head hears of a step
 
 
 def flags_of(servers: int, nodes: int, **more: Any) -> dict[str, Any]:
@@ -89,16 +90,17 @@ def test_without_a_node_its_server_moves_to_one_that_is_left(
     train: Train, tmp_path: Path, servers: int, killed: int, moved: list[list[str]]
 ) -> None:
     """From the newest checkpoint, and the end is the same to the bit."""
-    whole = train(TASK, strategy=f"ps:servers={servers},bound=8", ranks=2, precision="fp64")
-    more = {"checkpoint_every": 3, "max_restarts": 1, "run_dir": str(tmp_path / "run")}
-    inject = f"kill-node@node={killed},step=7"
-    flags = flags_of(servers, 1 + servers, inject=inject, **more)
+    how = {"precision": "fp64", "steps": STEPS}
+    whole = train(TASK, strategy=f"ps:servers={servers},bound=8", ranks=2, **how)
+    more = {"checkpoint_every": 20, "max_restarts": 1, "run_dir": str(tmp_path / "run")}
+    inject = f"kill-node@node={killed},step=30"
+    flags = flags_of(servers, 1 + servers, inject=inject, steps=STEPS, **more)
     done = run_job(resolve(TASK, flags), rendezvous=SOON)
     told = {row["event"]: row for row in read_events(done.run_dir)}
     assert told["moved"]["processes"] == moved and "fewer_ranks" not in told
     assert told["restart"]["report"].startswith(f"node node{killed} is lost at step ")
     assert moved[0][0] in told["restart"]["report"]
-    assert (done.summary["steps"], done.summary["restarts"]) == (12, 1)
+    assert (done.summary["steps"], done.summary["restarts"]) == (STEPS, 1)
     assert done.summary["nodes"] == servers
     found = [load_file(one.run_dir / "weights.safetensors") for one in (whole, done)]
     assert difference(*found) == 0.0
