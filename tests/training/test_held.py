@@ -27,9 +27,8 @@ def test_every_rank_says_what_it_held(train: Train) -> None:
     """Also servers and workers; who held 64 MiB more says so."""
     small = held_in(read_events(train("digits", ranks=2, steps=3).run_dir))
     assert sorted(small) == [0, 1] and all(one.device_bytes is None for one in small.values())
-    large = held_in(
-        read_events(train("digits", "width=1024", ranks=2, steps=2, strategy="ddp").run_dir)
-    )
+    wide = "width=640", "batch_size=16"
+    large = held_in(read_events(train("digits", *wide, ranks=2, steps=2, strategy="ddp").run_dir))
     assert all((large[r].host_bytes or 0) > (small[r].host_bytes or 0) + 2**26 for r in (0, 1))
     served = train("digits", ranks=2, steps=3, strategy="ps")
     held = held_in(read_events(served.run_dir))
