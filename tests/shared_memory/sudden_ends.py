@@ -94,8 +94,8 @@ def survive(
     assert not wrong, "\n".join(wrong)
     world.engine = None
     gc.collect()
-    more, less = descriptors() - world.held, world.held - descriptors()
-    assert not more | less, f"descriptors are left behind: {more} {less} {linked(more)}"
+    now = descriptors()
+    assert now == world.held, f"descriptors are left behind: {now} {linked(now - world.held)}"
 
 
 def one_round(way: str, size: int, draw: random.Random, pool: dict[str, Array]) -> float:

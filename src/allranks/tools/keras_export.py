@@ -91,6 +91,7 @@ def _exported(
             "CUDA_VISIBLE_DEVICES": "-1",  # the GPUs may be at work, and one takes all their memory
             "TF_CPP_MIN_LOG_LEVEL": "2",
         },
-        without=(f"nothing was written to {target}", f"the process that exports to {target}"),
+        what=f"the process that exports to {target}",
+        if_interrupted=f"nothing was written to {target}",
     )
     return int(answer["tensors"])

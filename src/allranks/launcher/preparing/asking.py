@@ -22,17 +22,17 @@ def answered(
     event: str,
     environment: Mapping[str, str],
     *,
-    without: tuple[str, str],
+    what: str,
+    if_interrupted: str,
     shared: Path | None = None,
     signals: Signals | None = None,
 ) -> dict[str, Any]:
     """The `event` that `target` ("module:function") wrote; it has a run folder that is removed.
 
     `argument_in` makes its argument for that folder, which lies in `shared` if that is given.
-    Raises what the function raised. `without` says what has come of it where it is interrupted, and
-    what ended where it ends without an answer.
+    Raises what the function raised; else the errors say `what` ended without an answer, and what
+    has come of it `if_interrupted`.
     """
-    come_of_it, what = without
     with scratch_folder(shared) as scratch:
         run_dir = Path(scratch)
         (run_dir / "logs").mkdir()
@@ -40,7 +40,7 @@ def answered(
         process = Process(0, target, argument_in(scratch), dict(environment), log)
         ended = supervise(server, [process], signals=signals)
         if ended.interrupted:
-            raise Interrupted(f"interrupted ({ended.reason}): {come_of_it}")
+            raise Interrupted(f"interrupted ({ended.reason}): {if_interrupted}")
         fault = first_fault(ended, run_dir)
         if fault is not None and fault.event:
             raise user_error(fault, ended, run_dir)

@@ -32,7 +32,8 @@ def asked_of_task(
         lambda scratch: {**job.to_data(), "run_dir": scratch},
         event,
         {**devices_seen(job, Visible.from_environment()), **backend_of_keras(job)},
-        without=("nothing was started", f"the process that loads {job.program!r}"),
+        what=f"the process that loads {job.program!r}",
+        if_interrupted="nothing was started",
         shared=resources.shared(Path(job.run_dir)),
         signals=signals,
     )

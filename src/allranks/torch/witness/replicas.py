@@ -98,7 +98,7 @@ def digest(*tensors: Tensor) -> str:
     Of large tensors words are added up side by side, and their sums so far as well, as Fletcher's
     checksum does, at the speed of memory: what two faults do in one column may cancel out there.
     The sums so far lose their low bits first: another highest bit in each row, as of a lane that
-    turns signs, is 2**63 each time, which modulo 2**64 would be nothing in every fourth row.
+    turns signs, adds 2**63 each time, and four rows of that are nothing modulo 2**64.
     """
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     added = np.zeros((2, SIDE_BY_SIDE), np.uint64)
