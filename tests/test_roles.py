@@ -7,9 +7,9 @@ import pytest
 from allranks.cli.display.event_text import anomalies_in, in_words
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.launcher.plan import Shape, plan_of
+from allranks.launcher.plan import Seat, Shape, plan_of
 from allranks.launcher.resources import for_all_processes, shares
-from allranks.launcher.world import Visible
+from allranks.launcher.world import Visible, World
 from allranks.strategies.resolve import strategy_spec
 from allranks.strategies.torch_cards import CARDS
 from allranks.tools.placement_preview import place_ranks
@@ -84,6 +84,16 @@ def test_servers_may_have_nodes_of_their_own() -> None:
     assert for_all_processes(job, ["a"], ["d"]) == ["a", "d", "d", "a", "a"], "c is lost"
     assert for_all_processes(job, ["a", "b"]) == ["a", "a", "b", "a", "b", "a"], "so is d"
     assert Job(strategy="ps:servers=2", ranks=3).nodes_apart == Job().nodes_apart == 0
+
+
+def test_of_the_processes_of_a_node_its_ranks_alone_are_counted_for_devices() -> None:
+    job = Job("digits", strategy="ps:servers=2,evaluator=yes", ranks=3, nodes=2, run_dir="/x")
+    seats = [Seat(node) for node in (0, 0, 0, 0, 1, 0, 0)]  # scheduler, servers, workers, evaluator
+    worlds = [rank.world for rank in plan_of(job, Shape({}, 8, 8), Visible(), seats).ranks]
+    found = [(world.local_index, world.local_ranks) for world in worlds]
+    assert found == [(-1, 2), (-1, 2), (-1, 2), (0, 2), (0, 1), (1, 2), (-1, 2)]
+    told = [World.from_environment(world.variables()) for world in worlds]
+    assert [(world.local_index, world.local_ranks) for world in told] == found
 
 
 def test_servers_are_not_asked_what_they_hold() -> None:

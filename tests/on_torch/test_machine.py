@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_a_node_is_asked_for_the_devices_of_its_own_ranks(
     assert worker.describe(job.to_data()) == code
     (row,) = read_rows(path)
     assert row["event"] == ("failed" if code else "described")
+
+
+def test_where_there_are_roles_the_ranks_alone_have_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two workers on two devices, behind a scheduler and two servers, which compute on the host."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(accelerator, "use", lambda device: None)
+    job = Job(program="digits", device="cuda", strategy="ps:servers=2", ranks=2)
+    here = World(size=5, local_size=5, role="worker", local_ranks=2)
+    workers = [replace(here, rank=n + 3, local_rank=n + 3, local_index=n) for n in range(2)]
+    assert [device_of(job, one).index for one in workers] == [0, 1]
+    assert device_of(job, replace(here, rank=1, local_rank=1, role="server")).type == "cpu"
+    with pytest.raises(RequestError, match="--ranks 2"):
+        device_of(job, replace(workers[0], local_ranks=3))
 
 
 def test_an_accelerator_that_this_torch_does_not_know_is_refused_by_name() -> None:

@@ -130,7 +130,7 @@ def test_what_is_added_to_a_gradient_waits_for_its_last_part() -> None:
         add = {"do": "add", "factor": 3.0}, gradient(shard, 4.0).buffer
         adding = Thread(target=server.answer, args=(SCHEDULER_ID, deaf, *add), daemon=True)
         adding.start()
-        server.place(0, shard.layout.nbytes)[:] = gradient(shard, 2.0).buffer
+        server.place(0, {}, shard.layout.nbytes)[:] = gradient(shard, 2.0).buffer
         server.answer(0, deaf, {"push": {"step": 0, "part": 0}, "era": 0}, memoryview(b""))
         adding.join(60)
     assert shard.gradient.flats[0].item() == 10.0
@@ -318,9 +318,12 @@ def worker_world(index: int) -> World:
 
 @pytest.mark.parametrize("rate", ["plain", "staleness-aware", "dc-asgd"])
 def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None:
-    """Two servers, three workers, over the real wire; the loop is written out with plain torch."""
+    """Two servers, three workers, over the real wire; the loop is written out with plain torch.
+
+    The gradient of the one that shares no memory leaves in keys.
+    """
     more = ",compensation=0.3" if rate == "dc-asgd" else ""
-    strategy = f"ps:mode=async,servers=2,bound=8,rate={rate}{more}"
+    strategy = f"ps:mode=async,servers=2,bound=8,key_mb=1e-5,rate={rate}{more}"
     job = Job(strategy=strategy, ranks=3, precision="fp64")
     with ExitStack() as stack:
         made = [stack.enter_context(Trainer(Plain(), job, world=worker_world(n))) for n in range(4)]
@@ -330,15 +333,19 @@ def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None
         for worker in range(3):
             side = Exchange(made[worker].strategy, worker)  # type: ignore[arg-type]
             side.link(*links(worker), shares=worker != 1)
+            stack.callback(side.unlink)
             assert side._is_shared == [worker != 1] * 2
             side.pull(-1)
             sides.append(side)
         loop = PlainLoop(sides[0].strategy.model, rate)
         for number, worker in enumerate(map(int, SCRIPT.split())):
-            own = sides[worker].strategy
+            own, leaving = sides[worker].strategy, sides[worker].leaving
+            assert (leaving is not None) == (worker == 1)
+            if leaving is not None:
+                leaving.begin()
             loss_of(own.model, number).backward()
-            groups = hyper_parameters_said(own.step.optimizer)
-            sides[worker].push({"number": number, "groups": groups}, unused=True, pulls=True)
+            said = {"groups": hyper_parameters_said(own.step.optimizer), "factor": 1.0}
+            sides[worker].push({"number": number, **said}, unused=True, pulls=True)
             sides[worker].take()
             own.model.zero_grad()
             loop.turn(worker, number)
@@ -476,10 +483,13 @@ def read_rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "loss" in row]
 
 
-def test_one_worker_out_of_step_is_one_process(train: Train) -> None:
+@pytest.mark.parametrize("how", ["", ",transport=sockets,key_mb=1e-5"])
+def test_one_worker_out_of_step_is_one_process(train: Train, how: str) -> None:
+    """Clipped in every step: what has left in keys is clipped on the servers."""
     flags: dict[str, Any] = {"precision": "fp64"}
-    single = train(TASK, strategy="single", **flags)
-    ours = train(TASK, strategy="ps:mode=async,servers=2,bound=8", ranks=1, **flags)
+    single = train(TASK, "clip_norm=0.1", strategy="single", **flags)
+    strategy = f"ps:mode=async,servers=2,bound=8{how}"
+    ours = train(TASK, "clip_norm=0.1", strategy=strategy, ranks=1, **flags)
     weights = [load_file(one.run_dir / "weights.safetensors") for one in (ours, single)]
     assert difference(*weights) < 1e-10
     assert ours.summary["train_loss"] == pytest.approx(single.summary["train_loss"], rel=1e-10)

@@ -62,6 +62,17 @@ def test_a_checkpoint_goes_on_on_either(on_device: OnDevice, tmp_path: Path) -> 
     on_device(1, "goes_on", {"run_dir": str(tmp_path / "run"), "fields": {"ema": 0.9}})
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [("key_mb=1e-5,pull=layers", False), ("rate=plain", True), ("rate=dc-asgd", True)],
+)
+def test_a_worker_beside_servers_trains_as_on_the_cpu(
+    on_device: OnDevice, options: str, shares: bool
+) -> None:
+    on_device(1, "beside_servers", {"options": options, "shares": shares})
+
+
 def test_a_batch_that_has_not_arrived_is_told(on_device: OnDevice) -> None:
     on_device(1, "without_the_wait_for_a_copy", {})
 

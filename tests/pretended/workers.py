@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from allranks.torch.ahead import steps
 from allranks.torch.data.copying import Copying
 from allranks.torch.groups.pending import Pending
 from allranks.torch.model.digest import weights_sha256
+from allranks.torch.parameter_server.links import Links
+from allranks.torch.parameter_server.server import Server
+from allranks.torch.parameter_server.working.exchange import Exchange
 from pretended import streams, tasks
 from pretended.backend import install
 from pretended.record import Misuse, Watched, watch
@@ -129,3 +133,47 @@ def waits_of_a_step(argument: dict[str, Any]) -> None:
             if number >= WARM and training.comm.rank == 0:
                 with Path(argument["out"]).open("a") as out:
                     out.write(json.dumps(found) + "\n")
+
+
+def beside_servers(argument: dict[str, Any]) -> None:
+    """A worker on the device finds what one on the CPU does; servers hold weights on the host."""
+    install()
+    wanted, found = (steps_of_a_worker(argument, device) for device in ("cpu", NAME))
+    assert repr(found) == repr(wanted), f"{found}\n{wanted}"
+    assert streams.given_away == [], streams.given_away
+
+
+def steps_of_a_worker(argument: dict[str, Any], device: str) -> list[Any]:
+    """Four steps out of step, with two servers in this process; the weights, and the losses."""
+    strategy = f"ps:mode=async,servers=2,bound=8,{argument['options']}"
+    job = Job(program="pretended.tasks:Small", strategy=strategy, device=device, threads=1)
+    here = World(rank=3, size=4, local_rank=3, local_size=4)
+    of_worker = replace(here, role="worker", role_index=0, local_index=0, local_ranks=1)
+    with ExitStack() as stack:
+        worker = stack.enter_context(Trainer(tasks.Small(), job, world=of_worker))
+        strategy_of_worker: Any = worker.strategy
+        servers = []
+        for index in range(2):
+            of_server = replace(here, role="server", role_index=index, local_ranks=1)
+            made: Any = stack.enter_context(Trainer(tasks.Small(), job, world=of_server)).strategy
+            weights = [p.detach().clone() for p in made.parameters]
+            assert {w.device.type for w in weights} == {"cpu"}
+            listener = socket.create_server(("127.0.0.1", 0))
+            server = Server(made.shard(index), listener, "", made.digest, in_step=False)
+            server.shard.weights.read_from(weights)
+            server.era = 0
+            server.start()
+            stack.callback(server.close)
+            servers.append(server)
+        side = Exchange(strategy_of_worker, 0)
+        strategy_of_worker.side = side
+        links = Links([("127.0.0.1", server.port) for server in servers], "", made.messages())
+        hello = {"role": "worker", "index": 0, "digest": made.digest}
+        side.link(links, 0, hello, shares=argument["shares"])
+        stack.callback(side.unlink)
+        side.pull(-1)
+        losses = []
+        for side.number, batch in zip(range(4), worker.batches(), strict=False):
+            losses.append(worker.step(batch).loss)
+        assert {server.shard.version for server in servers} == {4}
+        return [losses, [server.shard.weights.raw.tolist() for server in servers]]

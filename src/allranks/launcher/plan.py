@@ -20,7 +20,7 @@ from allranks.job.job_file import redacted
 from allranks.job.limits import devices_of
 from allranks.launcher.world import Visible, World
 from allranks.strategies.dial.choosing import Decision
-from allranks.strategies.roles import ProcessSet
+from allranks.strategies.roles import RANKS, ProcessSet
 from allranks.strategies.shards import busy_fraction
 
 
@@ -126,7 +126,10 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
     seats = seats or [Seat()] * process_set.size
     devices = devices_seen(job, visible)
     on_node, on_machine = Counter(s.node for s in seats), Counter(s.machine for s in seats)
+    counted = [member.role.name in RANKS for member in process_set.members]
+    ranks_on_node = Counter(s.node for s, is_rank in zip(seats, counted, strict=True) if is_rank)
     before: Counter[int] = Counter()
+    ranks_before: Counter[int] = Counter()
     ranks = []
     for rank, (seat, member) in enumerate(zip(seats, process_set.members, strict=True)):
         world = World(
@@ -139,8 +142,11 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
             on_machine=on_machine[seat.machine],
             role=member.role.name,
             role_index=0 if process_set.are_all_trainers else member.index,
+            local_index=ranks_before[seat.node] if counted[rank] else -1,
+            local_ranks=ranks_on_node[seat.node],
         )
         before[seat.node] += 1
+        ranks_before[seat.node] += counted[rank]
         threads = str(threads_per_rank(job, world.on_machine))
         environment = {
             **world.variables(),

@@ -36,7 +36,9 @@ class World:
     Processes that are in no group know each other by `secret`, which their launcher gave to all.
 
     `role` is what this process is to the others ("trainer" unless the strategy has roles), and
-    `role_index` which of that role; trainers are counted by `rank` alone.
+    `role_index` which of that role; trainers are counted by `rank` alone. Of the processes of this
+    node `local_ranks` are such as `--ranks` counts, and this is number `local_index` of them, -1 if
+    it is none: where there are roles, these alone have devices.
     """
 
     rank: int = 0
@@ -54,6 +56,8 @@ class World:
     on_machine: int = 0
     role: str = TRAINER
     role_index: int = 0
+    local_index: int = -1
+    local_ranks: int = 0
     secret: str = field(default="", repr=False)
 
     @property
@@ -62,7 +66,12 @@ class World:
 
     def variables(self) -> dict[str, str]:
         """The environment that makes a process this member of the world."""
-        of_role = {"ALLRANKS_ROLE": self.role, "ALLRANKS_ROLE_INDEX": str(self.role_index)}
+        of_role = {
+            "ALLRANKS_ROLE": self.role,
+            "ALLRANKS_ROLE_INDEX": str(self.role_index),
+            "ALLRANKS_LOCAL_INDEX": str(self.local_index),
+            "ALLRANKS_LOCAL_RANKS": str(self.local_ranks),
+        }
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -132,6 +141,8 @@ def _role_in(given: Mapping[str, str]) -> dict[str, Any]:
     return {
         "role": given.get("ALLRANKS_ROLE", TRAINER),
         "role_index": int(given.get("ALLRANKS_ROLE_INDEX", "0")),
+        "local_index": int(given.get("ALLRANKS_LOCAL_INDEX", "-1")),
+        "local_ranks": int(given.get("ALLRANKS_LOCAL_RANKS", "0")),
         "secret": given.get("ALLRANKS_SECRET", ""),
     }
 

@@ -12,6 +12,7 @@ from allranks.errors import RequestError, nearest
 from allranks.job.job import Job
 from allranks.job.loaded import program_facts
 from allranks.launcher.world import World
+from allranks.strategies.roles import TRAINER
 from allranks.torch.checkpoint.tree import local
 
 OF_THE_HOST = ("torch", "cpu_capability", "threads", "deterministic")
@@ -22,13 +23,17 @@ def device_of(job: Job, world: World) -> torch.device:
     """The device of this rank, made the current one.
 
     Where a launcher lets each process see one device alone (srun --gpus-per-task=1) that is device
-    0 of all of them; `check_own_device` compares which it is.
+    0 of all of them; `check_own_device` compares which it is. Who is no rank (a server of weights,
+    say) computes on the host.
     """
-    if job.device == "cpu":
+    index, ranks = world.local_rank, world.local_size
+    if world.role != TRAINER:
+        index, ranks = world.local_index, world.local_ranks
+    if job.device == "cpu" or index < 0:
         return torch.device("cpu")
-    sees_one = world.local_size > 1 and accelerator.count(job.device) == 1
-    check_devices(job, 1 if sees_one else world.local_size)
-    device = torch.device(job.device, 0 if sees_one else world.local_rank)
+    sees_one = ranks > 1 and accelerator.count(job.device) == 1
+    check_devices(job, 1 if sees_one else ranks)
+    device = torch.device(job.device, 0 if sees_one else index)
     accelerator.use(device)
     return device
 

@@ -45,8 +45,8 @@ class Answering(ABC):
     def lost(self, who: int, connection: Connection, error: Exception) -> None:
         """A peer is gone; `who` is -1 for one that was never admitted."""
 
-    def place(self, who: int, size: int) -> memoryview:
-        """Where a body of so many bytes goes that comes from a peer."""
+    def place(self, who: int, message: Message, size: int) -> memoryview:
+        """Where the body of a message goes that comes from a peer, of so many bytes."""
         return memoryview(bytearray(size))
 
     def start(self) -> None:
@@ -98,6 +98,10 @@ class Answering(ABC):
     def _serve(self, peer: socket.socket) -> None:
         """One peer, from its proof to its end."""
         who = -1
+
+        def place(message: Message, size: int) -> memoryview:
+            return self.place(who, message, size)
+
         with Connection(peer, self._most, ANSWER_S) as connection:
             try:
                 with self.changed:
@@ -107,7 +111,7 @@ class Answering(ABC):
                 who = self.admit(connection, hello)
                 connection.waits_for_ever()
                 while not self.is_closed:
-                    self.answer(who, connection, *connection.receive(lambda n: self.place(who, n)))
+                    self.answer(who, connection, *connection.receive(place))
             except (ValueError, KeyError, TypeError) as error:  # it speaks another language
                 with suppress(Disconnected):
                     connection.send({"refused": f"{type(error).__name__}: {error}"})

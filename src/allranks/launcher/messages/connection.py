@@ -35,11 +35,11 @@ _START = struct.Struct("!4sIQ")
 _PROBES = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 5))
 
 Buffer = bytes | bytearray | memoryview
-Place = Callable[[int], memoryview]
-"""Where a body of so many bytes goes."""
+Place = Callable[[Message, int], memoryview]
+"""Where the body of a message goes, of so many bytes."""
 
 
-def _new_memory(size: int) -> memoryview:
+def _new_memory(_: Message, size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 
@@ -87,6 +87,13 @@ class Connection:
 
     def receive(self, place: Place = _new_memory) -> tuple[Message, memoryview]:
         """The next frame: its header, and its body in the memory that `place` gives."""
+        header, size = self.receive_header()
+        body = place(header, size) if size else memoryview(b"")
+        self.receive_body(body)
+        return header, body
+
+    def receive_header(self) -> tuple[Message, int]:
+        """The header of the next frame, and the bytes of its body, which is to be received next."""
         mark, header_bytes, body_bytes = _START.unpack(self._exactly(_START.size))
         largest = LARGEST_HEADER if self._trusted else LARGEST_FROM_STRANGERS
         most = self._most if self._trusted else 0
@@ -100,10 +107,14 @@ class Connection:
             header = None
         if not isinstance(header, dict):
             raise Disconnected("it sent what is no message of ours")
-        body = place(body_bytes) if body_bytes else memoryview(b"")
-        self._fill(body)
-        self.received += body_bytes
-        return header, body
+        return header, body_bytes
+
+    def receive_body(
+        self, memory: memoryview, came: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Receive a body; `came` is called with how many bytes of it are here, as they come."""
+        self._fill(memory, came)
+        self.received += len(memory)
 
     def ask(
         self, header: Message, *body: Buffer, place: Place = _new_memory
@@ -132,16 +143,17 @@ class Connection:
         self._fill(memory)
         return memory
 
-    def _fill(self, memory: memoryview) -> None:
+    def _fill(self, memory: memoryview, came: Callable[[int], None] = lambda nbytes: None) -> None:
         at = 0
         while at < len(memory):
             try:
-                came = self._socket.recv_into(memory[at:])
+                more = self._socket.recv_into(memory[at:])
             except OSError as error:
                 raise self._broken(error) from error
-            if not came:
+            if not more:
                 raise Disconnected("it closed its connection")
-            at += came
+            at += more
+            came(at)
 
     def _broken(self, error: OSError) -> Disconnected:
         if isinstance(error, TimeoutError) and error.errno is None:

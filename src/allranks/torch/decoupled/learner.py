@@ -53,7 +53,7 @@ class Learner:
         self.begin = self.flat.read()
         self._memory = memoryview(bytearray(self.flat.nbytes))
 
-    def place(self, size: int) -> memoryview:
+    def place(self, _: Message, size: int) -> memoryview:
         """Where weights that come are put: those before them are not needed any more."""
         return self._memory[:size]
 

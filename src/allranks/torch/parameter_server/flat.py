@@ -7,7 +7,7 @@ All processes lay them out alike, so a message is the bytes as they lie, and nee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,12 @@ class Flat:
     def copy_(self, other: Flat) -> None:
         self.raw.copy_(other.raw)
 
+    def scale_(self, factor: float) -> None:
+        """Multiply all numbers."""
+        if factor != 1:
+            for flat in self.flats:
+                flat.mul_(factor)
+
     def add_(self, other: Flat) -> None:
         """Add the numbers of another memory in the same layout."""
         for own, more in zip(self.flats, other.flats, strict=True):
@@ -108,10 +114,14 @@ class Flat:
             torch.add(first, second, out=own)
 
     def be_gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let the gradients of parameters that are whole here lie here, as they are now."""
+        """Let the gradients of parameters that are whole here lie here, as they are now.
+
+        Those of a device lie there, and are copied.
+        """
         for piece, view in zip(self.layout.pieces, self.views, strict=True):
-            if piece.is_whole:
-                parameters[piece.position].grad = view
+            own = parameters[piece.position]
+            if piece.is_whole and own.device == view.device:
+                own.grad = view
 
     @torch.no_grad()
     def be_memory_of(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -123,14 +133,17 @@ class Flat:
                 own.data = view
 
     @torch.no_grad()
-    def read_from(self, whole: Sequence[Tensor | None]) -> list[int]:
+    def read_from(self, whole: Sequence[Tensor | None], without: Collection[int] = ()) -> list[int]:
         """Copy the pieces of whole tensors, by their positions; zeros for one that is `None`.
 
-        Returns the positions of those.
+        The pieces with the numbers `without` are here already. Returns the positions of those that
+        are zeros.
         """
         missing = []
-        for piece, view in zip(self.layout.pieces, self.views, strict=True):
+        for number, (piece, view) in enumerate(zip(self.layout.pieces, self.views, strict=True)):
             tensor = whole[piece.position]
+            if number in without:
+                continue
             if tensor is None:
                 view.zero_()
                 missing.append(piece.position)
@@ -141,10 +154,14 @@ class Flat:
     @torch.no_grad()
     def write_to(self, whole: Sequence[Tensor]) -> None:
         """Copy the pieces into whole tensors, by their positions."""
-        for piece, view in zip(self.layout.pieces, self.views, strict=True):
-            target = cut(whole[piece.position], piece)
-            if target.data_ptr() != view.data_ptr():  # else it lies here already
-                target.copy_(view.view(target.shape))
+        for number, piece in enumerate(self.layout.pieces):
+            self.write_piece(number, whole[piece.position])
+
+    def write_piece(self, number: int, whole: Tensor) -> None:
+        """Copy one piece into the tensor that it is of."""
+        view, target = self.views[number], cut(whole, self.layout.pieces[number])
+        if target.data_ptr() != view.data_ptr():  # else it lies here already
+            target.copy_(view.view(target.shape))
 
 
 def cut(tensor: Tensor, piece: Piece) -> Tensor:

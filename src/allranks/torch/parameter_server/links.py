@@ -56,24 +56,37 @@ class Links:
         with naming(server):
             self.servers[server].send(message, *body)
 
-    def receive(
-        self, server: int, place: Callable[[int], memoryview] | None = None
-    ) -> tuple[Message, memoryview]:
+    def receive(self, server: int) -> tuple[Message, memoryview]:
         """The answer of one server; raises `Disconnected` for one that refuses, too."""
         with naming(server):
             while self._unheard[server]:
                 self._answer(server)
                 self._unheard[server] -= 1
-            return self._answer(server, place)
+            return self._answer(server)
 
-    def _answer(
-        self, server: int, place: Callable[[int], memoryview] | None = None
-    ) -> tuple[Message, memoryview]:
-        connection = self.servers[server]
-        answer, body = connection.receive() if place is None else connection.receive(place)
+    def _answer(self, server: int) -> tuple[Message, memoryview]:
+        answer, size = self._header(server)
+        body = memoryview(bytearray(size))
+        self.servers[server].receive_body(body)
+        return answer, body
+
+    def header(self, server: int) -> tuple[Message, int]:
+        """The next answer of a server, and the bytes of its body, which `fill` is to receive."""
+        with naming(server):
+            return self._header(server)
+
+    def _header(self, server: int) -> tuple[Message, int]:
+        answer, size = self.servers[server].receive_header()
         if "refused" in answer:
             raise Disconnected(f"it refuses: {answer['refused']}")
-        return answer, body
+        return answer, size
+
+    def fill(
+        self, server: int, memory: memoryview, came: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Receive the body of the answer whose header came last; `came` hears how much is here."""
+        with naming(server):
+            self.servers[server].receive_body(memory, came)
 
     def ask_all(
         self, message: Message, bodies: Sequence[Sequence[Buffer]] = ()

@@ -15,13 +15,14 @@
                 load_rows   table, step, columns; body      rows of a table, and their state
                 fetch_rows  table, state          step, columns, widths; body
                 apply, pass and tell say `told`, with a body: what workers are told with weights
-    worker      hold   table, count; body         none                 rows, for the next push
+    worker      key; body                         none                 a part of the next push
+                hold   table, count; body         none                 rows, for the next push
                 rows   table, count; body         rows, as they are
                 push   step, part; body           none
-                push   number, groups, unused; body
+                push   number, groups, factor, unused; body
                 push   number, change; body       none                 what it has changed
-                pull   version, has               version; body        this version, or a later one
-                                                  told; body           after it, in step
+                pull   version, has               told; body           first, in step
+                                                  version; body        this version, or a later one
                 with update=worker                version, update; body   a gradient after `has`
                                                   version, kept; body  or weights and optimizer
 
@@ -32,25 +33,19 @@ worker of the same host the bodies are in memory that both share (`memory`).
 
 from __future__ import annotations
 
-import socket as sockets
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from allranks.job.run_folder import JsonLines
-from allranks.launcher.messages.answering import ANSWER_S, Answering
+from allranks.launcher.messages.answering import Answering
 from allranks.launcher.messages.connection import Connection
-from allranks.launcher.messages.meeting_point import connect
 from allranks.launcher.nodes.channel import Disconnected, Message
-from allranks.launcher.world import World
-from allranks.strategies.cards.parameter_server import SERVER
 from allranks.torch.parameter_server.flat import Flat
 from allranks.torch.parameter_server.memory import SharedNumbers, taken
 from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.state import packed, unpacked
-from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.parameter_server.tables.served import ServedTables, answer_rows
-from allranks.torch.trainer import Trainer
 
 SCHEDULER_ID = 1 << 30
 LOOK_S = 0.2
@@ -71,7 +66,7 @@ class Server(Answering):
     def __init__(
         self,
         shard: Shard,
-        listener: sockets.socket,
+        listener: socket.socket,
         secret: str,
         digest: str,
         in_step: bool,
@@ -105,8 +100,13 @@ class Server(Answering):
         connection.send({"memory": shared is not None})
         return who
 
-    def place(self, who: int, size: int) -> memoryview:
+    def place(self, who: int, message: Message, size: int) -> memoryview:
         """What a worker pushes goes where its last push was: that one is in the sum."""
+        if "key" in message:
+            start = int(message["key"])
+            if who == SCHEDULER_ID or not 0 <= start <= self.layout.nbytes - size:
+                raise ValueError(f"a key of {size} bytes at {start}, which is in no gradient")
+            return self._gradient_of(who).buffer[start : start + size]
         if size != self.layout.nbytes or who == SCHEDULER_ID:
             return memoryview(bytearray(size))
         return self._gradient_of(who).buffer
@@ -114,6 +114,8 @@ class Server(Answering):
     def answer(self, who: int, connection: Connection, message: Message, body: memoryview) -> None:
         if who == SCHEDULER_ID:
             self._obey(connection, message, body)
+        elif "key" in message:
+            return  # it lies in its place; the push after the last one says so
         elif "hold" in message:
             with self.changed:
                 self.tables.hold(who, message["hold"], body)
@@ -142,7 +144,8 @@ class Server(Answering):
             elif not self.in_step:
                 number, unused = int(push["number"]), push["unused"]
                 self._reached(self.shard.version)
-                stale = self.shard.push(number, who, gradient, push["groups"], unused)
+                factor = float(push["factor"])
+                stale = self.shard.push(number, who, gradient, push["groups"], unused, factor)
                 if stale is not None:
                     slower = self.shard.rule.slower(stale)
                     self.tables.push(who, push["groups"], slower, unused)
@@ -164,15 +167,15 @@ class Server(Answering):
             told = self._told
             if is_there:
                 body: list[Any] = [] if shared is not None else [found.buffer]
-                answer = {"version": self.shard.version, "follows": told is not None}
+                answer = {"version": self.shard.version}
                 if self.shard.hands_on:
                     body = self._hand_on(int(message["has"]), found, answer, body)
                 else:
                     self.shard.pull(who, found)
         if is_there:
-            connection.send(answer, *body)
-            if told is not None:
+            if told is not None:  # first: forward may begin before all weights are there
                 connection.send(*told)
+            connection.send(answer, *body)
         else:
             connection.send({"stale": self.era} if is_stale else {"again": version})
 
@@ -266,7 +269,7 @@ class Server(Answering):
                 case other:
                     raise ValueError(f"to {other!r}, which no server does")
             if "told" in message:
-                self._told = message["told"], bytes(body)
+                self._told = {"told": message["told"]}, bytes(body)
             answer["version"] = shard.version
             self.changed.notify_all()
         connection.send(answer, *pieces)
@@ -300,50 +303,3 @@ class Server(Answering):
         self.shard.begin(int(message["version"]))
         self._calls_back = False
         self.era = int(message["era"])
-
-
-def serve(trainer: Trainer, world: World, events: JsonLines) -> None:
-    """Be a server until the scheduler says that it is over.
-
-    It listens at the address by which it reaches the scheduler. Raises `PeerLost` if no scheduler
-    answers for `patience_s`.
-    """
-    strategy, heartbeat = trainer.strategy, trainer.heartbeat
-    assert isinstance(strategy, ParameterServer)
-    strategy.workers = trainer.job.ranks
-    shard, digest = strategy.shard(world.role_index), strategy.digest
-    tables = strategy.served_tables(world.role_index)
-    patience_s = float(strategy.context.options["patience_s"])
-    server: Server | None = None
-
-    def reached(version: int) -> None:
-        heartbeat.at_step(version)
-        trainer.faults.reach("step", version)
-
-    heartbeat.enter("exchange")
-    try:
-        while True:
-            with connect(world, 1 << 20, ANSWER_S, patience_s) as scheduler:
-                if server is None:
-                    here = sockets.create_server((scheduler.own_address, 0), backlog=256)
-                    server = Server(
-                        shard, here, world.secret, digest, strategy.in_step, reached, tables
-                    )
-                    server.start()
-                    events.event(
-                        "ready", host=sockets.gethostname(), role=SERVER, index=world.role_index
-                    )
-                try:
-                    hello = {"role": SERVER, "index": world.role_index, "digest": digest}
-                    scheduler.ask({**hello, "port": server.port})
-                    scheduler.waits_for_ever()
-                    message, _ = scheduler.receive()
-                except Disconnected:
-                    continue  # it is started again, or this is the end
-                if message.get("work") == OVER:
-                    break
-    finally:
-        if server is not None:
-            server.close()
-    events.event("done", version=shard.version)
-    heartbeat.enter("done")

@@ -184,8 +184,7 @@ class Shard:
 
     def add(self, more: Flat, factor: float) -> None:
         """The gradient is `factor` times itself plus `more` from here on: of a regularizer."""
-        for flat in self.gradient.flats:
-            flat.mul_(factor)
+        self.gradient.scale_(factor)
         self.gradient.add_(more)
 
     def apply(
@@ -193,9 +192,7 @@ class Shard:
     ) -> None:
         """Update with `factor` times the sum; the step is over."""
         gradient = self.gradient
-        if factor != 1:
-            for flat in gradient.flats:
-                flat.mul_(factor)
+        gradient.scale_(factor)
         self.pass_over()
         if self.hands_on:
             self._room_of_last = self._room_of_last or self.layout.new()
@@ -219,8 +216,9 @@ class Shard:
         gradient: Flat,
         groups: Sequence[dict[str, Any]],
         unused: Collection[int] = (),
+        factor: float = 1.0,
     ) -> int | None:
-        """Apply the gradient with this number at once; returns its staleness.
+        """Apply `factor` times the gradient with this number at once; returns its staleness.
 
         `None` for one that is applied already: a worker that is lost may have brought it to some
         of the servers. The memory of the gradient is changed.
@@ -229,6 +227,7 @@ class Shard:
             return None
         pulled, backup = self._pulled.get(worker, (self.version, None))
         stale = self.version - pulled
+        gradient.scale_(factor)
         if self.rule.rate == COMPENSATED and backup is not None:
             for g, now, then in zip(gradient.flats, self.weights.flats, backup.flats, strict=True):
                 g.add_(g * g * (now - then), alpha=self.rule.compensation)

@@ -23,7 +23,7 @@ This class is what all three have of a strategy: how the weights are laid out, a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -37,6 +37,7 @@ from allranks.strategies.cards.parameter_server import (
     CHANGES,
     COMPENSATED,
     IN_STEP,
+    LAYERS,
     ON_WORKER,
     ROWS,
     parts_of_a_step,
@@ -116,6 +117,11 @@ class ParameterServer(Strategy):
         """Whether the weights of a worker are the memory that servers send them to."""
         return not self.updates_on_worker and not self.pushes_changes
 
+    @property
+    def waits_by_layer(self) -> bool:
+        """Whether a forward pass begins before all weights have come."""
+        return bool(self.context.options["pull"] == LAYERS)
+
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
     ) -> None:
@@ -124,11 +130,12 @@ class ParameterServer(Strategy):
         super().setup(model, make_optimizer, recorded)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
+        self.can_be_compiled = not self.waits_by_layer
         if self.rows_travel:
             weights = dict(model.named_parameters())
             found = [weights[name] for name in find_tables(model)]
             self.context.scope.served = frozenset(map(id, found))
-            self.can_be_compiled = not found  # rows come by messages, in the middle of forward
+            self.can_be_compiled &= not found  # rows come by messages, in the middle of forward
         return model
 
     @property
@@ -179,6 +186,8 @@ class ParameterServer(Strategy):
             "tables=rows and rate=dc-asgd": bool(self.tables) and options["rate"] == COMPENSATED,
             "tables=rows and update=worker": bool(self.tables) and self.updates_on_worker,
             "tables=rows and mode=delta": bool(self.tables) and self.pushes_changes,
+            "tables=rows and pull=layers": bool(self.tables) and self.waits_by_layer,
+            "update=worker and pull=layers": self.updates_on_worker and self.waits_by_layer,
             f"{out_of_step} and plateau() of the task": not self.in_step
             and task.plateau() is not None,
             f"{out_of_step} and fp16": not self.in_step and self.context.loss_scale is not None,
@@ -210,7 +219,12 @@ class ParameterServer(Strategy):
             return super().forward_backward(batch)
         return self.side.forward_backward(batch)
 
-    def compute(self, batch: Batch, into: Sequence[Flat] = ()) -> Tally:
+    def compute(
+        self,
+        batch: Batch,
+        into: Sequence[Flat] = (),
+        before_last: Callable[[], None] = lambda: None,
+    ) -> Tally:
         """Forward and backward of a part of a batch, here; gradients add up where they are sent."""
         if not into:
             return super().forward_backward(batch)
@@ -220,7 +234,7 @@ class ParameterServer(Strategy):
             flat.raw.zero_()
             flat.be_gradients_of(self.parameters)
         tally = self.step.layout.tally()
-        self.step.accumulate(batch, lambda leaf: tally)
+        self.step.accumulate(batch, lambda leaf: tally, before_last=before_last)
         return tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:

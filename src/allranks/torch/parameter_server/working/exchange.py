@@ -9,7 +9,6 @@ from typing import Any
 
 from allranks.launcher.nodes.channel import Message
 from allranks.torch.data.batch import Batch
-from allranks.torch.parameter_server.flat import Flat
 from allranks.torch.parameter_server.links import CalledBack, Links, Stale
 from allranks.torch.parameter_server.memory import offered
 from allranks.torch.parameter_server.state import hyper_parameters_said
@@ -18,8 +17,11 @@ from allranks.torch.parameter_server.tables.lookups import Lookups
 from allranks.torch.parameter_server.tables.placed import let_go
 from allranks.torch.parameter_server.tables.pulled import pull_tables
 from allranks.torch.parameter_server.tables.remote import Found, RemoteRows, RowGradients
+from allranks.torch.parameter_server.working.arriving import Arriving, FirstLayers
+from allranks.torch.parameter_server.working.keys import Leaving, LeftGradients, keys_of
 from allranks.torch.parameter_server.working.own_update import OwnUpdate
 from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.training.progress import StepResult
 
@@ -40,6 +42,10 @@ class Exchange:
         """The bytes that were pushed so far, those that were pulled from each server, and those of
         what optimizers keep."""
         self.own = OwnUpdate(strategy) if strategy.updates_on_worker else None
+        self.leaving: Leaving | None = None
+        """The keys in which gradients leave, where they travel and are large enough."""
+        self.arriving: Arriving | None = None
+        """The weights that are waited for layer by layer."""
         self.rows = RemoteRows(strategy.tables, self.moved)
         self.lookups = Lookups(self.rows, self._used)
         pull_tables(strategy.model, self.lookups, self.rows.tables)
@@ -64,13 +70,47 @@ class Exchange:
             self.gradients[server], self.weights[server] = gradient, weights
             if self.own is None and self.strategy.weights_lie_where_they_come:
                 weights.be_memory_of(self.strategy.parameters)
+        self._make_keys(links)
+        if self.strategy.waits_by_layer and not all(links.shares):
+            self._wait_by_layer(links)
         self.links, self.era, self.version = links, era, -1
         if self.own is not None:
             self.own.forget()
         self.rows.link(links, era)
 
+    def _make_keys(self, links: Links) -> None:
+        """Cut what travels; rows of tables are asked for by the thread that would wait for keys."""
+        strategy = self.strategy
+        if strategy.pushes_changes or strategy.tables or strategy.step.regularizers.is_there:
+            return
+        least = int(strategy.context.options["key_mb"] * 2**20)
+        travel = [server for server, shares in enumerate(links.shares) if not shares]
+        keys = [
+            key for server in travel for key in keys_of(strategy.layouts[server], server, least)
+        ]
+        if len(keys) > len(travel):
+            self.leaving = Leaving(keys, self.gradients, strategy.parameters, links)
+            strategy.step.on_gradient = self.leaving.finished
+
+    def _wait_by_layer(self, links: Links) -> None:
+        """From now on forward passes wait for the weights that they need next."""
+        strategy, step = self.strategy, self.strategy.step
+        self.arriving = Arriving(self.weights, strategy.parameters, links)
+        self._first_layers = FirstLayers(strategy.model, strategy.parameters, self.arriving)
+        step.forward = lambda data: self._first_layers(
+            partial(forward, strategy.task, step.call, data)
+        )
+
     def unlink(self) -> None:
         """Leave the servers."""
+        step = self.strategy.step
+        if self.leaving is not None:
+            self.leaving.close()
+            self.leaving = step.on_gradient = None
+        if self.arriving is not None:
+            self.arriving.close()
+            self._first_layers.close()
+            self.arriving = step.forward = None
         if self.links is not None:
             self.links.close()
         self.links = None
@@ -94,6 +134,8 @@ class Exchange:
         self.lookups.forget()
         parameters = [p.detach() for p in self.strategy.parameters]
         for server, answer, body in self.receive():
+            if self.arriving is not None and not self._is_shared[server]:
+                continue  # forward waits for them, and takes them
             if self.own is None:
                 self.weights[server].write_to(parameters)
             else:
@@ -101,10 +143,11 @@ class Exchange:
 
     def receive(self) -> list[tuple[int, Message, memoryview]]:
         """The answers of all servers to a pull; raises as `take` does."""
-        assert self.links is not None
         found = []
+        if self.arriving is not None:
+            self.arriving.wait_for_all()
         for server, flat in enumerate(self.weights):
-            answer, body = self.links.receive(server, partial(_place, flat))
+            answer, body = self._answer(server)
             if "stale" in answer:
                 raise Stale(f"server {server} has been loaded anew")
             if "again" in answer:
@@ -112,12 +155,31 @@ class Exchange:
             self.moved["pulled"][server] += int(answer.get("numbers", flat.layout.nbytes))
             self.moved["kept"] += max(0, len(body) - flat.layout.nbytes)
             found.append((server, answer, body))
-            if answer["follows"]:
-                self.strategy.hear(*self.links.receive(server))
         if len(found) < len(self.weights):
             raise CalledBack
         self.version = min(int(answer["version"]) for _, answer, _ in found)
         return found
+
+    def _answer(self, server: int) -> tuple[Message, memoryview]:
+        """What a server answers to a pull; what is told with weights comes before them.
+
+        Numbers in the layout go where they lie; what has more to it has memory of its own.
+        """
+        links, flat = self.links, self.weights[server]
+        assert links is not None
+        answer, size = links.header(server)
+        if "told" in answer:
+            told = memoryview(bytearray(size))
+            links.fill(server, told)
+            self.strategy.hear(answer["told"], told)
+            answer, size = links.header(server)
+        fits = size <= flat.layout.nbytes
+        body = flat.place(size) if fits else memoryview(bytearray(size))
+        if self.arriving is not None and size:
+            self.arriving.come(server, body)
+        else:
+            links.fill(server, body)
+        return answer, body
 
     def push(
         self,
@@ -136,21 +198,32 @@ class Exchange:
             p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
             for p in self.strategy.parameters
         ]
-        more = []
-        for flat in self.gradients:
-            missing = flat.read_from(gradients)
+        more, leaving = [], self.leaving
+        for server, flat in enumerate(self.gradients):
+            missing = flat.read_from(gradients, () if leaving is None else leaving.left(server))
             more.append({"unused": missing + absent} if unused else {})
-        self.push_numbers(said, more, pulls=pulls)
+        has_left = leaving is not None and leaving.is_open
+        if leaving is not None:
+            leaving.finish()
+        self.push_numbers(said, more, pulls=pulls, has_left=has_left)
 
     def push_numbers(
-        self, said: dict[str, Any], more: Sequence[dict[str, Any]] = (), *, pulls: bool = False
+        self,
+        said: dict[str, Any],
+        more: Sequence[dict[str, Any]] = (),
+        *,
+        pulls: bool = False,
+        has_left: bool = False,
     ) -> None:
-        """Send what lies in `gradients` to all servers, and `more` to each; ask for weights."""
+        """Send what lies in `gradients` to all servers, and `more` to each; ask for weights.
+
+        Its numbers are not sent where they have left before.
+        """
         links = self.links
         assert links is not None
         for server, flat in enumerate(self.gradients):
             own = more[server] if more else {}
-            body = () if self._is_shared[server] else (flat.buffer,)
+            body = () if self._is_shared[server] or has_left else (flat.buffer,)
             links.send(server, {"push": {**said, **own}, "era": self.era}, *body)
             self.moved["pushed"] += flat.layout.nbytes
             if pulls:
@@ -159,11 +232,23 @@ class Exchange:
     # --- out of step: the update of a step of this process ----------------------------------
 
     def forward_backward(self, batch: Batch) -> Tally:
-        self.tally = self.strategy.compute(batch, self.gradients)
+        self.tally = self.compute(batch)
         return self.tally
 
+    def compute(self, batch: Batch) -> Tally:
+        """Forward and backward; gradients are left in `gradients`, and leave from there."""
+        leaving, arriving = self.leaving, self.arriving
+        if leaving is None:
+            found = self.strategy.compute(batch, self.gradients)
+        else:
+            found = self.strategy.compute(batch, self.gradients, leaving.begin)
+        if arriving is not None:
+            arriving.wait_for_all()  # also of a part without a sample
+        return found
+
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        return local, RowGradients(self.strategy.parameters, self.rows, self.lookups)
+        kind = RowGradients if self.leaving is None else LeftGradients
+        return local, kind(self.strategy.parameters, self.rows, self.lookups)
 
     @contextmanager
     def updating(self, gradients: Gradients) -> Iterator[None]:
@@ -172,6 +257,7 @@ class Exchange:
         said = {
             "number": self.number,
             "groups": hyper_parameters_said(self.strategy.step.optimizer),
+            "factor": gradients.factor,
         }
         self.push(said, gradients.found, unused=True, pulls=True)
         for parameter in gradients.parameters:
@@ -184,11 +270,8 @@ class Exchange:
 
     def take_weights(self, *, optimizer: bool = False) -> None:
         """A worker has what it pulled."""
+        if self.arriving is not None:
+            self.arriving.wait_for_all()
 
     def put_weights(self) -> None:
         """A worker changes nothing on a server but by a gradient."""
-
-
-def _place(flat: Flat, size: int) -> memoryview:
-    """Numbers in the layout go where they lie; what has more to it has memory of its own."""
-    return flat.place(size) if size <= flat.layout.nbytes else memoryview(bytearray(size))

@@ -165,7 +165,7 @@ class Worker:
         trainer.heartbeat.enter("compute")
         trainer.faults.reach("step", chunk.first)
         with trainer.meter.watching(batch.own_samples), KERNELS:
-            tally = self.strategy.compute(batch, self.exchange.gradients)
+            tally = self.exchange.compute(batch)
         if self.strategy.step.user_buffers.written:
             raise written_in_forward(sorted(self.strategy.step.user_buffers.written))
         trainer.heartbeat.enter("exchange")
