@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+import pytest
 import torch
 from test_ps import batch_of, loss_of, served, worker_world
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from allranks.torch.parameter_server.flat import FlatLayout
 from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.working.exchange import Exchange
 from allranks.torch.parameter_server.working.keys import Key, Leaving, keys_of
+from allranks.torch.parameter_server.working.laid_out import LaidOut
 from allranks.torch.trainer import Trainer
 from decoupled_tasks import Plain
 
@@ -125,3 +127,25 @@ def test_what_backward_finishes_twice_is_sent_once_more() -> None:
         for now, then in zip(model.parameters(), weights, strict=True):
             expected = then - 0.5 * then.grad
             torch.testing.assert_close(now.detach(), expected.detach(), rtol=0, atol=1e-14)
+
+
+def test_gradients_of_several_passes_add_up_where_they_are_sent_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One tensor is small, one large, one of no pass; a step before has left its numbers there."""
+    monkeypatch.setattr("allranks.torch.parameter_server.working.laid_out.MOVED_BYTES", 32)
+    weights = [nn.Parameter(torch.arange(1.0, n + 1, dtype=torch.float64)) for n in (3, 5, 6)]
+    pieces = [Piece(n, 0, w.numel(), 0, is_whole=True) for n, w in enumerate(weights)]
+    flat = FlatLayout(pieces, weights).new()
+    flat.raw.fill_(77)
+    laid_out = LaidOut([flat], weights)
+    for n, weight in enumerate(weights):
+        weight.register_post_accumulate_grad_hook(lambda _, n=n: laid_out.finished(n))
+    laid_out.begin()
+    for _ in range(2):
+        (weights[0].square().sum() + weights[1].square().sum()).backward()
+    laid_out.settle()
+    for weight, view in zip(weights, flat.views, strict=True):
+        assert weight.grad is not None and weight.grad.data_ptr() == view.data_ptr()
+    assert torch.equal(flat.views[0], 4 * weights[0]) and torch.equal(flat.views[1], 4 * weights[1])
+    assert not flat.views[2].any()

@@ -113,15 +113,16 @@ class Flat:
         for own, first, second in zip(self.flats, one.flats, other.flats, strict=True):
             torch.add(first, second, out=own)
 
-    def be_gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let the gradients of parameters that are whole here lie here, as they are now.
+    def homes_of(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> dict[int, tuple[nn.Parameter, Tensor]]:
+        """Where gradients are to lie, by their positions: of parameters that are whole here.
 
         Those of a device lie there, and are copied.
         """
-        for piece, view in zip(self.layout.pieces, self.views, strict=True):
-            own = parameters[piece.position]
-            if piece.is_whole and own.device == view.device:
-                own.grad = view
+        pairs = zip(self.layout.pieces, self.views, strict=True)
+        found = {p.position: (parameters[p.position], view) for p, view in pairs if p.is_whole}
+        return {at: home for at, home in found.items() if home[0].device == home[1].device}
 
     @torch.no_grad()
     def be_memory_of(self, parameters: Sequence[nn.Parameter]) -> None:

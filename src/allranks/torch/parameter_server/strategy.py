@@ -47,7 +47,7 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.layers import normalising_layers
 from allranks.torch.optimizers.elementwise import groups_of_whole
-from allranks.torch.parameter_server.flat import Flat, FlatLayout
+from allranks.torch.parameter_server.flat import FlatLayout
 from allranks.torch.parameter_server.placement import Sized, placed
 from allranks.torch.parameter_server.shard import Rule, Shard
 from allranks.torch.parameter_server.tables.placed import (
@@ -219,20 +219,12 @@ class ParameterServer(Strategy):
             return super().forward_backward(batch)
         return self.side.forward_backward(batch)
 
-    def compute(
-        self,
-        batch: Batch,
-        into: Sequence[Flat] = (),
-        before_last: Callable[[], None] = lambda: None,
-    ) -> Tally:
-        """Forward and backward of a part of a batch, here; gradients add up where they are sent."""
-        if not into:
-            return super().forward_backward(batch)
-        for parameter in self.parameters:
-            parameter.grad = None
-        for flat in into:
-            flat.raw.zero_()
-            flat.be_gradients_of(self.parameters)
+    def compute(self, batch: Batch) -> Tally:
+        """Forward and backward of a part of a batch, here."""
+        return super().forward_backward(batch)
+
+    def accumulate(self, batch: Batch, before_last: Callable[[], None]) -> Tally:
+        """The same, adding to the gradients that are there."""
         tally = self.step.layout.tally()
         self.step.accumulate(batch, lambda leaf: tally, before_last=before_last)
         return tally

@@ -6,9 +6,8 @@ gradient of its own would: kernels follow where a tensor begins, down to the las
 in one fixed order on all ranks, each as soon as its gradients are finished and those before it have
 left.
 
-Backward adds to the `.grad` that it finds, so a bucket begins as zeros. Where `moves`, a large
-gradient does not: backward finds none, and what it makes is written where it belongs as soon as it
-is there. That is a write and a read of the bucket less, and the same bits, 0 + g.
+Backward adds to the `.grad` that it finds, so a bucket begins as zeros; where it `moves`, large
+gradients are made anew, and moved there (`moved`).
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 from allranks.torch.model.reals import real_type, reals
 from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.in_order import InOrder
+from allranks.torch.reducers.moved import MOVED_BYTES, Moved
 from allranks.torch.step.gradients import gradient_taken
 
 ALIGNED_BYTES = 128
-MOVED_BYTES = 2**16  # from here on a pass through memory takes longer than a call from Python
 
 
 class Buckets:
@@ -44,7 +43,7 @@ class Buckets:
         self.reducer = reducer
         self.buckets: list[Bucket] = []
         self._views: list[tuple[nn.Parameter, Tensor]] = []
-        self._moved: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        moved: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._zeroed: list[Tensor] = []
         self._bucket_of = [0] * len(parameters)
         groups = grouped(parameters, bucket_bytes)
@@ -61,7 +60,7 @@ class Buckets:
                 self._views.append((parameter, view))
                 self._bucket_of[position] = bucket
                 if moves and parameter.nbytes >= MOVED_BYTES:
-                    self._moved[position] = parameter, view
+                    moved[position] = parameter, view
                     start = part.storage_offset() - flat.storage_offset()
                     self._zeroed.append(flat[kept:start])
                     kept = start + parameter.nbytes // flat.element_size()
@@ -69,7 +68,7 @@ class Buckets:
             self.buckets.append(Bucket(flat, flat[:size], views))
         self.tally = self.buckets[-1].flat[size : size + tally_size]
         self._zeroed = [part for part in self._zeroed if part.numel()]
-        self._awaited: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._moved = Moved(moved)
         reducer.prepare(self.buckets)
         self._leave = _Leave(reducer)
         self._order = InOrder(self._bucket_of, self._leave, held_back=1)
@@ -90,21 +89,15 @@ class Buckets:
             part.zero_()
         for parameter, view in self._views:
             parameter.grad = view
-        self._await()
+        self._moved.begin()
         self._order.begin()
-
-    def _await(self) -> None:
-        """Let backward make those gradients anew that are moved."""
-        self._awaited = dict(self._moved)
-        for parameter, _ in self._moved.values():
-            parameter.grad = None
 
     def add_leaf(self, shards: range) -> None:
         """Take in a leaf that is not the last; gradients and tally are zero again."""
-        self._settle()
+        self._moved.settle()
         for bucket in range(len(self.buckets)):
             self.reducer.launch(bucket, (shards.start, shards.stop), last=False)
-        self._await()
+        self._moved.begin()
 
     def release(self, shards: range) -> None:
         """The next backward pass is the last: a bucket may leave once it is finished."""
@@ -113,28 +106,8 @@ class Buckets:
 
     def gradient_finished(self, position: int) -> None:
         """Backward has finished the gradient of a parameter (called during backward)."""
-        if position in self._awaited:
-            self._move(*self._awaited.pop(position))
+        self._moved.finished(position)
         self._order.finished(position)
-
-    def _move(self, parameter: nn.Parameter, view: Tensor) -> None:
-        """Write the gradient that backward has made where it belongs."""
-        gradient = parameter.grad
-        if gradient is None:
-            raise gradient_taken(parameter)
-        if gradient.is_sparse:
-            view.zero_().add_(gradient)
-        else:
-            torch.add(gradient, 0, out=view)  # no copy: 0 + -0.0 is 0.0
-        parameter.grad = view
-
-    def _settle(self) -> None:
-        """Let gradients be zero that no pass has made."""
-        for parameter, view in self._awaited.values():
-            if parameter.grad is not None:
-                raise gradient_taken(parameter)
-            parameter.grad = view.zero_()
-        self._awaited = {}
 
     def finish(self, shards: range) -> None:
         """Let the rest leave and wait: gradients and tally are the sums over all ranks."""
@@ -143,7 +116,7 @@ class Buckets:
 
     def leave(self, shards: range) -> None:
         """Let the rest leave."""
-        self._settle()
+        self._moved.settle()
         self._leave.shards = shards
         self._order.finish()
         for parameter, view in self._views:

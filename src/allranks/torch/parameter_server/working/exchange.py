@@ -19,6 +19,7 @@ from allranks.torch.parameter_server.tables.pulled import pull_tables
 from allranks.torch.parameter_server.tables.remote import Found, RemoteRows, RowGradients
 from allranks.torch.parameter_server.working.arriving import Arriving, FirstLayers
 from allranks.torch.parameter_server.working.keys import Leaving, LeftGradients, keys_of
+from allranks.torch.parameter_server.working.laid_out import LaidOut
 from allranks.torch.parameter_server.working.own_update import OwnUpdate
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
@@ -70,7 +71,9 @@ class Exchange:
             self.gradients[server], self.weights[server] = gradient, weights
             if self.own is None and self.strategy.weights_lie_where_they_come:
                 weights.be_memory_of(self.strategy.parameters)
+        self.laid_out = LaidOut(self.gradients, self.strategy.parameters)
         self._make_keys(links)
+        self.strategy.step.on_gradient = self._finished
         if self.strategy.waits_by_layer and not all(links.shares):
             self._wait_by_layer(links)
         self.links, self.era, self.version = links, era, -1
@@ -90,7 +93,12 @@ class Exchange:
         ]
         if len(keys) > len(travel):
             self.leaving = Leaving(keys, self.gradients, strategy.parameters, links)
-            strategy.step.on_gradient = self.leaving.finished
+
+    def _finished(self, position: int) -> None:
+        """Backward has finished the gradient of a parameter (called during backward)."""
+        self.laid_out.finished(position)
+        if self.leaving is not None:
+            self.leaving.finished(position)
 
     def _wait_by_layer(self, links: Links) -> None:
         """From now on forward passes wait for the weights that they need next."""
@@ -104,9 +112,10 @@ class Exchange:
     def unlink(self) -> None:
         """Leave the servers."""
         step = self.strategy.step
+        step.on_gradient = None
         if self.leaving is not None:
             self.leaving.close()
-            self.leaving = step.on_gradient = None
+            self.leaving = None
         if self.arriving is not None:
             self.arriving.close()
             self._first_layers.close()
@@ -237,14 +246,16 @@ class Exchange:
 
     def compute(self, batch: Batch) -> Tally:
         """Forward and backward; gradients are left in `gradients`, and leave from there."""
-        leaving, arriving = self.leaving, self.arriving
-        if leaving is None:
-            found = self.strategy.compute(batch, self.gradients)
-        else:
-            found = self.strategy.compute(batch, self.gradients, leaving.begin)
-        if arriving is not None:
-            arriving.wait_for_all()  # also of a part without a sample
+        self.laid_out.begin()
+        found = self.strategy.accumulate(batch, self._before_last)
+        self.laid_out.settle()
+        if self.arriving is not None:
+            self.arriving.wait_for_all()  # also of a part without a sample
         return found
+
+    def _before_last(self) -> None:
+        if self.leaving is not None:
+            self.leaving.begin()
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         kind = RowGradients if self.leaving is None else LeftGradients
