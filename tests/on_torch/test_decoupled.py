@@ -10,6 +10,7 @@ import random
 import socket
 import struct
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from allranks.torch.decoupled.inner_state import (
 )
 from allranks.torch.decoupled.learner import Learner
 from allranks.torch.decoupled.merging import Clock, Merging, Work
+from allranks.torch.decoupled.rest import Rest
 from allranks.torch.decoupled.service import Service
 from allranks.torch.outer.optimizers import Nesterov
 from allranks.torch.trainer import Trainer
@@ -82,6 +84,50 @@ def test_the_outer_momentum_follows_the_gradient_and_not_its_reverse() -> None:
         assert merging.theta.weights.item() == pytest.approx(wanted, abs=1e-12)
 
 
+def test_each_fragment_moves_by_what_was_found_there_and_by_a_momentum_of_its_own() -> None:
+    """Of three weights in two fragments: golden, with the samples since a fragment was brought."""
+    parts = [slice(0, 2), slice(2, 3)]
+    merging = Merging(numbers(0, 0, 0, 5), 3, Nesterov(1.0, 0.5), Ledger(8, 1, 1), 1, parts)
+    assert merging.bring(0, replace(work(0, 10), owes=True), numbers(1, 2, 7))
+    assert merging.bring(1, replace(work(1, 30), share=90), numbers(3, 4, 9))
+    merging.merge()
+    theta = merging.theta.weights.tolist()
+    assert theta == pytest.approx([-1.5 * 2.8, -1.5 * 3.8, 0, 0.25 * 7 + 0.75 * 9])
+    assert (merging.changed_at, merging.fragment, merging.owing) == ([1, 0], 1, {0})
+    assert merging.bring(1, replace(work(2, 10), fragment=1, share=40), numbers(8, 1))
+    merging.merge()
+    assert merging.theta.weights[2:].tolist() == [-1.5 * 8, 1]
+    assert merging.changed_at == [1, 2] and merging.theta.weights[0] == theta[0]
+    momentum = merging.state()["momentum"].tolist()
+    assert momentum == pytest.approx([2.8, 3.8, 8])
+    merging.bring_rest(0, [4, 0], numbers(1, 1, 99, 0))
+    merging.merge_rest()
+    assert merging.theta.weights[0].item() == pytest.approx(theta[0] - (1 + 0.5 * (1.4 + 1)))
+    assert not merging.owing and merging.theta.weights[2:].tolist() == [-12, 1]
+    for fragment in (-1, 2):
+        with pytest.raises(ValueError, match="fragment"):
+            merging.size_of(fragment)
+
+
+def test_what_is_not_brought_is_kept_and_a_chunk_that_does_not_count_is_undone() -> None:
+    """Two fragments of one weight each; the turn is always that of the first."""
+    rest = Rest(FlatModel(nn.Linear(1, 1).double()), 2)
+    assert rest.kept is not None
+    first, second = (rest.brings(numbers(*found), 10) for found in ((1, 2), (4, 8)))
+    assert [one.sent.weights.tolist() for one in (first, second)] == [[1], [4]]
+    assert rest.kept.tolist() == [0, 10] and rest.shares == [0, 20]
+    rest.undo(second)
+    assert rest.kept.tolist() == [0, 2] and rest.shares == [0, 10]
+    brought = [rest.brings(numbers(1, 1), 1).fragment for _ in range(6)]
+    assert brought == [0, 0, 1, 0, 0, 0], "a turn that was missed for long comes all the same"
+    saved = rest.state()
+    rest.forget()
+    assert rest.kept.tolist() == [0, 0]
+    rest.load(saved)
+    assert (rest.kept.tolist(), rest.shares) == ([0, 3], [0, 3])
+    assert rest.all()[0] == [0, 3] and rest.shares == [0, 0]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_each_chunk_counts_once_whoever_dies(seed: int) -> None:
     chance = random.Random(seed)
@@ -124,26 +170,31 @@ SCRIPT = ["0", "1", "0", "m", "1", "0", "0", "1", "m", "1", "0", "m", "1", "1", 
 """Who brings the next thing, and when it is merged; learner 0 is faster at first."""
 
 
-def test_a_scripted_schedule_is_that_of_a_plain_loop() -> None:
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_a_scripted_schedule_is_that_of_a_plain_loop(fragments: int) -> None:
     every, ledger = 2, Ledger(12, 2, 2)
     job = Job(strategy="decoupled:every=2,lr=0.7,momentum=0.9", ranks=2, precision="fp64")
     with (
         Trainer(Plain(), job, world=_learner(0)) as one,
         Trainer(Plain(), job, world=_learner(1)) as two,
     ):
-        learners = [Learner(one, 2), Learner(two, 2)]
+        learners = [Learner(one, 2, fragments=fragments), Learner(two, 2, fragments=fragments)]
         flat = learners[0].flat
-        theta = flat.read()
-        plain = _Loop(one.strategy.model, every)
-        merging = Merging(theta, flat.parameters, Nesterov(0.7, 0.9), ledger, quorum=9)
+        theta, parts = flat.read(), flat.fragments(fragments)
+        plain = _Loop(one.strategy.model, every, parts)
+        merging = Merging(theta, flat.parameters, Nesterov(0.7, 0.9), ledger, 9, parts)
+        given = [-1, -1]
 
         def answer(who: int) -> Any:
             own = merging.found.get(who)
             waits = [] if own is None else [w.chunk for w in own.work]
+            newer = [n for n, at in enumerate(merging.changed_at) if at > given[who]]
+            given[who] = merging.version
             header = {"version": merging.version, "waits": waits}
-            learners[who].take(
-                header, memoryview(bytearray(b"".join(map(bytes, merging.theta.buffers))))
-            )
+            header |= {"fragments": newer, "fragment": merging.fragment}
+            body = theta.part([parts[n] for n in newer], flat.parameters)
+            learners[who].take(header, memoryview(bytearray(b"".join(map(bytes, body)))))
+            plain.turn[who] = merging.fragment
             return ledger.next_for(who, merging.waiting)
 
         doing = [answer(0), answer(1)]
@@ -155,7 +206,7 @@ def test_a_scripted_schedule_is_that_of_a_plain_loop() -> None:
             who = int(act)
             said, found = learners[who].train(doing[who])
             merging.bring(who, Work.from_data(said), found.copied())  # as the wire does
-            learners[who].brought(doing[who], found)
+            learners[who].brought(doing[who])
             plain.train(who, doing[who].part, doing[who].first)
             doing[who] = answer(who)
             plain.begin(who)
@@ -177,12 +228,13 @@ def test_a_checkpoint_has_each_optimizer_as_it_was_after_what_is_in_the_weights(
             own = merging.found.get(0)
             waits = [w.chunk for w in own.work] if own else []
             body = memoryview(bytearray(b"".join(map(bytes, merging.theta.buffers))))
-            learner.take({"version": merging.version, "waits": waits}, body)
+            header = {"version": merging.version, "waits": waits, "fragments": [0], "fragment": 0}
+            learner.take(header, body)
 
         def bring(number: int) -> Any:
             said, found = learner.train(ledger.chunk(number))
             merging.bring(0, Work.from_data(said), found.copied())
-            learner.brought(ledger.chunk(number), found)
+            learner.brought(ledger.chunk(number))
             take()
             return inner_state(trainer.strategy)
 
@@ -221,12 +273,16 @@ def _learner(index: int) -> World:
 class _Loop:
     """The same in one process: weights as lists of tensors, SGD and Nesterov written out."""
 
-    def __init__(self, model: nn.Module, every: int) -> None:
+    def __init__(self, model: nn.Module, every: int, parts: list[slice]) -> None:
+        self.parts, self.turn = parts, [0, 0]
         self.every, self.order = every, Order(SAMPLES, BATCH, 0, "keep")
-        self.first = self.theta = self._flat(model)
+        self.theta = self._flat(model)
+        self.first = self.theta.clone()
         self.momentum, self.unmerged = torch.zeros_like(self.theta), [[], []]  # type: ignore[var-annotated]
         self.inner = [torch.zeros_like(self.theta) for _ in range(2)]
         self.start, self.model = [self.theta.clone() for _ in range(2)], model
+        self.kept = [torch.zeros_like(self.theta) for _ in range(2)]
+        self.share = [[0] * len(parts) for _ in range(2)]
         self.shapes = [p.shape for p in model.parameters()]
 
     @staticmethod
@@ -253,19 +309,33 @@ class _Loop:
             (gradient,) = torch.autograd.grad(loss, w)
             self.inner[who] = 0.5 * self.inner[who] + gradient
             weights = weights - 0.1 * self.inner[who]
-        self.unmerged[who].append(self.start[who] - weights)
+        self.kept[who] += self.start[who] - weights
+        self.share[who] = [share + 1 for share in self.share[who]]
+        turn = self.turn[who]
+        part, sent = self.parts[turn], torch.zeros_like(weights)
+        sent[part] = self.kept[who][part]
+        self.kept[who][part] = 0
+        self.unmerged[who].append((turn, sent, self.share[who][turn]))
+        self.share[who][turn] = 0
 
     def begin(self, who: int) -> None:
-        self.start[who] = self.theta - sum(self.unmerged[who], torch.zeros_like(self.theta))
+        self.start[who] = self.theta - self.kept[who]
+        for _, sent, _ in self.unmerged[who]:
+            self.start[who] = self.start[who] - sent
 
     def merge(self) -> None:
         """Every chunk has as many samples, so learners count by their chunks."""
-        counts = [len(found) for found in self.unmerged]
-        mean = sum(
-            len(found) * torch.stack(found).sum(0) for found in self.unmerged if found
-        ) / sum(counts)
-        self.momentum = 0.9 * self.momentum + mean
-        self.theta = self.theta - 0.7 * (mean + 0.9 * self.momentum)
+        for turn, part in enumerate(self.parts):
+            own = [[one for one in found if one[0] == turn] for found in self.unmerged]
+            total = sum(share for found in own for *_, share in found)
+            if not total:
+                continue
+            mean = torch.zeros_like(self.theta[part])
+            for found in own:
+                weight = sum(share for *_, share in found) / total
+                mean += weight * sum(sent[part] for _, sent, _ in found)
+            self.momentum[part] = 0.9 * self.momentum[part] + mean
+            self.theta[part] -= 0.7 * (mean + 0.9 * self.momentum[part])
         self.unmerged = [[], []]
 
 
@@ -431,6 +501,19 @@ def test_a_learner_goes_on_with_the_optimizer_that_it_had(train: Train, tmp_path
         assert (difference(found, whole) == 0) == is_exact
 
 
+def test_a_learner_goes_on_with_what_it_had_not_brought(train: Train, tmp_path: Path) -> None:
+    """AdamW in three fragments, ended by a fault, and taken up again from its checkpoint."""
+    flags: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 4, "steps": 20}
+    flags["strategy"] = "decoupled:every=2,lr=0.7,momentum=0.9,fragments=3"
+    whole, stopped = train("contract_tasks:Plain", **flags), str(tmp_path / "stopped")
+    with pytest.raises(ProgramError):
+        train("contract_tasks:Plain", run_dir=stopped, inject="fail@rank=0,step=9", **flags)
+    again = train("contract_tasks:Plain", resume=stopped, **flags)
+    assert again.summary["resumed_from_step"] in (4, 8)
+    found = [load_file(one.run_dir / "weights.safetensors") for one in (whole, again)]
+    assert difference(*found) == 0
+
+
 def test_a_chunk_trained_meanwhile_is_that_of_a_plain_loop(train: Train) -> None:
     """What is on its way comes back one chunk later; without an outer momentum it is `single`."""
 
@@ -439,7 +522,8 @@ def test_a_chunk_trained_meanwhile_is_that_of_a_plain_loop(train: Train) -> None
         return load_file(run.run_dir / "weights.safetensors")
 
     apart = ended("decoupled:every=1,overlap=1,lr=1,momentum=0")
-    assert difference(apart, ended("single")) < 1e-10
+    in_parts = ended("decoupled:every=2,overlap=1,lr=1,momentum=0,fragments=3")
+    assert max(difference(one, ended("single")) for one in (apart, in_parts)) < 1e-10
     task, every, outer = contract_tasks.Plain(), 3, nesterov(0.7, 0.9)
     torch.manual_seed(0)
     model = task.model().double()
@@ -478,7 +562,9 @@ def test_a_chunk_trained_meanwhile_is_that_of_a_plain_loop(train: Train) -> None
 def test_whatever_becomes_of_a_learner_all_samples_count_once(
     train: Train, inject: str, overlap: int
 ) -> None:
+    fragments = 1 + 2 * overlap
     strategy = f"decoupled:every=4,quorum=2,grace_s=0.5,rejoins=1,overlap={overlap}"
+    strategy += f",fragments={fragments}"
     result = train(TASK, strategy=strategy, ranks=3, inject=inject)
     check_all_is_in(result.run_dir, result.summary)
     lost = [event["rank"] for event in events(result.run_dir, "worker_lost")]

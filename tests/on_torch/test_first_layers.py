@@ -121,3 +121,15 @@ def test_forward_begins_before_the_last_weights_have_come(is_lost: bool) -> None
         assert all(torch.equal(p, torch.full_like(p, 0.5)) for p in parameters)
     finally:
         arriving.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_has_no_calls_of_its_own() -> None:
+    """What it reads is waited for before the call that came before it."""
+    model = nn.Sequential(nn.Linear(3, 4), cast(nn.Module, torch.jit.script(nn.Linear(4, 2))))
+    waits, data = Waits(model), torch.ones(2, 3)
+    passes = FirstLayers(model, list(model.parameters()), cast(Any, waits))
+    for _ in range(2):
+        passes(lambda: model(data))
+    passes.close()
+    assert waits.seen[1:] == [["0.weight", "0.bias", "1.weight", "1.bias"], "all"]

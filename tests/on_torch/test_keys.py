@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack
-from typing import Any
+from threading import Event
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from allranks.job.job import Job
+from allranks.launcher.nodes.channel import Disconnected
 from allranks.torch.parameter_server.flat import FlatLayout
 from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.working.exchange import Exchange
 from allranks.torch.parameter_server.working.keys import Key, Leaving, keys_of
 from allranks.torch.parameter_server.working.laid_out import LaidOut
+from allranks.torch.step.gradients import clip_factor
 from allranks.torch.trainer import Trainer
 from decoupled_tasks import Plain
 
@@ -41,6 +45,10 @@ def test_a_layout_is_cut_from_its_end_on_at_pieces() -> None:
     ]
     assert keys_of(layout, 0, 1000) == [Key(0, 0, 152, (3, 1, 4, 2, 0))]
     assert keys_of(FlatLayout([], made), 0, 1) == []
+    with_empty = [nn.Parameter(torch.zeros(n)) for n in (3, 0, 5)]
+    pieces = [Piece(n, 0, p.numel(), 0, is_whole=True) for n, p in enumerate(with_empty)]
+    found = keys_of(FlatLayout(pieces, with_empty), 0, 1)
+    assert found[0] == Key(0, 12, 32, (2,)), "an empty tensor takes none of its neighbour's bytes"
 
 
 def worker_on_sockets(stack: ExitStack, strategy: str) -> tuple[Exchange, Leaving, list[Any]]:
@@ -97,6 +105,16 @@ def test_keys_leave_while_backward_makes_the_rest() -> None:
             assert not torch.equal(now, then)
 
 
+def test_a_forward_pass_that_a_lost_link_cuts_off_leaves_no_moments() -> None:
+    """Those of the layers that it had passed would count again in the next step."""
+    with ExitStack() as stack:
+        side, _, _ = worker_on_sockets(stack, "ps:mode=async,key_mb=1e-5,transport=sockets")
+        scope = side.strategy.step.scope
+        scope.add_moments(0, torch.ones(3))
+        side.unlink()
+        assert not scope.moments
+
+
 def has_come(servers: list[Any], position: int) -> bool:
     """Whether the servers have all pieces of the gradient of a parameter."""
     found = [
@@ -149,3 +167,43 @@ def test_gradients_of_several_passes_add_up_where_they_are_sent_from(
         assert weight.grad is not None and weight.grad.data_ptr() == view.data_ptr()
     assert torch.equal(flat.views[0], 4 * weights[0]) and torch.equal(flat.views[1], 4 * weights[1])
     assert not flat.views[2].any()
+
+
+def test_a_norm_that_is_no_number_clips_to_that() -> None:
+    """As torch does it, whether a gradient is clipped here or on the servers."""
+    weight = nn.Parameter(torch.zeros(2))
+    for norm in (math.nan, 0.5, 4.0, math.inf):
+        weight.grad = torch.tensor([1.0, 2.0])
+        nn.utils.clip_grads_with_norm_([weight], 1.0, torch.tensor(norm))
+        wanted = weight.grad / torch.tensor([1.0, 2.0])
+        torch.testing.assert_close(torch.full((2,), clip_factor(1.0, norm)), wanted, equal_nan=True)
+
+
+class Cut:
+    """Links of which the first send fails, and others wait until the links are cut."""
+
+    def __init__(self) -> None:
+        self.cut = Event()
+
+    def send(self, server: int, message: Any, *body: Any) -> None:
+        if server == 0:
+            raise Disconnected("it is gone")
+        assert self.cut.wait(COMES_S), "nobody cuts the links"
+
+    def shut(self) -> None:
+        self.cut.set()
+
+
+def test_keys_that_nobody_takes_are_let_go_at_once() -> None:
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    flats = [
+        FlatLayout([Piece(n, 0, 4, n, is_whole=True)], weights).new() for n in range(len(weights))
+    ]
+    keys = [key for n, flat in enumerate(flats) for key in keys_of(flat.layout, n, 1)]
+    leaving = Leaving(keys, flats, weights, cast(Any, Cut()))
+    leaving.begin()
+    with pytest.raises(Disconnected):
+        leaving.finish()
+    begun = time.monotonic()
+    leaving.close()
+    assert time.monotonic() - begun < COMES_S / 2

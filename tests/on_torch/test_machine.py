@@ -64,6 +64,9 @@ def test_where_there_are_roles_the_ranks_alone_have_devices(
     assert device_of(job, replace(here, rank=1, local_rank=1, role="server")).type == "cpu"
     with pytest.raises(RequestError, match="--ranks 2"):
         device_of(job, replace(workers[0], local_ranks=3))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RequestError, match="--ranks 1"):
+        device_of(job, workers[0])  # all processes see the same one
 
 
 def test_an_accelerator_that_this_torch_does_not_know_is_refused_by_name() -> None:

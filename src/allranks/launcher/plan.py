@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,28 +125,8 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
     store = str(Path(job.run_dir) / STORE) if process_set.size > 1 and not seats else ""
     seats = seats or [Seat()] * process_set.size
     devices = devices_seen(job, visible)
-    on_node, on_machine = Counter(s.node for s in seats), Counter(s.machine for s in seats)
-    counted = [member.role.name in RANKS for member in process_set.members]
-    ranks_on_node = Counter(s.node for s, is_rank in zip(seats, counted, strict=True) if is_rank)
-    before: Counter[int] = Counter()
-    ranks_before: Counter[int] = Counter()
     ranks = []
-    for rank, (seat, member) in enumerate(zip(seats, process_set.members, strict=True)):
-        world = World(
-            rank,
-            process_set.size,
-            local_rank=before[seat.node],
-            local_size=on_node[seat.node],
-            node=seat.node,
-            store=store,
-            on_machine=on_machine[seat.machine],
-            role=member.role.name,
-            role_index=0 if process_set.are_all_trainers else member.index,
-            local_index=ranks_before[seat.node] if counted[rank] else -1,
-            local_ranks=ranks_on_node[seat.node],
-        )
-        before[seat.node] += 1
-        ranks_before[seat.node] += counted[rank]
+    for world, seat in zip(_worlds(process_set, seats, store), seats, strict=True):
         threads = str(threads_per_rank(job, world.on_machine))
         environment = {
             **world.variables(),
@@ -163,6 +143,31 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
             defaults |= WORKSPACE_OF_CUBLAS if job.bitwise else {}
         ranks.append(RankPlan(world, environment, seat.host, defaults))
     return Plan(job, shape, tuple(ranks), notes)
+
+
+def _worlds(process_set: ProcessSet, seats: Sequence[Seat], store: str) -> Iterator[World]:
+    """Each process among all, in their order."""
+    counted = [member.role.name in RANKS for member in process_set.members]
+    on_node, on_machine = Counter(s.node for s in seats), Counter(s.machine for s in seats)
+    ranks_on_node = Counter(s.node for s, is_rank in zip(seats, counted, strict=True) if is_rank)
+    before: Counter[int] = Counter()
+    ranks_before: Counter[int] = Counter()
+    for rank, (seat, member) in enumerate(zip(seats, process_set.members, strict=True)):
+        yield World(
+            rank,
+            process_set.size,
+            local_rank=before[seat.node],
+            local_size=on_node[seat.node],
+            node=seat.node,
+            store=store,
+            on_machine=on_machine[seat.machine],
+            role=member.role.name,
+            role_index=0 if process_set.are_all_trainers else member.index,
+            local_index=ranks_before[seat.node] if counted[rank] else -1,
+            local_ranks=ranks_on_node[seat.node],
+        )
+        before[seat.node] += 1
+        ranks_before[seat.node] += counted[rank]
 
 
 def _notes(job: Job, shape: Shape) -> tuple[str, ...]:

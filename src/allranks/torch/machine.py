@@ -22,16 +22,16 @@ DECIDES_BITS = (*OF_THE_HOST, *accelerator.DECIDES_BITS)
 def device_of(job: Job, world: World) -> torch.device:
     """The device of this rank, made the current one.
 
-    Where a launcher lets each process see one device alone (srun --gpus-per-task=1) that is device
-    0 of all of them; `check_own_device` compares which it is. Who is no rank (a server of weights,
-    say) computes on the host.
+    Where another launcher lets each process see one device alone (srun --gpus-per-task=1) that is
+    device 0 of all of them; `check_own_device` compares which it is. Who is no rank (a server of
+    weights, say) computes on the host.
     """
     index, ranks = world.local_rank, world.local_size
     if world.role != TRAINER:
         index, ranks = world.local_index, world.local_ranks
     if job.device == "cpu" or index < 0:
         return torch.device("cpu")
-    sees_one = ranks > 1 and accelerator.count(job.device) == 1
+    sees_one = world.role == TRAINER and ranks > 1 and accelerator.count(job.device) == 1
     check_devices(job, 1 if sees_one else ranks)
     device = torch.device(job.device, 0 if sees_one else index)
     accelerator.use(device)

@@ -13,8 +13,10 @@ SYNCHRONIZER = "synchronizer"
 
 
 def _handed_out(work: Workload, options: Mapping[str, Any]) -> int:
-    """The synchronizer sends the weights to each learner, once for each chunk of it."""
-    return round(work.ranks * sum(work.messages) / int(options["every"]))
+    """The synchronizer sends a fragment to each learner, once for each chunk of it."""
+    weights, *buffers = work.messages
+    each = weights / int(options["fragments"]) + sum(buffers)
+    return round(work.ranks * each / int(options["every"]))
 
 
 def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
@@ -30,16 +32,22 @@ DECOUPLED_CARD = Card(
         "`single` when N = 1, every = 1, quorum = 1, lr = 1, momentum = 0 and the optimizer is SGD"
     ),
     bytes_sent=_handed_out,
-    bytes_formula="N · (weights + buffers) / every, from the synchronizer; "
-    "a learner sends (weights + buffers) / every",
-    memory="a learner: weights + gradients + optimizer, and 2 more weights, and with inner=kept 2 "
-    "or more optimizers; the synchronizer: weights + momentum, as many weights as there are "
-    "learners whose findings wait, and with inner=kept the optimizer of each learner",
+    bytes_formula="N · (weights / fragments + buffers) / every, from the synchronizer; "
+    "a learner sends (weights / fragments + buffers) / every",
+    memory="a learner: weights + gradients + optimizer, and 2 more weights (4 with fragments), and "
+    "with inner=kept 2 or more optimizers; the synchronizer: weights + momentum, as many weights "
+    "as there are learners whose findings wait, and with inner=kept the optimizer of each learner",
     many_ranks=True,
     agreement=Agreement(lockstep=False),
     roles=_roles,
     options=(
         Option("every", 16, "steps that a learner makes between two exchanges", at_least=1),
+        Option(
+            "fragments",
+            1,
+            "parts of the model, of which each exchange has one, in turns",
+            at_least=1,
+        ),
         Option(
             "quorum", 0, "learners of which something has come before a merge; 0: all", at_least=0
         ),

@@ -9,8 +9,9 @@ to that of a half; the third one is int64. Its order is that of the model, alike
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ class Numbers:
     def buffers(self) -> tuple[Buffer, Buffer]:
         """The bytes of both, where they lie; to be used before they change."""
         return _bytes(self.weights), _bytes(self.counts)
+
+    def part(self, parts: Sequence[slice], rest: int) -> list[Buffer]:
+        """The bytes of these parts of the weights, of those from `rest` on, and of the counts."""
+        pieces = [self.weights[part] for part in (*parts, slice(rest, None))]
+        return [_bytes(one) for one in (*pieces, self.counts)]
 
     @property
     def nbytes(self) -> int:
@@ -97,10 +103,17 @@ class FlatModel:
         real = self.parameters + sum(reals(b).numel() for b in self._real)
         return real * self.type.itemsize + 8 * sum(b.numel() for b in self._whole)
 
-    def take(self, body: memoryview) -> Numbers:
-        """The numbers in the bytes of a message, in the same memory."""
-        if len(body) != self.nbytes:
-            raise ValueError(f"{len(body)} bytes for weights of {self.nbytes}")
+    def fragments(self, count: int) -> list[slice]:
+        """The parameters among the numbers, cut into so many parts of equal size but for one."""
+        ends = [round(self.parameters * n / count) for n in range(count + 1)]
+        return [slice(*pair) for pair in pairwise(ends)]
+
+    def take(self, body: memoryview, parameters: int | None = None) -> Numbers:
+        """The numbers in the bytes of a message, in the same memory: of so many parameters."""
+        left_out = 0 if parameters is None else self.parameters - parameters
+        nbytes = self.nbytes - left_out * self.type.itemsize
+        if len(body) != nbytes:
+            raise ValueError(f"{len(body)} bytes for weights of {nbytes}")
         whole = 8 * sum(b.numel() for b in self._whole)
         flat = torch.frombuffer(body, dtype=torch.uint8)
         cut = len(body) - whole

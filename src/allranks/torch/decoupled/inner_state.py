@@ -24,7 +24,7 @@ from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
 from allranks.torch.state import copied
 from allranks.torch.strategies.base import Strategy
 
-OPTIMIZER = "optimizer"
+OPTIMIZER, REST = "optimizer", "rest"
 _LENGTH = struct.Struct("!Q")
 
 
@@ -41,6 +41,16 @@ def inner_state(strategy: Strategy) -> Any:
 def load_inner_state(strategy: Strategy, state: Any) -> None:
     """Take up what `inner_state` returned; weights stay as they are."""
     strategy.load_state({**strategy.state(), OPTIMIZER: state})
+
+
+def with_rest(state: Any, rest: Any) -> Any:
+    """The state with what was found and not brought; without any it is the state itself."""
+    return state if rest is None else {OPTIMIZER: state, REST: rest}
+
+
+def without_rest(state: Any) -> Any:
+    """The state alone."""
+    return state[OPTIMIZER] if REST in state else state
 
 
 def packed(state: Any, most_bytes: int) -> list[Buffer]:

@@ -6,6 +6,11 @@ learners have brought something (`quorum`); the caller may merge before, when it
 
     theta <- outer(theta, sum_k n_k delta_k / sum_k n_k)         n_k: samples since k's last merge
 
+With fragments a finding is of one fragment of the parameters: all that its learner has found there
+since it has last brought that one, with the samples of all this time. Each fragment moves by
+itself, and has a momentum of its own. At the end of the job learners bring the rest: what they have
+found in the fragments that they had not brought.
+
 A late finding counts in the next merge as any other: it is the way from the version that it began
 from, whatever the weights are by then (Decoupled DiLoCo, arXiv 2604.21428). Buffers are statistics,
 of which two changes do not add up: they become the same mean of what learners have now. Counts are
@@ -14,7 +19,9 @@ those of the finding with most samples.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -27,7 +34,10 @@ from allranks.training.dispatch.ledger import Ledger
 
 @dataclass(frozen=True)
 class Work:
-    """What a learner says of a chunk: which, from which version, and the sums of its steps."""
+    """What a learner says of a chunk: which, from which version, and the sums of its steps.
+
+    What it has found comes along for one `fragment`, of `share` samples; it `owes` the others.
+    """
 
     chunk: int
     version: int
@@ -35,19 +45,39 @@ class Work:
     loss: float
     weight: float
     rate: float
+    fragment: int = 0
+    share: int = -1
+    owes: bool = False
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Work:
         """What came in a message; raises `ValueError` or `KeyError` for what is none."""
-        whole = (int(data[name]) for name in ("chunk", "version", "samples"))
-        return cls(*whole, *(float(data[name]) for name in ("loss", "weight", "rate")))
+        kinds: dict[str, Any] = {"int": int, "float": float, "bool": bool}
+        return cls(**{one.name: kinds[str(one.type)](data[one.name]) for one in fields(cls)})
+
+    @property
+    def counted(self) -> int:
+        """The samples that its finding is of."""
+        return self.samples if self.share < 0 else self.share
+
+
+@dataclass
+class Part:
+    """What one learner has found in one fragment, (n,), and of how many samples."""
+
+    delta: Tensor
+    samples: int
+
+    def add(self, other: Part) -> None:
+        self.delta, self.samples = other.delta.add_(self.delta), self.samples + other.samples
 
 
 @dataclass
 class Finding:
-    """What one learner has brought since its last merge."""
+    """What one learner has brought since its last merge: by fragments, and its buffers."""
 
-    delta: Tensor
+    parts: dict[int, Part]
+    buffers: Tensor
     counts: Tensor
     work: list[Work]
 
@@ -82,18 +112,47 @@ class Merged:
 
 @dataclass
 class Merging:
-    """The global weights `theta`, of which the first `parameters` move by the `outer` optimizer."""
+    """The global weights `theta`, of which the first `parameters` move by the `outer` optimizer.
+
+    `parts` are the fragments of these, all of them one unless it is said. `owing` are the learners
+    that have found what they have not brought.
+    """
 
     theta: Numbers
     parameters: int
     outer: OuterOptimizer
     ledger: Ledger
     quorum: int = 1
+    parts: list[slice] = field(default_factory=list)
     version: int = 0
     samples: int = 0
     """All samples that are in the weights."""
     clocks: dict[int, Clock] = field(default_factory=dict)
     found: dict[int, Finding] = field(default_factory=dict)
+    owing: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.parts = self.parts or [slice(0, self.parameters)]
+        self.outers = [copy.deepcopy(self.outer) for _ in self.parts]
+        self.changed_at = [self.version] * len(self.parts)
+        """The version in which each fragment has moved last."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that was found is in the weights."""
+        return self.ledger.is_over and not self.owing and not self.found
+
+    @property
+    def fragment(self) -> int:
+        """The fragment that learners are to bring next: they take turns."""
+        return self.version % len(self.parts)
+
+    def size_of(self, fragment: int) -> int:
+        """How many numbers a fragment has; raises `ValueError` for one that is none."""
+        if not 0 <= fragment < len(self.parts):
+            raise ValueError(f"fragment {fragment} of {len(self.parts)}")
+        part = self.parts[fragment]
+        return int(part.stop - part.start)
 
     @property
     def waiting(self) -> set[int]:
@@ -103,21 +162,35 @@ class Merging:
     def bring(self, learner: int, work: Work, delta: Numbers) -> bool:
         """Take what a learner has found; returns whether it counts: its chunk may be done.
 
-        `delta` is old minus new of the parameters, and the new values of the buffers. The memory
-        is taken over.
+        `delta` is old minus new of the parameters of its fragment, and the new values of the
+        buffers. The memory is taken over.
         """
         if self.ledger.is_done(work.chunk) or work.chunk in self.waiting:
             return False
         self.ledger.came(work.chunk)
-        known = self.found.get(learner)
-        if known is None:
-            self.found[learner] = Finding(delta.weights, delta.counts, [work])
-        else:
-            delta.weights[: self.parameters].add_(known.delta[: self.parameters])
-            known.delta = delta.weights
-            known.counts = delta.counts
-            known.work.append(work)
+        (self.owing.add if work.owes else self.owing.discard)(learner)
+        cut = self.size_of(work.fragment)
+        buffers = delta.weights[cut:]
+        known = self.found.setdefault(learner, Finding({}, buffers, delta.counts, []))
+        known.buffers, known.counts = buffers, delta.counts
+        known.work.append(work)
+        self._add(known, work.fragment, Part(delta.weights[:cut], work.counted))
         return True
+
+    def bring_rest(self, learner: int, shares: Sequence[int], delta: Numbers) -> None:
+        """Take what a learner has found in all fragments and not brought, of so many samples."""
+        self.owing.discard(learner)
+        known = self.found.setdefault(learner, Finding({}, delta.weights[:0], delta.counts, []))
+        for fragment, (part, samples) in enumerate(zip(self.parts, shares, strict=True)):
+            if samples:
+                self._add(known, fragment, Part(delta.weights[part], samples))
+
+    @staticmethod
+    def _add(known: Finding, fragment: int, part: Part) -> None:
+        if fragment in known.parts:
+            known.parts[fragment].add(part)
+        else:
+            known.parts[fragment] = part
 
     @property
     def is_due(self) -> bool:
@@ -134,15 +207,12 @@ class Merging:
     def merge(self) -> Merged:
         """Move the weights by all that has come."""
         found, total = self.found, sum(one.samples for one in self.found.values())
-        mean = torch.zeros_like(self.theta.weights)
-        for one in found.values():
-            if one.samples:
-                mean.add_(one.delta, alpha=one.samples / total)
-        if total:
-            self.theta.weights[self.parameters :] = mean[self.parameters :]
         work = [w for one in found.values() for w in one.work]
         rate = work[-1].rate
-        self.outer.step(self.theta.weights[: self.parameters], mean[: self.parameters], rate)
+        self._move(rate)
+        if total:
+            seen = [Part(one.buffers, one.samples) for one in found.values()]
+            self.theta.weights[self.parameters :] = _mean(seen)
         largest = max(found.values(), key=lambda one: one.samples)
         self.theta.counts.copy_(largest.counts)
         oldest = min(w.version for w in work)
@@ -151,7 +221,6 @@ class Merging:
         for learner, one in found.items():
             before = self.clocks.get(learner, Clock())
             self.clocks[learner] = Clock(one.work[-1].chunk, before.samples + one.samples)
-        self.version += 1
         self.samples += total
         self.found = {}
         return Merged(
@@ -166,13 +235,39 @@ class Merging:
             max(0, self.version - 1 - oldest),
         )
 
+    @torch.no_grad()
+    def merge_rest(self) -> None:
+        """Move the weights by the rest of what was found; no sample is counted again."""
+        self._move(0.0)
+        self.found = {}
+
+    def _move(self, rate: float) -> None:
+        """A new version: each fragment of which something was found moves by the mean of it."""
+        self.version += 1
+        for fragment, (part, outer) in enumerate(zip(self.parts, self.outers, strict=True)):
+            brought = [one.parts[fragment] for one in self.found.values() if fragment in one.parts]
+            if brought:
+                outer.step(self.theta.weights[part], _mean(brought), rate)
+                self.changed_at[fragment] = self.version
+
+    def _momentum(self) -> Tensor | None:
+        """That of all fragments, zeros for one that has not moved."""
+        if all(outer.momentum is None for outer in self.outers):
+            return None
+        kept = torch.zeros_like(self.theta.weights[: self.parameters])
+        for part, outer in zip(self.parts, self.outers, strict=True):
+            if outer.momentum is not None:
+                kept[part] = outer.momentum
+        return kept
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the weights; what was not merged is handed out again."""
         return {
             "version": self.version,
             "samples": self.samples,
-            "momentum": None if self.outer.momentum is None else self.outer.momentum.clone(),
+            "momentum": self._momentum(),
             "ledger": self.ledger.state(),
+            "owing": sorted(self.owing),
             "clocks": {learner: asdict(clock) for learner, clock in self.clocks.items()},
         }
 
@@ -180,8 +275,19 @@ class Merging:
         """Take up what `state` returned; the weights are taken up by themselves."""
         self.version, self.samples = int(state["version"]), int(state["samples"])
         momentum = state["momentum"]
-        self.outer.momentum = None if momentum is None else momentum.clone()
+        for part, outer in zip(self.parts, self.outers, strict=True):
+            outer.momentum = None if momentum is None else momentum[part].clone()
+        self.changed_at = [self.version] * len(self.parts)
         self.ledger.load_state(state["ledger"])
         clocks = state.get("clocks", {})  # older checkpoints have none
         self.clocks = {learner: Clock(**clock) for learner, clock in clocks.items()}
-        self.found = {}
+        self.found, self.owing = {}, set(state.get("owing", ()))
+
+
+def _mean(found: Sequence[Part]) -> Tensor:
+    """The mean of what was found, by samples; zeros where there was no sample."""
+    total, mean = sum(one.samples for one in found), torch.zeros_like(found[0].delta)
+    for one in found:
+        if one.samples:
+            mean.add_(one.delta, alpha=one.samples / total)
+    return mean

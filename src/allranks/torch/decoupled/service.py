@@ -5,13 +5,16 @@ hears of merges, evaluates and saves meanwhile. All touch the weights under one 
 it takes to add two of them. Each answer is made at once: no learner waits for another one.
 
     hello  learner, digest, holds (its chunks)             -> version, waits, work; body: weights
-    found  a `Work`; body: old minus new                   -> version, waits, work; body: weights
+    found  a `Work`; body: old minus new, of its fragment  -> the same, and whether it `counts`
+    rest   the samples of each fragment; body: all         -> the same
     ask                                                    -> the same
     inner  the chunk; body: the optimizer after it         -> nothing
 
-`work` is a chunk ("first", "steps", …), `null` where there is nothing to do for the moment, or
-"over". The weights come along where they are newer than those the learner has; `waits` are the
-chunks that it has brought and that are in no version yet. With `keep` the synchronizer asks for the
+`work` is a chunk ("first", "steps", …), `null` where there is nothing to do for the moment, "over",
+or "rest", where all chunks are done and this learner has not brought all that it found. Of the
+weights those `fragments` come along that are newer than those the learner has, and the buffers;
+`fragment` is the one that it brings next; `waits` are the chunks that it has brought and that are
+in no version yet. With `keep` the synchronizer asks for the
 inner optimizer as it was after a chunk, for a checkpoint; a learner whose process is a new one
 (`fresh`) is sent the one of the last checkpoint behind its first answer.
 """
@@ -28,11 +31,11 @@ from allranks.launcher.messages.answering import Answering
 from allranks.launcher.messages.connection import Connection
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.torch.decoupled.flat import FlatModel, Numbers
-from allranks.torch.decoupled.inner_state import largest, packed, unpacked
+from allranks.torch.decoupled.inner_state import largest, packed, unpacked, without_rest
 from allranks.torch.decoupled.merging import Merged, Merging, Work
 from allranks.training.dispatch.ledger import Chunk
 
-OVER = "over"
+OVER, REST = "over", "rest"
 Report = Callable[..., None]
 
 
@@ -56,6 +59,10 @@ class Service(Answering):
         super().__init__(listener, secret, largest(flat.nbytes))
         self.inner: dict[int, tuple[int, Any]] = {}
         """Of each learner a chunk, and the inner optimizer as it was after that."""
+        self.resumed = set[int]()
+        """The learners of whom that is of the checkpoint that was resumed, and who have not come:
+        what they had not brought then goes on with them. What others have kept is with them, or
+        lost with them."""
         self._keeps, self._wanted = keeps, dict[int, int]()
         self.merging, self._flat = merging, flat
         self._grace_s, self._report, self._samples_of = grace_s, report, samples_of
@@ -73,7 +80,7 @@ class Service(Answering):
     def merges(self, timeout_s: float) -> list[Merged]:
         """The merges since the last call; waits up to `timeout_s` for the first."""
         with self.changed:
-            if not self._merges and not self.merging.ledger.is_over:
+            if not self._merges and not self.merging.is_over:
                 self.changed.wait_for(lambda: self._merges, timeout_s)
             found, self._merges = self._merges, []
             return found
@@ -129,6 +136,8 @@ class Service(Answering):
             known = [n for n in holds if 0 <= n < ledger.chunks and not ledger.is_done(n)]
             for number in known:
                 ledger.take(learner, number)
+            is_resumed = learner in self.resumed
+            self.resumed.discard(learner)
         if before is not None:
             before.shut()
         connection.given = -1
@@ -137,7 +146,8 @@ class Service(Answering):
         work = None if known else self._work_for(learner)
         self._send_answer(learner, connection, work, follows=inner is not None)
         if inner is not None:
-            connection.send({"inner": inner[0]}, *packed(inner[1], largest(self._flat.nbytes)))
+            state = inner[1] if is_resumed else without_rest(inner[1])
+            connection.send({"inner": inner[0]}, *packed(state, largest(self._flat.nbytes)))
         return learner
 
     def answer(
@@ -152,41 +162,73 @@ class Service(Answering):
                     del self._wanted[learner]
                 self.changed.notify_all()
             return
+        counts = True
         if "work" in message:
-            work, delta = Work.from_data(message["work"]), self._flat.take(body)
+            counts = self._take(learner, Work.from_data(message["work"]), body)
+        elif "rest" in message:
+            shares = [int(samples) for samples in message["rest"]]
             with self.changed:
-                if not 0 <= work.chunk < self.merging.ledger.chunks:
-                    raise Disconnected(f"it trained with chunk {work.chunk}, which is none")
-                was_empty = not self.merging.found
-                self.merging.bring(learner, work, delta)
-                if was_empty and self.merging.found:
-                    self._since = time.monotonic()
-                if self.merging.is_due:
-                    self._merge()
-                self.changed.notify_all()
-        self._send_answer(learner, connection, self._work_for(learner))
+                self.merging.bring_rest(learner, shares, self._flat.take(body))
+                self._since = time.monotonic()
+                self._merge_rest()
+        self._send_answer(learner, connection, self._work_for(learner), counts=counts)
+
+    def _take(self, learner: int, work: Work, body: memoryview) -> bool:
+        """Take what was found in a chunk; whether it counts."""
+        merging = self.merging
+        delta = self._flat.take(body, merging.size_of(work.fragment))
+        with self.changed:
+            if not 0 <= work.chunk < merging.ledger.chunks:
+                raise Disconnected(f"it trained with chunk {work.chunk}, which is none")
+            was_empty = not merging.found
+            counts = merging.bring(learner, work, delta)
+            if was_empty and merging.found:
+                self._since = time.monotonic()
+            if merging.is_due:
+                self._merge()
+            self.changed.notify_all()
+        return counts
+
+    def _merge_rest(self) -> None:
+        """Merge the rest of all learners once nobody owes any."""
+        merging = self.merging
+        if merging.ledger.is_over and merging.found and not merging.owing:
+            merging.merge_rest()
+        self.changed.notify_all()
 
     def _work_for(self, learner: int) -> Any:
         with self.changed:
-            if self.is_over or self.merging.ledger.is_over:
+            if self.is_over:
                 return OVER
+            if self.merging.ledger.is_over:
+                return REST if learner in self.merging.owing else OVER
             chunk = self.merging.ledger.next_for(learner, self.merging.waiting)
             return None if chunk is None else dataclasses.asdict(chunk)
 
     def _send_answer(
-        self, learner: int, connection: Connection, work: Any, *, follows: bool = False
+        self,
+        learner: int,
+        connection: Connection,
+        work: Any,
+        *,
+        follows: bool = False,
+        counts: bool = True,
     ) -> None:
         with self.changed:
             version, numbers = self._newest()
+            merging = self.merging
+            newer = [n for n, at in enumerate(merging.changed_at) if at > connection.given]
+            next_fragment = merging.fragment
             own = self.merging.found.get(learner)
             waits = [] if own is None else [one.chunk for one in own.work]
             keep = self._wanted.get(learner, -1)
             if self._keeps and work == OVER and learner in self.merging.clocks:
                 keep = self.merging.clocks[learner].chunk  # it leaves: a last checkpoint may follow
         is_new, connection.given = version != connection.given, version
-        header = {"version": version, "waits": waits, "work": work}
-        header |= {"inner": follows, "keep": keep}
-        connection.send(header, *(numbers.buffers if is_new else ()))
+        header = {"version": version, "waits": waits, "work": work, "counts": counts}
+        header |= {"inner": follows, "keep": keep, "fragments": newer, "fragment": next_fragment}
+        parts = [merging.parts[n] for n in newer]
+        connection.send(header, *(numbers.part(parts, merging.parameters) if is_new else ()))
 
     def _newest(self) -> tuple[int, Numbers]:
         """The weights of this version, in memory that does not change; one copy for all."""
@@ -196,7 +238,10 @@ class Service(Answering):
         return self._published
 
     def _merge(self) -> None:
-        self._merges.append(self.merging.merge())
+        if self.merging.ledger.is_over:
+            self.merging.merge_rest()
+        else:
+            self._merges.append(self.merging.merge())
         self.changed.notify_all()
 
     def _watch_the_clock(self) -> None:
@@ -221,6 +266,8 @@ class Service(Answering):
             self._wanted.pop(learner, None)
             self.changed.notify_all()
             freed = self.merging.ledger.lost(learner)
+            self.merging.owing.discard(learner)
+            self._merge_rest()
             over = self.is_over or self.merging.ledger.is_over
             version = self.merging.version
         if not over:

@@ -56,7 +56,9 @@ class Decoupled(Strategy):
         return local, Gradients(self.step.parameters)
 
     def messages(self) -> tuple[int, ...]:
-        return (FlatModel(self.model).nbytes,)
+        flat = FlatModel(self.model)
+        weights = flat.parameters * flat.type.itemsize
+        return weights, flat.nbytes - weights
 
     def promised_bytes(self) -> int:
         work = Workload(self.messages(), self.learners, self.task.shards)

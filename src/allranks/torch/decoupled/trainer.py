@@ -59,7 +59,7 @@ class SynchronizerTrainer(Trainer):
                 self.heartbeat.collective()
                 yield [merged]
                 self.heartbeat.enter("exchange")
-            if not merges and service.merging.ledger.is_over:
+            if not merges and service.merging.is_over:
                 break
         service.is_over = True
         self.comm.sent.update(service.sent_by_kind())
@@ -114,9 +114,11 @@ class SynchronizerTrainer(Trainer):
         ledger = Ledger(steps, options["every"], self.job.ranks, done.batch_index)
         outer = Nesterov(options["lr"], options["momentum"])
         quorum = options["quorum"] or self.strategy.learners
-        merging = Merging(flat.read(), flat.parameters, outer, ledger, quorum)
+        parts = flat.fragments(min(options["fragments"], max(1, flat.parameters)))
+        merging = Merging(flat.read(), flat.parameters, outer, ledger, quorum, parts)
         if self.strategy.merged is not None:
             merging.load_state(self.strategy.merged)
+            merging.owing &= set(range(self.job.ranks))
         self._flat = flat
         listener, secret = listen(self.world), self.world.secret
         grace_s, report = options["grace_s"], self._told
@@ -127,6 +129,7 @@ class SynchronizerTrainer(Trainer):
         )
         kept = (self.strategy.merged or {}).get("inner", {})
         self.service.inner = {k: (one["chunk"], one["state"]) for k, one in kept.items()}
+        self.service.resumed = set(kept)
         self.service.start()
         self._taken.undone_by(self.service.close)
         return self.service

@@ -35,7 +35,7 @@ from allranks.torch.parameter_server.tables.carried import (
     take_tables,
 )
 from allranks.torch.step.changes import unfrozen_on_the_way
-from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.gradients import Gradients, clip_factor
 from allranks.torch.step.tally import Tally
 from allranks.training.progress import StepResult
 
@@ -274,8 +274,7 @@ class RemoteGradients(Gradients):
         return torch.tensor(self.norm(clips=clips, left_out=left_out), dtype=torch.float64)
 
     def clip_(self, limit: float, norm: float | Tensor) -> None:
-        """As torch clips: by the limit over the norm and 1e-6, where that is less than 1."""
-        self.factor *= min(1.0, limit / (float(norm) + 1e-6))
+        self.factor *= clip_factor(limit, norm)
 
     def apply(self) -> None:
         """The servers are to update with it, at the rates that the optimizer has now."""

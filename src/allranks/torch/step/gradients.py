@@ -80,6 +80,12 @@ class Gradients:
         clip_grads_with_norm_(self.parameters, limit, as_tensor(norm, self.parameters[0]))
 
 
+def clip_factor(limit: float, norm: float | Tensor) -> float:
+    """What torch multiplies a gradient of this length by; not a number where the norm is none."""
+    factor = limit / (float(norm) + 1e-6)
+    return 1.0 if factor > 1 else factor
+
+
 def multiply_(tensors: list[Tensor], factor: float | Tensor) -> None:
     """All of them in as few launches as there are types."""
     if isinstance(factor, Tensor):

@@ -13,7 +13,7 @@ from allranks.torch.parameter_server.links import Links, Stale
 from allranks.torch.parameter_server.tables.lookups import Lookups
 from allranks.torch.parameter_server.tables.placed import PlacedTable, body_of, rows_in
 from allranks.torch.parameter_server.tables.row_table import split
-from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.gradients import Gradients, clip_factor
 
 Found = dict[str, tuple[Tensor, Tensor]]
 """For each table (ids, gradient)."""
@@ -103,6 +103,6 @@ class RowGradients(Gradients):
 
     def clip_(self, limit: float, norm: float | Tensor) -> None:
         super().clip_(limit, norm)
-        factor = min(1.0, limit / (float(norm) + 1e-6))  # as torch clips
+        factor = clip_factor(limit, norm)
         for _, gradient in self.found.values():
             gradient.mul_(factor)

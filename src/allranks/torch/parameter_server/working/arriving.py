@@ -115,7 +115,9 @@ class FirstLayers:
         self._counts = list[int]()
         self._is_on, self._at = False, 0
         self._hooks = [
-            module.register_forward_pre_hook(self._before_call) for module in model.modules()
+            module.register_forward_pre_hook(self._before_call)
+            for module in model.modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # it has no hooks
         ]
 
     def __call__(self, forward: Callable[[], Any]) -> Any:

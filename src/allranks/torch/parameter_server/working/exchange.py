@@ -110,8 +110,9 @@ class Exchange:
         )
 
     def unlink(self) -> None:
-        """Leave the servers."""
+        """Leave the servers; of a forward pass that this has cut off nothing is counted."""
         step = self.strategy.step
+        step.scope.moments.clear()
         step.on_gradient = None
         if self.leaving is not None:
             self.leaving.close()
@@ -246,6 +247,8 @@ class Exchange:
 
     def compute(self, batch: Batch) -> Tally:
         """Forward and backward; gradients are left in `gradients`, and leave from there."""
+        if self.leaving is not None:
+            self.leaving.drop()
         self.laid_out.begin()
         found = self.strategy.accumulate(batch, self._before_last)
         self.laid_out.settle()

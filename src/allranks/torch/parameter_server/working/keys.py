@@ -14,16 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from allranks.launcher.nodes.channel import Disconnected
 from allranks.torch.parameter_server.flat import Flat, FlatLayout, cut
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.tables.remote import RowGradients
+from allranks.torch.step.gradients import clip_factor, gradient_taken
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,11 @@ def keys_of(layout: FlatLayout, server: int, least_bytes: int) -> list[Key]:
     """Keys of at least so many bytes, but for the last; the end of the layout comes first."""
     found = list[Key]()
     stop, pieces = layout.nbytes, list[int]()
-    for piece in sorted(range(len(layout.pieces)), key=lambda n: layout.starts[n], reverse=True):
+
+    def lies_at(piece: int) -> tuple[int, bool]:  # one without a number begins where the next does
+        return layout.starts[piece], layout.pieces[piece].numbers > 0
+
+    for piece in sorted(range(len(layout.pieces)), key=lies_at, reverse=True):
         pieces.append(piece)
         start = layout.starts[piece]
         if stop - start >= least_bytes or start == 0:
@@ -76,10 +79,14 @@ class Leaving:
 
     def begin(self) -> None:
         """A key may leave once the next backward pass has finished it."""
-        self._wait()  # for those of a step that was no step
         self.is_open = True
         self._pending = {key: len(key.pieces) for key in self.keys}
         self._finished.clear()
+
+    def drop(self) -> None:
+        """Before the passes of a step: what has left in one that was no step is forgotten."""
+        self._wait()
+        self.is_open = False
 
     @torch.no_grad()
     def finished(self, position: int) -> None:
@@ -120,14 +127,15 @@ class Leaving:
         self._wait()
 
     def _wait(self) -> None:
-        sent, self._sent = self._sent, []
-        for one in sent:
+        for one in self._sent:
             one.result()
+        self._sent = []
 
     def _lay_down(self, key: Key, piece: int, position: int) -> None:
         """Copy a gradient that backward has left elsewhere: of a tensor that is cut, say."""
         flat, gradient = self._flats[key.server], self._parameters[position].grad
-        assert gradient is not None
+        if gradient is None:
+            raise gradient_taken(self._parameters[position])
         view = flat.views[piece]
         dense: Tensor = gradient.to_dense() if gradient.is_sparse else gradient
         if dense.data_ptr() != view.data_ptr():
@@ -139,13 +147,10 @@ class Leaving:
 
     def close(self) -> None:
         """The servers are left; what is under way may have come there, or not."""
-        if self._sent:
+        if not all(one.done() for one in self._sent):
             self._links.shut()
-        for one in self._sent:
-            with suppress(Disconnected):
-                one.result()
         self._sent, self.is_open = [], False
-        self._sender.shutdown()
+        self._sender.shutdown(cancel_futures=True)
 
 
 class LeftGradients(RowGradients):
@@ -170,4 +175,4 @@ class LeftGradients(RowGradients):
         return abs(self.factor) * super().norm_unread(clips=clips, left_out=left_out)
 
     def clip_(self, limit: float, norm: float | Tensor) -> None:
-        self.factor *= min(1.0, limit / (float(norm) + 1e-6))  # as torch clips
+        self.factor *= clip_factor(limit, norm)
