@@ -66,6 +66,7 @@ def main() -> None:
     """Train, and write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each method")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="digits alone, in a minute")
     parser.add_argument("--task", action="append", choices=TASKS, help="only this one")
     parser.add_argument("--method", action="append", help="only this one")
@@ -83,10 +84,18 @@ def main() -> None:
     else:
         steps = {name: asked.steps or task.steps for name, task in tasks.items()}
         settings = {"seeds": seeds, "ranks": 4, "steps": steps, "methods": methods}
+        settings["first_seed"] = asked.first_seed
         record = start_record("quality", settings)
         until = time.monotonic() + asked.seconds
         ends = {
-            name: _trained(name, task, steps[name], methods, seeds, until)
+            name: _trained(
+                name,
+                task,
+                steps[name],
+                methods,
+                range(asked.first_seed, asked.first_seed + seeds),
+                until,
+            )
             for name, task in tasks.items()
         }
     found = [one for task, own in ends.items() for one in _beside_ddp(task, own)]
@@ -100,12 +109,12 @@ Ends = dict[str, list[dict[str, Any]]]
 
 
 def _trained(
-    name: str, task: Trained, steps: int, methods: tuple[str, ...], seeds: int, until: float
+    name: str, task: Trained, steps: int, methods: tuple[str, ...], seeds: range, until: float
 ) -> Ends:
     """Trainings, of which none begins after `until`; methods that had none are left out."""
     ends: Ends = {method: [] for method in methods}
     settings = tuple(s if "total_steps" not in s else f"total_steps={steps}" for s in task.settings)
-    for seed in range(seeds):
+    for seed in seeds:
         for method in methods:
             if time.monotonic() > until:
                 continue
@@ -124,12 +133,13 @@ def _end_of(run: Ran) -> dict[str, Any]:
 
 
 def _joined(paths: list[Path]) -> dict[str, Ends]:
-    """All trainings of the parts; of one method on one task those of the first part count."""
+    """All trainings of the parts, those of one method on one task in the order of the parts."""
     ends: dict[str, Ends] = {}
     for path in paths:
         for sample in json.loads(path.read_text())["samples"]:
             known = ends.setdefault(sample["task"], {})
-            ends[sample["task"]] = {**sample["ends"], **known}
+            for method, own in sample["ends"].items():
+                known.setdefault(method, []).extend(own)
     return ends
 
 

@@ -87,7 +87,7 @@ def test_the_outer_momentum_follows_the_gradient_and_not_its_reverse() -> None:
 def test_each_fragment_moves_by_what_was_found_there_and_by_a_momentum_of_its_own() -> None:
     """Of three weights in two fragments: golden, with the samples since a fragment was brought."""
     parts = [slice(0, 2), slice(2, 3)]
-    merging = Merging(numbers(0, 0, 0, 5), 3, Nesterov(1.0, 0.5), Ledger(8, 1, 1), 1, parts)
+    merging = Merging(numbers(0, 0, 0, 5), 3, Nesterov(1.0, 0.5), Ledger(3, 1, 1), 1, parts)
     assert merging.bring(0, replace(work(0, 10), owes=True), numbers(1, 2, 7))
     assert merging.bring(1, replace(work(1, 30), share=90), numbers(3, 4, 9))
     merging.merge()
@@ -109,15 +109,13 @@ def test_each_fragment_moves_by_what_was_found_there_and_by_a_momentum_of_its_ow
             merging.size_of(fragment)
 
 
-def test_what_is_not_brought_is_kept_and_a_chunk_that_does_not_count_is_undone() -> None:
+def test_what_is_not_brought_is_kept_for_its_turn() -> None:
     """Two fragments of one weight each; the turn is always that of the first."""
     rest = Rest(FlatModel(nn.Linear(1, 1).double()), 2)
     assert rest.kept is not None
     first, second = (rest.brings(numbers(*found), 10) for found in ((1, 2), (4, 8)))
     assert [one.sent.weights.tolist() for one in (first, second)] == [[1], [4]]
     assert rest.kept.tolist() == [0, 10] and rest.shares == [0, 20]
-    rest.undo(second)
-    assert rest.kept.tolist() == [0, 2] and rest.shares == [0, 10]
     brought = [rest.brings(numbers(1, 1), 1).fragment for _ in range(6)]
     assert brought == [0, 0, 1, 0, 0, 0], "a turn that was missed for long comes all the same"
     saved = rest.state()
@@ -126,6 +124,47 @@ def test_what_is_not_brought_is_kept_and_a_chunk_that_does_not_count_is_undone()
     rest.load(saved)
     assert (rest.kept.tolist(), rest.shares) == ([0, 3], [0, 3])
     assert rest.all()[0] == [0, 3] and rest.shares == [0, 0]
+
+
+def test_the_rest_is_taken_once_and_at_the_end() -> None:
+    parts = [slice(0, 1), slice(1, 2)]
+    merging = Merging(numbers(0, 0), 2, Nesterov(1.0, 0.0), Ledger(1, 1, 1), 1, parts)
+    merging.bring_rest(0, [5, 5], numbers(9, 9))
+    assert not merging.found, "no chunk is done"
+    merging.bring(0, replace(work(0, 10), owes=True), numbers(1))
+    assert not merging.is_over
+    merging.merge()
+    assert not merging.is_over and merging.owing == {0}
+    for _ in range(2):
+        merging.bring_rest(0, [0, 10], numbers(7, 2))
+    merging.merge_rest()
+    assert merging.theta.weights.tolist() == [-1, -2] and merging.is_over
+    with pytest.raises(ValueError, match="shares"):
+        merging.bring_rest(0, [-1, 1], numbers(1, 1))
+
+
+def test_fragments_of_two_answers_do_not_lie_in_one_memory() -> None:
+    """After a link has broken two answers come before the first is taken up."""
+    job = Job(strategy="decoupled:fragments=2", ranks=1, precision="fp64")
+    with Trainer(Plain(), job, world=_learner(0)) as trainer:
+        learner = Learner(trainer, 1, fragments=2)
+        flat, parts = learner.flat, learner.flat.fragments(2)
+        whole, newer = flat.read(), flat.read()
+        newer.weights += 1
+        answers = [
+            (whole.part(parts, flat.parameters), [0, 1]),
+            (newer.part(parts[1:], flat.parameters), [1]),
+        ]
+        bodies = []
+        for pieces, _ in answers:
+            came = b"".join(map(bytes, pieces))
+            bodies.append(learner.place({}, len(came)))
+            bodies[-1][:] = came
+        for body, (_, fragments) in zip(bodies, answers, strict=True):
+            learner.take({"version": 1, "waits": [], "fragments": fragments, "fragment": 0}, body)
+        found = flat.read().weights
+        assert torch.equal(found[parts[0]], whole.weights[parts[0]])
+        assert torch.equal(found[parts[1]], newer.weights[parts[1]])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -506,12 +545,26 @@ def test_a_learner_goes_on_with_what_it_had_not_brought(train: Train, tmp_path: 
     flags: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 4, "steps": 20}
     flags["strategy"] = "decoupled:every=2,lr=0.7,momentum=0.9,fragments=3"
     whole, stopped = train("contract_tasks:Plain", **flags), str(tmp_path / "stopped")
+    fault = "fail@rank=0,step=9 slow@rank=1,seconds=0.05"  # so that a save does not pass step 9
     with pytest.raises(ProgramError):
-        train("contract_tasks:Plain", run_dir=stopped, inject="fail@rank=0,step=9", **flags)
+        train("contract_tasks:Plain", run_dir=stopped, inject=fault, **flags)
     again = train("contract_tasks:Plain", resume=stopped, **flags)
     assert again.summary["resumed_from_step"] in (4, 8)
     found = [load_file(one.run_dir / "weights.safetensors") for one in (whole, again)]
     assert difference(*found) == 0
+
+
+def test_a_job_that_is_over_goes_on_without_a_rest(train: Train) -> None:
+    """All was brought at its end: nothing of it counts twice. One learner is `single`."""
+    flags: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 4}
+    strategy = "decoupled:every=2,lr=1,momentum=0,fragments=3"
+    first = train("contract_tasks:Plain", strategy=strategy, steps=8, **flags)
+    again = train(
+        "contract_tasks:Plain", strategy=strategy, steps=16, resume=str(first.run_dir), **flags
+    )
+    single = train("contract_tasks:Plain", strategy="single", steps=16, precision="fp64")
+    found = [load_file(one.run_dir / "weights.safetensors") for one in (again, single)]
+    assert difference(*found) < 1e-10
 
 
 def test_a_chunk_trained_meanwhile_is_that_of_a_plain_loop(train: Train) -> None:

@@ -34,7 +34,7 @@ DECOUPLED_CARD = Card(
     bytes_sent=_handed_out,
     bytes_formula="N · (weights / fragments + buffers) / every, from the synchronizer; "
     "a learner sends (weights / fragments + buffers) / every",
-    memory="a learner: weights + gradients + optimizer, and 2 more weights (4 with fragments), and "
+    memory="a learner: weights + gradients + optimizer, and 2 more weights (5 with fragments), and "
     "with inner=kept 2 or more optimizers; the synchronizer: weights + momentum, as many weights "
     "as there are learners whose findings wait, and with inner=kept the optimizer of each learner",
     many_ranks=True,

@@ -48,6 +48,11 @@ def with_rest(state: Any, rest: Any) -> Any:
     return state if rest is None else {OPTIMIZER: state, REST: rest}
 
 
+def owes(state: Any) -> bool:
+    """Whether there is anything that was not brought."""
+    return REST in state and any(state[REST]["shares"])
+
+
 def without_rest(state: Any) -> Any:
     """The state alone."""
     return state[OPTIMIZER] if REST in state else state

@@ -65,11 +65,14 @@ class Learner:
         self.keeps, self.kept = keeps, dict[int, Any]()
         """The inner optimizer after each chunk that waits, and after the last one that does not."""
         self.begin = self.flat.read()
-        self._memory = memoryview(bytearray(self.flat.nbytes))
+        self._memory = memoryview(bytearray(0 if fragments > 1 else self.flat.nbytes))
 
     def place(self, _: Message, size: int) -> memoryview:
-        """Where weights that come are put: those before them are not needed any more."""
-        return self._memory[:size]
+        """Where weights that come are put: those before them are not needed any more.
+
+        Fragments are copied from there, and two answers may come before any is taken up.
+        """
+        return memoryview(bytearray(size)) if self.rest.kept is not None else self._memory[:size]
 
     def take(
         self, answer: Message, body: memoryview, unsent: Collection[int] = frozenset()
@@ -93,7 +96,7 @@ class Learner:
         parts = [self.rest.parts[n] for n in fragments]
         came = self.flat.take(body, sum(part.stop - part.start for part in parts))
         if len(parts) == len(self.rest.parts):
-            self.theta = came if len(parts) == 1 else came.copied()
+            self.theta = came
             return
         assert self.theta is not None, "the first answer has all weights"
         at = 0
@@ -147,11 +150,6 @@ class Learner:
         if self.keeps:
             state = inner_state(self.trainer.strategy)
             self.kept[chunk.number] = with_rest(state, self.rest.state())
-
-    def undo(self, number: int) -> None:
-        """What was brought of a chunk does not count: another one was first."""
-        if (brought := self.unmerged.pop(number, None)) is not None:
-            self.rest.undo(brought)
 
     def forget(self, unsent: Collection[int] = frozenset()) -> None:
         """Another synchronizer has come: what it does not know of is handed out again.
@@ -259,8 +257,6 @@ class Learning:
             if heard.inner is not None:
                 load_inner_state(learner.trainer.strategy, without_rest(heard.inner))
                 learner.rest.load(heard.inner.get(REST_OF_STATE))
-            if not heard.answer["counts"]:
-                learner.undo(sent)
             asked = int(heard.answer["keep"])
             state = learner.kept.get(asked)
             learner.take(heard.answer, heard.body, unsent)

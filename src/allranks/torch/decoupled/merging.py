@@ -130,6 +130,8 @@ class Merging:
     clocks: dict[int, Clock] = field(default_factory=dict)
     found: dict[int, Finding] = field(default_factory=dict)
     owing: set[int] = field(default_factory=set)
+    rested: set[int] = field(default_factory=set)
+    """Those whose rest is in the weights."""
 
     def __post_init__(self) -> None:
         self.parts = self.parts or [slice(0, self.parameters)]
@@ -144,8 +146,9 @@ class Merging:
 
     @property
     def fragment(self) -> int:
-        """The fragment that learners are to bring next: they take turns."""
-        return self.version % len(self.parts)
+        """The fragment that learners are to bring next: one in all merges of a round of them."""
+        merges = -(-self.ledger.parts // max(1, self.quorum))
+        return self.version // merges % len(self.parts)
 
     def size_of(self, fragment: int) -> int:
         """How many numbers a fragment has; raises `ValueError` for one that is none."""
@@ -178,12 +181,19 @@ class Merging:
         return True
 
     def bring_rest(self, learner: int, shares: Sequence[int], delta: Numbers) -> None:
-        """Take what a learner has found in all fragments and not brought, of so many samples."""
-        self.owing.discard(learner)
+        """Take what a learner has found in all fragments and not brought, of so many samples.
+
+        Once, and when all chunks are done; raises `ValueError` for what is no rest.
+        """
+        if len(shares) != len(self.parts) or min(shares) < 0:
+            raise ValueError(f"shares {shares} of {len(self.parts)} fragments")
+        if not self.ledger.is_over or learner not in self.owing:
+            return
         known = self.found.setdefault(learner, Finding({}, delta.weights[:0], delta.counts, []))
         for fragment, (part, samples) in enumerate(zip(self.parts, shares, strict=True)):
             if samples:
                 self._add(known, fragment, Part(delta.weights[part], samples))
+        self.owing.discard(learner)
 
     @staticmethod
     def _add(known: Finding, fragment: int, part: Part) -> None:
@@ -195,7 +205,9 @@ class Merging:
     @property
     def is_due(self) -> bool:
         """Whether enough learners have brought something, or no more can come."""
-        return bool(self.found) and (len(self.found) >= self.quorum or self.is_all_there)
+        if not self.found or self.ledger.is_over:  # then it is the rest, if anything
+            return False
+        return len(self.found) >= self.quorum or self.is_all_there
 
     @property
     def is_all_there(self) -> bool:
@@ -239,6 +251,7 @@ class Merging:
     def merge_rest(self) -> None:
         """Move the weights by the rest of what was found; no sample is counted again."""
         self._move(0.0)
+        self.rested |= set(self.found)
         self.found = {}
 
     def _move(self, rate: float) -> None:
@@ -267,7 +280,7 @@ class Merging:
             "samples": self.samples,
             "momentum": self._momentum(),
             "ledger": self.ledger.state(),
-            "owing": sorted(self.owing),
+            "rested": sorted(self.rested),
             "clocks": {learner: asdict(clock) for learner, clock in self.clocks.items()},
         }
 
@@ -281,7 +294,7 @@ class Merging:
         self.ledger.load_state(state["ledger"])
         clocks = state.get("clocks", {})  # older checkpoints have none
         self.clocks = {learner: Clock(**clock) for learner, clock in clocks.items()}
-        self.found, self.owing = {}, set(state.get("owing", ()))
+        self.found, self.owing, self.rested = {}, set(), set()
 
 
 def _mean(found: Sequence[Part]) -> Tensor:

@@ -3,6 +3,7 @@
     found     a chunk: old minus new of all parameters, and its samples
     kept     += found;  shares += samples, of every fragment
     brought   kept of one fragment, and its share; both are zero there from now on
+    lost      all of it, where the link or the synchronizer is lost: its chunks may be others' then
 
 The fragment is the one whose turn it is, as the synchronizer says, so that learners bring the same
 ones at a time; or the one that was not brought for longest, if that is twice as many chunks as
@@ -24,13 +25,11 @@ from allranks.torch.decoupled.flat import FlatModel, Numbers
 
 @dataclass(frozen=True)
 class Brought:
-    """What is brought of a chunk: `sent` has one fragment and the buffers; `found` all of it."""
+    """What is brought of a chunk: `sent` has one fragment, of a `share` of samples, and buffers."""
 
     fragment: int
     share: int
-    samples: int
     sent: Numbers
-    found: Tensor
 
 
 class Rest:
@@ -49,7 +48,7 @@ class Rest:
     def brings(self, found: Numbers, samples: int) -> Brought:
         """What is brought of the next chunk; the rest is kept."""
         if self.kept is None:
-            return Brought(0, samples, samples, found, found.weights)
+            return Brought(0, samples, found)
         own = self._flat.parameters
         self.kept.add_(found.weights[:own])
         self.shares = [share + samples for share in self.shares]
@@ -58,7 +57,7 @@ class Rest:
         sent = Numbers(torch.cat([self.kept[part], found.weights[own:]]), found.counts)
         self.kept[part] = 0
         self.shares[fragment] = 0
-        return Brought(fragment, share, samples, sent, found.weights[:own])
+        return Brought(fragment, share, sent)
 
     def _next(self) -> int:
         self._waited = [chunks + 1 for chunks in self._waited]
@@ -68,22 +67,12 @@ class Rest:
         self._waited[fragment] = 0
         return fragment
 
-    def undo(self, brought: Brought) -> None:
-        """What was brought does not count: its chunk is undone, and all else of it kept again."""
-        if self.kept is None:
-            return
-        part = self.parts[brought.fragment]
-        self.kept[part].add_(brought.sent.weights[: part.stop - part.start])
-        self.kept.sub_(brought.found)
-        self.shares[brought.fragment] += brought.share
-        self.shares = [share - brought.samples for share in self.shares]
-
     def all(self) -> tuple[list[int], Numbers]:
         """All that is kept, with the buffers of now; nothing is kept any more."""
         numbers = self._flat.read()
         shares = list(self.shares)
-        assert self.kept is not None, "with one fragment nothing is owed"
-        numbers.weights[: self._flat.parameters] = self.kept
+        if self.kept is not None:
+            numbers.weights[: self._flat.parameters] = self.kept
         self.forget()
         return shares, numbers
 
@@ -97,7 +86,7 @@ class Rest:
         """What a checkpoint has of it."""
         if self.kept is None:
             return None
-        return {"kept": self.kept.clone(), "shares": list(self.shares)}
+        return {"kept": self.kept.clone(), "shares": [*self.shares], "waited": [*self._waited]}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Take up what `state` returned, where the parts are as many as then."""
@@ -105,3 +94,4 @@ class Rest:
             return
         self.kept.copy_(state["kept"])
         self.shares = [int(share) for share in state["shares"]]
+        self._waited = [int(chunks) for chunks in state["waited"]]

@@ -5,7 +5,7 @@ hears of merges, evaluates and saves meanwhile. All touch the weights under one 
 it takes to add two of them. Each answer is made at once: no learner waits for another one.
 
     hello  learner, digest, holds (its chunks)             -> version, waits, work; body: weights
-    found  a `Work`; body: old minus new, of its fragment  -> the same, and whether it `counts`
+    found  a `Work`; body: old minus new, of its fragment  -> the same
     rest   the samples of each fragment; body: all         -> the same
     ask                                                    -> the same
     inner  the chunk; body: the optimizer after it         -> nothing
@@ -36,6 +36,8 @@ from allranks.torch.decoupled.merging import Merged, Merging, Work
 from allranks.training.dispatch.ledger import Chunk
 
 OVER, REST = "over", "rest"
+REST_S = 30.0
+"""So long a learner that is stalled is waited for at the end."""
 Report = Callable[..., None]
 
 
@@ -74,8 +76,15 @@ class Service(Answering):
 
     def start(self) -> None:
         """From now on learners are answered."""
+        self._since = time.monotonic()
         super().start()
         self.begin(self._watch_the_clock)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was found is in the weights."""
+        with self.changed:
+            return self.merging.is_over
 
     def merges(self, timeout_s: float) -> list[Merged]:
         """The merges since the last call; waits up to `timeout_s` for the first."""
@@ -112,10 +121,13 @@ class Service(Answering):
             self.changed.wait_for(lambda: not self._wanted or self.is_closed, patience_s)
             self._wanted, found = {}, dict(self.inner)
         clocks = {learner: int(clock["chunk"]) for learner, clock in state["clocks"].items()}
-        late = [k for k, n in clocks.items() if k not in found or found[k][0] != n]
+        late = {k for k, n in clocks.items() if k not in found or found[k][0] != n}
         if late:
             self._report("inner_left_out", learners=sorted(late))
-        return {k: {"chunk": n, "state": inner} for k, (n, inner) in found.items()}
+        return {
+            k: {"chunk": n, "state": without_rest(i) if k in late or k in state["rested"] else i}
+            for k, (n, i) in found.items()
+        }
 
     def sent_by_kind(self) -> dict[str, float]:
         """What was sent to learners so far: weights, and all the rest."""
@@ -137,7 +149,6 @@ class Service(Answering):
             for number in known:
                 ledger.take(learner, number)
             is_resumed = learner in self.resumed
-            self.resumed.discard(learner)
         if before is not None:
             before.shut()
         connection.given = -1
@@ -148,6 +159,8 @@ class Service(Answering):
         if inner is not None:
             state = inner[1] if is_resumed else without_rest(inner[1])
             connection.send({"inner": inner[0]}, *packed(state, largest(self._flat.nbytes)))
+        with self.changed:
+            self.resumed.discard(learner)
         return learner
 
     def answer(
@@ -162,32 +175,29 @@ class Service(Answering):
                     del self._wanted[learner]
                 self.changed.notify_all()
             return
-        counts = True
         if "work" in message:
-            counts = self._take(learner, Work.from_data(message["work"]), body)
+            self._take(learner, Work.from_data(message["work"]), body)
         elif "rest" in message:
             shares = [int(samples) for samples in message["rest"]]
             with self.changed:
                 self.merging.bring_rest(learner, shares, self._flat.take(body))
-                self._since = time.monotonic()
                 self._merge_rest()
-        self._send_answer(learner, connection, self._work_for(learner), counts=counts)
+        self._send_answer(learner, connection, self._work_for(learner))
 
-    def _take(self, learner: int, work: Work, body: memoryview) -> bool:
-        """Take what was found in a chunk; whether it counts."""
+    def _take(self, learner: int, work: Work, body: memoryview) -> None:
+        """Take what was found in a chunk."""
         merging = self.merging
         delta = self._flat.take(body, merging.size_of(work.fragment))
         with self.changed:
             if not 0 <= work.chunk < merging.ledger.chunks:
                 raise Disconnected(f"it trained with chunk {work.chunk}, which is none")
             was_empty = not merging.found
-            counts = merging.bring(learner, work, delta)
+            merging.bring(learner, work, delta)
             if was_empty and merging.found:
                 self._since = time.monotonic()
             if merging.is_due:
                 self._merge()
             self.changed.notify_all()
-        return counts
 
     def _merge_rest(self) -> None:
         """Merge the rest of all learners once nobody owes any."""
@@ -202,7 +212,8 @@ class Service(Answering):
                 return OVER
             if self.merging.ledger.is_over:
                 return REST if learner in self.merging.owing else OVER
-            chunk = self.merging.ledger.next_for(learner, self.merging.waiting)
+            merging, is_whole = self.merging, len(self.merging.parts) == 1
+            chunk = merging.ledger.next_for(learner, merging.waiting, spare=is_whole)
             return None if chunk is None else dataclasses.asdict(chunk)
 
     def _send_answer(
@@ -212,7 +223,6 @@ class Service(Answering):
         work: Any,
         *,
         follows: bool = False,
-        counts: bool = True,
     ) -> None:
         with self.changed:
             version, numbers = self._newest()
@@ -225,7 +235,7 @@ class Service(Answering):
             if self._keeps and work == OVER and learner in self.merging.clocks:
                 keep = self.merging.clocks[learner].chunk  # it leaves: a last checkpoint may follow
         is_new, connection.given = version != connection.given, version
-        header = {"version": version, "waits": waits, "work": work, "counts": counts}
+        header = {"version": version, "waits": waits, "work": work}
         header |= {"inner": follows, "keep": keep, "fragments": newer, "fragment": next_fragment}
         parts = [merging.parts[n] for n in newer]
         connection.send(header, *(numbers.part(parts, merging.parameters) if is_new else ()))
@@ -238,22 +248,32 @@ class Service(Answering):
         return self._published
 
     def _merge(self) -> None:
+        self._merges.append(self.merging.merge())
         if self.merging.ledger.is_over:
-            self.merging.merge_rest()
-        else:
-            self._merges.append(self.merging.merge())
+            self._since = time.monotonic()
         self.changed.notify_all()
 
     def _watch_the_clock(self) -> None:
-        """Merge without a quorum, once the first of what came has waited for long enough."""
+        """Merge without a quorum, once the first of what came has waited for long enough.
+
+        Once all chunks are done, learners have as long for the rest, and `REST_S` at least.
+        """
         with self.changed:
             while not self.is_closed:
-                if not self.merging.found:
+                is_over = self.merging.ledger.is_over
+                if is_over and self.merging.owing:
+                    left = self._since + max(self._grace_s, REST_S) - time.monotonic()
+                elif self.merging.found:
+                    left = self._since + self._grace_s - time.monotonic()
+                else:
                     self.changed.wait()
                     continue
-                left = self._since + self._grace_s - time.monotonic()
                 if left > 0:
                     self.changed.wait(left)
+                elif is_over:
+                    self._report("rest_left_out", learners=sorted(self.merging.owing))
+                    self.merging.owing.clear()
+                    self._merge_rest()
                 else:
                     self._merge()
 

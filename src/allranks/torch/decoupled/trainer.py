@@ -19,6 +19,7 @@ from torch import Tensor
 from allranks.launcher.messages.meeting_point import listen
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.decoupled.flat import FlatModel
+from allranks.torch.decoupled.inner_state import owes
 from allranks.torch.decoupled.merging import Merged, Merging
 from allranks.torch.decoupled.service import Service
 from allranks.torch.decoupled.strategy import Decoupled
@@ -59,7 +60,7 @@ class SynchronizerTrainer(Trainer):
                 self.heartbeat.collective()
                 yield [merged]
                 self.heartbeat.enter("exchange")
-            if not merges and service.merging.is_over:
+            if not merges and service.is_done:
                 break
         service.is_over = True
         self.comm.sent.update(service.sent_by_kind())
@@ -118,7 +119,6 @@ class SynchronizerTrainer(Trainer):
         merging = Merging(flat.read(), flat.parameters, outer, ledger, quorum, parts)
         if self.strategy.merged is not None:
             merging.load_state(self.strategy.merged)
-            merging.owing &= set(range(self.job.ranks))
         self._flat = flat
         listener, secret = listen(self.world), self.world.secret
         grace_s, report = options["grace_s"], self._told
@@ -130,6 +130,7 @@ class SynchronizerTrainer(Trainer):
         kept = (self.strategy.merged or {}).get("inner", {})
         self.service.inner = {k: (one["chunk"], one["state"]) for k, one in kept.items()}
         self.service.resumed = set(kept)
+        merging.owing = {k for k in kept if k < self.job.ranks and owes(kept[k]["state"])}
         self.service.start()
         self._taken.undone_by(self.service.close)
         return self.service

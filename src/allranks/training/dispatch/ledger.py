@@ -62,7 +62,7 @@ class Ledger:
 
     @property
     def is_over(self) -> bool:
-        return self.whole == self.chunks
+        return self.whole >= self.chunks
 
     def chunk(self, number: int) -> Chunk:
         """The chunk of this number."""
