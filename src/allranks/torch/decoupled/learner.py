@@ -65,7 +65,7 @@ class Learner:
         self.keeps, self.kept = keeps, dict[int, Any]()
         """The inner optimizer after each chunk that waits, and after the last one that does not."""
         self.begin = self.flat.read()
-        self._memory = memoryview(bytearray(0 if fragments > 1 else self.flat.nbytes))
+        self._memory = memoryview(bytearray(self.flat.nbytes if self.rest.kept is None else 0))
 
     def place(self, _: Message, size: int) -> memoryview:
         """Where weights that come are put: those before them are not needed any more.
