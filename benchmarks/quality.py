@@ -80,7 +80,8 @@ def main() -> None:
     methods = tuple(asked.method or (*METHODS, *MORE))
     if asked.join:
         ends = _joined(asked.join)
-        record = start_record("quality", {"joined": [path.name for path in asked.join]})
+        parts = [json.loads(path.read_text())["settings"] for path in asked.join]
+        record = start_record("quality", {"joined": parts})
     else:
         steps = {name: asked.steps or task.steps for name, task in tasks.items()}
         settings = {"seeds": seeds, "ranks": 4, "steps": steps, "methods": methods}

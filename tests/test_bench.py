@@ -358,6 +358,7 @@ def test_what_ranks_sum_in_a_second_is_measured_by_a_job_of_its_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(960)  # so that it is this test's own limit that ends it, and says where
 @pytest.mark.parametrize(
     ("program", "peers", "fields"),
     [
