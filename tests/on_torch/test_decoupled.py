@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 import contract_tasks
-from allranks.cli.display.event_text import anomalies_in
+from allranks.cli.display.event_text import anomalies_in, in_words
 from allranks.errors import ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
@@ -486,6 +486,29 @@ def test_an_optimizer_that_does_not_come_in_time_is_an_older_one_and_named() -> 
         1: {"chunk": 2, "state": "of before"},
     }
     assert told == [("inner_left_out", {"learners": [1, 2]})]
+
+
+def test_a_learner_that_is_stalled_at_the_end_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All chunks are done; it owes a rest, and says nothing."""
+    monkeypatch.setattr("allranks.torch.decoupled.service.REST_S", 0.05)
+    flat, told = FlatModel(nn.Linear(1, 1)), list[Any]()
+    merging = Merging(flat.read(), flat.parameters, Nesterov(1.0, 0.0), Ledger(0, 2, 2))
+    merging.owing = {1}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        service = Service(
+            *(merging, flat, listener, "secret", 0.0),
+            lambda event, **values: told.append({"event": event, **values}),
+        )
+        assert not service.is_done
+        service.start()
+        with service.changed:
+            assert service.changed.wait_for(lambda: bool(told), 60)
+        service.close()
+    assert service.is_done and told == [{"event": "rest_left_out", "learners": [1]}]
+    said = "note: the weights of the end lack the last findings of learners 1"
+    assert in_words(told[0]) == [said]
 
 
 # --- runs ---------------------------------------------------------------------------------

@@ -10,6 +10,11 @@ from typing import Any
 
 from allranks.errors import FaultKind
 
+LEFT_OUT = {
+    "inner_left_out": "a checkpoint without the newest optimizers",
+    "rest_left_out": "the weights of the end lack the last findings",
+}
+
 
 def in_words(event: dict[str, Any]) -> list[str]:
     """What a person should hear of an event while the job runs; most events are for the record."""
@@ -48,9 +53,8 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: moved to a node that is left: {moved}"]
     if name == "learner_lost" and event["freed"]:
         return [f"note: {_handed_out_again(event)}"]
-    if name == "inner_left_out":
-        who = ", ".join(map(str, event["learners"]))
-        return [f"note: a checkpoint without the newest optimizers of learners {who}"]
+    if name in LEFT_OUT:
+        return [f"note: {LEFT_OUT[name]} of learners {', '.join(map(str, event['learners']))}"]
     if name == "learner_joined" and event["version"]:
         return [f"note: learner {event['learner']} joins at version {event['version']}"]
     if name == "straggler":

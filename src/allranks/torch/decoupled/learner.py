@@ -7,8 +7,7 @@
 So nothing that it has found is lost while it waits for a merge, and nothing counts twice. With
 `fragments` it brings what it has found in one part of the weights, and keeps the rest (`rest`).
 With `overlap` it has a chunk more than it works on, and trains it while what it has found is on its
-way.
-What was not merged when a synchronizer is gone is handed out again by the one that comes back
+way. What was not merged when a synchronizer is gone is handed out again by the one that comes back
 (`wire`), so the learner forgets it, and brings what it is working on.
 """
 

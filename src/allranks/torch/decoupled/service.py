@@ -14,9 +14,9 @@ it takes to add two of them. Each answer is made at once: no learner waits for a
 or "rest", where all chunks are done and this learner has not brought all that it found. Of the
 weights those `fragments` come along that are newer than those the learner has, and the buffers;
 `fragment` is the one that it brings next; `waits` are the chunks that it has brought and that are
-in no version yet. With `keep` the synchronizer asks for the
-inner optimizer as it was after a chunk, for a checkpoint; a learner whose process is a new one
-(`fresh`) is sent the one of the last checkpoint behind its first answer.
+in no version yet. With `keep` the synchronizer asks for the inner optimizer as it was after a
+chunk, for a checkpoint; a learner whose process is a new one (`fresh`) is sent the one of the last
+checkpoint behind its first answer.
 """
 
 from __future__ import annotations
@@ -217,12 +217,7 @@ class Service(Answering):
             return None if chunk is None else dataclasses.asdict(chunk)
 
     def _send_answer(
-        self,
-        learner: int,
-        connection: Connection,
-        work: Any,
-        *,
-        follows: bool = False,
+        self, learner: int, connection: Connection, work: Any, *, follows: bool = False
     ) -> None:
         with self.changed:
             version, numbers = self._newest()
