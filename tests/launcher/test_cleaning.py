@@ -12,16 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launcher.processes.leftovers import SCRATCH, VARIABLE, owner
+from allranks.launcher.processes import leftovers
+from allranks.launcher.processes.leftovers import SCRATCH, owner
 from allranks.tools.doctor import cleaning
 from allranks.tools.doctor.cleaning import Leftover, clean, left
 
 Start = Callable[..., subprocess.Popen[bytes]]
+VARIABLE = "ALLRANKS_OWNER_OF_TEST"
 OWNER_OF_ITS_OWN = "from allranks.launcher.processes.leftovers import owner; print(owner())"
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def unseen_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks of our own: each start sweeps, and that of another test would be the first to end."""
+    monkeypatch.setattr(leftovers, "VARIABLE", VARIABLE)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
