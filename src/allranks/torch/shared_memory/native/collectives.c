@@ -9,10 +9,12 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "copies.h"
 #include "engine.h"
 #include "sums.h"
 
 #define SMALL_BYTES (32u << 10) /* up to here every rank adds up everything: one round, not two */
+#define BLOCK_BYTES 4096 /* added up and copied on while it is in the first cache */
 
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -28,6 +30,12 @@ static op *post_pieces(op *o, uint64_t per_piece)
     return op_post(o);
 }
 
+/* Whether no cache holds what all ranks touch, so that a target is in none when it is read. */
+static bool outgrows_caches(const group *g, uint64_t bytes)
+{
+    return bytes * (uint64_t)g->size > g->engine->cache_bytes;
+}
+
 op *post_all_reduce(group *g, const void *source, void *target, uint64_t count, int type, int how)
 {
     op *o = op_new(g, ALL_REDUCE);
@@ -36,6 +44,7 @@ op *post_all_reduce(group *g, const void *source, void *target, uint64_t count, 
     o->source = source, o->target = target, o->count = count;
     o->type = type, o->how = how, o->item = item_bytes[type];
     o->in_two_rounds = count * o->item > 2 * SMALL_BYTES / (uint64_t)g->size;
+    o->past_caches = source != target && outgrows_caches(g, 2 * count * o->item);
     return post_pieces(o, SLOT_BYTES / o->item);
 }
 
@@ -56,6 +65,7 @@ op *post_all_gather(group *g, const void *source, void *target, uint64_t bytes)
     if (o == NULL)
         return NULL;
     o->source = source, o->target = target, o->count = bytes, o->item = 1;
+    o->past_caches = outgrows_caches(g, bytes * (uint64_t)(g->size + 1));
     return post_pieces(o, SLOT_BYTES);
 }
 
@@ -175,7 +185,8 @@ static void enter(op *o, uint64_t piece)
     case REDUCE_SCATTER:
         for (int rank = 0; rank < g->size; rank++) {
             const char *from = o->source + (uint64_t)rank * o->count * item + begun;
-            memcpy(mine + (uint64_t)rank * o->per_piece * item, from, length * item);
+            if (rank != g->rank)
+                memcpy(mine + (uint64_t)rank * o->per_piece * item, from, length * item);
         }
         break;
     case BROADCAST:
@@ -220,6 +231,29 @@ static void add_slots(const op *o, uint64_t piece, char *target, uint64_t shift,
     add_along_tree(target, leaf, g->size, g->merges, high - low, o->type, o->how, NULL, 0);
 }
 
+static void copy_out(const op *o, char *to, const char *from, uint64_t bytes)
+{
+    if (o->past_caches)
+        copy_past_caches(to, from, bytes);
+    else
+        memcpy(to, from, bytes);
+}
+
+/* Into the slot, for the others, and on into the target. */
+static void add_own_chunk(const op *o, uint64_t piece)
+{
+    uint64_t length = length_of(o, piece), item = o->item, begun = piece * o->per_piece * item;
+    uint64_t low = chunk_begin(o, length, o->group->rank);
+    uint64_t high = chunk_begin(o, length, o->group->rank + 1);
+    const char *own = o->source + begun;
+    char *mine = data_of(o, piece, o->group->rank), *target = o->target + begun;
+    for (uint64_t end; low < high; low = end) {
+        end = smaller(low + BLOCK_BYTES / item, high);
+        add_slots(o, piece, mine + low * item, 0, low, end, own + low * item);
+        copy_out(o, target + low * item, mine + low * item, (end - low) * item);
+    }
+}
+
 /* All have arrived: take what is there, or add up the own chunk for all. */
 static void take(op *o, uint64_t piece)
 {
@@ -230,24 +264,21 @@ static void take(op *o, uint64_t piece)
         add_planned(o);
         break;
     case ALL_REDUCE:
-        if (o->in_two_rounds) {
-            uint64_t low = chunk_begin(o, length, g->rank), high = chunk_begin(o, length, g->rank + 1);
-            char *mine = data_of(o, piece, g->rank) + low * item;
-            add_slots(o, piece, mine, 0, low, high, o->source + begun + low * item);
-            memcpy(o->target + begun + low * item, mine, (high - low) * item);
-        } else {
+        if (o->in_two_rounds)
+            add_own_chunk(o, piece);
+        else
             add_slots(o, piece, o->target + begun, 0, 0, length, NULL);
-        }
         break;
     case REDUCE_SCATTER:
-        add_slots(o, piece, o->target + begun, (uint64_t)g->rank * o->per_piece, 0, length, NULL);
+        add_slots(o, piece, o->target + begun, (uint64_t)g->rank * o->per_piece, 0, length,
+                  o->source + (uint64_t)g->rank * o->count * item + begun);
         break;
     case ALL_GATHER:
         for (int rank = 0; rank < g->size; rank++) {
             char *to = o->target + (uint64_t)rank * o->count + begun;
             const char *from = rank == g->rank ? o->source + begun : data_of(o, piece, rank);
             if (to != from)
-                memcpy(to, from, length);
+                copy_out(o, to, from, length);
         }
         break;
     case BROADCAST:
@@ -269,7 +300,7 @@ static void take_chunks(op *o, uint64_t piece)
         uint64_t low = chunk_begin(o, length, rank) * item;
         uint64_t high = chunk_begin(o, length, rank + 1) * item;
         if (rank != g->rank)
-            memcpy(o->target + begun + low, data_of(o, piece, rank) + low, high - low);
+            copy_out(o, o->target + begun + low, data_of(o, piece, rank) + low, high - low);
     }
     publish(o, piece, FINAL);
 }

@@ -54,6 +54,19 @@ static bool is_own(const engine *e)
 
 bool group_is_here(const group *g) { return is_own(g->engine); }
 
+/* Of the cache that cores share. The C library's own answer counts all of a machine's together. */
+static uint64_t last_cache_bytes(void)
+{
+    FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "re");
+    unsigned long long kilobytes = 0;
+    if (file != NULL) {
+        if (fscanf(file, "%lluK", &kilobytes) != 1)
+            kilobytes = 0;
+        fclose(file);
+    }
+    return kilobytes > 0 ? kilobytes << 10 : CACHE_BYTES;
+}
+
 engine *engine_new(char *memory, double stopped_s)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -65,6 +78,7 @@ engine *engine_new(char *memory, double stopped_s)
     pthread_mutex_init(&e->lock, NULL);
     e->bell = (bell *)memory;
     e->stopped_ns = (int64_t)(stopped_s * 1e9);
+    e->cache_bytes = last_cache_bytes();
     atomic_init(&e->patience_ns, PATIENCE_NS);
     atomic_init(&e->timer, timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
     e->pid = getpid();

@@ -13,6 +13,7 @@
 #define LINE 64
 #define SLOTS 8
 #define SLOT_BYTES (128u << 10)
+#define CACHE_BYTES (32u << 20) /* where the machine does not say */
 #define PLANS 32
 #define JOURNAL 64
 #define SOON_NS 30000      /* whoever waits for a message by then needs no helper */
@@ -68,7 +69,7 @@ struct op {
     uint64_t first, pieces, per_piece; /* pieces: turns of slots, `per_piece` elements in each */
     uint64_t entered, summed, over;    /* pieces */
     uint64_t moved;                    /* bytes of a message */
-    bool in_two_rounds, begun;
+    bool in_two_rounds, past_caches, begun;
     _Atomic int state, holders;
 };
 
@@ -142,6 +143,7 @@ struct engine {
     int active;
     int pid, forks; /* forks: of its ancestors, when it was made */
     int64_t looked_ns, stopped_ns;
+    uint64_t cache_bytes;
     bell *bell;
     group *groups;
     peer *peers;
