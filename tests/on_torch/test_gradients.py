@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from allranks.torch.step.gradients import run_backward
+from allranks.torch.step.gradients import LONG, norm_of, run_backward
 
 
 def test_a_backward_pass_is_that_of_torch_to_the_bit() -> None:
@@ -37,3 +38,11 @@ def test_a_loss_with_a_backward_of_its_own_keeps_it() -> None:
     scale = torch.tensor(0.5)
     run_backward(torch.zeros((), requires_grad=True).as_subclass(Loss), scale)
     assert called == [scale]
+
+
+@pytest.mark.parametrize("in_flats", [True, False])
+def test_the_norm_of_a_long_gradient_is_that_of_doubles(in_flats: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(8 * LONG + 5))
+    parameter.grad = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0))
+    norm = norm_of([parameter], [parameter.grad] if in_flats else [], clips=False)
+    assert norm == pytest.approx(float(parameter.grad.double().square().sum()) ** 0.5, rel=1e-6)

@@ -32,7 +32,7 @@ from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import COMPENSATED, STALENESS_AWARE
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import Plan
-from allranks.torch.parameter_server.flat import FlatLayout
+from allranks.torch.parameter_server.flat import Flat, FlatLayout
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.placement import Piece, Sized, placed
@@ -75,9 +75,14 @@ def test_large_tensors_are_cut_over_all_servers_and_small_ones_are_balanced() ->
 
 
 def shard_of(
-    values: list[float], optimizer: Any = SGD, parts: int = 1, rule: Rule | None = None, **more: Any
+    values: list[float],
+    optimizer: Any = SGD,
+    parts: int = 1,
+    rule: Rule | None = None,
+    dtype: torch.dtype = torch.float64,
+    **more: Any,
 ) -> Shard:
-    weight = nn.Parameter(torch.tensor(values, dtype=torch.float64))
+    weight = nn.Parameter(torch.tensor(values, dtype=dtype))
     layout = FlatLayout([Piece(0, 0, len(values), 0, is_whole=True)], [weight])
     shard = Shard(layout, optimizer([weight], **{"lr": 0.1, **more}), [weight], parts, rule)
     shard.weights.read_from([weight.detach()])
@@ -121,6 +126,39 @@ class Deaf:
         """Nobody hears it."""
 
 
+@pytest.mark.parametrize("message", [{"do": "put"}, {"do": "load", "version": 5, "era": 1}])
+def test_what_changes_while_workers_copy_it_is_never_sent_in_part(
+    message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In step all of them copy at once, without the lock."""
+    shard, deaf, answers = shard_of([1.0, 1.0], parts=2, lr=1.0), cast(Any, Deaf()), list[Any]()
+    monkeypatch.setattr(deaf, "send", lambda header, *body: answers.append((header, *body)))
+    copy, other = Flat.copy_, gradient(shard, 7.0, 7.0)
+    message = {**message, "kept": [{}]}
+
+    def torn(self: Flat, source: Flat) -> None:
+        copy(self, source)
+        if source is shard.weights and not answers:
+            scheduler = Thread(
+                target=server.answer, args=(SCHEDULER_ID, deaf, message, other.buffer)
+            )
+            scheduler.start()
+            scheduler.join(60)
+            self.flats[0][0] = 1.0  # as if this half had been copied before
+
+    with socket.socket() as nobody:
+        server = Server(shard, nobody, "", "", in_step=True)
+        server.era = 0
+        monkeypatch.setattr(Flat, "copy_", torn)
+        server.answer(0, deaf, {"pull": 0, "era": 0}, memoryview(b""))
+    _, (header, *pulled) = answers
+    if "stale" in header:
+        assert header == {"stale": 1} and not pulled
+    else:
+        (numbers,) = pulled
+        assert bytes(numbers) == bytes(other.buffer)
+
+
 def test_what_is_added_to_a_gradient_waits_for_its_last_part() -> None:
     """The scheduler knows by the tally of a part that it was computed, not that it is there."""
     shard, deaf = shard_of([0.0], parts=1, lr=1.0), cast(Any, Deaf())
@@ -134,6 +172,12 @@ def test_what_is_added_to_a_gradient_waits_for_its_last_part() -> None:
         server.answer(0, deaf, {"push": {"step": 0, "part": 0}, "era": 0}, memoryview(b""))
         adding.join(60)
     assert shard.gradient.flats[0].item() == 10.0
+
+
+def test_the_norm_of_what_is_finite_is_finite() -> None:
+    shard = shard_of([0.0, 0.0], dtype=torch.float32)
+    shard.bring(0, gradient(shard, 3e30, 4e30))
+    assert shard.squares() == pytest.approx(25e60) == shard.squares(unused=[1])
 
 
 def test_a_gradient_of_old_weights_is_applied_at_a_lower_rate_or_compensated() -> None:

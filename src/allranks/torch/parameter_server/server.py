@@ -163,6 +163,8 @@ class Server(Answering):
         with self.changed:
             self.shard.keep(self._gradient_of(who) if shared is None else shared.gradient)
             self._wait(lambda: self.era > era or self._calls_back or self._has(era, version))
+            if self._copies_at_once and self._has(era, version):
+                self._copy_at_once(found)
             is_stale, is_there = self.era != era, self._has(era, version)
             told = self._told
             if is_there:
@@ -170,7 +172,7 @@ class Server(Answering):
                 answer = {"version": self.shard.version}
                 if self.shard.hands_on:
                     body = self._hand_on(int(message["has"]), found, answer, body)
-                else:
+                elif not self._copies_at_once:
                     self.shard.pull(who, found)
         if is_there:
             if told is not None:  # first: forward may begin before all weights are there
@@ -178,6 +180,24 @@ class Server(Answering):
             connection.send(answer, *body)
         else:
             connection.send({"stale": self.era} if is_stale else {"again": version})
+
+    @property
+    def _copies_at_once(self) -> bool:
+        return self.in_step and not self.shard.hands_on
+
+    def _copy_at_once(self, into: Flat) -> None:
+        """Copy the weights without the lock, as the threads of other workers do.
+
+        Nothing changes them before this worker has pushed, but a restart, and a step without it.
+        """
+        writes = self.shard.writes
+        self.changed.release()
+        try:
+            into.copy_(self.shard.weights)
+        finally:
+            self.changed.acquire()
+        if self.shard.writes != writes:
+            into.copy_(self.shard.weights)
 
     def _hand_on(self, has: int, into: Flat, answer: Message, body: list[Any]) -> list[Any]:
         """What a worker that has a version updates by; all that there is, where that is too old."""
@@ -262,8 +282,7 @@ class Server(Answering):
                 case "peek":
                     pieces = [bytes(shard.weights.buffer)]
                 case "put":
-                    shard.weights.copy_(self.layout.new(bytearray(body)))
-                    shard.last = None
+                    shard.put(self.layout.new(bytearray(body)))
                 case "gradients":
                     pieces = [bytes(shard.gradient.buffer)]
                 case other:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from allranks.strategies.cards.parameter_server import COMPENSATED, PLAIN, STALE
 from allranks.torch.parameter_server.flat import Flat, FlatLayout
 from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.state import Kept, cut_state, join_state
+from allranks.torch.sharding.gradient_parts import squares_of
 from allranks.torch.step.trainable import update
 
 
@@ -123,6 +125,8 @@ class Shard:
         )
         self.weights = layout.new()
         self.version = 0
+        self.writes = 0
+        """How often the weights have changed, or began to."""
         self.applied: set[int] = set()
         """The numbers of the gradients that were applied out of step, since the last `load`."""
         self.pieces = [nn.Parameter(view) for view in self.weights.views]
@@ -173,14 +177,12 @@ class Shard:
 
     def squares(self, unused: Collection[int] = ()) -> float:
         """The sum of the squares of the gradient, without the parameters that nobody used."""
-        if not unused:
-            found = [
-                torch.linalg.vector_norm(flat, dtype=_double(flat)) for flat in self.gradient.flats
-            ]
-        else:
-            there = self._used(self.gradient, unused)
-            found = [torch.linalg.vector_norm(g, dtype=_double(g)) for g in there if g is not None]
-        return sum(float(norm) ** 2 for norm in found)
+        there = self._used(self.gradient, unused) if unused else self.gradient.flats
+        parts, here = [g for g in there if g is not None], torch.device("cpu")
+        found = float(squares_of(parts, here))
+        if isfinite(found):
+            return found
+        return float(squares_of([g.to(_wide(g.dtype)) for g in parts], here))
 
     def add(self, more: Flat, factor: float) -> None:
         """The gradient is `factor` times itself plus `more` from here on: of a regularizer."""
@@ -241,6 +243,7 @@ class Shard:
         """Subtract what a worker has changed, under this number; whether it is new."""
         if self._is_applied(number):
             return False
+        self.writes += 1
         for own, less in zip(self.weights.flats, change.flats, strict=True):
             own.sub_(less)
         self.applied.add(number)
@@ -278,9 +281,14 @@ class Shard:
 
     def load(self, weights: Flat, kept: Sequence[Kept]) -> None:
         """Have these weights, and an optimizer that keeps this for them."""
-        self.weights.copy_(weights)
+        self.put(weights)
         self.optimizer.state.clear()
         join_state(self.optimizer, self.pieces, self._own_pieces, kept)
+
+    def put(self, weights: Flat) -> None:
+        """Have these weights; whoever updates by itself needs all of them."""
+        self.writes += 1
+        self.weights.copy_(weights)
         self.last = None
 
     def kept(self) -> list[Kept]:
@@ -297,6 +305,7 @@ class Shard:
         self, gradient: Flat, groups: Sequence[dict[str, Any]], unused: Collection[int]
     ) -> None:
         """Update the pieces by this gradient, at the rates that `groups` say."""
+        self.writes += 1
         for own, found in zip(self.pieces, self._used(gradient, unused), strict=True):
             own.grad = found
         for group, said in zip(self.optimizer.param_groups, groups, strict=True):
@@ -319,5 +328,6 @@ class Shard:
         self.applied.clear()
 
 
-def _double(like: Tensor) -> torch.dtype:
-    return torch.promote_types(like.dtype, torch.float64)
+def _wide(kind: torch.dtype) -> torch.dtype:
+    """In which squares of what is finite are finite."""
+    return torch.promote_types(kind, torch.float64)

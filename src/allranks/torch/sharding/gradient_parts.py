@@ -14,9 +14,8 @@ from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm import Comm
 from allranks.torch.model.reals import reals
 from allranks.torch.reducers.exact_norm import exact_norm
-from allranks.torch.step.gradients import Gradients, as_tensor, gradients_of, multiply_
+from allranks.torch.step.gradients import ROW, Gradients, as_tensor, gradients_of, multiply_
 
-ROW = 4096  # numbers whose squares are added in their own type
 TOGETHER_BYTES = 2**26  # assumed, not measured
 
 
