@@ -199,6 +199,17 @@ def test_what_a_strategy_cannot_do_is_refused(
     assert refused.value.do == do
 
 
+@pytest.mark.parametrize("name", CARDS)
+def test_every_strategy_is_resolved_on_nodes_as_on_one_machine(name: str) -> None:
+    def found(per_node: int | None) -> str:
+        try:
+            return str(resolved_strategy(name, ranks=4, bitwise=False, per_node=per_node))
+        except RequestError as error:
+            return str(error)
+
+    assert found(2) == found(1) == found(None)
+
+
 def test_a_job_has_its_strategy_as_a_value() -> None:
     spec = Job(strategy="ddp:bucket_mb=1,reduce=tree", ranks=3).strategy_spec
     assert (spec.name, spec.process_set.size, spec.devices_of_a_rank) == ("ddp", 3, 1)

@@ -22,10 +22,13 @@ from torch import nn
 import contract_tasks
 from allranks.cli.display.event_text import anomalies_in, in_words
 from allranks.errors import ProgramError, RequestError
+from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
 from allranks.launcher.messages.connection import MARK, Connection
 from allranks.launcher.nodes.channel import Disconnected, Refused
+from allranks.launcher.nodes.cluster import Cluster
+from allranks.launcher.start import run_job
 from allranks.launcher.world import World
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.build import job_for
@@ -533,6 +536,18 @@ def test_a_process_that_was_started_alone_is_refused() -> None:
     with pytest.raises(RequestError) as refused:
         job_for(Job(strategy="decoupled"), World())
     assert "1 synchronizer, 1 learner" in refused.value.why
+
+
+def test_learners_are_on_nodes_as_the_ranks_of_other_strategies(
+    nodes: Cluster, tmp_path: Path
+) -> None:
+    where = {"ranks": 2, "nodes": 2, "place": "simulated", "run_dir": str(tmp_path / "run")}
+    resolved = resolve(TASK, {"strategy": "decoupled:every=4", **where})
+    done = run_job(resolved, resources=replace(nodes, counts={0: 1, 1: 1}))
+    ready = [e for e in read_events(done.run_dir) if e["event"] == "ready"]
+    hosts = {int(e["rank"]): e["host"] for e in ready}
+    assert hosts == {0: "node0", 1: "node0", 2: "node1"}
+    check_all_is_in(done.run_dir, done.summary)
 
 
 def test_one_learner_that_asks_after_each_step_is_single(train: Train) -> None:

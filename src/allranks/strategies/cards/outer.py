@@ -90,7 +90,7 @@ def of_nodes(options: Mapping[str, Any], per_node: int, ranks: int) -> dict[str,
     A learner of several ranks is a node, and learners of one node are near each other.
     """
     found: dict[str, str] = {}
-    if "inner" not in options or per_node in (0, ranks):
+    if "learners" not in options or per_node in (0, ranks):
         return found
     learners = int(options["learners"]) or ranks
     if learner_options(options).name != ALONE and not options["learners"]:
