@@ -199,13 +199,10 @@ def test_what_a_strategy_cannot_do_is_refused(
     assert refused.value.do == do
 
 
-@pytest.mark.parametrize("name", CARDS)
+@pytest.mark.parametrize("name", [name for name, card in CARDS.items() if card.many_ranks])
 def test_every_strategy_is_resolved_on_nodes_as_on_one_machine(name: str) -> None:
     def found(per_node: int | None) -> str:
-        try:
-            return str(resolved_strategy(name, ranks=4, bitwise=False, per_node=per_node))
-        except RequestError as error:
-            return str(error)
+        return str(resolved_strategy(name, ranks=4, bitwise=False, per_node=per_node))
 
     assert found(2) == found(1) == found(None)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from allranks.torch.step.gradients import LONG, norm_of, run_backward
+from allranks.torch.step.gradients import norm_of, run_backward
 
 
 def test_a_backward_pass_is_that_of_torch_to_the_bit() -> None:
@@ -41,8 +41,11 @@ def test_a_loss_with_a_backward_of_its_own_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("in_flats", [True, False])
-def test_the_norm_of_a_long_gradient_is_that_of_doubles(in_flats: bool) -> None:
-    parameter = nn.Parameter(torch.zeros(8 * LONG + 5))
-    parameter.grad = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0))
-    norm = norm_of([parameter], [parameter.grad] if in_flats else [], clips=False)
-    assert norm == pytest.approx(float(parameter.grad.double().square().sum()) ** 0.5, rel=1e-6)
+@pytest.mark.parametrize("laid_out", ["in rows", "in columns", "with gaps"])
+def test_the_norm_of_a_long_gradient_is_that_of_doubles(in_flats: bool, laid_out: str) -> None:
+    whole = torch.rand(2050, 4099, generator=torch.Generator().manual_seed(0))
+    gradient = {"in rows": whole, "in columns": whole.t(), "with gaps": whole[:, ::2]}[laid_out]
+    parameter = nn.Parameter(torch.zeros(gradient.shape))
+    parameter.grad = gradient
+    norm = norm_of([parameter], [gradient] if in_flats else [], clips=False)
+    assert norm == pytest.approx(float(gradient.double().square().sum()) ** 0.5, rel=1e-6)

@@ -7,6 +7,7 @@ pushes, over the real wire; runs are held to what they promise whoever dies.
 from __future__ import annotations
 
 import json
+import math
 import random
 import socket
 from collections import Counter
@@ -37,7 +38,7 @@ from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.placement import Piece, Sized, placed
 from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
-from allranks.torch.parameter_server.shard import Rule, Shard
+from allranks.torch.parameter_server.shard import MANY, Rule, Shard
 from allranks.torch.parameter_server.state import (
     cut_state,
     hyper_parameters_said,
@@ -126,15 +127,26 @@ class Deaf:
         """Nobody hears it."""
 
 
-@pytest.mark.parametrize("message", [{"do": "put"}, {"do": "load", "version": 5, "era": 1}])
+APPLY = {"do": "apply", "factor": 1.0, "groups": [{"lr": 1.0}], "unused": []}
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        (APPLY, {"version": 1}),  # of a step that goes on without this worker
+        ({"do": "put"}, {"version": 0}),
+        ({"do": "load", "version": 5, "era": 1, "kept": [{}]}, {"stale": 1}),
+    ],
+    ids=["apply", "put", "load"],
+)
 def test_what_changes_while_workers_copy_it_is_never_sent_in_part(
-    message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    message: dict[str, Any], answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In step all of them copy at once, without the lock."""
-    shard, deaf, answers = shard_of([1.0, 1.0], parts=2, lr=1.0), cast(Any, Deaf()), list[Any]()
+    shard, deaf, answers = shard_of([1.0, 1.0], lr=1.0), cast(Any, Deaf()), list[Any]()
     monkeypatch.setattr(deaf, "send", lambda header, *body: answers.append((header, *body)))
     copy, other = Flat.copy_, gradient(shard, 7.0, 7.0)
-    message = {**message, "kept": [{}]}
+    shard.bring(0, gradient(shard, -6.0, -6.0))
 
     def torn(self: Flat, source: Flat) -> None:
         copy(self, source)
@@ -152,11 +164,8 @@ def test_what_changes_while_workers_copy_it_is_never_sent_in_part(
         monkeypatch.setattr(Flat, "copy_", torn)
         server.answer(0, deaf, {"pull": 0, "era": 0}, memoryview(b""))
     _, (header, *pulled) = answers
-    if "stale" in header:
-        assert header == {"stale": 1} and not pulled
-    else:
-        (numbers,) = pulled
-        assert bytes(numbers) == bytes(other.buffer)
+    assert header == answer
+    assert [bytes(numbers) for numbers in pulled] == [bytes(other.buffer)] * ("version" in answer)
 
 
 def test_what_is_added_to_a_gradient_waits_for_its_last_part() -> None:
@@ -174,10 +183,18 @@ def test_what_is_added_to_a_gradient_waits_for_its_last_part() -> None:
     assert shard.gradient.flats[0].item() == 10.0
 
 
-def test_the_norm_of_what_is_finite_is_finite() -> None:
-    shard = shard_of([0.0, 0.0], dtype=torch.float32)
-    shard.bring(0, gradient(shard, 3e30, 4e30))
-    assert shard.squares() == pytest.approx(25e60) == shard.squares(unused=[1])
+@pytest.mark.parametrize("numbers", [2, MANY])
+@pytest.mark.parametrize("size", [3e30, 3e-25, 3.0])
+def test_the_norm_is_that_of_doubles(numbers: int, size: float) -> None:
+    shard = shard_of([0.0] * numbers, dtype=torch.float32)
+    shard.bring(0, gradient(shard, *[size] * numbers))
+    assert shard.squares() == pytest.approx(numbers * size**2) == shard.squares(unused=[1])
+
+
+def test_the_norm_of_no_number_is_none() -> None:
+    shard = shard_of([0.0] * MANY, dtype=torch.float32)
+    shard.bring(0, gradient(shard, *[float("nan")] * MANY))
+    assert math.isnan(shard.squares())
 
 
 def test_a_gradient_of_old_weights_is_applied_at_a_lower_rate_or_compensated() -> None:

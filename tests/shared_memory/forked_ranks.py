@@ -22,6 +22,7 @@ import allranks
 
 PAGE = 4096
 STOPPED_S = 0.5  # who is stopped for so long is lost
+LITTLE = 64  # bytes of cache: nearly all that is large or small outgrows it
 
 
 def library() -> ModuleType:
@@ -82,7 +83,7 @@ class World:
         (ctypes.c_int64 * self.size).from_address(self._pids)[rank] = os.getpid()
         self.await_all()
         self.held = descriptors()
-        self.engine = self.core.Engine(self.bells[rank], STOPPED_S)
+        self.engine = self.core.Engine(self.bells[rank], STOPPED_S, rank % 2 * LITTLE)
 
     def await_all(self) -> None:
         """Until all ranks have said who they are: before that none can be missed."""

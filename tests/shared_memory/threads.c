@@ -19,6 +19,7 @@
 #define IN_FLIGHT 4
 #define MOST_NUMBERS 20000
 #define PLAN_NUMBERS 3000
+#define LITTLE 64 /* bytes of cache: nearly all outgrows it */
 
 static int ranks, calls;
 static uint64_t seed;
@@ -248,7 +249,7 @@ int main(int argc, char **argv)
     ranks = atoi(argv[1]), calls = atoi(argv[2]), seed = mixed((uint64_t)atoi(argv[3]));
     MUST(ranks >= 2 && ranks <= MOST);
     for (int rank = 0; rank < ranks; rank++) {
-        bells[rank] = zeros(BELL_BYTES), engines[rank] = engine_new(bells[rank], 0.5);
+        bells[rank] = zeros(BELL_BYTES), engines[rank] = engine_new(bells[rank], 0.5, rank % 2 * LITTLE);
         for (int number = 0; number < 3; number++)
             leaves[number][rank] = (int32_t *)zeros(PLAN_NUMBERS * 4);
     }

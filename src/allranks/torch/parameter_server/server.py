@@ -165,6 +165,7 @@ class Server(Answering):
             self._wait(lambda: self.era > era or self._calls_back or self._has(era, version))
             if self._copies_at_once and self._has(era, version):
                 self._copy_at_once(found)
+                self._wait(lambda: self.era != NO_ERA)  # a restart that began meanwhile
             is_stale, is_there = self.era != era, self._has(era, version)
             told = self._told
             if is_there:
@@ -190,13 +191,13 @@ class Server(Answering):
 
         Nothing changes them before this worker has pushed, but a restart, and a step without it.
         """
-        writes = self.shard.writes
+        era, writes = self.era, self.shard.writes
         self.changed.release()
         try:
             into.copy_(self.shard.weights)
         finally:
             self.changed.acquire()
-        if self.shard.writes != writes:
+        if self.era == era and self.shard.writes != writes:
             into.copy_(self.shard.weights)
 
     def _hand_on(self, has: int, into: Flat, answer: Message, body: list[Any]) -> list[Any]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isnan
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.state import Kept, cut_state, join_state
 from allranks.torch.sharding.gradient_parts import squares_of
 from allranks.torch.step.trainable import update
+
+MANY = 2**17
+LEAST_SQUARE = 1e-30  # of a number, on the average: what is less may be 0 in 32 bits
 
 
 @dataclass(frozen=True)
@@ -178,11 +181,13 @@ class Shard:
     def squares(self, unused: Collection[int] = ()) -> float:
         """The sum of the squares of the gradient, without the parameters that nobody used."""
         there = self._used(self.gradient, unused) if unused else self.gradient.flats
-        parts, here = [g for g in there if g is not None], torch.device("cpu")
-        found = float(squares_of(parts, here))
-        if isfinite(found):
-            return found
-        return float(squares_of([g.to(_wide(g.dtype)) for g in parts], here))
+        parts = [g for g in there if g is not None]
+        numbers = sum(g.numel() for g in parts)
+        if numbers >= MANY:  # else doubles take less time
+            found = float(squares_of(parts, torch.device("cpu")))
+            if isnan(found) or LEAST_SQUARE * numbers < found < inf:
+                return found
+        return sum(map(_squares_in_doubles, parts))
 
     def add(self, more: Flat, factor: float) -> None:
         """The gradient is `factor` times itself plus `more` from here on: of a regularizer."""
@@ -305,7 +310,7 @@ class Shard:
         self, gradient: Flat, groups: Sequence[dict[str, Any]], unused: Collection[int]
     ) -> None:
         """Update the pieces by this gradient, at the rates that `groups` say."""
-        self.writes += 1
+        self.writes += 1  # before the first of them
         for own, found in zip(self.pieces, self._used(gradient, unused), strict=True):
             own.grad = found
         for group, said in zip(self.optimizer.param_groups, groups, strict=True):
@@ -328,6 +333,8 @@ class Shard:
         self.applied.clear()
 
 
-def _wide(kind: torch.dtype) -> torch.dtype:
-    """In which squares of what is finite are finite."""
-    return torch.promote_types(kind, torch.float64)
+def _squares_in_doubles(gradient: Tensor) -> float:
+    """By parts, because each is copied as doubles."""
+    kind = torch.promote_types(gradient.dtype, torch.float64)
+    parts = gradient.reshape(-1).split(MANY)
+    return sum(float(torch.linalg.vector_norm(part, dtype=kind)) ** 2 for part in parts)

@@ -218,18 +218,25 @@ def lengths(gradients: list[Tensor], kind: torch.dtype | None = None) -> list[Te
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if kind is not None:
         dense = [g.to(torch.promote_types(g.dtype, kind)) for g in dense]
-    long = [norm for g in dense if g.numel() >= LONG for norm in _norms_of(g)]
-    short = [g for g in dense if g.numel() < LONG]
+    long = [norm for g in dense if _is_long(g) for norm in _norms_of(g)]
+    short = [g for g in dense if not _is_long(g)]
     return [*(torch._foreach_norm(short) if short else ()), *long]
 
 
 def _norms_of(gradient: Tensor) -> list[Tensor]:
-    """One, or more of one that is long.
+    """One, or two of one that is long.
 
-    Of the sum of millions of squares 32 bits lose a thousandth, of that of a short row nothing.
+    A processor adds squares one after the other: 32 bits lose a thousandth of the sum of millions,
+    and next to nothing of that of a short row. Devices add in pairs.
     """
-    if gradient.numel() < LONG:
+    if not _is_long(gradient):
         return [torch.linalg.vector_norm(gradient)]
-    flat, end = gradient.reshape(-1), gradient.numel() // ROW * ROW
+    as_it_lies = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    flat, end = gradient.permute(as_it_lies).reshape(-1), gradient.numel() // ROW * ROW
     rows = torch.linalg.vector_norm(flat[:end].view(-1, ROW), dim=1)
-    return [torch.linalg.vector_norm(rows), torch.linalg.vector_norm(flat[end:])]
+    rest = [torch.linalg.vector_norm(flat[end:])] if end < flat.numel() else []
+    return [torch.linalg.vector_norm(rows), *rest]
+
+
+def _is_long(gradient: Tensor) -> bool:
+    return gradient.numel() >= LONG and not holds(gradient)

@@ -228,15 +228,15 @@ static PyType_Spec op_spec = {"allranks.torch.shared_memory._collectives.Op", si
 
 static PyObject *engine_make(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    unsigned long long bell;
+    unsigned long long bell, cache_bytes = 0;
     double stopped_s;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "Kd", &bell, &stopped_s))
+    if (!PyArg_ParseTuple(args, "Kd|K", &bell, &stopped_s, &cache_bytes))
         return NULL;
     PyEngine *self = (PyEngine *)new_self(type);
     if (self == NULL)
         return NULL;
-    self->engine = engine_new((char *)(uintptr_t)bell, stopped_s);
+    self->engine = engine_new((char *)(uintptr_t)bell, stopped_s, cache_bytes);
     if (self->engine == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
@@ -258,7 +258,7 @@ static void engine_dealloc(PyObject *self)
 static PyType_Slot engine_slots[] = {
     {Py_tp_new, engine_make},
     {Py_tp_dealloc, engine_dealloc},
-    {Py_tp_doc, "Engine(bell, stopped): drives all ops of this process, whose bell is at that "
+    {Py_tp_doc, "Engine(bell, stopped, cache=0): drives all ops of this process, whose bell is at that "
                 "address; a rank that is stopped for so many seconds is lost."},
     {0}};
 static PyType_Spec engine_spec = {"allranks.torch.shared_memory._collectives.Engine",

@@ -132,6 +132,8 @@ static void publish(op *o, uint64_t piece, int stage)
 {
     group *g = o->group;
     phase *line = line_of(o, piece, g->rank);
+    if (o->past_caches)
+        order_copies();
     atomic_store_explicit(&line->stage, stage_of(o, piece, stage), memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     if ((o->kind == BROADCAST && g->rank == o->peer) || all_at(o, piece, stage))

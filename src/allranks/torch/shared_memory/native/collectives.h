@@ -40,7 +40,8 @@ typedef struct {
     bool crowded;            /* more ranks than processors: give way instead of spinning */
 } membership;
 
-engine *engine_new(char *bell, double stopped_s);  /* a rank that is stopped for so long is lost */
+/* A rank that is stopped for so long is lost; `cache_bytes`: of the largest cache, 0: the machine's. */
+engine *engine_new(char *bell, double stopped_s, uint64_t cache_bytes);
 void engine_free(engine *e);  /* once its groups are free and nobody waits */
 
 uint64_t segment_bytes(int size);
@@ -50,7 +51,9 @@ void group_free(group *g);
 const char *group_failure(group *g, enum lost *reason, int *rank);  /* "" if there is none */
 
 /* Each returns a new op, which its caller releases, or NULL where there is no memory. All members
- * post the same collectives in the same order; memory stays as it is until the op is over. */
+ * post the same collectives in the same order; memory stays as it is until the op is over.
+ * What is taken is what is given (of a reduce-scatter and an all-gather the own part of it), or lies
+ * apart from it. */
 op *post_all_reduce(group *g, const void *source, void *target, uint64_t count, int type, int how);
 op *post_reduce_scatter(group *g, const void *source, void *target, uint64_t count, int type,
                         int how);

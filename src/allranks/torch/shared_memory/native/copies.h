@@ -26,13 +26,17 @@ static inline void copy_past_caches(char *to, const char *from, size_t bytes)
         _mm_stream_si128((__m128i *)(to + 48), d);
     }
     memcpy(to, from, bytes);
-    _mm_sfence(); /* a release does not order these stores */
 }
+
+/* A release does not order these stores. */
+static inline void order_copies(void) { _mm_sfence(); }
 #else
 static inline void copy_past_caches(char *to, const char *from, size_t bytes)
 {
     memcpy(to, from, bytes);
 }
+
+static inline void order_copies(void) {}
 #endif
 
 #endif

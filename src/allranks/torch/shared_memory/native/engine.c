@@ -67,7 +67,7 @@ static uint64_t last_cache_bytes(void)
     return kilobytes > 0 ? kilobytes << 10 : CACHE_BYTES;
 }
 
-engine *engine_new(char *memory, double stopped_s)
+engine *engine_new(char *memory, double stopped_s, uint64_t cache_bytes)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     engine *e = calloc(1, sizeof *e);
@@ -78,7 +78,7 @@ engine *engine_new(char *memory, double stopped_s)
     pthread_mutex_init(&e->lock, NULL);
     e->bell = (bell *)memory;
     e->stopped_ns = (int64_t)(stopped_s * 1e9);
-    e->cache_bytes = last_cache_bytes();
+    e->cache_bytes = cache_bytes > 0 ? cache_bytes : last_cache_bytes();
     atomic_init(&e->patience_ns, PATIENCE_NS);
     atomic_init(&e->timer, timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
     e->pid = getpid();
