@@ -326,10 +326,10 @@ class Launch:
     def wait(self, within_s: float = PATIENCE_S) -> int:
         """Its exit code, once it has ended."""
         try:
-            until(lambda: self.code is not None, f"the end of the launch\n{self.err}", within_s)
-        except AssertionError:
+            until(lambda: self.code is not None, "the end of the launch", within_s)
+        except AssertionError as error:
             self.signal(signal.SIGKILL)
-            raise
+            raise AssertionError(f"{error}\n{self.err}") from None
         return self.host.codes[self.pid]
 
     def signal(self, number: int) -> None:

@@ -40,6 +40,9 @@ TRAIN_ONLY_OPTIONS = ("dry_run", "placement", "as_object")
     "--sweep", default="", help="Each strategy with the values of an option: split=1,2,4."
 )
 @click.option("--peers", default="", help="Measure these too: " + ", ".join(PEERS) + ".")
+@click.option(
+    "--peer-limit", type=click.FloatRange(min=1), default=1800.0, help="Seconds of a peer's run."
+)
 @click.option("--until", default="", help="Train until an evaluation has it: accuracy=0.97.")
 @click.option("--steps", type=click.IntRange(min=2), help="Steps that count (default 60).")
 @click.option("--warm-up", type=click.IntRange(min=1), default=20, help="Steps before them.")
@@ -129,6 +132,7 @@ def _plan(
         _words(words, max(ranks), more["until"]),
         more["until"],
         option,
+        more["peer_limit"],
     )
     plan = checked_plan(plan, [*strategies, *peers])
     refused, jobs, problem = dict[Combination, str](), dict[Combination, Job](), None

@@ -9,12 +9,13 @@ mean over ranks. BatchNorm normalises over what a rank has, and dropout draws as
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
@@ -92,6 +93,17 @@ class Notes:
             self._file.close()
         held = json.dumps(held_at_most().to_data())
         (self._folder / f"held-{self._rank}.json").write_text(held)
+
+
+def leave() -> NoReturn:
+    """End this process, once all ranks have met, as it stands.
+
+    A DistributedDataParallel that has the last reference to a group of Gloo may wait, as it goes,
+    for a thread of that group, which waits for Python's lock: then a rank never ends.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def main(run: Callable[[], object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from allranks.programs.peers.given import Notes, asked, main
+from allranks.programs.peers.given import Notes, asked, leave, main
 from allranks.programs.peers.torch_task import TorchTask
 
 
@@ -27,7 +27,7 @@ def train() -> None:
         notes.step(mean.item() / ranks, batch[1])
     notes.close()
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from accelerate import Accelerator
 
-from allranks.programs.peers.given import Notes, asked, main
+from allranks.programs.peers.given import Notes, asked, leave, main
 from allranks.programs.peers.torch_task import TorchTask
 
 
@@ -26,8 +25,7 @@ def train() -> None:
         notes.step(mean.item(), batch[1])
     notes.close()
     accelerator.wait_for_everyone()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

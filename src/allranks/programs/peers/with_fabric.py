@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 
-import torch.distributed as dist
 from lightning_fabric import Fabric
 
-from allranks.programs.peers.given import Notes, asked, main
+from allranks.programs.peers.given import Notes, asked, leave, main
 from allranks.programs.peers.torch_task import TorchTask
 
 
@@ -30,8 +29,7 @@ def train() -> None:
         notes.step(mean.item(), batch[1])
     notes.close()
     fabric.barrier()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class _Runs:
         log = run_dir.with_suffix(".log")
         plan, peer = self.plan, run_dir.with_suffix(".peer")
         if combination.is_peer:
-            words, verb = peer_words(combination, self.jobs[combination], run_dir, peer), "run"
+            words, verb = self._words_of_peer(combination, run_dir, peer), "run"
         else:
             words = [*plan.words_of(combination), "--run-dir", str(run_dir)]
             verb = "train"
@@ -107,6 +107,10 @@ class _Runs:
         if summary is None:
             return _why(run_dir, log)
         return measured_run(run_dir, summary, plan.warm_up, turn, joules)
+
+    def _words_of_peer(self, combination: Combination, run_dir: Path, out: Path) -> list[str]:
+        limit_s = self.plan.peer_limit_s
+        return peer_words(combination, self.jobs[combination], run_dir, out, limit_s)
 
     def _wait_for(self, words: list[str], log: Path, verb: str) -> None:
         process = start_command(words, (), log, verb)

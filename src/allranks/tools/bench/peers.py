@@ -7,6 +7,7 @@ script is. It gets the same job: the model and the optimizer of its task, its ba
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -149,13 +150,19 @@ def script_of(name: str) -> str:
     return " ".join(("python -m", f"{ROOM}.{peer.script}", *peer.words))
 
 
-def peer_words(combination: Combination, job: Job, run_dir: Path, out: Path) -> list[str]:
-    """The words after `allranks run` for one run; the job goes to the peer as a file."""
+def peer_words(
+    combination: Combination, job: Job, run_dir: Path, out: Path, limit_s: float
+) -> list[str]:
+    """The words after `allranks run` for one run; the job goes to the peer as a file.
+
+    One that stands still is ended after `limit_s`: nobody else watches over it.
+    """
     peer = PEERS[combination.strategy]
     out.mkdir(parents=True)
     asked = out / "job.json"
     asked.write_text(json.dumps(job.to_data()))
     words = ["--ranks", str(job.ranks), "--nodes", str(job.nodes), "--run-dir", str(run_dir)]
+    words += ["--time-limit", str(math.ceil(limit_s))]
     words += ["--place", job.place] if job.nodes > 1 else []
     script = [sys.executable, "-m", f"{ROOM}.{peer.script}", str(asked), str(out), *peer.words]
     return [*words, "--", *script]

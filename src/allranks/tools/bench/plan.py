@@ -34,7 +34,8 @@ class Plan:
     With `scaling` weak a batch has `batch_size` samples for each rank, with strong for all of them
     together; 0 is what the program has. With `until` every run ends when its evaluation has that,
     or after `steps` (0: the epochs of the program). `swept` is the option whose values the
-    strategies differ in. `words` go to every job as they are.
+    strategies differ in. A run of a peer is ended after `peer_limit_s`. `words` go to every job as
+    they are.
     """
 
     program: str
@@ -47,6 +48,7 @@ class Plan:
     words: tuple[str, ...] = ()
     until: str = ""
     swept: str = ""
+    peer_limit_s: float = 1800.0
 
     def words_of(self, combination: Combination) -> list[str]:
         """The words after `allranks train` for one job, but its run folder.
