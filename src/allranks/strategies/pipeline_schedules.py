@@ -124,6 +124,15 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
 """By the name of the strategy, for so many ranks, micro-batches, and stages on each rank."""
 
 
+def places(schedule: Schedule) -> dict[tuple[str, int, int], int]:
+    """Which in its rank's list each action is, by (kind, stage, micro)."""
+    return {
+        (action.kind, action.stage, action.micro): at
+        for actions in schedule
+        for at, action in enumerate(actions)
+    }
+
+
 SECONDS = {"F": 1.0, "B": 2.0}
 SPLIT_SECONDS = {"F": 1.0, "B": 1.0, "W": 1.0}
 """What the passes through a stage take if every product of matrices takes equally long."""

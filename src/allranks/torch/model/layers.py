@@ -66,15 +66,19 @@ class Scope:
         self.by_compiler = False  # whether this pass goes through what a compiler made of blocks
         self._has_generator = accelerator.is_accelerator(self.device)
 
-    def enter(self, step: int, pieces: Micro, samples: int) -> None:
+    def enter(self, step: int, pieces: Micro, samples: int, stage: int = 0) -> None:
         """A micro-batch of `samples` samples, made of `pieces`, goes through the model next.
 
         Python's, NumPy's and torch's generators are seeded for its first shard: randomness in user
         code is then the shard's own wherever a shard goes through the model alone (`--bitwise`).
+        Of a pipeline they are seeded for the `stage` that it goes through, too.
         """
         self.step, self.pieces, self.samples = step, pieces, samples
         self.by_compiler = False
         self.calls.clear()
+        if stage:
+            self.key_stage(stage)
+            return
         self.keys.draw_here()
         first = pieces[0]
         self._seed(random_key(self.seed, step, first.shard, first.start, -1))

@@ -92,6 +92,8 @@ def _parsed(text: str) -> Any:
 
 def laid_out(tensor: Tensor) -> Tensor:
     """The tensor in one piece of memory, in its own order (channels-last) if it is dense."""
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor  # as most are
     plain = tensor.resolve_conj().resolve_neg()
     return plain if _is_dense(plain) else plain.contiguous()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ class Parcel:
             ((kind, shape, stride),) = shapes
             alone = torch.empty_strided(shape, stride, dtype=kind, device=device)
             return Parcel(flat(alone), [alone])
-        starts, size = _starts([math.prod(shape) * kind.itemsize for kind, shape, _ in shapes])
+        sizes = [math.prod(shape) * kind.itemsize for kind, shape, _ in shapes]
+        starts, size = _starts(tuple(sizes))
         message = torch.empty(size, dtype=torch.uint8, device=device)
         memory, found = message.untyped_storage(), []
         for (kind, shape, stride), start in zip(shapes, starts, strict=True):
@@ -59,7 +61,8 @@ def shape_of(tensor: Tensor) -> Shape:
     return tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
+@lru_cache(maxsize=1024)
+def _starts(sizes: tuple[int, ...]) -> tuple[list[int], int]:
     starts, end = [], 0
     for size in sizes:
         starts.append(-(-end // ALIGNED) * ALIGNED)

@@ -257,9 +257,7 @@ class Passes:
     def output(self, batch: Batch, micro: MicroBatch) -> Any:
         """The output of the model for a micro-batch of a step; the same whenever it is computed."""
         self.reached("enter")
-        self.scope.enter(batch.index, micro.pieces, micro.samples)
-        if self.stage:
-            self.scope.key_stage(self.stage)
+        self.scope.enter(batch.index, micro.pieces, micro.samples, self.stage)
         self.reached("entered")
         with self.precision.autocast():
             output = (self.forward or partial(forward, self.task, self.call))(micro.data)

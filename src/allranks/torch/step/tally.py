@@ -153,6 +153,10 @@ class Tally:
         else:
             self._weight += weight
         self._samples += samples
+        self.add_moments(scope)
+
+    def add_moments(self, scope: Scope) -> None:
+        """Add those that a forward pass left in `scope`, if it left any."""
         for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):
             found = scope.moments.pop(norm.index, None)
             if found is not None:

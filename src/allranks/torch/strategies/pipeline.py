@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.strategies.mesh import PIPELINE
-from allranks.strategies.pipeline_schedules import SCHEDULES, Action
+from allranks.strategies.pipeline_schedules import SCHEDULES, Action, places
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.nested import tensors_in
@@ -67,6 +67,7 @@ class Pipeline(Staged):
         self.schedule = lru_cache(maxsize=64)(
             lambda micros: SCHEDULES[schedule](self.line.size, micros, self.chunks)
         )
+        self.places = lru_cache(maxsize=64)(lambda micros: places(self.schedule(micros)))
         return model
 
     def asked_schedule(self) -> tuple[str, int]:
@@ -174,6 +175,7 @@ class _Passes:
     def __init__(self, strategy: Pipeline, batch: Batch) -> None:
         self.strategy, self.batch, self.step = strategy, batch, strategy.step
         self.micros = batch.micros
+        self.keys = [_looks_of(micro.data) for micro in batch.micros]
         self.leaf_of = [n for n, leaf in enumerate(batch.leaves) for _ in leaf.micros]
         self.take = self.step.take(batch)
         self.tallies = [self.step.layout.tally() for _ in batch.leaves]
@@ -190,7 +192,7 @@ class _Passes:
         """Make room for what this pass receives."""
         links, at = self.strategy.links, (action.stage, action.micro)
         if action.kind == "F" and action.stage > 0:
-            links.expect(*at, _looks_of(self.micros[action.micro].data))
+            links.expect(*at, self.keys[action.micro])
         ends = self._ends.get(at)
         if action.kind == "B" and isinstance(ends, list):
             links.expect_gradients(*at, ends)
@@ -219,8 +221,7 @@ class _Passes:
     def _forward(self, action: Action) -> None:
         strategy, links = self.strategy, self.strategy.links
         stage, number = action.stage, action.micro
-        micro = self.micros[number]
-        key = _looks_of(micro.data)
+        micro, key = self.micros[number], self.keys[number]
         self._at, self._drawn = action, b""
         if stage > 0:
             self._received[stage, number] = links.receive(stage, number, key)
@@ -238,18 +239,17 @@ class _Passes:
             output = self.step.output(self.batch, micro)
         self._check_drawn(stage)
         self._moments[stage, number] = scope.moment()
-        tally.add(tally.tensor.new_zeros(()), 0, 0, scope)
+        tally.add_moments(scope)
         links.send(stage, number, key, output, "gradients")
-        strategy.count_crossing(stage, output)
-        self._ends[stage, number] = [t for t in tensors_in(output) if t.requires_grad]
+        tensors = list(tensors_in(output))
+        strategy.count_crossing(stage, tensors)
+        self._ends[stage, number] = [t for t in tensors if t.requires_grad]
 
     def _came_before(self, action: Action, micro: int) -> bool:
         """Whether the stage before used a gradient before it sent what `action` received."""
         stage = action.stage - 1
-        order = self.strategy.schedule(len(self.micros))[stage % self.strategy.line.size]
-        return order.index(Action("B", stage, micro)) < order.index(
-            Action("F", stage, action.micro)
-        )
+        place = self.strategy.places(len(self.micros))
+        return place["B", stage, micro] < place["F", stage, action.micro]
 
     def _check_drawn(self, stage: int) -> None:
         """Under `--bitwise`: raise where a stage draws what one process draws after the others."""
@@ -344,4 +344,4 @@ class _Passes:
 
 def _looks_of(data: Any) -> Hashable:
     """The shapes of an input, which all ranks have."""
-    return tuple((tuple(t.shape), t.dtype) for t in tensors_in(data))
+    return tuple([(t.shape, t.dtype) for t in tensors_in(data)])

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from allranks.errors import RequestError
 from allranks.job.placement import Placed
 from allranks.torch.comm import Comm
-from allranks.torch.data.nested import tensors_in
 from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import check_by_parameter
 from allranks.torch.pipelining.balance import bytes_of, measured
@@ -222,10 +221,10 @@ class Staged(Strategy):
 
     # --- bytes ----------------------------------------------------------------------------
 
-    def count_crossing(self, stage: int, value: Any) -> None:
-        """A stage has returned `value` to the next one."""
-        sent = sum(t.nbytes for t in tensors_in(value))
-        back = sum(t.nbytes for t in tensors_in(value) if t.requires_grad)
+    def count_crossing(self, stage: int, tensors: list[Tensor]) -> None:
+        """A stage has returned these to the next one."""
+        sent = sum(t.nbytes for t in tensors)
+        back = sum(t.nbytes for t in tensors if t.requires_grad)
         self._crossed[2 * stage] = self._crossed.get(2 * stage, 0) + sent
         self._crossed[2 * stage + 1] = self._crossed.get(2 * stage + 1, 0) + back
 
