@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, Piece
+from allranks.torch.batchnorm import in_c
 from allranks.torch.batchnorm.running_statistics import RunningStatistics
 from allranks.torch.model.layers import Scope, shard_norms
 from allranks.torch.model.swapping import swap_layers
@@ -66,7 +67,11 @@ def entered(layer: nn.Module, pieces: Micro) -> Scope:
 )
 @pytest.mark.parametrize("dims", SHAPES)
 @pytest.mark.parametrize("last", [False, True], ids=["", "last"])
-def test_all_shards_in_one_pass_are_each_by_itself(pieces: Micro, dims: int, last: bool) -> None:
+@pytest.mark.parametrize("library", [in_c._found(), None], ids=["in C", ""])
+def test_all_shards_in_one_pass_are_each_by_itself(
+    monkeypatch: pytest.MonkeyPatch, pieces: Micro, dims: int, last: bool, library: Any
+) -> None:
+    monkeypatch.setattr(in_c, "LIBRARY", library)
     layer = made(dims, affine=dims != 3 or not last)
     scope = entered(layer, pieces)
     per_sample = 2 if dims == 1 else 1

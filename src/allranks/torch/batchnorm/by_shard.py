@@ -7,6 +7,7 @@ a dimension of their own, and every kernel runs once for all of them:
                output = input * scale + shift, where scale = weight / sqrt(var + eps)
     backward   dx = scale * (dy - mean(dy) - (x - mean) * mean(dy * (x - mean)) / (var + eps))
 
+On a CPU, and for one thread, a loop in C does this for a run (`in_c`); else operations of torch do.
 Sizes of shards differ by at most one: a micro-batch has three runs at most, if some have one sample
 only. All write into slices of one output. Nothing is read on the host. Compilers, second
 derivatives and transforms of `torch.func` get an `expression` of the same.
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.strategies.shards import Runs
+from allranks.strategies.shards import Run, Runs
+from allranks.torch.batchnorm import in_c
 from allranks.torch.batchnorm.expression import expression
 from allranks.torch.batchnorm.moments import (
     along,
@@ -69,16 +71,11 @@ class _ByShard(torch.autograd.Function):
         kept: list[Tensor] = []
         moments = []
         for run, source, target in _split(runs, per_sample, input, output):
-            if is_alone(run, by):
-                both = running_moments(by, full_type(input.dtype), source.ndim)
-            else:
-                both = _statistics(source, target)
+            both, inverse = _normalise(run, source, weight, bias, by, target)
+            if not is_alone(run, by):
                 values = source.shape[1] * source.shape[3]
                 moments.append(weighted_moments(run, values, both, by))
-            mean, var = both.unbind()
-            inverse = (var + by.eps).rsqrt_()
-            _affine(source, mean, inverse, weight, bias, target)
-            kept += mean, inverse
+            kept += both[0], inverse
         ctx.layout, ctx.by = (runs, per_sample), by
         ctx.save_for_backward(input, weight, bias, *kept)
         found = joined(moments, by, kept[0])
@@ -102,25 +99,8 @@ class _ByShard(torch.autograd.Function):
         for (run, source, gradient, target), mean, inverse in zip(
             split, kept[::2], kept[1::2], strict=True
         ):
-            around = source - mean
-            buffer = target if found is not None and found.dtype == mean.dtype else None
-            product = torch.mul(gradient, around, out=buffer)
-            means = mean.new_empty(2, len(source), 1, source.shape[2], 1)
-            along_it, plain = means.unbind()
-            torch.mean(product, (1, 3), keepdim=True, out=along_it).mul_(inverse)
-            torch.mean(gradient, (1, 3), keepdim=True, dtype=mean.dtype, out=plain)
-            values = source.shape[1] * source.shape[3]
-            sums.append(means.sum((1, 2, 4)).mul_(values))
-            if found is None:
-                continue
-            scale = inverse if weight is None else inverse * along(weight, source)
-            torch.mul(gradient, scale, out=product)
-            if not is_alone(run, ctx.by):
-                means.mul_(scale)
-                along_it.mul_(inverse)
-                product.sub_(around.mul_(along_it).add_(plain))
-            if buffer is None:
-                target.copy_(product)
+            to = None if found is None else target
+            sums.append(_derive(run, source, gradient, weight, mean, inverse, ctx.by, to))
         of_weight, of_bias = summed(sums)
         return (
             found,
@@ -128,6 +108,29 @@ class _ByShard(torch.autograd.Function):
             None if bias is None else of_bias.to(bias.dtype),
             *(None, None, None),
         )
+
+
+def _normalise(
+    run: Run,
+    source: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    by: Normalising,
+    target: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Fill `target`; mean and variance of each (shard, channel), and 1 / sqrt(var + eps)."""
+    alone = is_alone(run, by)
+    library = None if alone else in_c.library_for(source, target, channels=(weight, bias))
+    if library is not None:
+        return in_c.normalise(library, source, weight, bias, by.eps, target)
+    if alone:
+        both = running_moments(by, full_type(source.dtype), source.ndim)
+    else:
+        both = _statistics(source, target)
+    mean, var = both.unbind()
+    inverse = (var + by.eps).rsqrt_()
+    _affine(source, mean, inverse, weight, bias, target)
+    return both, inverse
 
 
 def _statistics(source: Tensor, target: Tensor) -> Tensor:
@@ -142,6 +145,43 @@ def _statistics(source: Tensor, target: Tensor) -> Tensor:
     around = torch.sub(source, mean, out=target) if target.dtype == kind else source - mean
     torch.mean(around.square_(), (1, 3), keepdim=True, out=var)
     return both
+
+
+def _derive(
+    run: Run,
+    source: Tensor,
+    gradient: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    by: Normalising,
+    target: Tensor | None,
+) -> Tensor:
+    """Fill `target`, if any, with the gradient of `source`; returns those of weight and bias."""
+    library = None
+    if not is_alone(run, by):
+        library = in_c.library_for(source, gradient, mean, channels=(weight, None))
+    if library is not None:
+        return in_c.derive(library, gradient, source, weight, mean, inverse, target)
+    around = source - mean
+    buffer = target if target is not None and target.dtype == mean.dtype else None
+    product = torch.mul(gradient, around, out=buffer)
+    means = mean.new_empty(2, len(source), 1, source.shape[2], 1)
+    along_it, plain = means.unbind()
+    torch.mean(product, (1, 3), keepdim=True, out=along_it).mul_(inverse)
+    torch.mean(gradient, (1, 3), keepdim=True, dtype=mean.dtype, out=plain)
+    sums = means.sum((1, 2, 4)).mul_(source.shape[1] * source.shape[3])
+    if target is None:
+        return sums
+    scale = inverse if weight is None else inverse * along(weight, source)
+    torch.mul(gradient, scale, out=product)
+    if not is_alone(run, by):
+        means.mul_(scale)
+        along_it.mul_(inverse)
+        product.sub_(around.mul_(along_it).add_(plain))
+    if buffer is None:
+        target.copy_(product)
+    return sums
 
 
 def _affine(

@@ -1,0 +1,135 @@
+"""The loops in C of BatchNorm by shard: beside float64, and who runs them."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from allranks.strategies.shards import Piece
+from allranks.torch.batchnorm import in_c
+from test_batchnorm import EVEN, by_piece, entered
+
+NATIVE = Path(in_c.__file__).parent / "native"
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+LONG = 2 * 1024 + 37  # blocks, and what is left of one
+
+
+class Counted:
+    """The library, and how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(in_c._found(), name)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    found = Counted()
+    monkeypatch.setattr(in_c, "LIBRARY", found)
+    return found
+
+
+def passed(layer: Any, data: Tensor, above: Tensor) -> tuple[Tensor, ...]:
+    """What a layer returns, and the gradients of its input and its weights."""
+    output = layer(data)
+    return output, *torch.autograd.grad(output, [data, *layer.parameters()], above)
+
+
+def test_32_bits_are_those_of_64_up_to_their_rounding(counted: Counted) -> None:
+    """Values far from zero: squares that are not around the mean would have lost all digits."""
+    layer, plain = nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()
+    for one in (layer, plain):
+        entered(one, EVEN)
+    data = torch.randn(32, 3, LONG, dtype=torch.float64) + 500
+    data = data.float().double()
+    above = torch.randn(data.shape, dtype=torch.float64).float().double()
+    found = passed(layer, data.float().requires_grad_(), above.float())
+    assert counted.calls == ["normalise", "derive"]
+    counted.calls.clear()
+    wanted = passed(plain, data.requires_grad_(), above)
+    truth = by_piece(plain, EVEN, data)[0]
+    torch.testing.assert_close(wanted[0], truth, rtol=1e-10, atol=1e-10)
+    for one, other, bound in zip(found, wanted, (2e-4, 2e-4, 2e-3, 2e-3), strict=True):
+        assert one.dtype == torch.float32
+        assert (one.double() - other).abs().max() < bound * other.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("data", "threads"),
+    [
+        (torch.randn(32, 3, 15), 1),
+        (torch.randn(32, 3, 16), 2),
+        (torch.randn(32, 3, 4, 4).to(memory_format=torch.channels_last), 1),
+        (torch.randn(32, 3, 16).bfloat16(), 1),
+    ],
+    ids=["few values", "two threads", "channels last", "16 bits"],
+)
+def test_what_it_does_not_take_goes_through_torch(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch, data: Tensor, threads: int
+) -> None:
+    layer: nn.Module = (nn.BatchNorm2d if data.ndim == 4 else nn.BatchNorm1d)(3)
+    entered(layer, EVEN)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    given = data.detach().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=data.dtype == torch.bfloat16):
+        found = layer(given)
+    found.sum().backward()
+    assert counted.calls == []
+
+
+def test_shards_of_one_sample_are_not_its_own(counted: Counted) -> None:
+    """They are normalised by the running statistics, beside a run of two samples that is in C."""
+    layer = nn.BatchNorm1d(3)
+    entered(layer, (Piece(0, 0, 2, 2), Piece(1, 0, 1, 1), Piece(2, 0, 1, 1)))
+    output = layer(torch.full((4, 3, 20), 3.0, requires_grad=True))
+    assert counted.calls == ["normalise"]
+    torch.testing.assert_close(output[2:], torch.full((2, 3, 20), 3.0 / (1 + layer.eps) ** 0.5))
+    torch.testing.assert_close(output[:2], torch.zeros(2, 3, 20))
+    output.sum().backward()
+    assert counted.calls == ["normalise", "derive"]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+def test_any_processor_gives_the_same_bits(tmp_path: Path) -> None:
+    """Vectors of any width, and none: no sum is in another order, nothing is rounded once less."""
+    results = []
+    for name, options in (("none", ["-O1", "-DNO_CLONES"]), ("all", ["-O3", "-march=native"])):
+        path = tmp_path / f"{name}.so"
+        words = [COMPILER, "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", *options]
+        subprocess.run([*words, str(NATIVE / "norms.c"), "-lm", "-o", str(path)], check=True)
+        results.append(_called(ctypes.CDLL(str(path))))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("pieces", "rows", "channels", "values")]
+
+
+def _called(library: ctypes.CDLL) -> list[Tensor]:
+    torch.manual_seed(0)
+    shape, given = _Shape(2, 3, 4, LONG), torch.randn(2, 2 * 3 * 4 * LONG)
+    weight, bias, of_weight, of_bias = torch.randn(4, 4)
+    output, found = torch.empty_like(given)
+    mean, var, inverse = torch.empty(3, 8)
+
+    def at(*tensors: Tensor) -> list[ctypes.c_void_p]:
+        return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+
+    eps = ctypes.c_double(1e-5)
+    library.normalise_float(
+        *at(given[0]), shape, *at(weight, bias), eps, *at(output, mean, var, inverse)
+    )
+    library.derive_float(
+        *at(given[1], given[0]), shape, *at(weight, mean, inverse, found, of_weight, of_bias)
+    )
+    return [output, mean, var, inverse, found, of_weight, of_bias]
