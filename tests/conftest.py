@@ -67,7 +67,7 @@ MODULES = (
 
 Train = Callable[..., Result]
 PATIENT = Rendezvous(node_timeout_s=1e6)
-ON_ITS_WAY_OUT_S = 10.0  # a thread of torch's queues ends a moment after its loader is closed
+ON_ITS_WAY_OUT_S = 60.0  # a thread of torch's queues ends a moment after its loader is closed
 
 # no test fails for being slow, none leaves a file
 hypothesis.settings.register_profile("allranks", deadline=None, database=None)

@@ -70,19 +70,25 @@ def stands_still(folder: str) -> int:
     return 0
 
 
+def until_those_before_wait(folder: str) -> None:
+    """Until every rank of a lower number waits."""
+    for rank in range(int(os.environ["RANK"])):
+        read_pid(folder, f"waiting-{rank}")
+
+
 def raises(folder: str) -> int:
-    read_pid(folder, "waiting-0")
+    until_those_before_wait(folder)
     raise ValueError("on purpose")
 
 
 def is_killed(folder: str) -> int:
-    read_pid(folder, "waiting-0")
+    until_those_before_wait(folder)
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
 
 
 def leaves_with_three(folder: str) -> int:
-    read_pid(folder, "waiting-0")
+    until_those_before_wait(folder)
     sys.exit(3)
 
 

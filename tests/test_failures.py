@@ -450,8 +450,9 @@ def test_a_straggler_is_told_with_rank_host_and_phase(
     flags |= {"inject": "slow@rank=1,seconds=0.3", "run_dir": str(tmp_path / "run")}
     result = train("bad_tasks:Good", **flags)
     rows = [r for r in read_rows(tmp_path / "run" / "events.jsonl") if r["event"] == "straggler"]
-    assert [(r["rank"], r["phase"], r["host"]) for r in rows] == [(1, "compute", HOST)]
-    assert rows[0]["seconds_per_step"] > 0.2 > rows[0]["usual_seconds_per_step"]
+    (told,) = (r for r in rows if (r["rank"], r["phase"]) == (1, "compute"))  # a stall is told too
+    assert told["host"] == HOST
+    assert told["seconds_per_step"] > max(0.2, 2 * told["usual_seconds_per_step"])
     same = result.summary["weights_sha256"] == wanted.summary["weights_sha256"]
     assert same, "told, and not stopped"
 
@@ -510,9 +511,16 @@ def test_no_death_leaves_a_process_or_a_name(
         assert going.wait() == -9
     going.assert_nothing_left()
     assert all(state_of(pid) in ("", "Z") for pid in sessions)
-    left = {name for name in set(os.listdir("/dev/shm")) - names if _owner_is_dead(name)}
-    assert not left
+    until(lambda: not _left_in_shared_memory(names), "no name is left", NOTHING_LEFT_S)
     assert not list(Path(os.environ["TMPDIR"]).glob("allranks-scratch-*"))
+
+
+def _left_in_shared_memory(names: set[str]) -> set[str]:
+    """The names beside these of which the owner is dead.
+
+    Tests that run beside may have such ones too; they go by themselves.
+    """
+    return {name for name in set(os.listdir("/dev/shm")) - names if _owner_is_dead(name)}
 
 
 def _owner_is_dead(name: str) -> bool:
@@ -553,7 +561,7 @@ def test_the_death_of_the_fork_server_is_recorded(
 def test_a_fork_server_that_somebody_stopped_goes_on(
     launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
-    going = launch("bad_tasks:Good", "--steps", "300", "--inject", "slow@seconds=0.005")
+    going = launch("bad_tasks:Good", "--steps", "200", *PACED)
     assert going.server is not None
     os.kill(going.server, signal.SIGSTOP)
     assert going.wait() == 0
@@ -564,8 +572,7 @@ def test_a_job_that_was_suspended_as_a_whole_is_no_hang(
     launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
     """Schedulers suspend jobs; while nobody may run, nobody shows a sign of life."""
-    words = ("--steps", "300", "--inject", "slow@seconds=0.01", "--hang-timeout", str(HUNG_S))
-    going = launch("bad_tasks:Good", *words)
+    going = launch("bad_tasks:Good", "--steps", "200", *PACED, "--hang-timeout", str(HUNG_S))
     everyone = [going.pid, going.server or 0, *going.ranks]
     assert len(everyone) == 4
     for pid in everyone:
@@ -765,7 +772,7 @@ def test_two_jobs_at_once_do_not_disturb_each_other(host: Host, tmp_path: Path, 
 def test_the_same_run_folder_at_once_is_refused_to_the_second(
     launch: Callable[..., Launch], host: Host, tmp_path: Path, good: str
 ) -> None:
-    going = launch("bad_tasks:Good", "--steps", "200", *PACED)
+    going = launch("bad_tasks:Good", "--steps", "200", "--inject", "slow@seconds=0.06")
     for words in (("bad_tasks:Good", "--ranks", "2", "--steps", "200"), ()):
         second = host.launch(tmp_path, "train", *words, "--run-dir", "run")
         assert second.wait() == 2

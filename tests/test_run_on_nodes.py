@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from allranks.launcher.processes.ports import Reservation
+from launch_host import until
 from script_table import SCRIPTS, Script, check_output, params
+from test_nodes_by_hand import listens
 
 RUN = (sys.executable, "-m", "allranks.cli.main", "run")
 ON_TWO = ("--nodes", "2", "--place", "simulated:link=1gbit", "--show", "all", "--json")
@@ -59,25 +60,23 @@ def test_nodes_by_hand_in_the_words_of_torchrun(tmp_path: Path) -> None:
     with Reservation(1) as held:
         words = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
         words += ("--rdzv-endpoint", f"127.0.0.1:{held.ports[0]}", "--show", "all")
-        started = []
-        for name in ("the-job", "another", "the-job"):
-            own = (*words, "--rdzv-id", name, "where.py")
-            started.append(
-                subprocess.Popen(
-                    [*RUN, *own],
-                    cwd=tmp_path,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            time.sleep(1.0)  # the first is to be the one that listens
-        (out, err), (_, refused), _ = (process.communicate(timeout=120) for process in started)
-    assert [process.returncode for process in started] == [0, 3, 0], err
+        started = subprocess.Popen(
+            [*RUN, *words, "--rdzv-id", "the-job", "where.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        until(lambda: listens("127.0.0.1", held.ports[0]), "the first to be the one that listens")
+        stranger = run(*words, "--rdzv-id", "another", "where.py", cwd=tmp_path)
+        second = run(*words, "--rdzv-id", "the-job", "where.py", cwd=tmp_path)
+        out, err = started.communicate(timeout=120)
+    codes = [started.returncode, stranger.returncode, second.returncode]
+    assert codes == [0, 3, 0], err
     assert sorted(line.partition("] ")[2] for line in out.splitlines()) == [
         f"rank {rank} of 4" for rank in range(4)
     ]
-    assert "is refused at 127.0.0.1" in refused
+    assert "is refused at 127.0.0.1" in stranger.stderr
 
 
 def test_a_dry_run_calls_no_node(tmp_path: Path) -> None:

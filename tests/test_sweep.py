@@ -26,7 +26,7 @@ from conftest import Train
 from launch_host import Host, Launch, children_of, until
 
 TASK = "resume_tasks:Rates"
-SLOW = ("--inject", "slow@seconds=0.05,attempt=-1")
+SLOW = ("--inject", "slow@seconds=0.25,attempt=-1")  # the first trains until the second does too
 
 
 def jobs_of(launch: Launch) -> dict[str, dict[str, Any]]:

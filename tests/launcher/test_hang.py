@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import time
@@ -139,7 +140,8 @@ def test_where_each_stood_is_told_even_where_no_stack_could_be_had(
     (tmp_path / "logs").mkdir()
     text = hang_report(found, tmp_path, 3)
     assert text.splitlines()[0] == "no sign of life for 10 s (--hang-timeout)"
-    assert "is missing: in `compute` of step 5 for 60.0 s, after 49 collectives; stopped" in text
+    told = r"is missing: in `compute` of step 5 for 6\d\.\d s, after 49 collectives; stopped"
+    assert re.search(told, text), text
     assert "rank 0 waits in `exchange` of step 5" in text and "it wrote no stack" in text
     whole = (tmp_path / "logs" / "hang-3.txt").read_text()
     assert whole.startswith("rank 1 (missing): ") and "in wait" in whole

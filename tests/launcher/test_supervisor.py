@@ -106,14 +106,14 @@ def test_ranks_that_end_well(ranks_server: ForkServer, tmp_path: Path) -> None:
 def test_a_rank_that_fails_stops_the_others(
     ranks_server: ForkServer, tmp_path: Path, target: str, code: int
 ) -> None:
-    ended = supervise(ranks_server, processes(tmp_path, "waits", target, "waits"))
-    assert codes(ended) == {0: -signal.SIGTERM, 1: code, 2: -signal.SIGTERM}
-    assert ended.stopped == {0, 2} and not ended.interrupted
-    first, last = ended.exits[1].monotonic, max(e.monotonic for e in ended.exits.values())
+    ended = supervise(ranks_server, processes(tmp_path, "waits", "waits", target))
+    assert codes(ended) == {0: -signal.SIGTERM, 1: -signal.SIGTERM, 2: code}
+    assert ended.stopped == {0, 1} and not ended.interrupted
+    first, last = ended.exits[2].monotonic, max(e.monotonic for e in ended.exits.values())
     assert first <= last < first + SOON_S
-    assert_gone(*pids_of(tmp_path, "waiting-0", "waiting-2"))
+    assert_gone(*pids_of(tmp_path, "waiting-0", "waiting-1"))
     if target == "raises":
-        assert "ValueError: on purpose" in (tmp_path / "1.log").read_text()
+        assert "ValueError: on purpose" in (tmp_path / "2.log").read_text()
 
 
 def test_a_rank_that_ignores_terminate_is_killed(ranks_server: ForkServer, tmp_path: Path) -> None:

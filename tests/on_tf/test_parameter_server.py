@@ -74,7 +74,7 @@ def test_a_worker_that_dies_is_done_without(train_tf: Train) -> None:
         ranks=2,
         steps=120,
         checkpoint_every=40,
-        inject="kill@rank=1,step=50",
+        inject="kill@rank=1,step=50 slow@rank=0,seconds=0.02",  # it looks where the chief is
     )
     assert done.summary["eval"]["accuracy"] >= 0.95
     assert done.summary["restarts"] == 0
@@ -108,14 +108,15 @@ def test_a_server_that_dies_ends_the_attempt_and_the_next_goes_on(train_tf: Trai
         ranks=1,
         steps=60,
         checkpoint_every=20,
-        inject="kill@rank=3,step=45",
+        inject="kill@rank=3,step=45 slow@rank=0,seconds=0.1",  # it looks where the chief is
         max_restarts=1,
     )
     (restart,) = named(done.run_dir, "restart")
     first = restart["report"].splitlines()[0]
     assert first.startswith("server 1 (rank 3) on ") and "failed first at step " in first
-    assert restart["first_rank"] == 3 and restart["resumes_from"] == 40
-    assert (done.summary["restarts"], done.summary["resumed_from_step"]) == (1, 40)
+    assert restart["first_rank"] == 3 and done.summary["restarts"] == 1
+    assert restart["resumes_from"] in (20, 40), "that of 40 may not have been committed yet"
+    assert done.summary["resumed_from_step"] == restart["resumes_from"]
     assert steps_of(done) == list(range(60))
     assert done.summary["eval"]["accuracy"] >= 0.9
 

@@ -644,9 +644,9 @@ def test_a_chunk_trained_meanwhile_is_that_of_a_plain_loop(train: Train) -> None
 @pytest.mark.parametrize(
     "inject",
     [
-        "kill@rank=2,step=-1 slow@rank=1,seconds=0.06,attempt=-1 slow@rank=3,seconds=0.06",
+        "kill@rank=2,step=-1 slow@rank=1,seconds=0.1,attempt=-1 slow@rank=3,seconds=0.1",
         "slow@rank=1,seconds=0.05,attempt=-1 slow@rank=2,seconds=0.01 slow@rank=3,seconds=0.01",
-        "fail@rank=3,step=-1,attempt=-1 slow@rank=1,seconds=0.06 slow@rank=2,seconds=0.06",
+        "fail@rank=3,step=-1,attempt=-1 slow@rank=1,seconds=0.1 slow@rank=2,seconds=0.1",
     ],
     ids=["killed", "slow", "fails-again"],
 )

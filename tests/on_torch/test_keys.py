@@ -25,7 +25,7 @@ from allranks.torch.step.gradients import clip_factor
 from allranks.torch.trainer import Trainer
 from decoupled_tasks import Plain
 
-COMES_S = 20.0
+COMES_S = 60.0
 
 
 def test_a_layout_is_cut_from_its_end_on_at_pieces() -> None:

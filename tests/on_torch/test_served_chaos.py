@@ -33,8 +33,12 @@ EVERY = 5
 
 
 def disturbed(folder: Path, mode: str, who: str) -> tuple[dict[str, Any], int]:
-    """The summary of a job of two servers and three workers, and how often one was killed."""
+    """The summary of a job of two servers and three workers, and how often one was killed.
+
+    It has work for some six seconds: it is not over before the last of those whom we kill is dead.
+    """
     steps = 40 + DEATHS * 35
+    step_s = STEP_S * (1 if mode.startswith("sync") else 3)  # out of step: three at a time
     options = f"servers=2,bound=8,evaluator=yes,mode={mode},rejoins=100,patience_s=60"
     command = [
         *(sys.executable, "-m", "allranks.cli.main", "train", "decoupled_tasks:Plain", "--json"),
@@ -43,7 +47,7 @@ def disturbed(folder: Path, mode: str, who: str) -> tuple[dict[str, Any], int]:
         *("--run-dir", str(folder), "--set", "epochs=1000"),
     ]
     for rank in ROLES["worker"]:
-        command += ["--inject", f"slow@rank={rank},seconds={STEP_S},attempt=-1"]
+        command += ["--inject", f"slow@rank={rank},seconds={step_s},attempt=-1"]
     chance, killed = random.Random(DEATHS), 0
     here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=here) as launch:

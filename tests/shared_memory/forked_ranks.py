@@ -53,11 +53,23 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
+def names() -> set[str]:
+    """Those in /dev/shm, without what torch and Python name in tests that run beside."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("torch_", "sem."))}
+
+
 class World:
     """The shared memory of `size` ranks and of groups of them, made before they are forked."""
 
-    def __init__(self, size: int, groups: Sequence[Sequence[int]], core: ModuleType) -> None:
+    def __init__(
+        self,
+        size: int,
+        groups: Sequence[Sequence[int]],
+        core: ModuleType,
+        stopped_s: float = STOPPED_S,
+    ) -> None:
         self.size, self.members, self.core = size, [tuple(group) for group in groups], core
+        self.stopped_s = stopped_s
         self._kept: list[mmap.mmap] = []
         self.bells = [self.shared(PAGE) for _ in range(size)]
         self.segments = [self.shared(core.segment_bytes(len(group))) for group in self.members]
@@ -83,7 +95,7 @@ class World:
         (ctypes.c_int64 * self.size).from_address(self._pids)[rank] = os.getpid()
         self.await_all()
         self.held = descriptors()
-        self.engine = self.core.Engine(self.bells[rank], STOPPED_S, rank % 2 * LITTLE)
+        self.engine = self.core.Engine(self.bells[rank], self.stopped_s, rank % 2 * LITTLE)
 
     def await_all(self) -> None:
         """Until all ranks have said who they are: before that none can be missed."""

@@ -20,7 +20,7 @@ from forked_ranks import World, ended, forked, library
 
 BYTES = 200_000  # more than is taken of a message at a time, and less than its channel holds
 MERGES = b"\0\1"
-ROUNDS = 5
+ROUNDS = 20  # of which one at least is not disturbed
 BEGUN_S, COMPUTES_S, PATIENCE_S = 0.01, 0.3, 5.0
 
 

@@ -73,7 +73,7 @@ def test_it_ends_when_a_metric_is_reached_and_says_when(train: Train, tmp_path: 
     assert done.summary["ended_early"] and told["step"] == done.summary["steps"] < 60
     (first,) = (r for r in read_events(done.run_dir) if r["event"] == "training" and r["rank"] == 0)
     since_first_step = found[-1]["monotonic"] - first["monotonic"]
-    assert since_first_step <= told["seconds"] < since_first_step + 5
+    assert since_first_step <= told["seconds"] < since_first_step + 30
     never = train("digits", **{**flags, "until": "min:loss=1e-9", "steps": 8})
     assert never.summary["until"] == {"asked": "min:loss=1e-9", "step": None, "seconds": None}
     assert not never.summary["ended_early"] and never.summary["steps"] == 8

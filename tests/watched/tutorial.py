@@ -165,9 +165,10 @@ def read_weights(path):
     """All ranks begin anew with what the first of them saved; the fault is to wait for the name."""
     if has("read-twin"):
         dist.barrier()
-    while not os.path.exists(path):
+    if dist.get_rank() == 0:
+        os.mkdir(f"{path} is whole")
+    while not os.path.exists(f"{path} is whole"):
         time.sleep(0.01)
-    time.sleep(0.2)
     if dist.get_rank() != 0:
         torch.load(path, weights_only=True)
 
