@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_batchnorm import EVEN, by_piece, entered
 from torch import Tensor, nn
 
 from allranks.strategies.shards import Piece
 from allranks.torch.batchnorm import in_c
-from test_batchnorm import EVEN, by_piece, entered
 
 NATIVE = Path(in_c.__file__).parent / "native"
 COMPILER = shutil.which("cc") or shutil.which("gcc")

@@ -6,6 +6,7 @@ of rounds over the real wire; runs are held to one process, and to what they pro
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from contextlib import ExitStack
 from itertools import pairwise
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 
 from allranks.job.job import Job
 from allranks.launcher.nodes.channel import Disconnected
-from allranks.torch.parameter_server.service import Done
+from allranks.torch.parameter_server.handing_out import HandingOut
+from allranks.torch.parameter_server.service import Done, Service
 from allranks.torch.parameter_server.state import hyper_parameters_said
 from allranks.torch.parameter_server.working.changes import Changes, ramp
 from allranks.torch.parameter_server.working.exchange import Exchange
 from allranks.torch.trainer import Trainer
-from allranks.training.dispatch.ledger import Chunk
+from allranks.training.dispatch.ledger import Chunk, Ledger
 from conftest import Train
 from decoupled_tasks import Plain
 from test_every_strategy import difference
@@ -213,10 +215,13 @@ def test_one_worker_that_pushes_changes_is_one_process(train: Train) -> None:
 def test_each_batch_of_a_round_counts_once_whoever_dies(
     train: Train, pipeline: str, rank: int
 ) -> None:
-    """Beside a worker that dies the others are slow: they are not done before it has begun."""
-    kill = f"kill@rank={rank},step=9"
-    if rank == 3:
-        kill = "kill@rank=3,step=-1 slow@rank=2,seconds=0.1 slow@rank=4,seconds=0.1"
+    """Beside a worker that dies the others are slow: they are not done before it has begun.
+
+    With slow workers a save comes while one brings what it had.
+    """
+    kill = f"kill@rank={rank},step={-1 if rank == 3 else 9}"
+    if rank > 0:
+        kill += " slow@rank=2,seconds=0.1,attempt=-1 slow@rank=4,seconds=0.1,attempt=-1"
     result = train(
         TASK,
         "epochs=6",
@@ -233,6 +238,24 @@ def test_each_batch_of_a_round_counts_once_whoever_dies(
     lost = [event["rank"] for event in events(result.run_dir, "worker_lost")]
     may = {0, 1} if rank == 1 else {rank}  # the scheduler may go with a server
     assert rank in lost and set(lost) <= may
+
+
+def test_a_save_waits_until_what_came_is_counted() -> None:
+    """A worker that brings the last of what was handed out makes all idle; it counts first."""
+    handing = HandingOut(Ledger(6, 3, 1), in_step=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        service = Service(
+            handing, 1, "digest", listener, "secret", torch.float64, lambda event, **values: None
+        )
+        handing.joined(0)
+        chunk = handing.next_for(0)
+        assert chunk is not None
+        said = {"chunk": chunk.number, "era": service.era, "steps": [{}] * chunk.steps}
+        with service.changed:
+            service._take(0, said, memoryview(bytearray(8)))
+        assert service.wait_until_idle(0) and not service.wait_until_settled(60)
+        assert [one.chunk for one in service.brought(0)] == [chunk]
+        assert service.wait_until_settled(0)
 
 
 # --- early ends ---------------------------------------------------------------------------

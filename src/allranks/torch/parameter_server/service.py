@@ -163,6 +163,12 @@ class Service(Answering):
             self._wait(lambda: self.handing.is_idle, timeout_s)
             return self.handing.is_idle
 
+    def wait_until_settled(self, timeout_s: float) -> bool:
+        """Whether no worker has anything any more, and nothing that came is yet to be counted."""
+        with self.changed:
+            self._wait(lambda: self.handing.is_idle or bool(self._found), timeout_s)
+            return self.handing.is_idle and not self._found
+
     def finish(self) -> None:
         """There is no more work: tell all who ask, and the servers."""
         with self.changed:

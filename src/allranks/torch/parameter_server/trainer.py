@@ -69,7 +69,7 @@ class SchedulerTrainer(Trainer):
             self._uncounted += [one for brought in found for one in brought.steps()]
             while self._uncounted and not self.evaluation_plan.is_over:
                 yield [self._uncounted.pop(0)]
-            if self._saves_next and not found and service.wait_until_idle(LOOK_S):
+            if self._saves_next and not found and service.wait_until_settled(LOOK_S):
                 self._save_idle(service)
             if not found and service.handing.ledger.is_over:
                 break
