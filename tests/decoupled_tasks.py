@@ -47,6 +47,21 @@ class Plain(Task):
 
 
 @dataclass(kw_only=True)
+class Freezes(Plain):
+    """Its first layer is trained no more from the third batch of each process on."""
+
+    def model(self) -> nn.Module:
+        self.batches, self.made = 0, super().model()
+        return self.made
+
+    def inputs(self, batch: Any) -> Any:
+        self.batches += torch.is_grad_enabled()
+        if self.batches == 3:
+            self.made.get_submodule("0").requires_grad_(False)
+        return batch[0]
+
+
+@dataclass(kw_only=True)
 class Noted(Plain):
     """Writes down, learner by learner, which samples a step has seen, in `notes`."""
 

@@ -615,3 +615,10 @@ def test_what_cannot_be_is_refused(train: Train, strategy: str, field: str, foun
     with pytest.raises(RequestError) as refused:
         train(TASK, *filter(None, [field]), strategy=strategy, ranks=2)
     assert found in str(refused.value)
+
+
+@pytest.mark.parametrize("mode", ["async", "delta"])
+def test_a_layer_that_is_frozen_on_the_way_is_refused(train: Train, mode: str) -> None:
+    """Where its gradient and its weights lie was laid out for all; it ended with an IndexError."""
+    with pytest.raises(RequestError, match="frozen, unfrozen or added in mid-training"):
+        train("decoupled_tasks:Freezes", strategy=f"ps:mode={mode}", ranks=1)

@@ -169,6 +169,12 @@ class ParameterServer(Strategy):
         ]
         said = repr((shapes, pieces, self.tables, type(step.optimizer).__qualname__))
         self.digest = hashlib.sha256(said.encode()).hexdigest()
+        self._placed = list(step.names)
+
+    def lay_out(self) -> None:
+        """Raises `RequestError` where other parameters are trained than have places on servers."""
+        if self.step.names != self._placed:
+            raise unfrozen_on_the_way(self.name)
 
     def _check(self) -> None:
         """Raise `RequestError` for what cannot be where no process sees a whole step."""
@@ -232,6 +238,8 @@ class ParameterServer(Strategy):
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         if self.side is None:
             return local, Gradients(self.step.parameters)
+        if self.step.changes.have_come():
+            raise unfrozen_on_the_way(self.name)
         return self.side.reduce(batch, local)
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:

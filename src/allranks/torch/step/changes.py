@@ -191,8 +191,8 @@ def _unlike(
 def unfrozen_on_the_way(name: str) -> RequestError:
     """What to say where other parameters are trained than a strategy has cut."""
     return RequestError(
-        asked=f"--strategy {name} with parameters that are unfrozen or added in mid-training",
+        asked=f"--strategy {name} with parameters frozen, unfrozen or added in mid-training",
         found="other parameters than the strategy has laid out",
-        why="each rank holds a part of every weight, and has no sum for new ones",
-        do="unfreeze them in model(), or --strategy ddp",
+        why="what each process holds, sums and sends is laid out at the start",
+        do="say in model() which are trained, or --strategy ddp",
     )
