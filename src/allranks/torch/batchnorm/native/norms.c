@@ -3,9 +3,12 @@
 
 #include <math.h>
 
-#define LANES 16
-#define TOGETHER 8 /* channels whose rows are passed as they lie */
-#define BLOCK 1024 /* so many values are summed in `T`, and these sums in double */
+#define WIDTH 32      /* bytes that are added at once */
+#define TOGETHER 8    /* channels whose rows are passed as they lie */
+#define BLOCK 1024    /* so many values are summed in `T`, and these sums in double */
+
+/* Else it would be compiled once, for the least processor of all. */
+#define INLINE inline __attribute__((always_inline))
 
 #define JOINED(a, b) a##_##b
 #define NAMED(a, b) JOINED(a, b)

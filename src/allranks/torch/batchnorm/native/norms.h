@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-/* Chosen when the library is loaded. No width changes a bit: every sum has `LANES` parts, and
+/* Chosen when the library is loaded. No processor changes a bit: every sum has as many lanes, and
  * nothing is rounded once less (`-ffp-contract=off`). */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(NO_CLONES)
