@@ -192,7 +192,7 @@ FAULTS = {
     ),
     "samples counted by every stage": Fault(
         "torch/strategies/pipeline.py",
-        "tally.add(tally.tensor.new_zeros(()), 0, 0, scope)",
+        "tally.add_moments(scope)",
         "tally.add(tally.tensor.new_zeros(()), *2 * [micro.samples], scope)",
         step=0,
         stage="samples",

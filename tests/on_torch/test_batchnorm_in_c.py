@@ -18,7 +18,10 @@ from allranks.torch.batchnorm import in_c
 
 NATIVE = Path(in_c.__file__).parent / "native"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
+MANY = 19  # channels: some at a time, and what is left of them
 LONG = 2 * 1024 + 37  # blocks, and what is left of one
+
+pytestmark = pytest.mark.skipif(in_c.LIBRARY is None, reason="not compiled where this is installed")
 
 
 class Counted:
@@ -45,23 +48,43 @@ def passed(layer: Any, data: Tensor, above: Tensor) -> tuple[Tensor, ...]:
     return output, *torch.autograd.grad(output, [data, *layer.parameters()], above)
 
 
-def test_32_bits_are_those_of_64_up_to_their_rounding(counted: Counted) -> None:
+@pytest.mark.parametrize("values", [20, LONG])
+def test_both_types_are_what_torch_computes_up_to_their_rounding(
+    counted: Counted, values: int
+) -> None:
     """Values far from zero: squares that are not around the mean would have lost all digits."""
-    layer, plain = nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()
+    layer, plain = nn.BatchNorm1d(MANY), nn.BatchNorm1d(MANY).double()
     for one in (layer, plain):
         entered(one, EVEN)
-    data = torch.randn(32, 3, LONG, dtype=torch.float64) + 500
-    data = data.float().double()
-    above = torch.randn(data.shape, dtype=torch.float64).float().double()
+        for channels in one.parameters():
+            torch.nn.init._no_grad_uniform_(channels, 0.5, 1.5, torch.Generator().manual_seed(0))
+    plain.load_state_dict(layer.state_dict())
+    data = (torch.randn(32, MANY, values) + 500).double()
+    above = torch.randn(data.shape).double()
     found = passed(layer, data.float().requires_grad_(), above.float())
-    assert counted.calls == ["normalise", "derive"]
-    counted.calls.clear()
-    wanted = passed(plain, data.requires_grad_(), above)
-    truth = by_piece(plain, EVEN, data)[0]
-    torch.testing.assert_close(wanted[0], truth, rtol=1e-10, atol=1e-10)
-    for one, other, bound in zip(found, wanted, (2e-4, 2e-4, 2e-3, 2e-3), strict=True):
+    in_doubles = passed(plain, data.requires_grad_(), above)
+    assert counted.calls == ["normalise", "derive"] * 2
+    output = by_piece(plain, EVEN, data)[0]
+    wanted = output, *torch.autograd.grad(output, [data, *plain.parameters()], above)
+    for one, other, true, bound in zip(
+        found, in_doubles, wanted, (1e-4, 1e-4, 1e-3, 1e-3), strict=True
+    ):
+        torch.testing.assert_close(other, true, rtol=1e-9, atol=1e-9)
         assert one.dtype == torch.float32
-        assert (one.double() - other).abs().max() < bound * other.abs().max()
+        assert (one.double() - true).abs().max() < bound * true.abs().max()
+
+
+def test_an_input_without_a_gradient_has_none(counted: Counted) -> None:
+    layer = nn.BatchNorm1d(MANY)
+    entered(layer, EVEN)
+    data = torch.randn(32, MANY, 20)
+    layer(data).square().sum().backward()
+    assert counted.calls == ["normalise", "derive"] and data.grad is None
+    of_weight, of_bias = layer.weight.grad, layer.bias.grad
+    assert of_weight is not None and of_bias is not None
+    output = by_piece(layer, EVEN, data)[0].detach()
+    torch.testing.assert_close(of_weight, (2 * output * output).sum((0, 2)))
+    torch.testing.assert_close(of_bias, (2 * output).sum((0, 2)), rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +94,10 @@ def test_32_bits_are_those_of_64_up_to_their_rounding(counted: Counted) -> None:
         (torch.randn(32, 3, 16), 2),
         (torch.randn(32, 3, 4, 4).to(memory_format=torch.channels_last), 1),
         (torch.randn(32, 3, 16).bfloat16(), 1),
+        (torch._neg_view(torch.randn(32, 3, 16)), 1),
+        (torch._efficientzerotensor((32, 3, 16)), 1),
     ],
-    ids=["few values", "two threads", "channels last", "16 bits"],
+    ids=["few values", "two threads", "channels last", "16 bits", "negated", "zeros"],
 )
 def test_what_it_does_not_take_goes_through_torch(
     counted: Counted, monkeypatch: pytest.MonkeyPatch, data: Tensor, threads: int
@@ -117,10 +142,10 @@ class _Shape(ctypes.Structure):
 
 def _called(library: ctypes.CDLL) -> list[Tensor]:
     torch.manual_seed(0)
-    shape, given = _Shape(2, 3, 4, LONG), torch.randn(2, 2 * 3 * 4 * LONG)
-    weight, bias, of_weight, of_bias = torch.randn(4, 4)
+    shape, given = _Shape(2, 3, MANY, LONG), torch.randn(2, 2 * 3 * MANY * LONG)
+    weight, bias, of_weight, of_bias = torch.randn(4, MANY)
     output, found = torch.empty_like(given)
-    mean, var, inverse = torch.empty(3, 8)
+    mean, var, inverse = torch.empty(3, 2 * MANY)
 
     def at(*tensors: Tensor) -> list[ctypes.c_void_p]:
         return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]

@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from test_batchnorm import EVEN, entered
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from allranks.launcher.nodes.channel import Disconnected
+from allranks.torch.batchnorm import in_c
 from allranks.torch.parameter_server.flat import Flat, FlatLayout
 from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.working.arriving import Arriving, FirstLayers
@@ -72,6 +74,21 @@ def test_each_weight_is_waited_for_before_the_call_in_which_it_is_read_first() -
     model(data)
     passes.close()
     assert not waits.seen and not any(m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("library", [in_c._found(), None], ids=["in C", ""])
+def test_what_batchnorm_reads_is_seen_also_where_a_loop_in_c_reads_it(
+    monkeypatch: pytest.MonkeyPatch, library: Any
+) -> None:
+    monkeypatch.setattr(in_c, "LIBRARY", library)
+    model, data = nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3)), torch.randn(32, 3, 20)
+    entered(model, EVEN)
+    waits = Waits(model)
+    passes = FirstLayers(model, list(model.parameters()), cast(Any, waits))
+    for _ in range(2):
+        waits.seen.clear()
+        passes(lambda: model(data))
+    assert waits.seen == [["0.weight", "0.bias"], ["1.weight", "1.bias"], "all"]
 
 
 class Sends:

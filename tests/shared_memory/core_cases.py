@@ -16,7 +16,7 @@ from tree_reference import merges_of
 
 SIZE = 3
 BEGUN_S = 0.05
-SOON_LOOKS = 2500  # a ms each, of what takes 20, and took 5000 before the helper was told of it
+SOON_LOOKS = 1000  # a ms each, of what takes 20, and took 5000 before the helper was told of it
 WITHIN_S = 30.0  # of what takes less than one, on a loaded machine
 
 

@@ -120,7 +120,7 @@ def _normalise(
 ) -> tuple[Tensor, Tensor]:
     """Fill `target`; mean and variance of each (shard, channel), and 1 / sqrt(var + eps)."""
     alone = is_alone(run, by)
-    library = None if alone else in_c.library_for(source, target, channels=(weight, bias))
+    library = None if alone else in_c.library_for(source, target, weight, bias)
     if library is not None:
         return in_c.normalise(library, source, weight, bias, by.eps, target)
     if alone:
@@ -160,7 +160,7 @@ def _derive(
     """Fill `target`, if any, with the gradient of `source`; returns those of weight and bias."""
     library = None
     if not is_alone(run, by):
-        library = in_c.library_for(source, gradient, mean, channels=(weight, None))
+        library = in_c.library_for(source, gradient, weight, mean, inverse)
     if library is not None:
         return in_c.derive(library, gradient, source, weight, mean, inverse, target)
     around = source - mean

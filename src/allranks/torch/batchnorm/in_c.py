@@ -29,20 +29,25 @@ def _found() -> ModuleType | None:
 LIBRARY = _found()
 
 
-def library_for(*views: Tensor, channels: tuple[Tensor | None, Tensor | None]) -> ModuleType | None:
-    """The library, if it takes these views (pieces, rows, channels, values) as they lie."""
-    kind = views[0].dtype
-    if LIBRARY is None or kind not in TYPES or views[0].shape[3] < LEAST_VALUES:
+def library_for(source: Tensor, *more: Tensor | None) -> ModuleType | None:
+    """The library, if it takes `source` (pieces, rows, channels, values) and `more` as they lie."""
+    if LIBRARY is None or source.dtype not in TYPES or source.shape[3] < LEAST_VALUES:
         return None
-    given = (*views, *(tensor for tensor in channels if tensor is not None))
     fits = torch.get_num_threads() == 1 and all(
-        type(one) in (Tensor, nn.Parameter)  # any other may have no memory
-        and one.dtype == kind
-        and one.device.type == "cpu"
-        and one.is_contiguous()
-        for one in given
+        one is None or (one.dtype == source.dtype and _lies_in_memory(one))
+        for one in (source, *more)
     )
     return LIBRARY if fits else None
+
+
+def _lies_in_memory(tensor: Tensor) -> bool:
+    """Whether its numbers are those that lie at its address, one behind the other."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)  # any other may have no memory
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor._is_zerotensor())
+    )
 
 
 def normalise(
@@ -60,8 +65,8 @@ def normalise(
     mean = both.data_ptr()
     library.normalise(
         source.dtype == torch.float64,
-        *(source.data_ptr(), tuple(source.shape), _address(weight), _address(bias), eps),
-        *(target.data_ptr(), mean, mean + inverse.nbytes, inverse.data_ptr()),
+        *(_address(source), tuple(source.shape), _address(weight), _address(bias), eps),
+        *(_address(target), mean, mean + inverse.nbytes, inverse.data_ptr()),
     )
     return both, inverse
 
@@ -79,12 +84,13 @@ def derive(
     sums = source.new_empty(2, source.shape[2])
     library.derive(
         source.dtype == torch.float64,
-        *(gradient.data_ptr(), source.data_ptr(), tuple(source.shape), _address(weight)),
-        *(mean.data_ptr(), inverse.data_ptr(), _address(target)),
+        *(_address(gradient), _address(source), tuple(source.shape), _address(weight)),
+        *(_address(mean), _address(inverse), _address(target)),
         *(tensor.data_ptr() for tensor in sums),
     )
     return sums
 
 
 def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    """Where it lies; who watches what torch dispatches (`ps:pull=layers`) sees it read."""
+    return 0 if tensor is None else tensor.detach().data_ptr()
