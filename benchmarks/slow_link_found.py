@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from harness import Comparison, Interval, median_interval
-from sweep_plot import Curve, plot
 from trainings import Curves
 
 from allranks.strategies.dial.choosing import choose
 from allranks.strategies.dial.facts import Facts
 from allranks.strategies.dial.link import Link, parse_rate
+from allranks.tools.bench.figure import Curve, plot
 
 LINKS = ("100mbit", "1gbit", "10gbit", "")
 SLOWEST = "100mbit"

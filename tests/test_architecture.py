@@ -15,7 +15,8 @@ import pytest
 
 from allranks.catalog import VERBS
 
-SOURCE = Path(__file__).parent.parent / "src" / "allranks"
+TESTS = Path(__file__).parent
+SOURCE, BENCHMARKS = TESTS.parent / "src" / "allranks", TESTS.parent / "benchmarks"
 
 FLOORS = [
     {"", "errors", "catalog"},
@@ -188,3 +189,50 @@ def test_each_file_of_tests_has_a_name_of_its_own() -> None:
         path.name for path in tests.rglob("test_*.py") if "cluster" not in path.parts
     )  # the cluster's are a run of their own
     assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_what_benchmarks_import_is_there() -> None:
+    """They are run by hand, days apart: a module that has moved would not be missed before."""
+    elsewhere = {"PIL", "accelerate", "deepspeed", "keras", "lightning_fabric", "mpi4py", "numpy"}
+    known = PLAIN | FRAMEWORKS | elsewhere
+    known |= {path.stem for room in (BENCHMARKS, TESTS) for path in room.rglob("*.py")}
+    missing = []
+    for path in sorted(BENCHMARKS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                wanted = [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                wanted = [(node.module, alias.name) for alias in node.names]
+            else:
+                continue
+            missing += [
+                (path.name, module, name)
+                for module, name in wanted
+                if module.partition(".")[0] not in known
+                or (part_of(module) and not _is_ours(module, name))
+            ]
+    assert not missing
+
+
+def _is_ours(module: str, name: str) -> bool:
+    """Whether the package has this module, and in it the name, if one is given."""
+    path = _file_of(module)
+    if path is None or not name or _file_of(f"{module}.{name}") is not None:
+        return path is not None
+    return any(name in _names_of(node) for node in ast.parse(path.read_text()).body)
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module of ours, or of the room that it is."""
+    path = SOURCE.parent.joinpath(*module.split("."))
+    found = (path.with_suffix(".py"), path / "__init__.py")
+    return next((one for one in found if one.is_file()), None)
+
+
+def _names_of(node: ast.stmt) -> set[str]:
+    """The names in a statement at the top level of a file; not those inside of what it defines."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
