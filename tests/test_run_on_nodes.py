@@ -67,10 +67,13 @@ def test_nodes_by_hand_in_the_words_of_torchrun(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        until(lambda: listens("127.0.0.1", held.ports[0]), "the first to be the one that listens")
-        stranger = run(*words, "--rdzv-id", "another", "where.py", cwd=tmp_path)
-        second = run(*words, "--rdzv-id", "the-job", "where.py", cwd=tmp_path)
-        out, err = started.communicate(timeout=120)
+        try:
+            until(lambda: listens("127.0.0.1", held.ports[0]), "the first to listen")
+            stranger = run(*words, "--rdzv-id", "another", "where.py", cwd=tmp_path)
+            second = run(*words, "--rdzv-id", "the-job", "where.py", cwd=tmp_path)
+            out, err = started.communicate(timeout=120)
+        finally:
+            started.kill()  # where it has not ended by itself
     codes = [started.returncode, stranger.returncode, second.returncode]
     assert codes == [0, 3, 0], err
     assert sorted(line.partition("] ")[2] for line in out.splitlines()) == [
