@@ -30,7 +30,7 @@ def test_every_rank_says_what_it_held(train: Train) -> None:
     wide = "width=640", "batch_size=16"
     large = held_in(read_events(train("digits", *wide, ranks=2, steps=2, strategy="ddp").run_dir))
     assert all((large[r].host_bytes or 0) > (small[r].host_bytes or 0) + 2**26 for r in (0, 1))
-    paced = "slow@rank=2,seconds=0.1 slow@rank=3,seconds=0.1"  # else one may do all before the other
+    paced = "slow@rank=2,seconds=0.1 slow@rank=3,seconds=0.1"  # else one does all
     served = train("digits", ranks=2, steps=20, strategy="ps", inject=paced)
     held = held_in(read_events(served.run_dir))
     assert sorted(held) == [0, 1, 2, 3] and all(one.host_bytes for one in held.values())
