@@ -210,7 +210,7 @@ def test_every_strategy_is_resolved_on_nodes_as_on_one_machine(name: str) -> Non
 def test_a_job_has_its_strategy_as_a_value() -> None:
     spec = Job(strategy="ddp:bucket_mb=1,reduce=tree", ranks=3).strategy_spec
     assert (spec.name, spec.process_set.size, spec.devices_of_a_rank) == ("ddp", 3, 1)
-    assert spec.options == {"reduce": Picked("tree"), "bucket_mb": 1.0, "late": "0"}
+    assert spec.options == {"reduce": Picked("tree"), "bucket_mb": 1.0, "late": Picked("0")}
     assert spec.adds_shards and not Job(strategy="ddp").strategy_spec.adds_shards
     assert not Job(strategy="single").strategy_spec.adds_shards
     with pytest.raises(TypeError):

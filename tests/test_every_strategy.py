@@ -312,18 +312,23 @@ def test_late_gradients_are_those_of_one_process(
         assert (1 - 1 / STEPS) * card - 1 <= sent <= card + 1  # the last is on its way still
 
 
-@pytest.mark.parametrize(("task", "ranks"), [("Plain", 1), ("Plain", 2), ("Penalised", 2)])
+@pytest.mark.parametrize(
+    ("task", "ranks", "after"),
+    [("Plain", 1, 0), ("Plain", 2, 0), ("Penalised", 2, 0), ("Penalised", 2, 2)],
+)
 def test_late_gradients_are_a_plain_loop_with_a_delay_of_one(
-    task: str, ranks: int, train: Train
+    task: str, ranks: int, after: int, train: Train
 ) -> None:
-    """AdamW with decay, clipping, an uneven last batch: step 0 updates nothing."""
-    flags: dict[str, Any] = {"strategy": "ddp:late=1", "precision": "fp64", "steps": STEPS}
+    """AdamW with decay, clipping, an uneven last batch: the first late step updates nothing."""
+    late = f"ddp:late=1(after={after})" if after else "ddp:late=1"
+    flags: dict[str, Any] = {"strategy": late, "precision": "fp64", "steps": STEPS}
     result = train(f"contract_tasks:{task}", "clip_norm=0.2", ranks=ranks, **flags)
     found = load_file(result.run_dir / "weights.safetensors")
-    assert difference(found, late_training(getattr(contract_tasks, task)(), clip_norm=0.2)) < 1e-10
+    wanted = late_training(getattr(contract_tasks, task)(), after, clip_norm=0.2)
+    assert difference(found, wanted) < 1e-10
 
 
-def late_training(task: contract_tasks.Plain, clip_norm: float) -> Weights:
+def late_training(task: contract_tasks.Plain, after: int, clip_norm: float) -> Weights:
     torch.manual_seed(0)
     model = task.model().double()
     optimizer = task.optimizer(model)
@@ -337,12 +342,14 @@ def late_training(task: contract_tasks.Plain, clip_norm: float) -> Weights:
         loss, added = task.loss(model(batch[0]), batch).mean(), task.regularizer(model)
         loss = loss if added is None else loss + added
         gradients = torch.autograd.grad(loss, parameters)
+        if step < after:
+            before = gradients
         if before is not None:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
             torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
             optimizer.step()
-        before = gradients
+        before = gradients if step >= after else None
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 

@@ -29,6 +29,14 @@ def test_a_training_that_goes_on_begins_with_the_gradient_that_was_left(train: T
         train("contract_tasks:Images", strategy="ddp", steps=9, resume=str(half.run_dir))
 
 
+def test_another_start_is_another_training(train: Train) -> None:
+    half = train(
+        "contract_tasks:Words", strategy="ddp:late=1(after=2)", steps=5, checkpoint_every=5
+    )
+    with pytest.raises(RequestError, match="follows from the step"):
+        train("contract_tasks:Words", strategy="ddp:late=1", steps=9, resume=str(half.run_dir))
+
+
 @pytest.mark.parametrize(
     ("flags", "found"),
     [

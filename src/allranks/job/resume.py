@@ -23,6 +23,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job, Looking, Safety, Where, names_in
 from allranks.job.job_file import FOR_CHECK, job_values, read_job_file, redacted
 from allranks.strategies.card import APART
+from allranks.strategies.reductions.option import is_late
 from allranks.strategies.resolve import card_of, strategy_spec
 
 CHECKPOINTS = FOLDER
@@ -137,11 +138,13 @@ def _check_strategies(base: Base, job: Job) -> None:
         )
     text = base.values.get("strategy", job.strategy)
     before = strategy_spec(text, base.values.get("ranks", 1))
-    if before.options.get("late", "0") != job.strategy_spec.options.get("late", "0"):
+    late = [is_late(spec.options) and spec.options["late"] for spec in (before, job.strategy_spec)]
+    if late[0] != late[1]:
         raise RequestError(
             asked=f"--strategy {job.strategy}, from {base.path}",
             found=f"a checkpoint of {before}",
-            why="with late=1 it holds a gradient that is not applied yet, else it has none",
+            why="with late=1 it holds a gradient that is not applied yet, else it has none; and "
+            "what a step applies follows from the step",
             do=f"resume with --strategy {before}",
         )
     if now.state == APART and job.ranks != base.values.get("ranks", 1):

@@ -10,6 +10,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.mesh import DATA
 from allranks.strategies.reductions import compressed
+from allranks.strategies.reductions.option import is_late
 from allranks.strategies.shards import even_sizes, largest_shard
 from allranks.torch.data.rows import rows_of_ranks
 from allranks.torch.expert_parallel.mixture import MixtureOfExperts
@@ -164,7 +165,7 @@ def _are_apart(strategy: Strategy) -> bool:
 
 def _late_gradients(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
     """What decides by the gradient of a step whether that step counts, or which rows it has."""
-    if job.strategy_spec.options.get("late", "0") == "0":
+    if not is_late(job.strategy_spec.options):
         return None
     found = {
         "--precision fp16": job.precision == "fp16",

@@ -58,7 +58,7 @@ def _buckets(has: Contents, options: Mapping[str, Any]) -> float:
     reduce = str(options["reduce"])
     each = 1 + (1 + 1 / has.ranks / 2 if reduce in ("fp16", "bf16") else 0)
     each += (reduce in compressed.CHOICES) + (reduce in ("one-bit", "n-bit")) / has.ranks
-    sets = 2 if options["late"] == "1" else 1
+    sets = 2 if is_late(options) else 1
     return (1 + sets * each + has.kept) * (has.cut + has.rest)
 
 
@@ -71,14 +71,19 @@ LATE = Option(
     "late",
     "0",
     "steps until a gradient is applied; 1: it is summed while the next step computes",
-    ("0", "1"),
+    {"0": (), "1": (Option("after", 0, "steps that apply their own gradient first", at_least=0),)},
     {
         "1": Reference(
-            "a loop in one process in which step n applies the gradient of step n - 1, and step 0 "
-            "none"
+            "a loop in one process in which step n applies the gradient of step n - 1, and the "
+            "first one that does so none"
         )
     },
 )
+
+
+def is_late(options: Mapping[str, Any]) -> bool:
+    """Whether a gradient is applied in the step after its own."""
+    return LATE.name in options and options[LATE.name].name != "0"
 
 
 def reduced_bytes(work: Workload, options: Mapping[str, Any]) -> int:
@@ -88,7 +93,7 @@ def reduced_bytes(work: Workload, options: Mapping[str, Any]) -> int:
     """
     picked: Picked = options["reduce"]
     way = WAYS[picked.name]
-    if options[LATE.name] == "0":
+    if not is_late(options):
         return way(work, picked.options)
     *gradients, tally = work.messages
     own = replace(work, messages=(tally,))
@@ -132,7 +137,7 @@ def groups_of_nodes(reduce: Picked, per_node: int, ranks: int) -> dict[str, str]
 def _check_compressed(reduce: Picked, options: Mapping[str, Any]) -> None:
     """Raise `RequestError` for chunks that cannot be indexed, or a gradient compressed and late."""
     compressed.check_codes(reduce)
-    if reduce.name in compressed.CHOICES and options[LATE.name] == "1":
+    if reduce.name in compressed.CHOICES and is_late(options):
         raise RequestError(
             asked=f"ddp:reduce={reduce},late=1",
             found="a gradient that is compressed and late",

@@ -3,10 +3,12 @@
     step n:  g_n = gradient of batch n at w_n      w_{n+1} = update(w_n, G_{n-1})
              G_n = mean of g_n over the batch, with its regularizer; it is there in step n+1
 
-Step 0 has no G and updates nothing; clipping, rates and what the optimizer keeps are those of the
-step that applies G. The last G of a training is applied by nobody: it stays in the checkpoint, and
-a resumed training begins with it. Deferred gradients, as in tf_cnn_benchmarks' `relaxed`
-consistency. Two sets of buckets take turns. The tally is never late: it is a message of its own.
+Step 0 has no G and updates nothing. With `after=k` steps 0 to k - 1 apply their own G, and step k
+updates nothing: a model that changes fast suffers most from old gradients. Clipping, rates and what
+the optimizer keeps are those of the step that applies G. The last G of a training is applied by
+nobody: it stays in the checkpoint, and a resumed training begins with it. Deferred gradients, as in
+tf_cnn_benchmarks' `relaxed` consistency. Two sets of buckets take turns. The tally is never late:
+it is a message of its own.
 """
 
 from __future__ import annotations
@@ -65,20 +67,24 @@ class Late:
         make: Callable[[], Buckets],
         names: list[str],
         parameters: list[nn.Parameter],
+        after: int,
         *,
         exact: bool,
     ) -> None:
         self.filling, self._other = make(), make()
         self.names, self.parameters, self.exact = names, parameters, exact
+        self._after = after
         self.on_its_way: OnItsWay | None = None
 
     def swap(self, leaving: OnItsWay, shards: range) -> OnItsWay | None:
-        """Let the gradient of this step leave; the one that has come is returned."""
+        """Let the gradient of this step leave; the one that it is to apply is returned."""
         came = self.on_its_way
         self.wait()
         self.filling.leave(shards)
-        self.on_its_way = leaving
         self.filling, self._other = self._other, self.filling
+        if leaving.step < self._after:
+            return leaving
+        self.on_its_way = leaving
         return came
 
     def drop(self, shards: range) -> None:

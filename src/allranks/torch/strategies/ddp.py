@@ -18,6 +18,7 @@ from allranks.catalog import REDUCERS, load
 from allranks.strategies.card import Picked, Workload
 from allranks.strategies.reduction_tree import Span
 from allranks.strategies.reductions.compressed import SIGNED
+from allranks.strategies.reductions.option import is_late
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.buckets import Buckets
@@ -133,6 +134,7 @@ class DDP(Strategy):
 
 class LateDDP(DDP):
     """`late=1`: a step applies the gradient of the step before, whose sum was under way until then.
+    The first ones, of `after`, apply their own.
 
     Only the tally is waited for in a step, summed along the tree where gradients are.
     """
@@ -149,6 +151,7 @@ class LateDDP(DDP):
             lambda: self._made_buckets(0, self._made_reducer(), moves=False),
             self.step.names,
             self.step.parameters,
+            self.context.options["late"].options["after"],
             exact=self.shard_alone,
         )
         self.late.load_state(before)
@@ -211,4 +214,4 @@ class LateDDP(DDP):
 
 def ddp(context: StrategyContext) -> DDP:
     """The strategy `ddp` with the options in `context`."""
-    return LateDDP(context) if context.options["late"] == "1" else DDP(context)
+    return LateDDP(context) if is_late(context.options) else DDP(context)
