@@ -36,6 +36,7 @@ from allranks.tools.check.plan import Plan
 from allranks.torch.parameter_server.flat import Flat, FlatLayout
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
+from allranks.torch.parameter_server.memory import ReadWeights
 from allranks.torch.parameter_server.placement import Piece, Sized, placed
 from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
 from allranks.torch.parameter_server.shard import MANY, Rule, Shard
@@ -81,11 +82,15 @@ def shard_of(
     parts: int = 1,
     rule: Rule | None = None,
     dtype: torch.dtype = torch.float64,
+    *,
+    read: bool = False,
     **more: Any,
 ) -> Shard:
     weight = nn.Parameter(torch.tensor(values, dtype=dtype))
     layout = FlatLayout([Piece(0, 0, len(values), 0, is_whole=True)], [weight])
-    shard = Shard(layout, optimizer([weight], **{"lr": 0.1, **more}), [weight], parts, rule)
+    made = optimizer([weight], **{"lr": 0.1, **more})
+    there = ReadWeights.made(layout) if read else None
+    shard = Shard(layout, made, [weight], parts, rule, read=there)
     shard.weights.read_from([weight.detach()])
     return shard
 
@@ -117,6 +122,54 @@ def test_parts_add_up_in_their_order_whoever_comes_first_and_once() -> None:
         shard.keep(memory)
         memory.flats[0].fill_(10.0**part)
         shard.bring(part, memory)
+    assert shard.gradient.flats[0].item() == 111.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("more", [0, 1, 4095])
+def test_a_sum_and_its_squares_come_from_one_pass(dtype: torch.dtype, more: int) -> None:
+    """The sum of the last part: the bits of torch's, and what a pass of its own finds."""
+    shard = shard_of([0.0] * (MANY + more), parts=3, dtype=dtype)
+    parts = [torch.randn(MANY + more, dtype=dtype) for _ in range(3)]
+    for number, part in enumerate(parts):
+        flat = shard.layout.new()
+        flat.flats[0].copy_(part)
+        shard.bring(number, flat)
+    wanted = parts[0] + parts[1] + parts[2]
+    assert torch.equal(shard.gradient.flats[0], wanted)
+    squares = float(wanted.double().square().sum())
+    assert shard.squares() == pytest.approx(squares, rel=1e-6 if dtype == torch.float32 else 1e-13)
+    shard.add(shard.layout.new(), factor=2.0)
+    assert shard.squares() == pytest.approx(4 * squares, rel=1e-6), "no squares of before"
+
+
+def test_a_worker_of_the_host_reads_weights_where_the_server_has_them() -> None:
+    shard = shard_of([1.0, 2.0], read=True)
+    assert shard.read is not None
+    own = nn.Parameter(torch.tensor([8.0, 9.0], dtype=torch.float64))
+    there = ReadWeights.opened(shard.layout, shard.read.said)
+    assert there is not None
+    there.flat.be_memory_of([own], has_theirs=True)
+    assert own.tolist() == [1.0, 2.0], "a worker does not write its own weights there"
+    shard.bring(0, gradient(shard, 2.0, 4.0))
+    shard.apply(1.0, [{"lr": 0.5}], ())
+    assert own.tolist() == [0.0, 0.0]
+    elsewhere = {**shard.read.said, "host": "another"}
+    assert ReadWeights.opened(shard.layout, elsewhere) is None
+
+
+def test_who_computes_another_part_of_a_step_spoils_none_that_it_has_brought() -> None:
+    """The sum lies where the worker of the first part has written it, until that one pulls."""
+    shard, deaf = shard_of([0.0], parts=3, lr=1.0), cast(Any, Deaf())
+    with socket.socket() as nobody:
+        server = Server(shard, nobody, "", "", in_step=True)
+        server.era = 0
+        for worker, part in ((0, 0), (1, 2), (0, 1)):  # worker 0 takes over part 1
+            server.answer(worker, deaf, {"pull": 0, "era": 0}, memoryview(b""))
+            pushed = gradient(shard, 10.0**part).buffer
+            server.place(worker, {}, shard.layout.nbytes)[:] = pushed
+            push = {"push": {"step": 0, "part": part}, "era": 0}
+            server.answer(worker, deaf, push, memoryview(b""))
     assert shard.gradient.flats[0].item() == 111.0
 
 

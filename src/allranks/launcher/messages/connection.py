@@ -31,6 +31,8 @@ LARGEST_HEADER = 1 << 20
 LARGEST_FROM_STRANGERS = 1 << 12
 MEET_S = 10.0
 SILENT_S = 30.0
+AHEAD = 1 << 12
+"""So much is received at once of what is small: a header comes with its sizes, and a small body."""
 _START = struct.Struct("!4sIQ")
 _PROBES = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 5))
 
@@ -53,6 +55,7 @@ class Connection:
     def __init__(self, peer: socket.socket, most_bytes: int, timeout_s: float) -> None:
         self._socket, self._most, self.timeout_s = peer, most_bytes, timeout_s
         self._trusted = False
+        self._ahead, self._came = memoryview(bytearray(AHEAD)), memoryview(b"")
         self.given = -1
         """For who serves: the newest version that this peer was sent."""
         self.sent = self.received = self.control = 0
@@ -146,14 +149,25 @@ class Connection:
     def _fill(self, memory: memoryview, came: Callable[[int], None] = lambda nbytes: None) -> None:
         at = 0
         while at < len(memory):
-            try:
-                more = self._socket.recv_into(memory[at:])
-            except OSError as error:
-                raise self._broken(error) from error
-            if not more:
-                raise Disconnected("it closed its connection")
+            if not self._came and len(memory) - at < AHEAD:
+                self._came = self._ahead[: self._received(self._ahead)]
+            if self._came:
+                more = min(len(self._came), len(memory) - at)
+                memory[at : at + more], self._came = self._came[:more], self._came[more:]
+            else:
+                more = self._received(memory[at:])
             at += more
             came(at)
+
+    def _received(self, memory: memoryview) -> int:
+        """How many bytes have come to this memory, at least one."""
+        try:
+            more = self._socket.recv_into(memory)
+        except OSError as error:
+            raise self._broken(error) from error
+        if not more:
+            raise Disconnected("it closed its connection")
+        return more
 
     def _broken(self, error: OSError) -> Disconnected:
         if isinstance(error, TimeoutError) and error.errno is None:
@@ -163,7 +177,7 @@ class Connection:
     @property
     def has_more(self) -> bool:
         """Whether something of this peer has come that nobody has received, or its end."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+        return bool(self._came) or bool(select.select([self._socket], [], [], 0)[0])
 
     def waits_for_ever(self) -> None:
         """A peer that works in silence is no peer that is gone: TCP's probes tell them apart."""

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import inf, isnan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from allranks.torch.parameter_server.placement import Piece
+from allranks.torch.shared_memory.library import library
 
 ALIGNED = 64
+MANY = 2**17
+"""So many numbers are squared in their own type by short rows, and fewer in doubles."""
+SQUARED = {torch.float32, torch.float64}
+LEAST_SQUARE = 1e-30  # of a number, on the average: what is less may be 0 in 32 bits
+LIBRARY = library()
 
 
 @dataclass(frozen=True)
@@ -108,10 +115,29 @@ class Flat:
         for own, more in zip(self.flats, other.flats, strict=True):
             own.add_(more)
 
-    def be_sum_of(self, one: Flat, other: Flat) -> None:
-        """Become the sum of the numbers of two other memories."""
-        for own, first, second in zip(self.flats, one.flats, other.flats, strict=True):
-            torch.add(first, second, out=own)
+    def add_and_square_(self, other: Flat) -> float | None:
+        """Add the numbers of another memory; returns the squares of the sums, in the same pass.
+
+        Where nothing is compiled for that, numbers are few, or squares are out of the range of 32
+        bits, it returns `None`, and adds.
+        """
+        pairs = list(zip(self.flats, other.flats, strict=True))
+        numbers = sum(own.numel() for own, _ in pairs)
+        kinds = {own.dtype for own, _ in pairs}
+        if LIBRARY is None or numbers < MANY or not kinds <= SQUARED:
+            self.add_(other)
+            return None
+        found = 0.0
+        for own, more in pairs:
+            is_double = own.dtype == torch.float64
+            found += LIBRARY.add_and_square(own.data_ptr(), more.data_ptr(), own.numel(), is_double)
+        return found if are_squares(found, numbers) else None
+
+    def copy(self) -> Flat:
+        """The same numbers in memory of their own."""
+        found = self.layout.new()
+        found.copy_(self)
+        return found
 
     def homes_of(
         self, parameters: Sequence[nn.Parameter]
@@ -125,12 +151,16 @@ class Flat:
         return {at: home for at, home in found.items() if home[0].device == home[1].device}
 
     @torch.no_grad()
-    def be_memory_of(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let parameters that are whole here lie here: what comes is theirs without a copy."""
+    def be_memory_of(self, parameters: Sequence[nn.Parameter], *, has_theirs: bool = False) -> None:
+        """Let parameters that are whole here lie here: what comes is theirs without a copy.
+
+        They become what is here, if it `has_theirs`.
+        """
         for piece, view in zip(self.layout.pieces, self.views, strict=True):
             own = parameters[piece.position]
             if piece.is_whole and own.device == view.device and own.is_contiguous():
-                view.copy_(own)
+                if not has_theirs:
+                    view.copy_(own)
                 own.data = view
 
     @torch.no_grad()
@@ -168,3 +198,8 @@ class Flat:
 def cut(tensor: Tensor, piece: Piece) -> Tensor:
     """The numbers of a piece: of a contiguous tensor a view."""
     return tensor if piece.is_whole else tensor.reshape(-1)[piece.start : piece.stop]
+
+
+def are_squares(found: float, numbers: int) -> bool:
+    """Whether a sum of squares is right, though each was computed in the type of its number."""
+    return isnan(found) or LEAST_SQUARE * numbers < found < inf

@@ -168,16 +168,16 @@ class LeadingInStep(Leading):
     def tell(self, message: dict[str, Any]) -> None:
         """Say this to all servers, and to workers, by the first one, what the next step is made of.
 
-        Their answers are not waited for: who is gone is noticed when it is spoken to again.
+        They do not answer: who is gone is noticed when it is spoken to again.
         """
         step, links = self.strategy.step, self.links
         scale = None if step.loss_scale is None else step.loss_scale.value
         told = {"loss_scale": scale, "regularizer": float(step.regularizers.was)}
+        message = {**message, "silent": True}
         with _is_lost():
             for server in range(1, len(links.servers)):
                 links.send(server, message)
             links.send(0, {**message, "told": told}, self.strategy.statistics())
-        links.leave_unheard()
 
     # --- the norm -------------------------------------------------------------------------
 

@@ -31,14 +31,15 @@ class Links:
         self._most = [(1 + KEPT) * size + (1 << 20) for size in nbytes]
         self.servers: list[Connection] = []
         self.shares: list[bool] = []
-        self._unheard: list[int] = []
+        self.read: list[Message] = []
 
     def open(self, hello: Message, offers: Sequence[Message] = ()) -> Self:
         """Connect to all, and say hello; `offers` are of memory to share, one for each.
 
-        `shares` says of each server afterwards whether it has taken it.
+        `shares` says of each server afterwards whether it has taken it, and `read` where its
+        weights can be read; nothing where they cannot.
         """
-        self.shares = []
+        self.shares, self.read = [], []
         for number, where in enumerate(self._addresses):
             with naming(number):
                 try:
@@ -48,8 +49,8 @@ class Links:
                 self.servers.append(made)
                 answer, _ = made.ask({**hello, "memory": offers[number]} if offers else hello)
                 self.shares.append(bool(answer["memory"]))
+                self.read.append(answer.get("weights") or {})
                 made.waits_for_ever()
-        self._unheard = [0] * len(self.servers)
         return self
 
     def send(self, server: int, message: Message, *body: Buffer) -> None:
@@ -59,16 +60,10 @@ class Links:
     def receive(self, server: int) -> tuple[Message, memoryview]:
         """The answer of one server; raises `Disconnected` for one that refuses, too."""
         with naming(server):
-            while self._unheard[server]:
-                self._answer(server)
-                self._unheard[server] -= 1
-            return self._answer(server)
-
-    def _answer(self, server: int) -> tuple[Message, memoryview]:
-        answer, size = self._header(server)
-        body = memoryview(bytearray(size))
-        self.servers[server].receive_body(body)
-        return answer, body
+            answer, size = self._header(server)
+            body = memoryview(bytearray(size))
+            self.servers[server].receive_body(body)
+            return answer, body
 
     def header(self, server: int) -> tuple[Message, int]:
         """The next answer of a server, and the bytes of its body, which `fill` is to receive."""
@@ -101,13 +96,8 @@ class Links:
             self.send(server, message, *(bodies[server] if bodies else ()))
 
     def hear_all(self) -> list[tuple[Message, memoryview]]:
-        """What all answer to the first thing said that nobody has heard the answers to."""
+        """What all answer to the first thing said that they have not answered yet."""
         return [self.receive(server) for server in range(len(self.servers))]
-
-    def leave_unheard(self) -> None:
-        """Nobody waits for the answers to what was said last; one that refuses is heard later."""
-        for server in range(len(self.servers)):
-            self._unheard[server] += 1
 
     def shut(self) -> None:
         """From any thread: who waits for a server hears that it is gone."""

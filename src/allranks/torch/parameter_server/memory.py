@@ -5,6 +5,10 @@ numbers are there. A worker writes its next gradient only when it has pulled, an
 the messages of one worker in their order, so nothing is read while it changes.
 
     | the gradient: written by the worker | the weights: written by the server |
+
+In step the server has its own weights where all workers of its host read them, and copies none:
+they change when all parts of a step are there. Who is at a part that another one has brought, or
+that a restart hands out anew, may read numbers of two versions; what it finds is dropped.
 """
 
 from __future__ import annotations
@@ -19,14 +23,36 @@ from allranks.torch.shared_memory.segment import Segment, host_identity
 NAME = "allranks-parameter-server"
 
 
+class ReadWeights:
+    """The weights of one server, which workers of its host read where they lie."""
+
+    def __init__(self, layout: FlatLayout, segment: Segment) -> None:
+        self.flat = layout.new(_mapped(segment))
+        self.said: Message = {"host": host_identity(), "where": segment.where}
+
+    @classmethod
+    def made(cls, layout: FlatLayout) -> ReadWeights | None:
+        """New ones, of zeros; `None` where no memory can be shared."""
+        if not host_identity():
+            return None
+        try:
+            return cls(layout, Segment.made(max(1, layout.nbytes), NAME))
+        except OSError:
+            return None
+
+    @classmethod
+    def opened(cls, layout: FlatLayout, said: Message) -> ReadWeights | None:
+        """Those of a server, which said this; `None` where they are out of reach."""
+        segment = _opened(said, max(1, layout.nbytes))
+        return None if segment is None else cls(layout, segment)
+
+
 class SharedNumbers:
     """The gradient and the weights of one server, for one worker."""
 
     def __init__(self, layout: FlatLayout, segment: Segment) -> None:
-        half = segment.nbytes // 2
-        memory: Any = (ctypes.c_ubyte * segment.nbytes).from_address(segment.address)
-        memory.segment = self._segment = segment  # mapped as long as a tensor lies there
-        whole = memoryview(memory).cast("B")
+        half, whole = segment.nbytes // 2, _mapped(segment)
+        self._segment = segment
         self.gradient, self.weights = layout.new(whole[:half]), layout.new(whole[half:])
 
     def hide(self) -> None:
@@ -52,9 +78,22 @@ def offered(layout: FlatLayout) -> tuple[SharedNumbers | None, Message]:
 
 def taken(layout: FlatLayout, offer: Message) -> SharedNumbers | None:
     """The memory that a worker offers; `None` where it is on another host, or out of reach."""
-    if offer.get("host") != host_identity() or not offer.get("host"):
+    segment = _opened(offer, size_of(layout))
+    return None if segment is None else SharedNumbers(layout, segment)
+
+
+def _opened(said: Message, nbytes: int) -> Segment | None:
+    """The segment that another process said this of; `None` where it cannot be opened from here."""
+    if not said.get("host") or said["host"] != host_identity():
         return None
     try:
-        return SharedNumbers(layout, Segment.opened(str(offer["where"]), size_of(layout)))
+        return Segment.opened(str(said["where"]), nbytes)
     except (OSError, ValueError):
         return None
+
+
+def _mapped(segment: Segment) -> memoryview:
+    """Its bytes, which stay mapped as long as a tensor lies there."""
+    memory: Any = (ctypes.c_ubyte * segment.nbytes).from_address(segment.address)
+    memory.segment = segment
+    return memoryview(memory).cast("B")

@@ -14,15 +14,16 @@
                 gradients                         version; body        the sum of all parts
                 load_rows   table, step, columns; body      rows of a table, and their state
                 fetch_rows  table, state          step, columns, widths; body
-                apply, pass and tell say `told`, with a body: what workers are told with weights
+                apply, pass and tell say `told`, with a body: what workers are told with weights;
+                what is said `silent` is not answered
     worker      key; body                         none                 a part of the next push
                 hold   table, count; body         none                 rows, for the next push
                 rows   table, count; body         rows, as they are
                 push   step, part; body           none
                 push   number, groups, factor, unused; body
                 push   number, change; body       none                 what it has changed
-                pull   version, has               told; body           first, in step
-                                                  version; body        this version, or a later one
+                pull   version, has, reads        version; body        this version, or a later one
+                                                  told, told_bytes     in step: first in the body
                 with update=worker                version, update; body   a gradient after `has`
                                                   version, kept; body  or weights and optimizer
 
@@ -55,6 +56,8 @@ OVER = "over"
 NO_ERA = -1
 OF_THE_SUM = ("add", "apply", "gradients")
 """What the scheduler says of the sum of all parts of a step."""
+WAITED_FOR = ("load", "apply", "pass", "call_back")
+"""What workers that wait go on by."""
 
 
 class Server(Answering):
@@ -97,7 +100,8 @@ class Server(Answering):
             self.tables.drop(who)
         if shared is not None:
             self._shared[who] = shared
-        connection.send({"memory": shared is not None})
+        read = None if shared is None or self.shard.read is None else self.shard.read.said
+        connection.send({"memory": shared is not None, "weights": read})
         return who
 
     def place(self, who: int, message: Message, size: int) -> memoryview:
@@ -138,10 +142,12 @@ class Server(Answering):
             if era != self.era:
                 self.tables.drop(who)
                 return
-            if "change" in push:
+            if self.in_step:
+                self._part_came(who, int(push["step"]), int(push["part"]), gradient)
+            elif "change" in push:
                 self._reached(self.shard.version)
                 self.shard.change(int(push["number"]), gradient)
-            elif not self.in_step:
+            else:
                 number, unused = int(push["number"]), push["unused"]
                 self._reached(self.shard.version)
                 factor = float(push["factor"])
@@ -149,26 +155,28 @@ class Server(Answering):
                 if stale is not None:
                     slower = self.shard.rule.slower(stale)
                     self.tables.push(who, push["groups"], slower, unused)
-            elif int(push["step"]) == self.shard.version and self.shard.bring(
-                part := int(push["part"]), gradient
-            ):
-                self.tables.bring(who, part)
             self.tables.drop(who)
-            self.changed.notify_all()
+
+    def _part_came(self, who: int, step: int, part: int, gradient: Flat) -> None:
+        if step == self.shard.version and self.shard.bring(part, gradient):
+            self.tables.bring(who, part)
+            if self.shard.is_complete:
+                self.changed.notify_all()
 
     def _pulled(self, who: int, connection: Connection, message: Message) -> None:
         version, era = int(message["pull"]), int(message["era"])
         shared = self._shared.get(who)
         found = self._copy_for_this_thread() if shared is None else shared.weights
+        reads = bool(message.get("reads"))  # the weights where they lie
         with self.changed:
-            self.shard.keep(self._gradient_of(who) if shared is None else shared.gradient)
             self._wait(lambda: self.era > era or self._calls_back or self._has(era, version))
-            if self._copies_at_once and self._has(era, version):
+            if self._copies_at_once and self._has(era, version) and not reads:
                 self._copy_at_once(found)
                 self._wait(lambda: self.era != NO_ERA)  # a restart that began meanwhile
             is_stale, is_there = self.era != era, self._has(era, version)
             told = self._told
-            if is_there:
+            if is_there:  # and only then does a worker write where its last gradient is
+                self.shard.keep(self._gradient_of(who) if shared is None else shared.gradient)
                 body: list[Any] = [] if shared is not None else [found.buffer]
                 answer = {"version": self.shard.version}
                 if self.shard.hands_on:
@@ -176,8 +184,9 @@ class Server(Answering):
                 elif not self._copies_at_once:
                     self.shard.pull(who, found)
         if is_there:
-            if told is not None:  # first: forward may begin before all weights are there
-                connection.send(*told)
+            if told is not None:
+                answer |= told[0]
+                body.insert(0, told[1])
             connection.send(answer, *body)
         else:
             connection.send({"stale": self.era} if is_stale else {"again": version})
@@ -289,10 +298,12 @@ class Server(Answering):
                 case other:
                     raise ValueError(f"to {other!r}, which no server does")
             if "told" in message:
-                self._told = {"told": message["told"]}, bytes(body)
+                self._told = {"told": message["told"], "told_bytes": len(body)}, bytes(body)
             answer["version"] = shard.version
-            self.changed.notify_all()
-        connection.send(answer, *pieces)
+            if message["do"] in WAITED_FOR:
+                self.changed.notify_all()
+        if not message.get("silent"):
+            connection.send(answer, *pieces)
 
     def _apply(self, message: Message) -> None:
         self._reached(self.shard.version)

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import inf, isnan
 from typing import Any
 
 import torch
@@ -28,14 +27,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.strategies.cards.parameter_server import COMPENSATED, PLAIN, STALENESS_AWARE
-from allranks.torch.parameter_server.flat import Flat, FlatLayout
+from allranks.torch.parameter_server.flat import MANY, Flat, FlatLayout, are_squares
+from allranks.torch.parameter_server.memory import ReadWeights
 from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.state import Kept, cut_state, join_state
 from allranks.torch.sharding.gradient_parts import squares_of
 from allranks.torch.step.trainable import update
-
-MANY = 2**17
-LEAST_SQUARE = 1e-30  # of a number, on the average: what is less may be 0 in 32 bits
 
 
 @dataclass(frozen=True)
@@ -54,40 +51,33 @@ class Rule:
 class Summed:
     """The parts of a step that have come: those up to `parts` in order are added.
 
-    The first one, and those that came early, stay where workers have written them, as long as that
-    memory does not change; the sum of two is the first that needs memory of its own.
+    They are added where the worker of the first one has written it, and those that came early stay
+    where they are, as long as that memory does not change.
     """
 
-    own: Flat
+    sum: Flat | None = None
     parts: int = 0
-    first: Flat | None = None
+    squares: float | None = None
+    """Those of the sum, where the pass that added the last part has found them."""
     early: dict[int, Flat] = field(default_factory=dict)
 
-    @property
-    def sum(self) -> Flat:
-        return self.own if self.first is None else self.first
-
-    def add(self, gradient: Flat) -> None:
+    def add(self, gradient: Flat, *, is_last: bool) -> None:
         """Add the next part in order."""
-        if not self.parts:
-            self.first = gradient
-        elif self.first is not None:
-            self.own.be_sum_of(self.first, gradient)
-            self.first = None
+        if self.sum is None:
+            self.sum = gradient
+        elif is_last:
+            self.squares = self.sum.add_and_square_(gradient)
         else:
-            self.own.add_(gradient)
+            self.sum.add_(gradient)
         self.parts += 1
 
     def keep(self, memory: Flat) -> None:
         """This memory changes from here on: what lies there is copied."""
-        if self.first is memory:
-            self.own.copy_(memory)
-            self.first = None
+        if self.sum is memory:
+            self.sum = memory.copy()
         for part, gradient in self.early.items():
             if gradient is memory:
-                kept = memory.layout.new()
-                kept.copy_(memory)
-                self.early[part] = kept
+                self.early[part] = memory.copy()
 
 
 @dataclass(frozen=True)
@@ -103,7 +93,8 @@ class Shard:
     """The weights of one server in a layout, and the optimizer of those alone.
 
     The `optimizer` was made for the whole model, whose `parameters` it has in its groups; from now
-    on it has the pieces of this server in their place, and nothing of the others.
+    on it has the pieces of this server in their place, and nothing of the others. Its
+    weights lie in `read` where workers of its host read them.
     """
 
     def __init__(
@@ -115,6 +106,7 @@ class Shard:
         rule: Rule | None = None,
         *,
         hands_on: bool = False,
+        read: ReadWeights | None = None,
     ) -> None:
         self.hands_on = hands_on
         self.last: Update | None = None
@@ -126,7 +118,8 @@ class Shard:
             parts,
             rule or Rule(),
         )
-        self.weights = layout.new()
+        self.read = read
+        self.weights = layout.new() if read is None else read.flat
         self.version = 0
         self.writes = 0
         """How often the weights have changed, or began to."""
@@ -136,7 +129,6 @@ class Shard:
         self._position = [piece.position for piece in layout.pieces]
         self._pulled: dict[int, tuple[int, Flat | None]] = {}
         self._summed: Summed | None = None
-        self._room: Flat | None = None
         held = {id(parameters[at]): [] for at in set(self._position)}  # type: ignore[var-annotated]
         for at, own in zip(self._position, self.pieces, strict=True):
             held[id(parameters[at])].append(own)
@@ -149,17 +141,17 @@ class Shard:
     def bring(self, part: int, gradient: Flat) -> bool:
         """A part of the gradient of the step that is going on; whether it is new.
 
-        Its memory is not to change before the step is over, unless `keep` is called.
+        The sum may lie in its memory, which others are not to change before the step is over,
+        unless `keep` is called.
         """
         found = self._summed
         if found is None:
-            self._room = self._room or self.layout.new()
-            found = self._summed = Summed(self._room)
+            found = self._summed = Summed()
         if part < found.parts or part in found.early:
             return False
         found.early[part] = gradient
         while (following := found.early.pop(found.parts, None)) is not None:
-            found.add(following)
+            found.add(following, is_last=found.parts == self.parts - 1)
         return True
 
     def keep(self, memory: Flat) -> None:
@@ -175,24 +167,32 @@ class Shard:
     @property
     def gradient(self) -> Flat:
         """The sum of all parts of the step."""
-        assert self._summed is not None and self.is_complete
+        assert self._summed is not None and self._summed.sum is not None and self.is_complete
         return self._summed.sum
 
     def squares(self, unused: Collection[int] = ()) -> float:
-        """The sum of the squares of the gradient, without the parameters that nobody used."""
+        """The sum of the squares of the gradient, without the parameters that nobody used.
+
+        Parts have zeros for these; a regularizer has none.
+        """
+        known = None if self._summed is None else self._summed.squares
+        if known is not None:
+            return known
         there = self._used(self.gradient, unused) if unused else self.gradient.flats
         parts = [g for g in there if g is not None]
         numbers = sum(g.numel() for g in parts)
         if numbers >= MANY:  # else doubles take less time
             found = float(squares_of(parts, torch.device("cpu")))
-            if isnan(found) or LEAST_SQUARE * numbers < found < inf:
+            if are_squares(found, numbers):
                 return found
         return sum(map(_squares_in_doubles, parts))
 
     def add(self, more: Flat, factor: float) -> None:
         """The gradient is `factor` times itself plus `more` from here on: of a regularizer."""
+        assert self._summed is not None
         self.gradient.scale_(factor)
         self.gradient.add_(more)
+        self._summed.squares = None
 
     def apply(
         self, factor: float, groups: Sequence[dict[str, Any]], unused: Collection[int]

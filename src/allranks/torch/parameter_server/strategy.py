@@ -48,6 +48,7 @@ from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.layers import normalising_layers
 from allranks.torch.optimizers.elementwise import groups_of_whole
 from allranks.torch.parameter_server.flat import FlatLayout
+from allranks.torch.parameter_server.memory import ReadWeights
 from allranks.torch.parameter_server.placement import Sized, placed
 from allranks.torch.parameter_server.shard import Rule, Shard
 from allranks.torch.parameter_server.tables.placed import (
@@ -207,8 +208,15 @@ class ParameterServer(Strategy):
         options = self.context.options
         rule = Rule(options["rate"], options["compensation"])
         layout, step = self.layouts[server], self.step
-        hands_on = self.updates_on_worker
-        return Shard(layout, step.optimizer, step.parameters, self.parts, rule, hands_on=hands_on)
+        read = ReadWeights.made(layout) if self.are_weights_read else None
+        held = layout, step.optimizer, step.parameters, self.parts, rule
+        return Shard(*held, hands_on=self.updates_on_worker, read=read)
+
+    @property
+    def are_weights_read(self) -> bool:
+        """Whether workers on the host of a server read its weights where they lie."""
+        shares = self.context.options["transport"] == "auto"
+        return shares and self.in_step and not self.updates_on_worker
 
     def served_tables(self, server: int) -> ServedTables:
         """The rows that a server holds; from here on this process has no table whole."""

@@ -10,7 +10,7 @@ from typing import Any
 from allranks.launcher.nodes.channel import Message
 from allranks.torch.data.batch import Batch
 from allranks.torch.parameter_server.links import CalledBack, Links, Stale
-from allranks.torch.parameter_server.memory import offered
+from allranks.torch.parameter_server.memory import ReadWeights, SharedNumbers, offered
 from allranks.torch.parameter_server.state import hyper_parameters_said
 from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.parameter_server.tables.lookups import Lookups
@@ -34,7 +34,7 @@ class Exchange:
         self.strategy, self.worker = strategy, worker
         self._own = [(layout.new(), layout.new()) for layout in strategy.layouts]
         self.gradients, self.weights = map(list, zip(*self._own, strict=True))
-        self._is_shared = [False] * len(self._own)
+        self._is_shared, self._reads = [False] * len(self._own), [False] * len(self._own)
         self.links: Links | None = None
         self.era = self.version = -1
         self.number = -1
@@ -62,15 +62,9 @@ class Exchange:
         offers = [offered(layout) if shares else (None, {}) for layout in self.strategy.layouts]
         links.open(hello, [offer for _, offer in offers])
         for server, (shared, _) in enumerate(offers):
-            gradient, weights = self._own[server]
-            self._is_shared[server] = shared is not None and links.shares[server]
+            self._lay(server, shared if links.shares[server] else None, links.read[server])
             if shared is not None:
                 shared.hide()
-                if links.shares[server]:
-                    gradient, weights = shared.gradient, shared.weights
-            self.gradients[server], self.weights[server] = gradient, weights
-            if self.own is None and self.strategy.weights_lie_where_they_come:
-                weights.be_memory_of(self.strategy.parameters)
         self.laid_out = LaidOut(self.gradients, self.strategy.parameters)
         self._make_keys(links)
         self.strategy.step.on_gradient = self._finished
@@ -80,6 +74,22 @@ class Exchange:
         if self.own is not None:
             self.own.forget()
         self.rows.link(links, era)
+
+    def _lay(self, server: int, shared: SharedNumbers | None, said: Message) -> None:
+        """Let a gradient, and weights, lie in memory that is shared with the server, where it is.
+
+        Weights are the server's own where it `said` where these are, and they can be opened.
+        """
+        gradient, weights = self._own[server]
+        if shared is not None:
+            gradient, weights = shared.gradient, shared.weights
+        read = ReadWeights.opened(self.strategy.layouts[server], said)
+        self._is_shared[server], self._reads[server] = shared is not None, read is not None
+        self.gradients[server] = gradient
+        self.weights[server] = weights if read is None else read.flat
+        if self.own is None and self.strategy.weights_lie_where_they_come:
+            has_theirs = read is not None
+            self.weights[server].be_memory_of(self.strategy.parameters, has_theirs=has_theirs)
 
     def _make_keys(self, links: Links) -> None:
         """Cut what travels; rows of tables are asked for by the thread that would wait for keys."""
@@ -130,7 +140,9 @@ class Exchange:
         links = self.links
         assert links is not None
         for server in range(len(self.weights)):
-            asked = {"pull": version, "era": self.era}
+            asked: dict[str, Any] = {"pull": version, "era": self.era}
+            if self._reads[server]:
+                asked["reads"] = True
             if self.own is not None:
                 asked["has"] = self.own.versions[server]
             links.send(server, asked)
@@ -171,7 +183,7 @@ class Exchange:
         return found
 
     def _answer(self, server: int) -> tuple[Message, memoryview]:
-        """What a server answers to a pull; what is told with weights comes before them.
+        """What a server answers to a pull; the body of what is told comes before the weights.
 
         Numbers in the layout go where they lie; what has more to it has memory of its own.
         """
@@ -179,10 +191,10 @@ class Exchange:
         assert links is not None
         answer, size = links.header(server)
         if "told" in answer:
-            told = memoryview(bytearray(size))
+            told = memoryview(bytearray(int(answer["told_bytes"])))
             links.fill(server, told)
             self.strategy.hear(answer["told"], told)
-            answer, size = links.header(server)
+            size -= len(told)
         fits = size <= flat.layout.nbytes
         body = flat.place(size) if fits else memoryview(bytearray(size))
         if self.arriving is not None and size:

@@ -21,7 +21,7 @@ class LaidOut:
     def __init__(self, flats: Sequence[Flat], parameters: Sequence[nn.Parameter]) -> None:
         homes = {at: home for flat in flats for at, home in flat.homes_of(parameters).items()}
         large = {at: home for at, home in homes.items() if home[1].nbytes >= MOVED_BYTES}
-        self._parameters, self._moved = parameters, Moved(large)
+        self._parameters, self._moved = parameters, Moved(large, read_later=True)
         self._small = [home for at, home in homes.items() if at not in large]
 
     def begin(self) -> None:
