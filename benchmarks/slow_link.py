@@ -13,7 +13,7 @@ what it costs.
 
 Of methods with a period, blocks of `BLOCK` steps are timed, local steps and the meeting together;
 the step of any other period H follows as compute + (block - BLOCK · compute) / H. That is checked
-for H = 16, whose blocks are timed too.
+for H = 16, whose blocks are timed too, as are those of learners with an exchange under way.
 
 `dial` is how much slower than the fastest method the choice of `--strategy auto` was measured. The
 loss after equal samples, and the time to that of `ddp`, take the steps from trainings on this
@@ -43,6 +43,7 @@ from slow_link_found import (
     COMPUTE,
     LINKS,
     SLOWEST,
+    STREAMED,
     Timed,
     comparisons,
     drawn,
@@ -76,6 +77,7 @@ PERIODS = {"local-sgd": (2, 4, 8, 16), "diloco": (50,), "sparse-loco": (4, 30)}
 """Methods that exchange every so many steps; those of 16 are timed in whole blocks too."""
 IN_BLOCKS = tuple(f"{name}:every={BLOCK}" for name in PERIODS)
 CHECKED = "local-sgd:every=16"
+METHODS = (COMPUTE, *IN_STEPS, *IN_BLOCKS, STREAMED, CHECKED)
 TRAINED = ("char-GPT",)
 """The models of which the losses are compared here; `quality.py` has others."""
 PRELOAD = ("allranks.torch.worker", "allranks.torch.preload")
@@ -146,7 +148,7 @@ def steps_of(method: str, link: str) -> int:
     if method == COMPUTE:
         return BLOCK
     in_steps = 1 if link == SLOWEST else 2
-    return int(method.partition("every=")[2] or in_steps)
+    return int(method.partition("every=")[2].partition(",")[0] or in_steps)
 
 
 def measure(
@@ -155,14 +157,14 @@ def measure(
     """Every method over this link, in turns."""
     shape(cluster, ranks, link)
     checked = (CHECKED,) if link == SLOWEST else ()
-    names = [COMPUTE, *IN_STEPS, *IN_BLOCKS, *checked]
+    names = [*METHODS[:-1], *checked]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(rounds):
         for name in order_of(names, turn):
             found[name].append(block(there, name, steps_of(name, link)))
     compute, ddp = ([seconds for seconds, _ in found[name]] for name in (COMPUTE, "ddp"))
     rows = []
-    for name in (COMPUTE, *IN_STEPS, *checked):
+    for name in (COMPUTE, *IN_STEPS, STREAMED, *checked):
         called = f"{name}, whole blocks" if name in checked else name
         steps, sent = [seconds for seconds, _ in found[name]], found[name][0][1]
         rows.append(Timed(model, ranks, link, called, steps, compute, ddp, sent))
@@ -217,9 +219,9 @@ def main() -> None:
         facts = {model: facts_of(model, ranks) for model in models}
         with nodes(ranks) as (cluster, there):
             for model in models:
-                there.ask("make", model, [COMPUTE, *IN_STEPS, *IN_BLOCKS, CHECKED])
+                there.ask("make", model, METHODS)
                 shape(cluster, ranks, "")
-                for method in (COMPUTE, *IN_STEPS, *IN_BLOCKS, CHECKED):
+                for method in METHODS:
                     block(there, method, steps_of(method, ""))
                 for link in links:
                     own = measure(cluster, there, model, ranks, link, asked.rounds)

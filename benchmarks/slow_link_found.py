@@ -20,7 +20,8 @@ SLOWEST = "100mbit"
 COMPUTE = "independent"
 COMPRESSING = ("ddp:reduce=one-bit", "ddp:reduce=power-sgd")
 """Methods that are to be three times as fast as `ddp`, on the slowest link and large layers."""
-OUTER = ("local-sgd:every=16", "diloco:every=50", "sparse-loco:every=30")
+STREAMED = "diloco:every=50,bits=4,fragments=4,overlap=4"
+OUTER = ("local-sgd:every=16", "diloco:every=50", STREAMED, "sparse-loco:every=30")
 """Methods that are to be as fast on the slowest link as on none, but for a tenth."""
 FEWEST, FEWER_BYTES = "sparse-loco:every=30", 1 / 146
 WITHIN, COMBINATIONS_WITHIN = 1.1, 20

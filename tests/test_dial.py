@@ -26,6 +26,7 @@ from allranks.strategies.torch_cards import CARDS
 from allranks.tools.check.scratch import checked_in_scratch
 
 MILLION = 1_000_000
+STREAMED = "diloco:every=50,bits=4,fragments=4,overlap=4"
 SLOW, FAST = Link(1e8), Link(1e10)
 FACTS = Facts(parameters=10 * MILLION, compute_s=0.4, ranks=4, nodes=4, link=SLOW)
 
@@ -59,6 +60,20 @@ def test_what_sparse_loco_sends_is_counted_by_chunks() -> None:
     chunks = -(-10 * MILLION // 4096)
     expected = (3 * chunks * 116 + 2 * 3 / 4 * 64) / 30
     assert found["sparse-loco:every=30"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_is_under_way_while_learners_train_hides_behind_that() -> None:
+    """Half a byte a number and 4 bytes for 512, to three others; 16 of 50 steps hide the link."""
+    facts = replace(FACTS, parameters=512 * 20_000, compute_s=0.1)
+    sent = (3 * 20_000 * (256 + 4) + 2 * 3 / 4 * 64) / 50
+    moving = sent * 8 / (0.94 * 1e8)
+    arithmetic = 2e-8 * facts.parameters / 50
+    expected = 0.1 * (1 + cost.SKEW / 50) + arithmetic + 6 * cost.MESSAGE_S / 50 + moving
+    hidden = moving - sent * cost.COPYING_S
+    assert hidden < 16 / 50 * 0.1
+    assert step_s(STREAMED, facts) == pytest.approx(expected - hidden, rel=1e-3)
+    slower = replace(facts, link=Link(1e7))
+    assert step_s(STREAMED, slower) > 0.1 + 10 * moving - 16 / 50 * 0.1
 
 
 @pytest.mark.parametrize(
@@ -128,7 +143,8 @@ def test_the_sentence_has_the_arithmetic_and_the_price() -> None:
         "it costs",
     ):
         assert words in decision.why
-    assert decision.refused == {"diloco:every=50": "no", "sparse-loco:every=30": "no"}
+    apart = ("diloco:every=50", STREAMED, "sparse-loco:every=30")
+    assert decision.refused == dict.fromkeys(apart, "no")
 
 
 @pytest.mark.parametrize(

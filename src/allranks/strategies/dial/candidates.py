@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from allranks.strategies.card import Exact, Workload
 from allranks.strategies.dial.facts import Facts
+from allranks.strategies.reductions.compressed import four_bit_bytes
 from allranks.strategies.resolve import StrategySpec, strategy_spec
 
 BUCKET_BYTES = 25 * 2**20
@@ -27,8 +28,8 @@ Route = Literal["ring", "hierarchical", "all-to-all"]
 class Candidate:
     """A strategy as it is written, and what the clock sees of it.
 
-    `sends` is what a message holds: the `gradients` of a step; all `weights` of a meeting, or the
-    `largest` numbers of what has become of them.
+    `sends` is what a message holds: the `gradients` of a step; all `weights` of a meeting, `codes`
+    of four bits of what has become of them, or the `largest` numbers of that.
     `arithmetic_s` is the time of its own arithmetic for each parameter and exchange, in seconds, of
     codecs with their loops in C (`torch.compression.native`); `route` is how its bytes come to the
     links of nodes with several ranks.
@@ -36,7 +37,7 @@ class Candidate:
 
     text: str
     costs: str
-    sends: Literal["gradients", "weights", "largest"] = "gradients"
+    sends: Literal["gradients", "weights", "codes", "largest"] = "gradients"
     route: Route = "ring"
     arithmetic_s: float = 0.0
     is_late: bool = False
@@ -52,6 +53,11 @@ class Candidate:
         """Steps between two exchanges."""
         return int(self.spec(ranks).options.get("every", 1))
 
+    def steps_under_way(self, ranks: int) -> float:
+        """While how many steps of a period a part of what is sent is on its way."""
+        options = self.spec(ranks).options
+        return float(options.get("fragments", 1) * options.get("overlap", 0))
+
     def sent_bytes(self, facts: Facts) -> float:
         """What its card says that the busiest rank sends, on average in a step."""
         spec = self.spec(facts.ranks)
@@ -66,6 +72,8 @@ class Candidate:
         size = facts.parameters * FP32_BYTES
         if self.sends == "weights":
             messages: tuple[int, ...] = (0, size + facts.buffer_bytes, 0, TALLY_BYTES)
+        elif self.sends == "codes":
+            messages = (0, facts.buffer_bytes, four_bit_bytes(facts.parameters), TALLY_BYTES)
         elif self.sends == "largest":
             coded = _coded_bytes(facts.parameters, self.spec(facts.ranks).options)
             messages = (0, facts.buffer_bytes, coded, TALLY_BYTES)
@@ -118,34 +126,52 @@ def candidates(facts: Facts) -> list[Candidate]:
     ]
     if facts.shapes:
         found += COMPRESSED
-    return found + [_apart(name, every) for name, every in _periods(facts)]
+    return found + [family.of(every) for family in LEARNERS for every in family.periods(facts)]
 
 
-def _apart(name: str, every: int) -> Candidate:
-    costs = f"learners train apart for {every} steps, and {JOINED[name]}"
-    text = f"{name}:every={every}"
-    if name == "sparse-loco":
-        return Candidate(text, costs, "largest", arithmetic_s=1.7e-8)
-    return Candidate(text, costs, "weights", arithmetic_s=1e-8)
+@dataclass(frozen=True)
+class Learners:
+    """Learners that train apart for so many steps, up to the default of the card, and then what."""
+
+    name: str
+    every: tuple[int, ...]
+    then: str
+    sends: Literal["weights", "codes", "largest"] = "weights"
+    arithmetic_s: float = 1e-8
+    more: str = ""
+
+    def of(self, every: int) -> Candidate:
+        """The candidate of this period."""
+        costs = f"learners train apart for {every} steps, and {self.then}"
+        text = f"{self.name}:every={every}{self.more}"
+        return Candidate(text, costs, self.sends, arithmetic_s=self.arithmetic_s)
+
+    def periods(self, facts: Facts) -> list[int]:
+        """Those which leave a job of a known length enough meetings."""
+        longest = float("inf") if facts.steps is None else facts.steps / LEAST_MEETINGS
+        return [every for every in self.every if every <= longest]
 
 
-PERIODS: Mapping[str, tuple[int, ...]] = {
-    "local-sgd": (2, 4, 8, 16),
-    "diloco": (50,),
-    "sparse-loco": (30,),
-}
-"""Steps between two meetings, up to the default of each card."""
-JOINED = {
-    "local-sgd": "then take the mean of their weights",
-    "diloco": "an outer optimizer with momentum joins them",
-    "sparse-loco": "64 of each 4,096 numbers that they found are sent, in 2 bits",
-}
-
-
-def _periods(facts: Facts) -> list[tuple[str, int]]:
-    """Those which leave a job of a known length enough meetings."""
-    longest = float("inf") if facts.steps is None else facts.steps / LEAST_MEETINGS
-    return [(name, every) for name, all_ in PERIODS.items() for every in all_ if every <= longest]
+LEARNERS = (
+    Learners("local-sgd", (2, 4, 8, 16), "then take the mean of their weights"),
+    Learners("diloco", (50,), "an outer optimizer with momentum joins them"),
+    Learners(
+        "diloco",
+        (50,),
+        "an outer optimizer with momentum joins them, a quarter of the model at a time, in 4 bits "
+        "and 4 steps late",
+        "codes",
+        arithmetic_s=2e-8,
+        more=",bits=4,fragments=4,overlap=4",
+    ),
+    Learners(
+        "sparse-loco",
+        (30,),
+        "64 of each 4,096 numbers that they found are sent, in 2 bits",
+        "largest",
+        arithmetic_s=1.7e-8,
+    ),
+)
 
 
 Allowed = Callable[[Candidate], str]

@@ -6,7 +6,8 @@
 A ring of p ranks has 2(p-1) rounds of a one-way latency each. Bytes cross the link of a node: once
 for each node where a ring goes through the nodes in order, for every rank of it where each rank
 sends to each other one. `ddp` sends a bucket while backward computes the next, so all but the last
-bucket hides behind backward; `late=1` hides all behind the next step. What hides is the waiting for
+bucket hides behind backward; `late=1` hides all behind the next step, and what learners have under
+way while they train on behind those steps. What hides is the waiting for
 the link alone: copying takes the processors that compute.
 
 The constants are estimates, from a few runs of `benchmarks/slow_link.py` on a loaded machine.
@@ -85,7 +86,8 @@ def crossings(candidate: Candidate, facts: Facts) -> float:
 def _hidden(candidate: Candidate, waiting: float, compute: float, facts: Facts) -> float:
     """How much of the time in which only the link is busy passes while ranks compute."""
     if candidate.sends != "gradients":
-        return 0.0
+        under_way = candidate.steps_under_way(facts.ranks) / candidate.period(facts.ranks)
+        return min(waiting, under_way * compute)
     if candidate.is_late:
         return min(waiting, compute)
     buckets = candidate.messages(facts)
