@@ -61,6 +61,23 @@ class Freezes(Plain):
         return batch[0]
 
 
+class Clamping(nn.Linear):
+    """Keeps its weight small by itself, as critics do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.3, 0.3)
+        return super().forward(input)
+
+
+@dataclass(kw_only=True)
+class Clamps(Plain):
+    """Writes a weight in each forward pass."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Clamping(6, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
 @dataclass(kw_only=True)
 class Noted(Plain):
     """Writes down, learner by learner, which samples a step has seen, in `notes`."""

@@ -675,3 +675,10 @@ def test_a_layer_that_is_frozen_on_the_way_is_refused(train: Train, mode: str) -
     """Where its gradient and its weights lie was laid out for all; it ended with an IndexError."""
     with pytest.raises(RequestError, match="frozen, unfrozen or added in mid-training"):
         train("decoupled_tasks:Freezes", strategy=f"ps:mode={mode}", ranks=1)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_weights_that_a_model_writes_are_refused(train: Train, mode: str) -> None:
+    """They were lost with the next weights that came, and in step they are everybody's."""
+    with pytest.raises(RequestError, match=r"writes 0.weight in its forward"):
+        train("decoupled_tasks:Clamps", strategy=f"ps:mode={mode}", ranks=1)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from allranks.errors import RequestError
 from allranks.launcher.nodes.channel import Message
 from allranks.torch.data.batch import Batch
 from allranks.torch.parameter_server.links import CalledBack, Links, Stale
@@ -258,15 +259,27 @@ class Exchange:
         return self.tally
 
     def compute(self, batch: Batch) -> Tally:
-        """Forward and backward; gradients are left in `gradients`, and leave from there."""
+        """Forward and backward; gradients are left in `gradients`, and leave from there.
+
+        Raises `RequestError` for weights that were written there: others read them too, or they are
+        lost with the next ones that come.
+        """
         if self.leaving is not None:
             self.leaving.drop()
         self.laid_out.begin()
+        before = self._versions()
         found = self.strategy.accumulate(batch, self._before_last)
         self.laid_out.settle()
         if self.arriving is not None:
             self.arriving.wait_for_all()  # also of a part without a sample
+        elif written := [name for name, now in self._versions().items() if before[name] != now]:
+            raise weights_written(self.strategy.name, written)
         return found
+
+    def _versions(self) -> dict[str, int]:
+        """How often each weight was written in place, by torch's own count."""
+        step = self.strategy.step
+        return {name: p._version for name, p in zip(step.names, step.parameters, strict=True)}
 
     def _before_last(self) -> None:
         if self.leaving is not None:
@@ -301,3 +314,13 @@ class Exchange:
 
     def put_weights(self) -> None:
         """A worker changes nothing on a server but by a gradient."""
+
+
+def weights_written(strategy: str, names: list[str]) -> RequestError:
+    """What to say of weights that forward or backward of a worker has written."""
+    return RequestError(
+        asked=f"--strategy {strategy}",
+        found=f"the model writes {', '.join(names)} in its forward or backward pass",
+        why="servers hold the weights, and update them by gradients alone",
+        do="compute what is used from the weights, or take another strategy",
+    )
