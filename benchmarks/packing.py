@@ -22,6 +22,7 @@ from torch import Tensor
 
 from allranks.torch.compression import kernels
 from allranks.torch.compression.columns import ColumnQuantizer
+from allranks.torch.compression.four_bit import FourBit
 from allranks.torch.compression.top_k import TopK
 from allranks.torch.compression.two_bit import TwoBit
 
@@ -75,6 +76,7 @@ def calls_of(columns: Tensor) -> Calls:
         calls[f"{bits} bit, add"] = partial(quantizer.add_decoded, message, into)
     for name, codec in {
         "two-bit": TwoBit(0.5),
+        "four-bit": FourBit(),
         "top-k of 64, 2 bits": TopK(64, 4096, "two-bit"),
     }.items():
         calls[f"{name}, encode"] = partial(codec.encode, flat)

@@ -67,7 +67,7 @@ def entered(layer: nn.Module, pieces: Micro) -> Scope:
 )
 @pytest.mark.parametrize("dims", SHAPES)
 @pytest.mark.parametrize("last", [False, True], ids=["", "last"])
-@pytest.mark.parametrize("library", [in_c._found(), None], ids=["in C", ""])
+@pytest.mark.parametrize("library", [in_c.LIBRARY, None], ids=["in C", ""])
 def test_all_shards_in_one_pass_are_each_by_itself(
     monkeypatch: pytest.MonkeyPatch, pieces: Micro, dims: int, last: bool, library: Any
 ) -> None:

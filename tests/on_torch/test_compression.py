@@ -158,7 +158,9 @@ def numbers(count: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [1, 9, 4096, 9001])
 @pytest.mark.parametrize(
-    "codec", [TopK(3, 7), TopK(64, 4096, "two-bit"), TwoBit(0.4)], ids=lambda codec: str(codec)[:40]
+    "codec",
+    [TopK(3, 7), TopK(64, 4096, "two-bit"), TwoBit(0.4), FourBit()],
+    ids=lambda codec: str(codec)[:40],
 )
 def test_the_library_gives_the_bytes_of_torch(
     codec: Codec, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -166,8 +168,8 @@ def test_the_library_gives_the_bytes_of_torch(
     assert kernels.LIBRARY is not None
     flat, there = numbers(count, dtype), numbers(count, dtype)
     flat[3::101], flat[4::103] = torch.inf, -torch.inf
-    if isinstance(codec, TwoBit):
-        flat[5::107] = torch.nan
+    if isinstance(codec, TwoBit | FourBit):
+        flat[5::1007] = torch.nan
     found = []
     for library in (kernels.LIBRARY, None):
         monkeypatch.setattr(kernels, "LIBRARY", library)

@@ -8,25 +8,16 @@ differ: sums are in float64 here, of blocks that are summed in the type of the n
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-MODULE = "allranks.torch.batchnorm._norms"
+from allranks.torch.native.built import built
+
+LIBRARY = built("allranks.torch.batchnorm._norms")
 TYPES = (torch.float32, torch.float64)
 LEAST_VALUES = 16  # of a channel in a sample: below, torch's operations take as long
-
-
-def _found() -> ModuleType | None:
-    try:
-        return importlib.import_module(MODULE)
-    except ImportError:
-        return None
-
-
-LIBRARY = _found()
 
 
 def library_for(source: Tensor, *more: Tensor | None) -> ModuleType | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from allranks.strategies.reductions.compressed import four_bit_bytes
 from allranks.torch.compression.base import Codec
+from allranks.torch.compression.kernels import is_double, kernels
 
 CHUNK = 512
 MAGNITUDES = 7
@@ -30,6 +31,11 @@ class FourBit(Codec):
         return four_bit_bytes(count)
 
     def encode(self, flat: Tensor) -> Tensor:
+        if (library := kernels(flat)) is not None:
+            message = torch.empty(four_bit_bytes(flat.numel()), dtype=torch.uint8)
+            given = is_double(flat), flat.data_ptr(), flat.numel()
+            library.encode_four_bits(*given, message.data_ptr(), message.numel())
+            return message
         message = flat.new_zeros(four_bit_bytes(flat.numel()), dtype=torch.uint8)
         chunks = _in_chunks(flat)
         scales = chunks.abs().amax(1).float()
@@ -46,6 +52,10 @@ class FourBit(Codec):
 
     def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
         count = into.numel()
+        if (library := kernels(into, message)) is not None:
+            given = is_double(into), message.data_ptr(), count, alpha
+            library.add_four_bits(*given, into.data_ptr())
+            return
         packed, at = message[: -(-count // 2)], _scales_at(count)
         scales = message[at : at + 4 * -(-count // CHUNK)].view(torch.float32).to(into.dtype)
         codes = torch.stack([packed & 15, packed >> 4], 1).flatten().int()

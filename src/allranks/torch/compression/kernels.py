@@ -7,24 +7,15 @@ on other devices and for other types, the torch code is what runs.
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-MODULE = "allranks.torch.compression._codecs"
+from allranks.torch.native.built import built
+
+LIBRARY = built("allranks.torch.compression._codecs")
 TYPES = (torch.float32, torch.float64)
-
-
-def _found() -> ModuleType | None:
-    try:
-        return importlib.import_module(MODULE)
-    except ImportError:
-        return None
-
-
-LIBRARY = _found()
 
 
 def kernels(numbers: Tensor, *more: Tensor) -> ModuleType | None:

@@ -9,14 +9,7 @@
 
 #include <stdint.h>
 
-/* Chosen when the library is loaded. No processor changes a bit: every sum has as many lanes, and
- * nothing is rounded once less (`-ffp-contract=off`). */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(NO_CLONES)
-#define CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define CLONES
-#endif
+#include "../../native/clones.h"
 
 struct shape {
     int64_t pieces, rows, channels, values;

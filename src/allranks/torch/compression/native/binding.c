@@ -94,6 +94,39 @@ static PyObject *add_two_bits(PyObject *module, PyObject *given)
     Py_RETURN_NONE;
 }
 
+static PyObject *encode_four_bits(PyObject *module, PyObject *given)
+{
+    address flat, message;
+    long long count, bytes;
+    int is_double;
+    if (!PyArg_ParseTuple(given, "pKLKL", &is_double, &flat, &count, &message, &bytes))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    if (is_double)
+        four_bit_encode_double((void *)flat, count, (void *)message, bytes);
+    else
+        four_bit_encode_float((void *)flat, count, (void *)message, bytes);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *add_four_bits(PyObject *module, PyObject *given)
+{
+    address message, into;
+    long long count;
+    int is_double;
+    double alpha;
+    if (!PyArg_ParseTuple(given, "pKLdK", &is_double, &message, &count, &alpha, &into))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    if (is_double)
+        four_bit_add_double((void *)message, count, alpha, (void *)into);
+    else
+        four_bit_add_float((void *)message, count, alpha, (void *)into);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"encode_columns", encode_columns, METH_VARARGS,
      "(is_double, columns, count, length, bits, messages)"},
@@ -104,6 +137,9 @@ static PyMethodDef functions[] = {
      "(is_double, flat, count, threshold, message, bytes)"},
     {"add_two_bits", add_two_bits, METH_VARARGS,
      "(is_double, message, count, threshold, alpha, into)"},
+    {"encode_four_bits", encode_four_bits, METH_VARARGS,
+     "(is_double, flat, count, message, bytes)"},
+    {"add_four_bits", add_four_bits, METH_VARARGS, "(is_double, message, count, alpha, into)"},
     {NULL, NULL, 0, NULL}};
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};

@@ -11,14 +11,25 @@
 
 #define T float
 #define KEY int32_t /* as wide */
+#define MANTISSA 23
+#define HALF 126 /* the exponent of 1/2 */
+#define ONE 127
 #include "columns.inc"
+#include "four_bit.inc"
 #include "top_k.inc"
 #include "two_bit.inc"
 #undef T
 #undef KEY
+#undef MANTISSA
+#undef HALF
+#undef ONE
 
 #define T double
 #define KEY int64_t
+#define MANTISSA 52
+#define HALF 1022
+#define ONE 1023
 #include "columns.inc"
+#include "four_bit.inc"
 #include "top_k.inc"
 #include "two_bit.inc"

@@ -9,14 +9,9 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Chosen when the library is loaded; nothing is added in another order, or with one rounding less
- * (`-ffp-contract=off`): no width changes a bit. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(NO_CLONES)
-#define CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define CLONES
-#endif
+#include "../../native/clones.h"
+
+#define FOUR_BIT_CHUNK 512 /* numbers with a scale of their own */
 
 #define FUNCTIONS_OF(T)                                                                           \
     /* (count, length) columns become messages of `bits` a number and two bounds. */              \
@@ -31,7 +26,9 @@
     void two_bit_encode_##T(const T *flat, int64_t count, double threshold, uint8_t *message,     \
                             int64_t bytes);                                                       \
     void two_bit_add_##T(const uint8_t *message, int64_t count, double threshold, double alpha,   \
-                         T *into);
+                         T *into);                                                                \
+    void four_bit_encode_##T(const T *flat, int64_t count, uint8_t *message, int64_t bytes);      \
+    void four_bit_add_##T(const uint8_t *message, int64_t count, double alpha, T *into);
 
 FUNCTIONS_OF(float)
 FUNCTIONS_OF(double)

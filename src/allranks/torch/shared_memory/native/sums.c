@@ -8,15 +8,8 @@
 
 #include "collectives.h"
 #include "copies.h"
+#include "../../native/clones.h"
 
-/* Vectors as wide as the processor has, chosen when the library is loaded; additions alone: no
- * width changes a bit. Other compilers and processors take what the compiler makes of the loops. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(NO_CLONES)
-#define CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define CLONES
-#endif
 #if defined(__GNUC__) && !defined(__clang__)
 #define SAME_INDEX _Pragma("GCC ivdep") /* where arrays overlap they are the same array */
 #else

@@ -1,0 +1,1 @@
+"""What the loops in C of several rooms share."""
