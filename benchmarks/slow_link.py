@@ -13,7 +13,9 @@ what it costs.
 
 Of methods with a period, blocks of `BLOCK` steps are timed, local steps and the meeting together;
 the step of any other period H follows as compute + (block - BLOCK · compute) / H. That is checked
-for H = 16, whose blocks are timed too, as are those of learners with an exchange under way.
+for H = 16, whose blocks are timed too, as are those of learners with an exchange under way. A long
+block begins together once in many steps, so of these what counts is what they take more than as
+many steps of `independent`.
 
 `dial` is how much slower than the fastest method the choice of `--strategy auto` was measured. The
 loss after equal samples, and the time to that of `ddp`, take the steps from trainings on this
@@ -159,14 +161,20 @@ def measure(
     checked = (CHECKED,) if link == SLOWEST else ()
     names = [*METHODS[:-1], *checked]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    long: list[float] = []
     for turn in range(rounds):
         for name in order_of(names, turn):
             found[name].append(block(there, name, steps_of(name, link)))
+            if name == STREAMED:
+                long.append(block(there, COMPUTE, steps_of(name, link))[0])
     compute, ddp = ([seconds for seconds, _ in found[name]] for name in (COMPUTE, "ddp"))
     rows = []
     for name in (COMPUTE, *IN_STEPS, STREAMED, *checked):
         called = f"{name}, whole blocks" if name in checked else name
         steps, sent = [seconds for seconds, _ in found[name]], found[name][0][1]
+        if name == STREAMED:
+            turns = zip(steps, long, compute, strict=True)
+            steps = [own - beside + alone for own, beside, alone in turns]
         rows.append(Timed(model, ranks, link, called, steps, compute, ddp, sent))
     for family, periods in PERIODS.items():
         blocks = found[f"{family}:every={BLOCK}"]
