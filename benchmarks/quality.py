@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py
     python benchmarks/quality.py --task char-GPT --seeds 1 --method ddp --method diloco:every=50
+    python benchmarks/quality.py --task char-GPT --steps 6400 --set lr=4e-3
     python benchmarks/quality.py --join FIRST.json SECOND.json
 
 `digits`, ResNet-20 on made-up images of CIFAR's shape, and a GPT on bytes (`sending_tasks.py`),
@@ -22,7 +23,7 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--task", action="append", choices=TASKS, help="only this one")
     parser.add_argument("--method", action="append", help="only this one")
     parser.add_argument("--steps", type=int, help="instead of those of the task")
+    parser.add_argument("--set", action="append", default=[], help="a setting of all of them")
     parser.add_argument("--seconds", type=float, default=inf, help="begin none after so long")
     parser.add_argument("--join", nargs="+", type=Path, help="records of parts: train nothing")
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")
@@ -85,13 +87,13 @@ def main() -> None:
     else:
         steps = {name: asked.steps or task.steps for name, task in tasks.items()}
         settings = {"seeds": seeds, "ranks": 4, "steps": steps, "methods": methods}
-        settings["first_seed"] = asked.first_seed
+        settings |= {"first_seed": asked.first_seed, "set": asked.set}
         record = start_record("quality", settings)
         until = time.monotonic() + asked.seconds
         ends = {
             name: _trained(
                 name,
-                task,
+                replace(task, settings=(*task.settings, *asked.set)),
                 steps[name],
                 methods,
                 range(asked.first_seed, asked.first_seed + seeds),

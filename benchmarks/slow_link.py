@@ -20,7 +20,8 @@ many steps of `independent`.
 `dial` is how much slower than the fastest method the choice of `--strategy auto` was measured. The
 loss after equal samples, and the time to that of `ddp`, take the steps from trainings on this
 machine (`quality.py` has more of them), and their seconds from the steps timed here. `--join` makes
-one record and the plots of those of parts, with the losses of a record of `quality.py`.
+one record and the plots of those of parts, with the losses of a record of `quality.py`; it asks the
+dial anew, with the facts of then.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from slow_link_found import (
     comparisons,
     drawn,
     judged,
+    judged_again,
     row_of,
     time_to_loss,
 )
@@ -250,7 +252,8 @@ def joined(asked: argparse.Namespace) -> None:
     curves = (
         {} if asked.losses is None else {model: curves_in(asked.losses, model) for model in TRAINED}
     )
-    finish(record, rows, [one for part in parts for one in part["dial"]], curves, asked.records)
+    dial = [judged_again(one, rows) for part in parts for one in part["dial"]]
+    finish(record, rows, dial, curves, asked.records)
 
 
 def finish(

@@ -81,6 +81,15 @@ def judged(facts: Facts, link: str, rows: list[Timed]) -> dict[str, Any]:
     }
 
 
+def judged_again(then: dict[str, Any], rows: list[Timed]) -> dict[str, Any]:
+    """The same of a record, by the dial as it is now."""
+    facts = {**then["facts"], "link": Link(**then["facts"]["link"])}
+    facts["shapes"] = tuple(map(tuple, facts["shapes"]))
+    place = {name: then[name] for name in ("model", "ranks", "link")}
+    own = [row for row in rows if all(getattr(row, n) == it for n, it in place.items())]
+    return {**place, **judged(Facts(**facts), then["link"], own)}
+
+
 def comparisons(rows: list[Timed], dial: list[dict[str, Any]]) -> list[Comparison]:
     """What the bars are about, and every method beside `ddp`."""
     found = []

@@ -62,11 +62,13 @@ class Freezes(Plain):
 
 
 class Clamping(nn.Linear):
-    """Keeps its weight small by itself, as critics do."""
+    """Keeps its weight small by itself, as critics do; `unseen` by torch's count of writes."""
+
+    unseen = False
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.no_grad():
-            self.weight.clamp_(-0.3, 0.3)
+            (self.weight.data if self.unseen else self.weight).clamp_(-0.3, 0.3)
         return super().forward(input)
 
 
@@ -74,8 +76,12 @@ class Clamping(nn.Linear):
 class Clamps(Plain):
     """Writes a weight in each forward pass."""
 
+    unseen: bool = False
+
     def model(self) -> nn.Module:
-        return nn.Sequential(Clamping(6, 5), nn.Tanh(), nn.Linear(5, 1))
+        first = Clamping(6, 5)
+        first.unseen = self.unseen
+        return nn.Sequential(first, nn.Tanh(), nn.Linear(5, 1))
 
 
 @dataclass(kw_only=True)

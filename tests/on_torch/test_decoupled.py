@@ -25,7 +25,7 @@ from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
-from allranks.launcher.messages.connection import MARK, Connection
+from allranks.launcher.messages.connection import AHEAD, MARK, Connection
 from allranks.launcher.nodes.channel import Disconnected, Refused
 from allranks.launcher.nodes.cluster import Cluster
 from allranks.launcher.start import run_job
@@ -438,6 +438,24 @@ def test_a_frame_brings_its_bytes_and_a_wrong_secret_none() -> None:
     mine, theirs, wrong = admitted("one", "two")
     with mine, theirs:
         assert [type(error) for error in wrong] == [Refused, Refused]
+
+
+@pytest.mark.parametrize("size", [0, 3, AHEAD - 1, AHEAD, 3 * AHEAD])
+def test_what_comes_with_a_frame_is_the_next_one(size: int) -> None:
+    """Frames that came at once are received one by one, bodies of all sizes among them."""
+    mine, theirs, _ = admitted("one", "one")
+    with mine, theirs:
+        assert not theirs.has_more
+        for number in range(3):
+            mine.send({"number": number}, bytes([number]) * size)
+        for number in range(3):
+            while not theirs.has_more:
+                pass
+            header, body = theirs.receive()
+            assert (header, bytes(body)) == ({"number": number}, bytes([number]) * size)
+        assert not theirs.has_more
+        mine.shut()
+        assert theirs.has_more, "its end"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import COMPENSATED, STALENESS_AWARE
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import Plan
+from allranks.torch.parameter_server import flat as flat_module
 from allranks.torch.parameter_server.flat import Flat, FlatLayout
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
@@ -48,6 +49,7 @@ from allranks.torch.parameter_server.state import (
     unpacked,
 )
 from allranks.torch.parameter_server.working.exchange import Exchange, Stale
+from allranks.torch.shared_memory.segment import COPIES, READS
 from allranks.torch.trainer import Trainer
 from allranks.training.dispatch.ledger import Chunk, Ledger
 from conftest import Train
@@ -137,6 +139,8 @@ def test_a_sum_and_its_squares_come_from_one_pass(dtype: torch.dtype, more: int)
         shard.bring(number, flat)
     wanted = parts[0] + parts[1] + parts[2]
     assert torch.equal(shard.gradient.flats[0], wanted)
+    assert flat_module.LIBRARY is not None
+    assert shard._summed is not None and shard._summed.squares is not None, "not by another pass"
     squares = float(wanted.double().square().sum())
     assert shard.squares() == pytest.approx(squares, rel=1e-6 if dtype == torch.float32 else 1e-13)
     shard.add(shard.layout.new(), factor=2.0)
@@ -147,7 +151,7 @@ def test_a_worker_of_the_host_reads_weights_where_the_server_has_them() -> None:
     shard = shard_of([1.0, 2.0], read=True)
     assert shard.read is not None
     own = nn.Parameter(torch.tensor([8.0, 9.0], dtype=torch.float64))
-    there = ReadWeights.opened(shard.layout, shard.read.said)
+    there = ReadWeights.opened(shard.layout, shard.read.said, READS)
     assert there is not None
     there.flat.be_memory_of([own], has_theirs=True)
     assert own.tolist() == [1.0, 2.0], "a worker does not write its own weights there"
@@ -155,7 +159,11 @@ def test_a_worker_of_the_host_reads_weights_where_the_server_has_them() -> None:
     shard.apply(1.0, [{"lr": 0.5}], ())
     assert own.tolist() == [0.0, 0.0]
     elsewhere = {**shard.read.said, "host": "another"}
-    assert ReadWeights.opened(shard.layout, elsewhere) is None
+    assert ReadWeights.opened(shard.layout, elsewhere, READS) is None
+    tried = ReadWeights.opened(shard.layout, shard.read.said, COPIES)
+    assert tried is not None and tried.is_as(there)
+    tried.flat.flats[0][1] = 7.0
+    assert not tried.is_as(there) and own.tolist() == [0.0, 0.0], "a page of its own"
 
 
 def test_who_computes_another_part_of_a_step_spoils_none_that_it_has_brought() -> None:
@@ -239,14 +247,16 @@ def test_what_is_added_to_a_gradient_waits_for_its_last_part() -> None:
 @pytest.mark.parametrize("numbers", [2, MANY])
 @pytest.mark.parametrize("size", [3e30, 3e-25, 3.0])
 def test_the_norm_is_that_of_doubles(numbers: int, size: float) -> None:
-    shard = shard_of([0.0] * numbers, dtype=torch.float32)
-    shard.bring(0, gradient(shard, *[size] * numbers))
+    shard = shard_of([0.0] * numbers, parts=2, dtype=torch.float32)
+    shard.bring(0, gradient(shard, *[size / 2] * numbers))
+    shard.bring(1, gradient(shard, *[size / 2] * numbers))
     assert shard.squares() == pytest.approx(numbers * size**2) == shard.squares(unused=[1])
 
 
 def test_the_norm_of_no_number_is_none() -> None:
-    shard = shard_of([0.0] * MANY, dtype=torch.float32)
+    shard = shard_of([0.0] * MANY, parts=2, dtype=torch.float32)
     shard.bring(0, gradient(shard, *[float("nan")] * MANY))
+    shard.bring(1, gradient(shard, *[1.0] * MANY))
     assert math.isnan(shard.squares())
 
 
@@ -682,3 +692,17 @@ def test_weights_that_a_model_writes_are_refused(train: Train, mode: str) -> Non
     """They were lost with the next weights that came, and in step they are everybody's."""
     with pytest.raises(RequestError, match=r"writes 0.weight in its forward"):
         train("decoupled_tasks:Clamps", strategy=f"ps:mode={mode}", ranks=1)
+
+
+def test_weights_that_are_written_unseen_are_refused_in_step(train: Train) -> None:
+    """`weight.data.clamp_()`: torch does not count it, and it would change everybody's weights."""
+    with pytest.raises(RequestError, match="writes weights in its forward"):
+        train("decoupled_tasks:Clamps", "unseen=yes", strategy="ps", ranks=2)
+
+
+def test_a_bit_that_flips_in_a_worker_is_gone_with_the_next_step(train: Train) -> None:
+    found = [
+        train(TASK, strategy="ps", ranks=2, inject=inject).summary["weights_sha256"]
+        for inject in ("", "corrupt@rank=3,step=5")
+    ]
+    assert found[0] != found[1]

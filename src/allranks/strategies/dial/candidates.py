@@ -31,7 +31,8 @@ class Candidate:
     `sends` is what a message holds: the `gradients` of a step; all `weights` of a meeting, `codes`
     of four bits of what has become of them, or the `largest` numbers of that.
     `arithmetic_s` is the time of its own arithmetic for each parameter and exchange, in seconds, of
-    codecs with their loops in C (`torch.compression.native`); `route` is how its bytes come to the
+    codecs with their loops in C (`torch.compression.native`), and `matrix_s` that of the calls for
+    each matrix, however small; `route` is how its bytes come to the
     links of nodes with several ranks.
     """
 
@@ -40,6 +41,7 @@ class Candidate:
     sends: Literal["gradients", "weights", "codes", "largest"] = "gradients"
     route: Route = "ring"
     arithmetic_s: float = 0.0
+    matrix_s: float = 0.0
     is_late: bool = False
 
     def spec(self, ranks: int) -> StrategySpec:
@@ -64,9 +66,10 @@ class Candidate:
         return float(spec.card.bytes_sent(self._work(facts), spec.options))
 
     def messages(self, facts: Facts) -> int:
-        """How many messages an exchange has."""
-        size = facts.parameters * FP32_BYTES
-        return max(1, -(-size // BUCKET_BYTES)) if self.sends == "gradients" else 1
+        """How many messages a step, or a period, has."""
+        if self.sends != "gradients":
+            return int(self.spec(facts.ranks).options.get("fragments", 1))
+        return max(1, -(-facts.parameters * FP32_BYTES // BUCKET_BYTES))
 
     def _work(self, facts: Facts) -> Workload:
         size = facts.parameters * FP32_BYTES
@@ -90,12 +93,14 @@ COMPRESSED = [
         "ddp:reduce=power-sgd",
         "each matrix of gradients is a product of two thin ones; what that leaves out comes later",
         arithmetic_s=3e-9,
+        matrix_s=4e-4,
     ),
     Candidate(
         "ddp:reduce=one-bit",
         "each gradient is rounded to one of two numbers; what that leaves out comes later",
         route="all-to-all",
         arithmetic_s=7e-9,
+        matrix_s=3e-4,
     ),
 ]
 """What follows the shapes of the parameters."""

@@ -7,7 +7,7 @@ A ring of p ranks has 2(p-1) rounds of a one-way latency each. Bytes cross the l
 for each node where a ring goes through the nodes in order, for every rank of it where each rank
 sends to each other one. `ddp` sends a bucket while backward computes the next, so all but the last
 bucket hides behind backward; `late=1` hides all behind the next step, and what learners have under
-way while they train on behind those steps. What hides is the waiting for
+way hides behind the steps that they train meanwhile. What hides is the waiting for
 the link alone: copying takes the processors that compute.
 
 The constants are estimates, from a few runs of `benchmarks/slow_link.py` on a loaded machine.
@@ -52,13 +52,16 @@ def predicted(candidate: Candidate, facts: Facts) -> Prediction:
     compute = facts.compute_s * facts.busy
     every, through_memory = candidate.period(facts.ranks), facts.nodes == 1
     sent = candidate.sent_bytes(facts)
-    arithmetic = candidate.arithmetic_s * facts.parameters * facts.busy / every
+    matrices = sum(len(shape) > 1 for shape in facts.shapes)
+    own = candidate.arithmetic_s * facts.parameters + candidate.matrix_s * matrices
+    arithmetic = own * facts.busy / every
     message = MEMORY_MESSAGE_S if through_memory else MESSAGE_S + facts.link.one_way_s
     latency = 2 * (facts.ranks - 1) * message
     copying = sent * (MEMORY_COPYING_S if through_memory else COPYING_S) * facts.busy
     moving = max(copying, _on_the_link(candidate, sent, facts))
     seconds = candidate.messages(facts) * latency / every + moving
-    hidden = _hidden(candidate, moving - copying, compute, facts)
+    apart = candidate.sends != "gradients"
+    hidden = _hidden(candidate, (seconds if apart else moving) - copying, compute, facts)
     step = compute * (1 + SKEW / every) + arithmetic + seconds - hidden
     return Prediction(candidate.text, sent, seconds, hidden, arithmetic, step)
 

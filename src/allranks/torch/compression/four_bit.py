@@ -62,7 +62,7 @@ class FourBit(Codec):
         sizes = [0.0, *(2.0 ** (code - MAGNITUDES) for code in range(1, MAGNITUDES + 1))]
         values = into.new_tensor([*sizes, *(-size for size in sizes)])[codes]
         whole = _in_chunks(values) * scales[:, None]
-        into.add_(whole.flatten()[:count], alpha=alpha)
+        into.add_(whole.flatten()[:count] * alpha)  # rounded as in C, not fused
 
 
 def _in_chunks(flat: Tensor) -> Tensor:

@@ -165,19 +165,21 @@ class LeadingInStep(Leading):
         self._service.close_step()
         self.tell(self._gradients.update or {"do": "pass"})
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, message: dict[str, Any], *, waits: bool = False) -> None:
         """Say this to all servers, and to workers, by the first one, what the next step is made of.
 
-        They do not answer: who is gone is noticed when it is spoken to again.
+        Unless this `waits` they do not answer: who is gone is noticed when it is spoken to again.
         """
         step, links = self.strategy.step, self.links
         scale = None if step.loss_scale is None else step.loss_scale.value
         told = {"loss_scale": scale, "regularizer": float(step.regularizers.was)}
-        message = {**message, "silent": True}
+        message = {**message, "silent": not waits}
         with _is_lost():
             for server in range(1, len(links.servers)):
                 links.send(server, message)
             links.send(0, {**message, "told": told}, self.strategy.statistics())
+            if waits:
+                links.hear_all()
 
     # --- the norm -------------------------------------------------------------------------
 

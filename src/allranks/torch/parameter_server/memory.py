@@ -4,11 +4,13 @@ The worker makes it and tells the server where it is; both then say in a message
 numbers are there. A worker writes its next gradient only when it has pulled, and a server answers
 the messages of one worker in their order, so nothing is read while it changes.
 
-    | the gradient: written by the worker | the weights: written by the server |
+    | the gradient: written by the worker, summed by the server | the weights: by the server |
 
-In step the server has its own weights where all workers of its host read them, and copies none:
+In step, but with update=worker, the server has its own weights where workers of its host read them:
 they change when all parts of a step are there. Who is at a part that another one has brought, or
-that a restart hands out anew, may read numbers of two versions; what it finds is dropped.
+that a restart hands out anew, may read numbers of two versions; what it finds is dropped. In its
+first pass a worker has pages of its own where it writes, so that a model which writes its weights
+is told of that; from then on it cannot write there: it would be ended by the kernel.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import torch
+
 from allranks.launcher.nodes.channel import Message
 from allranks.torch.parameter_server.flat import ALIGNED, FlatLayout
-from allranks.torch.shared_memory.segment import Segment, host_identity
+from allranks.torch.shared_memory.segment import WRITES, Segment, host_identity
 
 NAME = "allranks-parameter-server"
+LOOKS = 3
 
 
 class ReadWeights:
@@ -41,10 +46,18 @@ class ReadWeights:
             return None
 
     @classmethod
-    def opened(cls, layout: FlatLayout, said: Message) -> ReadWeights | None:
+    def opened(cls, layout: FlatLayout, said: Message, access: str) -> ReadWeights | None:
         """Those of a server, which said this; `None` where they are out of reach."""
-        segment = _opened(said, max(1, layout.nbytes))
-        return None if segment is None else cls(layout, segment)
+        segment = _opened(said, max(1, layout.nbytes), access)
+        if segment is None:
+            return None
+        found = cls(layout, segment)
+        segment.hide()
+        return found
+
+    def is_as(self, other: ReadWeights) -> bool:
+        """Whether nothing was written here alone: a server may just be writing, so look again."""
+        return any(torch.equal(self.flat.raw, other.flat.raw) for _ in range(LOOKS))
 
 
 class SharedNumbers:
@@ -78,16 +91,16 @@ def offered(layout: FlatLayout) -> tuple[SharedNumbers | None, Message]:
 
 def taken(layout: FlatLayout, offer: Message) -> SharedNumbers | None:
     """The memory that a worker offers; `None` where it is on another host, or out of reach."""
-    segment = _opened(offer, size_of(layout))
+    segment = _opened(offer, size_of(layout), WRITES)
     return None if segment is None else SharedNumbers(layout, segment)
 
 
-def _opened(said: Message, nbytes: int) -> Segment | None:
+def _opened(said: Message, nbytes: int, access: str) -> Segment | None:
     """The segment that another process said this of; `None` where it cannot be opened from here."""
     if not said.get("host") or said["host"] != host_identity():
         return None
     try:
-        return Segment.opened(str(said["where"]), nbytes)
+        return Segment.opened(str(said["where"]), nbytes, access)
     except (OSError, ValueError):
         return None
 

@@ -16,6 +16,7 @@
                 fetch_rows  table, state          step, columns, widths; body
                 apply, pass and tell say `told`, with a body: what workers are told with weights;
                 what is said `silent` is not answered
+    all         hello                                 memory, weights: what is shared
     worker      key; body                         none                 a part of the next push
                 hold   table, count; body         none                 rows, for the next push
                 rows   table, count; body         rows, as they are
@@ -105,7 +106,7 @@ class Server(Answering):
         return who
 
     def place(self, who: int, message: Message, size: int) -> memoryview:
-        """What a worker pushes goes where its last push was: that one is in the sum."""
+        """What a worker pushes goes where its last push was, which is not needed any more."""
         if "key" in message:
             start = int(message["key"])
             if who == SCHEDULER_ID or not 0 <= start <= self.layout.nbytes - size:

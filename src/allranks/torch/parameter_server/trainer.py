@@ -168,7 +168,7 @@ class SchedulerTrainer(Trainer):
         if strategy.in_step:
             self._leading = leading = LeadingInStep(strategy, links, service)
             leading.load(done.batch_index, world.restarts)
-            leading.tell({"do": "tell"})
+            leading.tell({"do": "tell"}, waits=True)  # before anybody pulls
         else:
             self._leading = Leading(strategy, links)
             self._leading.load(done.batch_index, world.restarts)

@@ -83,6 +83,7 @@ class Late:
         self.filling.leave(shards)
         self.filling, self._other = self._other, self.filling
         if leaving.step < self._after:
+            self.on_its_way = None
             return leaving
         self.on_its_way = leaving
         return came
@@ -153,10 +154,10 @@ class LateGradients(Gradients):
             return 0.0
         norm = super().norm(clips=clips, left_out=left_out)
         if not math.isfinite(norm):
+            where = "" if came.step == self.step else f", which is seen in step {self.step}"
             raise BadStep(
-                f"step {came.step}: the gradient is not finite, which is seen where it is applied, "
-                f"in step {self.step}. Nothing was updated: without late=1 a job says which "
-                "samples brought it in."
+                f"step {came.step}: the gradient is not finite{where}, where it is applied. "
+                "Nothing was updated: without late=1 a job says which samples brought it in."
             )
         return norm
 

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from allranks.errors import RequestError
 from allranks.launcher.nodes.channel import Message
 from allranks.torch.data.batch import Batch
 from allranks.torch.parameter_server.links import CalledBack, Links, Stale
-from allranks.torch.parameter_server.memory import ReadWeights, SharedNumbers, offered
+from allranks.torch.parameter_server.memory import SharedNumbers, offered
 from allranks.torch.parameter_server.state import hyper_parameters_said
 from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.parameter_server.tables.lookups import Lookups
@@ -19,6 +18,7 @@ from allranks.torch.parameter_server.tables.placed import let_go
 from allranks.torch.parameter_server.tables.pulled import pull_tables
 from allranks.torch.parameter_server.tables.remote import Found, RemoteRows, RowGradients
 from allranks.torch.parameter_server.working.arriving import Arriving, FirstLayers
+from allranks.torch.parameter_server.working.in_place import InPlace, weights_written
 from allranks.torch.parameter_server.working.keys import Leaving, LeftGradients, keys_of
 from allranks.torch.parameter_server.working.laid_out import LaidOut
 from allranks.torch.parameter_server.working.own_update import OwnUpdate
@@ -35,7 +35,8 @@ class Exchange:
         self.strategy, self.worker = strategy, worker
         self._own = [(layout.new(), layout.new()) for layout in strategy.layouts]
         self.gradients, self.weights = map(list, zip(*self._own, strict=True))
-        self._is_shared, self._reads = [False] * len(self._own), [False] * len(self._own)
+        self._is_shared = [False] * len(self._own)
+        self.in_place = InPlace(strategy)
         self.links: Links | None = None
         self.era = self.version = -1
         self.number = -1
@@ -84,10 +85,9 @@ class Exchange:
         gradient, weights = self._own[server]
         if shared is not None:
             gradient, weights = shared.gradient, shared.weights
-        read = ReadWeights.opened(self.strategy.layouts[server], said)
-        self._is_shared[server], self._reads[server] = shared is not None, read is not None
-        self.gradients[server] = gradient
-        self.weights[server] = weights if read is None else read.flat
+        read = self.in_place.open(server, said)
+        self._is_shared[server], self.gradients[server] = shared is not None, gradient
+        self.weights[server] = weights if read is None else read
         if self.own is None and self.strategy.weights_lie_where_they_come:
             has_theirs = read is not None
             self.weights[server].be_memory_of(self.strategy.parameters, has_theirs=has_theirs)
@@ -140,9 +140,10 @@ class Exchange:
         """The model has weights of this version or a later one from here on."""
         links = self.links
         assert links is not None
+        self.in_place.come_back()
         for server in range(len(self.weights)):
             asked: dict[str, Any] = {"pull": version, "era": self.era}
-            if self._reads[server]:
+            if self.in_place.reads(server):
                 asked["reads"] = True
             if self.own is not None:
                 asked["has"] = self.own.versions[server]
@@ -272,14 +273,18 @@ class Exchange:
         self.laid_out.settle()
         if self.arriving is not None:
             self.arriving.wait_for_all()  # also of a part without a sample
-        elif written := [name for name, now in self._versions().items() if before[name] != now]:
+        if written := [name for name, count in self._versions().items() if before[name] != count]:
             raise weights_written(self.strategy.name, written)
+        self.in_place.settle(self.weights)
         return found
 
     def _versions(self) -> dict[str, int]:
-        """How often each weight was written in place, by torch's own count."""
+        """How often weights were written in place, by torch's own count; none that may come now."""
         step = self.strategy.step
-        return {name: p._version for name, p in zip(step.names, step.parameters, strict=True)}
+        found = {name: p._version for name, p in zip(step.names, step.parameters, strict=True)}
+        if self.arriving is None:
+            return found
+        return {name: found[name] for name in self.in_place.names()}
 
     def _before_last(self) -> None:
         if self.leaving is not None:
@@ -314,13 +319,3 @@ class Exchange:
 
     def put_weights(self) -> None:
         """A worker changes nothing on a server but by a gradient."""
-
-
-def weights_written(strategy: str, names: list[str]) -> RequestError:
-    """What to say of weights that forward or backward of a worker has written."""
-    return RequestError(
-        asked=f"--strategy {strategy}",
-        found=f"the model writes {', '.join(names)} in its forward or backward pass",
-        why="servers hold the weights, and update them by gradients alone",
-        do="compute what is used from the weights, or take another strategy",
-    )
