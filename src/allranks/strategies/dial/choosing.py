@@ -13,7 +13,7 @@ from allranks.strategies.dial.candidates import Allowed, Candidate, candidates
 from allranks.strategies.dial.cost import Prediction, predicted
 from allranks.strategies.dial.facts import Facts
 
-SLACK = 1.06
+SLACK = 1.04
 """How much slower than the fastest a choice may be predicted to be, for less loss of exactness."""
 
 
