@@ -10,6 +10,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -449,8 +450,10 @@ def test_what_comes_with_a_frame_is_the_next_one(size: int) -> None:
         for number in range(3):
             mine.send({"number": number}, bytes([number]) * size)
         for number in range(3):
-            while not theirs.has_more:
-                pass
+            limit = time.monotonic() + 30
+            while not theirs.has_more and time.monotonic() < limit:
+                time.sleep(0.001)
+            assert theirs.has_more
             header, body = theirs.receive()
             assert (header, bytes(body)) == ({"number": number}, bytes([number]) * size)
         assert not theirs.has_more

@@ -151,17 +151,18 @@ def test_a_worker_of_the_host_reads_weights_where_the_server_has_them() -> None:
     shard = shard_of([1.0, 2.0], read=True)
     assert shard.read is not None
     own = nn.Parameter(torch.tensor([8.0, 9.0], dtype=torch.float64))
+    tried = ReadWeights.opened(shard.layout, shard.read.said, COPIES)
     there = ReadWeights.opened(shard.layout, shard.read.said, READS)
-    assert there is not None
-    there.flat.be_memory_of([own], has_theirs=True)
+    assert tried is not None and there is not None
+    tried.flat.be_memory_of([own], has_theirs=True)
     assert own.tolist() == [1.0, 2.0], "a worker does not write its own weights there"
+    there.flat.be_memory_of([own], has_theirs=True)
     shard.bring(0, gradient(shard, 2.0, 4.0))
     shard.apply(1.0, [{"lr": 0.5}], ())
     assert own.tolist() == [0.0, 0.0]
     elsewhere = {**shard.read.said, "host": "another"}
     assert ReadWeights.opened(shard.layout, elsewhere, READS) is None
-    tried = ReadWeights.opened(shard.layout, shard.read.said, COPIES)
-    assert tried is not None and tried.is_as(there)
+    assert tried.is_as(there)
     tried.flat.flats[0][1] = 7.0
     assert not tried.is_as(there) and own.tolist() == [0.0, 0.0], "a page of its own"
 
