@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from allranks.errors import ProgramError, RequestError
 from allranks.strategies.card import Reference
 from allranks.strategies.torch_cards import CARDS
+from allranks.torch.reducers.late import OnItsWay
 from conftest import Train
 
 
@@ -27,6 +30,15 @@ def test_a_training_that_goes_on_begins_with_the_gradient_that_was_left(train: T
         assert on["weights_sha256"] == whole["weights_sha256"]
     with pytest.raises(RequestError, match="holds a gradient that is not applied yet"):
         train("contract_tasks:Images", strategy="ddp", steps=9, resume=str(half.run_dir))
+
+
+def test_what_is_on_its_way_is_scaled_once() -> None:
+    flat = torch.tensor([2.0, 4.0])
+    reducer, bucket = SimpleNamespace(finish=lambda: None), SimpleNamespace(views={"w": flat})
+    buckets: Any = SimpleNamespace(reducer=reducer, gradients=[flat], buckets=[bucket])
+    leaving = OnItsWay(buckets, step=0, factor=0.5)
+    for _ in range(2):
+        assert leaving.wait(["w"])["w"].tolist() == [1.0, 2.0]
 
 
 def test_another_start_is_another_training(train: Train) -> None:
