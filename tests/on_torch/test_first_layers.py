@@ -76,7 +76,7 @@ def test_each_weight_is_waited_for_before_the_call_in_which_it_is_read_first() -
     assert not waits.seen and not any(m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("library", [in_c._found(), None], ids=["in C", ""])
+@pytest.mark.parametrize("library", [in_c.LIBRARY, None], ids=["in C", ""])
 def test_what_batchnorm_reads_is_seen_also_where_a_loop_in_c_reads_it(
     monkeypatch: pytest.MonkeyPatch, library: Any
 ) -> None:
