@@ -53,6 +53,9 @@ ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # so that ranks can import test workers
 _AROUND = os.environ.setdefault("ALLRANKS_TESTS_IN", tempfile.gettempdir())  # of all workers
 tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="allranks-tests-", dir=_AROUND)
+if "ALLRANKS_TESTS_CACHE" not in os.environ:  # first checks that have passed, of all workers
+    os.environ["ALLRANKS_TESTS_CACHE"] = tempfile.mkdtemp(prefix="allranks-cache-", dir=_AROUND)
+os.environ["XDG_CACHE_HOME"] = os.environ["ALLRANKS_TESTS_CACHE"]
 os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin for others slow a busy machine down
 # tensorboard imports TensorFlow where it is installed, unless it finds this
 sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
@@ -350,3 +353,5 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["ALLRANKS_TESTS_CACHE"], ignore_errors=True)

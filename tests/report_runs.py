@@ -109,6 +109,7 @@ def write_run(
         path / "events.jsonl",
         [
             event(0.0, "started", ranks=2, notes=[], environment=ENVIRONMENT),
+            event(0.0, "proof", proved=True, why="2 steps on 2 ranks agree with one process"),
             event(0.0, "attempt", attempt=0),
             event(3.0, "restart", **restart),
             event(3.0, "attempt", attempt=1),

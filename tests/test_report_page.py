@@ -77,6 +77,7 @@ def test_a_page_says_what_a_run_has_recorded(door: Door, tmp_path: Path) -> None
         "steps 12",
         "time 7 s",
         "restarts 1 2 steps made again",
+        "equal to one process proved 2 steps on 2 ranks agree with one process",
         "sent in a step 2.0 KiB by rank 0; its card says 2.0 KiB",
         f"weights, sha256 {DIGEST}",
         "3 s all ranks started again from step 6; 2 steps lost rank 1 on node1 failed first",

@@ -188,6 +188,7 @@ BY_HAND = "allranks.launcher.places.manual:ManualNodes"
 """Nodes that a user starts one by one: --rendezvous asks for them, and no name of --place."""
 
 PLACE_CHECK = "allranks.launcher.places.base:check_job"
+FIRST_CHECK = "allranks.tools.check.first:first_check"
 
 PLANNER = "allranks.torch.checkpoint.dcp"
 DTENSORS = "allranks.torch.sharding.dtensors"

@@ -6,7 +6,8 @@
     │   ├── PeerLost    1   ... because another rank went away: a victim, never the cause
     │   ├── BadStep     1   ... because a step had a loss or gradient that must not be applied
     │   ├── ReplicasDiffer 1 .. because ranks that must hold the same weights do not
-    │   └── FollowsRanks 1 .... because its result follows the number of ranks, and --witness stop
+    │   ├── FollowsRanks 1 .... because its result follows the number of ranks, and --witness stop
+    │   └── NotEqual    5   ... its first check found a difference from one process
     ├── PlaceError      3   the place failed: node, scheduler, network
     ├── Stopped         4   stopped early, after a checkpoint
     └── Interrupted   130   stopped from the keyboard, or before there was a checkpoint
@@ -131,6 +132,14 @@ class ReplicasDiffer(ProgramError):
 class FollowsRanks(ProgramError):
     """The result follows the number of ranks, and the job is to stop then. It would again."""
 
+    passing = False
+    says_all = True
+
+
+class NotEqual(ProgramError):
+    """The first check of a job found a difference from one process; nothing was trained."""
+
+    exit_code = EXIT_DIFFERENCE_FOUND
     passing = False
     says_all = True
 

@@ -84,6 +84,7 @@ def door(
             ["digits-keras", "--engine", "tensorflow", "--device", "xpu"],
             "did you mean 'cpu'? known: cpu, cuda",
         ),
+        (["digits", "--first-check", "0"], "auto, off, or a number of steps from 1 on"),
         (["digits", "--precision", "tf32"], "--precision fp32 or bf16, or --device cuda"),
         (["digits", "--loss-scale", "8"], "--precision fp16, or leave --loss-scale out"),
         (["digits", "--precision", "fp16", "--loss-scale", "big"], "--loss-scale dynamic, "),

@@ -122,6 +122,10 @@ SAFETY_OPTIONS: Options = (
     ),
     (("--witness",), {"help": "warn, stop or off: when the result follows the ranks."}),
     (
+        ("--first-check",),
+        {"help": "Compare the first steps with one process: auto (default), off, or STEPS."},
+    ),
+    (
         ("--inject", "inject"),
         {"multiple": True, "help": "Break it on purpose: kill@rank=1,step=30."},
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import click
@@ -11,6 +12,7 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences, lost_in, progress_here
+from allranks.cli.display.say import say
 from allranks.cli.grouped_help import GroupedCommand
 from allranks.cli.options import (
     rendezvous_from,
@@ -24,6 +26,7 @@ from allranks.job.config import Resolved
 from allranks.launcher.nodes.cluster import is_head, take_part
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.places.base import AgentPlace, find_place
+from allranks.launcher.preparing.proof import first_check
 from allranks.launcher.start import Watcher, plan_only, run_job
 from allranks.tools.placement_preview import place_ranks
 
@@ -73,7 +76,10 @@ def train(
     progress = progress_here()
     try:
         watcher = Watcher(progress.started, progress.tick)
-        result = run_job(resolved, watcher=watcher, rendezvous=rendezvous, words=words)
+        checked = partial(first_check, announce=say)
+        result = run_job(
+            resolved, watcher=watcher, rendezvous=rendezvous, words=words, first_check=checked
+        )
     finally:
         with suppress(OSError):  # nobody reads any more
             progress.close()

@@ -107,7 +107,9 @@ class Safety:
     `on_bad_step` says what happens with a step whose loss or gradient is not finite, or whose
     gradient norm is over `spike` times the recent median. Every `verify_every` steps the weights of
     all ranks are compared; `witness` says what happens when the result is seen to follow the number
-    of ranks. `inject` lists faults to make on purpose (`allranks.job.faults`).
+    of ranks. `first_check` compares the first steps of a job whose strategy cuts the model with
+    one process before it trains: "auto" where that is cheap, "off", or so many steps. `inject`
+    lists faults to make on purpose (`allranks.job.faults`).
     """
 
     checkpoint_every: int | None = None
@@ -121,6 +123,7 @@ class Safety:
     spike: float | None = None
     verify_every: int | None = None
     witness: str = "warn"
+    first_check: str = "auto"
     inject: str = ""
 
 
@@ -146,6 +149,7 @@ class Tracing:
     batches as `cut_for` ranks would (0: as its own ranks do). Of step `parts_of` all is recorded
     that tells a cause: the tensors of every rank, or, in one process with `cut_for`, each part of
     the batch by itself, and the loss if `adding` ranks each added the biases in `added_by_each`.
+    `brief` writes no weights at the end, and evaluates the first chunk of the data alone.
     """
 
     trace: bool = False
@@ -155,6 +159,7 @@ class Tracing:
     parts_of: int | None = None
     added_by_each: tuple[str, ...] = ()
     adding: int = 1
+    brief: bool = False
 
 
 GROUPS: dict[str, type] = {

@@ -56,7 +56,8 @@ def job_values(data: dict[str, Any], path: str) -> tuple[dict[str, Any], dict[st
     """The values of a job, and those of its task, as `path` has them; raises `RequestError`."""
     data = dict(data)
     schema = data.pop("schema", SCHEMA)
-    data.pop("source", None)
+    for name in ("source", "proof"):  # what a run folder says about its job
+        data.pop(name, None)
     task = data.pop("task", {})
     if schema != SCHEMA or not isinstance(task, dict):
         raise RequestError(

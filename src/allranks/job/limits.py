@@ -88,8 +88,19 @@ def _check_names(job: Job) -> None:
     asked += [("log", name) for name in logs_of(job)]
     for name, value in asked:
         _check_name(name, value, known[name])
+    if job.first_check not in ("auto", "off") and not _is_count(job.first_check):
+        raise RequestError(
+            asked=f"--first-check {job.first_check}",
+            found="neither a name that is known nor a number of steps",
+            why="it says whether the first steps of a job are compared with one process",
+            do="auto, off, or a number of steps from 1 on: --first-check 2",
+        )
     _check_device(job)
     _check_backend(job)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and int(text[:9]) > 0 and len(text) < 9
 
 
 def _check_backend(job: Job) -> None:

@@ -95,13 +95,17 @@ class RunFolder:
             for path in self.path.glob(name):
                 path.unlink()
 
-    def write_job(self, resolved: Resolved) -> None:
-        """Write `job.toml` whole: under another name first, then renamed."""
+    def write_job(self, resolved: Resolved, proof: str = "") -> None:
+        """Write `job.toml` whole: under another name first, then renamed.
+
+        `proof` says whether the first steps were compared with one process.
+        """
         values = resolved.job.to_data()
         for name in FOR_CHECK:
             values.pop(name)
         task = {n: "none" if v is None else v for n, v in redacted(values["task"]).items()}
-        values = {"schema": SCHEMA, **values, "task": task, "source": resolved.sources}
+        about = {"proof": proof} if proof else {}
+        values = {"schema": SCHEMA, **about, **values, "task": task, "source": resolved.sources}
         write_whole(self.path / "job.toml", write_toml(values).encode())
 
     def remove(self) -> None:

@@ -32,6 +32,7 @@ from allranks.launcher.places.base import AgentPlace, NodeRequest, check_apart, 
 from allranks.launcher.plan import Plan, Shape
 from allranks.launcher.preparing.describing import describe
 from allranks.launcher.preparing.dial import note_of, turned
+from allranks.launcher.preparing.proof import Proof
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.hash_seed import VARIABLE as HASH_SEED
 from allranks.launcher.processes.leftovers import sweep
@@ -60,6 +61,9 @@ class Watcher:
 
     started: Callable[[Plan], None] = lambda plan: None
     tick: Callable[[], None] = lambda: None
+
+
+FirstCheck = Callable[[Resolved, Plan, Resources, Signals], Proof | None]
 
 
 def with_run_dir(job: Job) -> Job:
@@ -140,12 +144,14 @@ def run_job(
     rendezvous: Rendezvous | None = None,
     words: tuple[str, ...] = (),
     resources: Resources | None = None,
+    first_check: FirstCheck | None = None,
 ) -> Result:
     """Run a job to its end and return its result.
 
     Without `server` or `resources` it starts what it needs where the job says: here, or on nodes
     that come together as `rendezvous` says, each started with the same `words`. `signals` are those
-    that the caller holds already; without it they are held meanwhile.
+    that the caller holds already; without it they are held meanwhile. `first_check` compares the
+    job with one process before it starts; what it raises ends the job.
 
     Raises `RequestError` (and leaves no run folder) if the request, the task or its data is wrong
     and no update was made; `ProgramError` with the first-fault report if the program failed and
@@ -165,10 +171,11 @@ def run_job(
             )
         plan = plan_job(resolved, resources, signals)
         changes = _changes(resolved, plan)
+        proof = None if first_check is None else first_check(resolved, plan, resources, signals)
         folder = RunFolder(Path(plan.job.run_dir), resumes=_resumes(resolved))
         stack.callback(folder.close)
         try:
-            _record_start(folder, resolved, plan, changes, resources.server.hash_seed)
+            _record_start(folder, resolved, plan, changes, resources.server.hash_seed, proof)
             with suppress(OSError):  # who only looks on ends no training
                 watcher.started(plan)
             attempts = Attempts(resources, plan, folder, signals, watcher.tick, started_at)
@@ -176,7 +183,8 @@ def run_job(
         except RequestError:
             folder.remove()
             raise
-        return Result(folder.path, {"run_dir": str(folder.path), **summary})
+        proved = {} if proof is None else {"proof": proof.to_data()}
+        return Result(folder.path, {"run_dir": str(folder.path), **summary, **proved})
 
 
 def _record_start(
@@ -185,10 +193,13 @@ def _record_start(
     plan: Plan,
     changes: dict[str, list[Any]],
     hash_seed: str,
+    proof: Proof | None,
 ) -> None:
     """Write the job as it was resolved, and under what it starts."""
     job = dataclasses.replace(plan.job, task=plan.shape.fields)
-    folder.write_job(Resolved(job, resolved.sources))
+    folder.write_job(Resolved(job, resolved.sources), "" if proof is None else str(proof))
+    if proof is not None:
+        folder.events.event("proof", **proof.to_data())
     if plan.decision is not None:
         folder.events.event("chosen", **plan.decision.to_data())
     folder.events.event(

@@ -116,3 +116,4 @@ def _bytes(array: NDArray[Any]) -> memoryview:
 
 
 describe, main, place = TensorFlowRank.describe, TensorFlowRank.main, TensorFlowRank.place
+weigh = TensorFlowRank.weigh

@@ -43,6 +43,8 @@ from allranks.training.rank_program import RankProgram, Role
 from allranks.training.record.keeping import Keeping
 from allranks.training.task_fields import task_of
 
+FLOAT64_BYTES = 8
+
 
 def _load_task(job: Job) -> Task:
     """The task of a job, in torch's form if it is Keras'; raises `RequestError`."""
@@ -106,6 +108,16 @@ class TorchRank(RankProgram[Trainer]):
     def check_machine(job: Job) -> None:
         """Raise `RequestError` without a device for each rank of this node."""
         check_devices(job, job.ranks if job.nodes == 1 else 1)  # each rank looks for its own
+
+    @staticmethod
+    def weight_bytes(task: Task) -> int | None:
+        """The size of the model in float64, from its shapes alone."""
+        try:
+            with torch.device("meta"):
+                model = task.model()
+        except Exception:  # it reads files, or looks at its weights
+            return None
+        return FLOAT64_BYTES * sum(t.numel() for t in (*model.parameters(), *model.buffers()))
 
     @classmethod
     def measure(cls, argument: dict[str, Any]) -> int:
@@ -187,4 +199,4 @@ class TorchRank(RankProgram[Trainer]):
 
 
 describe, main, place = TorchRank.describe, TorchRank.main, TorchRank.place
-measure = TorchRank.measure
+measure, weigh = TorchRank.measure, TorchRank.weigh

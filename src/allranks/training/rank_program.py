@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from allranks.errors import AllranksError
 from allranks.job.config import threads_per_rank
 from allranks.job.job import Job
+from allranks.job.loaded import program_facts
 from allranks.job.placement import Placed, write_placement
 from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.launcher.world import World
@@ -117,6 +118,21 @@ class RankProgram(ABC, Generic[T]):
         return cls._tell(argument, "described", shape)
 
     @staticmethod
+    def weight_bytes(task: Any) -> int | None:
+        """What the weights and buffers of a task take in float64; `None` where nobody can say."""
+        return None
+
+    @classmethod
+    def weigh(cls, argument: dict[str, Any]) -> int:
+        """Write the event `weighed`: the size of the model, and the files it was loaded from."""
+
+        def found(job: Job) -> dict[str, Any]:
+            size = cls.weight_bytes(cls.load_task(job))
+            return {"weight_bytes": size, "program": program_facts(job.program)}
+
+        return cls._tell(argument, "weighed", found)
+
+    @staticmethod
     def _tell(argument: dict[str, Any], event: str, found: Callable[[Job], dict[str, Any]]) -> int:
         """Write an event with what is `found` of the job, or `failed`."""
         job = Job.from_data(argument)
@@ -197,7 +213,8 @@ class RankProgram(ABC, Generic[T]):
             self._stop(trainer)
 
     def _conclude(self, trainer: T) -> None:
-        self.save_weights(trainer, self.record.keeping)
+        if not self.job.brief:
+            self.save_weights(trainer, self.record.keeping)
         evaluation = trainer.evaluate()
         self.record.close("done")
         size = sum(tensor.nbytes for _, tensor in trainer.weights())

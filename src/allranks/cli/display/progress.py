@@ -162,6 +162,8 @@ def in_sentences(summary: dict[str, Any]) -> str:
         lines.append(f"{format_bytes(sent)} sent by rank 0 in each step")
     lines += [f"note       {note}" for note in summary.get("model_notes", ())]
     lines += [f"NOT equal on other numbers of ranks: {text}" for text in follows_ranks(summary)]
+    if (proof := summary.get("proof")) is not None:
+        lines.append(f"{'proved' if proof['proved'] else 'NOT proved'}: {proof['why']}")
     if summary["restarts"]:
         times = "once" if summary["restarts"] == 1 else f"{summary['restarts']} times"
         lines.append(f"started again {times} after a fault")

@@ -24,6 +24,7 @@ from allranks.job.config import Resolved, resolve
 from allranks.job.fields import read_value
 from allranks.job.job import Job
 from allranks.job.job_file import NOT_SETTABLE
+from allranks.launcher.preparing.proof import first_check
 from allranks.launcher.processes.leftovers import belongs_to_a_job
 from allranks.launcher.signals import Signals
 from allranks.launcher.start import Result, Watcher, run_job
@@ -77,7 +78,8 @@ def launch(task: Any, *, settings: Mapping[str, Any] | None = None, **job: Any) 
     progress = _progress()
     with Signals() as signals:
         try:
-            result = run_job(resolved, None, Watcher(progress.started, progress.tick), signals)
+            watcher = Watcher(progress.started, progress.tick)
+            result = run_job(resolved, None, watcher, signals, first_check=first_check)
         except Interrupted as error:
             if signals.reason == "SIGINT":
                 raise KeyboardInterrupt(str(error)) from None

@@ -33,7 +33,8 @@ from allranks.job.job import Job
 from allranks.job.place import LOCAL
 from allranks.launcher.places.base import AgentPlace, find_place
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.start import Result, run_job
+from allranks.launcher.signals import Signals
+from allranks.launcher.start import Result, Watcher, run_job
 from allranks.strategies.resolve import resolved_strategy
 from allranks.tools.check import hints
 from allranks.tools.check.causes.cause import Finding
@@ -94,6 +95,7 @@ class Check:
         self.looks: list[Look] = []
         self.notes: list[str] = []
         self.user_randomness: set[str] = set()
+        self.signals: Signals | None = None
 
     def verdict(self) -> Verdict:
         for look in self._looks():
@@ -282,9 +284,13 @@ class Check:
         )
         on_nodes = isinstance(find_place(job.place), AgentPlace)
         server = None if on_nodes else self.server  # nodes bring their own
-        result = run_job(Resolved(job, self.resolved.sources), server)
+        watcher = Watcher(tick=self.tick)
+        result = run_job(Resolved(job, self.resolved.sources), server, watcher, self.signals)
         self.user_randomness |= set(result.summary["user_randomness"])
         return Run(result, Trace(result.run_dir / "trace"))
+
+    def tick(self) -> None:
+        """Called while ranks run."""
 
     def clear(self, *runs: Run) -> None:
         if not self.plan.keep:

@@ -18,7 +18,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import at_setting
 from allranks.tools.check.against_single import Check, in_one, undisturbed
-from allranks.tools.check.compare import Trace
+from allranks.tools.check.compare import Tolerance, Trace
 from allranks.tools.check.drift import Drift, drift_between
 from allranks.tools.check.plan import Plan
 from allranks.tools.check.tolerances import FP64
@@ -66,8 +66,7 @@ def check_approximate(resolved: Resolved, folder: Path, server: ForkServer, plan
 
 def _at_exact_setting(check: Check, guarantee: Approximate) -> tuple[tuple[Look, ...], list[str]]:
     """The looks at that setting, and what they leave out."""
-    tolerance = dataclasses.replace(FP64, stages=MADE) if guarantee.plain_sgd else FP64
-    check.looks += check.in_float64(tolerance)
+    check.looks += check.in_float64(exact_tolerance(guarantee))
     looks, notes = tuple(check.looks), [*check.left_out()]
     if guarantee.plain_sgd:
         notes.append(f"the optimizer of the task: its card is exact for SGD, and {SGD} was taken")
@@ -80,6 +79,11 @@ def _at_exact_setting(check: Check, guarantee: Approximate) -> tuple[tuple[Look,
                 do="--set clip_norm=none, if that is a field of the task",
             )
     return looks, notes
+
+
+def exact_tolerance(guarantee: Approximate) -> Tolerance:
+    """What is compared at the exact setting, and how closely."""
+    return dataclasses.replace(FP64, stages=MADE) if guarantee.plain_sgd else FP64
 
 
 def _clips_at(folder: Path) -> float | None:

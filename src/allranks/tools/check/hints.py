@@ -56,7 +56,15 @@ def of_buffer(tensor: str) -> str:
 
 
 def of_update(stage: str, ours: Array, theirs: Array, before: Array | None) -> str:
-    """For a weight or its average: the gradients of the step were equal."""
+    """For a weight or its average: the gradients of the step were equal.
+
+    `before` is `None` for the first weights.
+    """
+    if before is None and stage == "weight":
+        return (
+            "other first weights: written in optimizer(model), by a hook or a thread, or drawn "
+            "from a generator that is not torch's"
+        )
     if before is not None and before.shape == theirs.shape and stage == "weight":
         if np.array_equal(ours, before):
             return "an update that was lost: the weight is as it was"

@@ -94,6 +94,9 @@ def _figures(run: Run, timeline: Timeline) -> list[Figure]:
     lost = [int(event["lost_steps"]) for event in run.of("restart") if "lost_steps" in event]
     note = f"{counted(sum(lost), 'step')} made again" if lost else ""
     found.append(Figure("restarts", str(restarts), note))
+    for event in run.of("proof")[-1:]:
+        figure = "proved" if event["proved"] else "not proved"
+        found.append(Figure("equal to one process", figure, str(event["why"])))
     sent = sent_per_step(run)
     if sent:
         found.append(Figure("sent in a step", sent, _promised(run)))

@@ -33,15 +33,18 @@ EVALUATION = -1  # what the generators are keyed for, beside chunks
 
 
 @torch.no_grad()
-def evaluate(task: Task, strategy: Strategy, source: Source, chunk: int) -> dict[str, float]:
-    """The metrics of the task, and its mean `loss`, over all of `source`; every rank calls this.
+def evaluate(
+    task: Task, strategy: Strategy, source: Source, chunk: int, most: int | None = None
+) -> dict[str, float]:
+    """The metrics of the task, and its mean `loss`, over `source`; every rank calls this.
 
-    Sends one table of 16 bytes per chunk and metric. `chunk` is in samples.
+    Sends one table of 16 bytes per chunk and metric. `chunk` is in samples; `most` bounds how many
+    samples are read.
     """
     comm = strategy.data
     if not strategy.agreement.is_one_training:
         comm = Comm(device=comm.device, heartbeat=comm.heartbeat)
-    samples = len(source)
+    samples = len(source) if most is None else min(len(source), most)
     chunks = [range(start, min(start + chunk, samples)) for start in range(0, samples, chunk)]
     own = range(comm.rank, len(chunks), comm.size)
     visited = list(own) or [0]  # a rank without a chunk still has to know the metrics' names

@@ -92,8 +92,9 @@ class TaskData:
             sources = self._evaluated(data)
             self._compare_evaluation(sources, of_task=data is None)
             found: dict[str, float] = {}
+            most = self._chunk if self.job.brief else None
             for name, source in sources.items():
-                found |= named(name, evaluate(self.task, self.strategy, source, self._chunk))
+                found |= named(name, evaluate(self.task, self.strategy, source, self._chunk, most))
             return found
 
     def rehearse(self) -> None:

@@ -1,0 +1,314 @@
+"""The first check of a job: its first steps beside one process, before anything is trained.
+
+A strategy that cuts the model can compute something else in silence: a weight that forward reads
+as a part, a hook that sees a part of a gradient. `check` finds these, so a job makes a short check
+by itself before it starts: two steps on its own batches, in float64, with the witness on. What has
+passed is remembered by the program's files, its fields, the strategy, the options that decide the
+arithmetic, and the versions, so the next start costs nothing.
+
+    --first-check auto   where one process can hold the model, and within `BUDGET_S`
+    --first-check STEPS  so many steps, however long they take
+    --first-check off    none; the result says that it is not proved
+
+`single` and `ddp` are not checked: every rank holds the whole model there, and the witness of the
+run itself sees all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from allranks.catalog import ENGINES, preload_for
+from allranks.checkpoint.files import as_json, write_whole
+from allranks.errors import Interrupted, NotEqual, ProgramError, RequestError, Stopped
+from allranks.job.config import Resolved
+from allranks.job.job import Job
+from allranks.job.place import LOCAL
+from allranks.job.units import format_bytes
+from allranks.launcher.plan import Plan
+from allranks.launcher.preparing.describing import asked_of_task
+from allranks.launcher.preparing.proof import Proof
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.resources import LocalMachine, Resources
+from allranks.launcher.signals import Signals
+from allranks.strategies.card import Approximate, Exact
+from allranks.strategies.resolve import resolved_strategy
+from allranks.tools.check.against_single import Check, Run, undisturbed
+from allranks.tools.check.approximate import exact_setting, exact_tolerance
+from allranks.tools.check.plan import Plan as CheckPlan
+from allranks.tools.check.verdict import Look, Verdict
+
+STEPS = 2
+BUDGET_S = 30.0
+COPIES_IN_MEMORY = 6  # of the weights in float64: gradient, two moments, a copy, room for passes
+COPIES_ON_DISK = 16  # what two runs of two steps write down
+PACKAGES = ("torch", "tensorflow", "keras", "numpy", "transformers")
+DECIDING = (
+    *("program", "engine", "strategy", "optimizer", "schedule", "precision", "bitwise"),
+    *("device", "compile", "channels_last", "activation_checkpointing"),
+)
+
+
+TRAIN_ALL_THE_SAME = (
+    "nothing was trained. Mend it (`allranks check` says more), take --strategy ddp, or train it "
+    "all the same with --first-check off"
+)
+
+
+class _OutOfTime(Exception):
+    """The check has used up its budget."""
+
+
+def first_check(
+    resolved: Resolved,
+    plan: Plan,
+    resources: Resources,
+    signals: Signals,
+    announce: Callable[[str], None],
+) -> Proof:
+    """The proof of a planned job whose strategy cuts the model. Raises `NotEqual` for a difference.
+
+    `announce` hears when steps are compared. No file is left but what remembers that it passed.
+    """
+    job = plan.job
+    steps = STEPS if job.first_check == "auto" else int(job.first_check)
+    if why := _not_comparable(job):
+        return Proof(False, why)
+    weighed = asked_of_task(resources, _alone(job), "weigh", "weighed", signals)
+    path = _remembered(job, weighed["program"], plan.shape.fields)
+    if (before := _passed_before(path, steps)) is not None:
+        return before
+    auto = job.first_check == "auto"
+    if auto and (why := _too_large(job, weighed["weight_bytes"])):
+        return Proof(False, f"{why}; --first-check {STEPS} asks for it all the same")
+    ranks = _ranks_here(plan)
+    if ranks == 0:
+        return Proof(False, "the ranks of one node cannot train with this strategy by themselves")
+    announce(
+        f"first check: {steps} steps of {job.strategy} on {ranks} ranks beside one process "
+        "(--first-check off leaves it out)"
+    )
+    deadline = time.monotonic() + BUDGET_S if auto else float("inf")
+    with (
+        _server(resources, job) as server,
+        tempfile.TemporaryDirectory(prefix="allranks-") as path_,
+    ):
+        check_plan = CheckPlan((ranks,), ranks, plan.shape.shards)
+        first = FirstCheck(resolved, job, steps, Path(path_), server, check_plan)
+        first.deadline, first.signals = deadline, signals
+        proof = first.proof()
+    if proof.proved:
+        _remember(path, proof, steps)
+    return proof
+
+
+class FirstCheck(Check):
+    """The look at float64, or at the job's own precision or bits, within a deadline."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        job: Job,
+        steps: int,
+        folder: Path,
+        server: ForkServer,
+        plan: CheckPlan,
+    ) -> None:
+        few = steps if job.steps is None else min(job.steps, steps)
+        here = dataclasses.replace(
+            undisturbed(job), nodes=1, place=LOCAL, ranks=plan.own, steps=few
+        )
+        super().__init__(resolved, here, folder, server, plan)
+        self.deadline = float("inf")
+        self.witnessed: list[str] = []
+        self.draws, self.exact_at = False, ""
+
+    def proof(self) -> Proof:
+        """Whether it is proved; raises `NotEqual`, or `Interrupted` where the job is stopped."""
+        try:
+            looks = tuple(self._first_looks())
+        except _OutOfTime:
+            return Proof(False, f"the first check took more than {BUDGET_S:.0f} s")
+        except RequestError as error:
+            return Proof(False, f"it cannot be compared: {error.found}")
+        except (Stopped, Interrupted) as error:
+            raise Interrupted("interrupted in the first check; nothing was trained") from error
+        except ProgramError as error:
+            cause = error.cause or str(error).splitlines()[0]
+            return Proof(False, f"the first check failed: {cause}")
+        if not looks:
+            return Proof(False, "; ".join(self.notes) or "nothing could be compared")
+        if looks[-1].first is not None and self.draws and not looks[-1].bitwise:
+            return Proof(False, "forward draws random numbers that follow the micro-batch")
+        verdict = Verdict(self.job.program, self.job.strategy, looks, self.left_out())
+        if verdict.equal is False:
+            raise NotEqual(f"{verdict}\n{TRAIN_ALL_THE_SAME}")
+        if self.witnessed:  # seen in one process; --witness says what comes of it in the job
+            return Proof(False, f"the witness found: {'; '.join(self.witnessed)}")
+        return Proof(True, self._in_words(looks[-1]))
+
+    def _in_words(self, look: Look) -> str:
+        steps = f"{look.comparison.steps} step{'s' if look.comparison.steps > 1 else ''}"
+        at = f" of {self.exact_at}" if self.exact_at else ""
+        how = "bit by bit" if look.bitwise else f"in {look.precision}"
+        return f"{steps}{at} on {self.plan.own} ranks agree with one process {how}"
+
+    def _first_looks(self) -> Iterator[Look]:
+        guarantee = self.job.strategy_spec.guarantee
+        if isinstance(guarantee, Approximate):
+            self.job = exact_setting(self.job, guarantee)
+            self.exact_at = self.job.strategy
+            yield from self.in_float64(exact_tolerance(guarantee))
+            return
+        if self.job.bitwise:
+            yield from self._bits(self.plan.many)
+            return
+        looks = list(self.in_float64())
+        if not looks and self.job.precision != "fp64":
+            looks = [self._in_own_precision()]
+        if looks and looks[-1].first is not None and self.draws:
+            with suppress(RequestError):  # there what is drawn belongs to the shard
+                looks = list(self._bits(self.plan.many))
+        yield from looks
+
+    def run(self, name: str, job: Job) -> Run:
+        """A run without an end: no weights are written, and the reference has the witness on."""
+        alone = job.ranks == 1 and not job.replay
+        watched = alone and "witness" not in ENGINES[job.engine].lacks
+        job = dataclasses.replace(job, brief=True, witness="warn" if watched else "off")
+        run = super().run(name, job)
+        if alone:
+            self.witnessed += run.summary.get("witness", {}).get("found", [])
+        self.draws = self.draws or bool(run.trace.draws or run.summary["user_randomness"])
+        return run
+
+    def tick(self) -> None:
+        """Called while ranks run: ends them when the time is over."""
+        if time.monotonic() > self.deadline:
+            raise _OutOfTime
+
+
+def _not_comparable(job: Job) -> str:
+    """Why no step of this strategy can be compared with one process; "" where it can."""
+    guarantee = job.strategy_spec.guarantee
+    if not ENGINES[job.engine].traces:
+        return f"the {job.engine} engine does not record the insides of its steps"
+    if isinstance(guarantee, Approximate) and guarantee.setting:
+        return ""
+    if not isinstance(guarantee, Exact):
+        return f"{job.strategy} does not promise the result of one process"
+    return ""
+
+
+def _too_large(job: Job, weight_bytes: int | None) -> str:
+    """Why one process would not hold the model in float64; "" where it does, as far as known."""
+    if weight_bytes is None:
+        return ""
+    if job.device == "cpu":
+        need, free = COPIES_IN_MEMORY * weight_bytes, psutil.virtual_memory().available
+        if need > free // 2:
+            room = f"{format_bytes(need)} for the model, and {format_bytes(free)} are free"
+            return f"one process would need {room}"
+    need, free = COPIES_ON_DISK * weight_bytes, shutil.disk_usage(tempfile.gettempdir()).free
+    if need > free // 2:
+        return f"a check would write {format_bytes(need)}, and {format_bytes(free)} are free"
+    return ""
+
+
+def _alone(job: Job) -> Job:
+    return dataclasses.replace(
+        job, strategy=ENGINES[job.engine].alone, ranks=1, nodes=1, place=LOCAL
+    )
+
+
+def _ranks_here(plan: Plan) -> int:
+    """How many ranks the check has: all of the job, or on several nodes those of the first."""
+    job = plan.job
+    if job.nodes == 1:
+        return job.ranks
+    here = sum(rank.world.node == 0 for rank in plan.ranks)
+    wanted = job.ranks if job.device == "cpu" and here == 1 else here
+    try:
+        resolved_strategy(job.strategy, ranks=wanted, bitwise=job.bitwise, per_node=wanted)
+    except RequestError:
+        return 0
+    return wanted if wanted > 1 else 0
+
+
+@contextmanager
+def _server(resources: Resources, job: Job) -> Iterator[ForkServer]:
+    """The fork server of this machine: that of the job, or one of its own beside nodes."""
+    if isinstance(resources, LocalMachine):
+        with nullcontext(resources.server) as server:
+            yield server
+        return
+    with ForkServer(preload_for(job.program, job.engine)) as server:
+        yield server
+
+
+# --- what has passed ----------------------------------------------------------------------------
+
+
+def _remembered(job: Job, program: dict[str, Any], fields: dict[str, Any]) -> Path:
+    """The file that says that such a job has passed."""
+    key = {
+        "job": {name: getattr(job, name) for name in DECIDING},
+        "several": job.ranks > 1,
+        "fields": {name: repr(value) for name, value in fields.items()},
+        "files": program,
+        "versions": {name: _version(name) for name in ("allranks", *PACKAGES)},
+        "python": platform.python_version(),
+        "package": _package_state(),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "allranks" / "first-checks" / f"{digest}.json"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _package_state() -> str:
+    """Another text when a file of this package is another one."""
+    root = Path(sys.modules["allranks"].__path__[0])
+    files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so"))
+    told = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def _passed_before(path: Path, steps: int) -> Proof | None:
+    """The proof of an earlier start that has compared as many steps."""
+    try:
+        row = json.loads(path.read_bytes())
+        if row["steps"] >= steps:
+            return Proof(True, f"{row['why']} (checked on {row['date']})")
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _remember(path: Path, proof: Proof, steps: int) -> None:
+    """Keep that it has passed; a home that cannot be written costs the next start a check."""
+    row = {"why": proof.why, "steps": steps, "date": time.strftime("%Y-%m-%d")}
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, as_json(row).encode())

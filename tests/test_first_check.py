@@ -1,0 +1,169 @@
+"""A job whose strategy cuts the model compares its first steps with one process before it trains.
+
+What differs ends with exit code 5, and nothing is left; what agrees is remembered.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.errors import EXIT_DIFFERENCE_FOUND, NotEqual
+from allranks.job.config import resolve
+from allranks.job.run_folder import read_rows
+from allranks.launcher.preparing.proof import first_check
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import Result, run_job
+from allranks.tools.check import first
+
+CODE = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.nn import functional as F
+from allranks.torch import Task
+
+class Middle(nn.Module):
+    def forward(self, x):
+        return DROP(x)
+
+@dataclass(kw_only=True)
+class Points(Task):
+    batch_size: int = 22
+    epochs: int = 1
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 16), Middle(), nn.Linear(16, 3))
+    def optimizer(self, model):
+        WRITE(model)
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    def train_data(self):
+        return torch.randn(44, 6, generator=torch.Generator().manual_seed(1))
+    def loss(self, output, batch):
+        return LOSS(output)
+    def eval_data(self):
+        return self.train_data()
+    def metrics(self, output, batch):
+        return {"first": (output[:, 0].sum(), len(output))}
+"""
+PARTS = {
+    "DROP(x)": "torch.tanh(x)",
+    "WRITE(model)": "pass",
+    "LOSS(output)": "output.square().sum(1)",
+}
+COUPLED = {"LOSS(output)": "(output - output.mean(0)).square().sum(1)"}
+DRAWS = {"DROP(x)": "F.dropout(torch.tanh(x), 0.5, self.training)"}
+
+Start = Callable[..., Result]
+
+
+@pytest.fixture
+def start(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """`start(parts, **flags)` trains such a program as the command line does; two ranks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    runs = iter(range(100))
+
+    def run(parts: dict[str, str], told: list[str] | None = None, **flags: Any) -> Result:
+        code = CODE
+        for placeholder, text in {**PARTS, **parts}.items():
+            code = code.replace(placeholder, text)
+        program = tmp_path / "points.py"
+        program.write_text(code)
+        flags = {"ranks": 2, "run_dir": str(tmp_path / f"run-{next(runs)}"), **flags}
+
+        def check(*arguments: Any) -> Any:
+            return first_check(*arguments, announce=(told if told is not None else []).append)
+
+        return run_job(resolve(str(program), flags, ()), server, first_check=check)
+
+    return run
+
+
+def test_samples_that_see_each_other_end_the_job_before_it_trains(
+    start: Start, tmp_path: Path
+) -> None:
+    with pytest.raises(NotEqual, match=r"(?s)loss differs at step 0.*--first-check off") as error:
+        start(COUPLED, strategy="zero1")
+    assert error.value.exit_code == EXIT_DIFFERENCE_FOUND
+    assert not (tmp_path / "run-0").exists()
+    assert not (tmp_path / "cache").exists(), "what differs is not remembered as equal"
+
+
+def test_a_job_says_that_it_is_proved_and_the_next_one_needs_no_check(
+    start: Start, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    summary = start({}, told, strategy="zero1").summary
+    assert summary["proof"]["proved"], summary["proof"]
+    assert [text.split(":")[0] for text in told] == ["first check"]
+    assert '\nproof = "proved: 2 steps on 2 ranks' in (tmp_path / "run-0/job.toml").read_text()
+    events = read_rows(tmp_path / "run-0/events.jsonl")
+    assert [row["proved"] for row in events if row["event"] == "proof"] == [True]
+
+    again = start({}, told, strategy="zero1").summary
+    assert again["weights_sha256"] == summary["weights_sha256"]
+    assert "checked on" in again["proof"]["why"] and len(told) == 1
+    start({"WRITE(model)": "pass  # edited"}, told, strategy="zero1")
+    start({}, told, strategy="zero2")
+    assert len(told) == 3, "another file and another strategy have passed nothing"
+    start({}, told, strategy="zero1", first_check="1")
+    start({}, told, strategy="zero1", first_check="3")
+    assert len(told) == 4, "two steps are enough for one, and not for three"
+
+
+def test_strategies_that_hold_the_model_whole_need_no_proof(start: Start) -> None:
+    told: list[str] = []
+    assert "proof" not in start(COUPLED, told, strategy="ddp").summary
+    assert told == []
+
+
+def test_a_job_that_leaves_the_check_out_says_that_it_is_not_proved(start: Start) -> None:
+    proof = start(COUPLED, strategy="zero1", first_check="off").summary["proof"]
+    assert proof == {"proved": False, "why": "--first-check off left it out"}
+
+
+def test_a_check_out_of_time_or_memory_lets_the_job_train(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first, "BUDGET_S", 0.0)
+    proof = start({}, strategy="zero1").summary["proof"]
+    assert not proof["proved"] and "took more than" in proof["why"]
+    monkeypatch.setattr(first, "COPIES_IN_MEMORY", 1 << 40)
+    proof = start({}, strategy="zero1").summary["proof"]
+    assert not proof["proved"] and "one process would need" in proof["why"]
+
+
+def test_numbers_that_follow_the_micro_batch_are_no_difference(start: Start) -> None:
+    """Under a pipeline what functions draw follows the micro-batch; with equal bits it does not."""
+    proof = start(DRAWS, strategy="gpipe").summary["proof"]
+    assert proof["proved"] and "bit by bit" in proof["why"]
+
+
+def test_equal_bits_are_compared_as_bits(start: Start) -> None:
+    proof = start({}, strategy="zero1", bitwise=True).summary["proof"]
+    assert proof["proved"] and proof["why"].endswith("bit by bit")
+
+
+def test_a_strategy_that_promises_nothing_of_the_kind_is_not_proved(start: Start) -> None:
+    proof = start({}, strategy="independent").summary["proof"]
+    assert not proof["proved"] and "does not promise" in proof["why"]
+    proof = start({}, strategy="local-sgd:every=2").summary["proof"]
+    assert proof["proved"] and "local-sgd:every=1" in proof["why"]
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_exit_code_5(tmp_path: Path) -> None:
+    code = CODE
+    for placeholder, text in {**PARTS, **COUPLED}.items():
+        code = code.replace(placeholder, text)
+    (tmp_path / "points.py").write_text(code)
+    words = ["train", "points.py", "--ranks", "2", "--strategy", "fsdp", "--run-dir", "run"]
+    command = [sys.executable, "-m", "allranks.cli.main", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == EXIT_DIFFERENCE_FOUND, done.stderr
+    assert "loss differs at step 0" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
