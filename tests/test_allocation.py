@@ -140,6 +140,8 @@ def test_the_old_names_are_understood() -> None:
         ({"SLURM_GPUS_PER_NODE": "2"}, 2),
         ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4),
         ({"SLURM_GPUS_PER_NODE": "a100:2,v100:1"}, 3),
+        ({"SLURM_GPUS_PER_NODE": "gpu:a100:4"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "gpu:a100:2,gpu:2"}, 4),
         ({"SLURM_JOB_GPUS": "0,1,4"}, 3),
         ({"SLURM_STEP_GPUS": "7", "SLURM_JOB_GPUS": "6,7"}, 1),
         ({"SLURM_GPUS_ON_NODE": "1", "SLURM_GPUS_PER_NODE": "4"}, 1),
@@ -191,6 +193,12 @@ def test_variables_that_cannot_be_are_refused(variables: dict[str, str], found: 
         Allocation.from_environment(variables)
     assert found in refused.value.found
     assert all(refused.value.to_data().values())
+
+
+def test_a_task_of_another_component_is_told_what_is_not_supported() -> None:
+    """Of a heterogeneous job the tasks are counted over all of its components."""
+    with pytest.raises(RequestError, match="several components of a heterogeneous job"):
+        Allocation.from_environment(STEP | {"SLURM_PROCID": "3", "SLURM_HET_SIZE": "2"})
 
 
 def test_jobs_with_the_same_last_digits_get_two_ports() -> None:

@@ -61,6 +61,8 @@ def test_what_is_wrong_is_named_by_file_and_line(text: str, line: str, found: st
 def test_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("n1 slots=2\n")
     assert read_hostfile(tmp_path / "hosts") == (HostSlots("n1", 2),)
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfn1 slots=2\r\n")  # as editors of Windows do
+    assert read_hostfile(tmp_path / "hosts") == (HostSlots("n1", 2),)
     (tmp_path / "hosts").write_bytes(b"\xff\xfe")
     for path in (tmp_path / "hosts", tmp_path / "none", tmp_path):
         with pytest.raises(RequestError, match=str(path)):

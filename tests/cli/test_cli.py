@@ -410,3 +410,17 @@ def test_ctrl_c_of_a_training_ends_it_with_130(tmp_path: Path) -> None:
     assert f"resume with: allranks train --run-dir {tmp_path / 'run'}" in err
     assert "Traceback" not in err
     assert read_events(tmp_path / "run")[-1]["event"] == "stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "code"), [(32, 0), (12, 3)])
+def test_a_small_number_of_open_files_is_enough_or_is_named(
+    limit: int, code: int, tmp_path: Path
+) -> None:
+    words = f"train digits --ranks 3 --steps 2 --run-dir {tmp_path / 'run'}"
+    command = f"ulimit -n {limit}; exec {sys.executable} -m allranks.cli.main {words}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert code == 0 or "ulimit -n 1024" in done.stderr

@@ -192,6 +192,26 @@ def test_a_rank_that_left_with_zero_is_told_of(run: Run) -> None:
     assert "it lost rank 1, which had left with exit code 0" in lines[0]
 
 
+def test_a_rank_that_is_still_leaving_when_its_peer_fails_is_told_of(run: Run) -> None:
+    script = """
+    if os.environ["RANK"] == "1":
+        open("leaves", "w").close(); time.sleep(0.5); sys.exit(0)
+    while not os.path.exists("leaves"): time.sleep(0.01)
+    raise ConnectionResetError("Connection reset by peer")
+    """
+    lines = ends_badly(run, script)
+    assert "it lost rank 1, which had left with exit code 0" in lines[0]
+    assert lines[1].startswith("rank 1 ended its program while rank 0 went on")
+
+
+def test_an_interpreter_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_bytes(b"#!/bin/bash\r\necho hello\r\n")
+    (tmp_path / "train.sh").chmod(0o755)
+    ends_badly(run, "", 1, command=("./train.sh",))
+    assert "the interpreter of its first line, '/bin/bash\\r'" in log(tmp_path, 0)
+    assert "Windows line ends" in log(tmp_path, 0)
+
+
 TORCH = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +102,18 @@ def test_a_rank_of_nccl_says_on_which_device_it_is(
             joining.join(world, where)
         assert given["device_id"] == bound
     assert given["backend"] == "shared_memory"
+
+
+def test_a_rank_whose_peers_never_come_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(joining, "PATIENCE_S", 0.01)
+    told, until = "", time.monotonic() + 30
+    with joining._waiting(World(rank=0, size=2), "127.0.0.1:29533"):
+        while "rank 0 waits at 127.0.0.1:29533" not in told and time.monotonic() < until:
+            time.sleep(0.01)
+            told += capfd.readouterr().err
+    assert "WORLD_SIZE say that there are 2" in told
 
 
 def test_trainers_one_after_the_other_meet_at_one_store(on_ranks: OnRanks) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from allranks.errors import RequestError
 from allranks.launcher.attempts import Attempts
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.places import slurm
 from allranks.launcher.places.agents import AGENT
-from allranks.launcher.places.base import NodeRequest
+from allranks.launcher.places.base import NodeRequest, chosen_place
 from allranks.launcher.slurm.allocation import Allocation
 from allranks.launcher.supervisor import COMMIT_S
 
@@ -98,3 +99,33 @@ def test_the_whole_step_of_an_agent_for_every_node_and_for_every_rank(
         *("--ntasks-per-node=1", "--cpu-bind=none", "--mem=0", "--overlap"),
         *("--cpus-per-task=14", *last),
     ]
+
+
+def test_nodes_of_other_components_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (JOB | {"SLURM_HET_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RequestError, match="component of job 4711, which has 2") as refused:
+        slurm._allocation(NodeRequest("slurm", 5, 5))
+    assert "not supported" in refused.value.do
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {
+            **JOB,
+            **{"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NODEID": "1"},
+            **{"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"},
+        },
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+    ],
+)
+def test_a_job_that_is_started_by_every_task_is_refused(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen_place("local", Rendezvous(), 1)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for place in ("local", "simulated", "slurm"):
+        with pytest.raises(RequestError, match="started 2 of this command; this is number 1"):
+            chosen_place(place, Rendezvous(), 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import sys
 from contextlib import suppress
@@ -12,7 +14,13 @@ import click
 from allranks import __version__
 from allranks.catalog import VERBS, load
 from allranks.cli.display.say import say
-from allranks.errors import EXIT_INTERRUPTED, AllranksError, RequestError, nearest
+from allranks.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PLACE_FAILED,
+    AllranksError,
+    RequestError,
+    nearest,
+)
 
 
 class Verbs(click.Group):
@@ -76,6 +84,15 @@ def _run() -> None:
         text = f"allranks: {lead}{error}"
         say(text)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        say(
+            f"allranks: too many open files: a process may have {most} here, and each rank needs "
+            "some. Raise the limit in the shell before you start: ulimit -n 1024"
+        )
+        sys.exit(EXIT_PLACE_FAILED)
 
 
 if __name__ == "__main__":

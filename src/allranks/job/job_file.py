@@ -41,7 +41,7 @@ _SECRET_INSIDE = re.compile(  # said by the text itself, which is a command or a
 def read_job_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values of a job file, and those of its `[task]` table; raises `RequestError`."""
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(
             asked=f"--job {path}",

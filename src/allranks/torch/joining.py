@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from allranks.torch.groups.pending import TIMEOUT, translated
 from allranks.torch.machine import check_own_device
 from allranks.torch.meetings import Meetings
 
+PATIENCE_S = 5.0
 _joins, _trainings = itertools.count(), itertools.count()
 
 
@@ -60,14 +65,16 @@ def join(
         backend = backend or _backend_of(device)
         check_own_device(device, world, store)
         shared_memory.register(world.segment)
-        dist.init_process_group(
-            backend,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=TIMEOUT,
-            store=store,
-            device_id=device if backend == "nccl" else None,  # errors come here, not in a step
-        )
+        supervised = bool(world.store or world.rendezvous)  # then its launcher says who is missing
+        with nullcontext() if supervised else _waiting(world, master_endpoint()):
+            dist.init_process_group(
+                backend,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=TIMEOUT,
+                store=store,
+                device_id=device if backend == "nccl" else None,  # errors come here, not in a step
+            )
     except RuntimeError as error:
         raise translated(error) from error
     meetings = _meetings_in(store, world)
@@ -111,8 +118,34 @@ def _store_of_environment(world: World) -> Any:
     """The store at MASTER_ADDR and MASTER_PORT, or torchrun's own, as torch finds it."""
     where = master_endpoint()
     if where not in _met:
-        _met[where], _, _ = next(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT))
+        with _waiting(world, where):
+            _met[where], _, _ = next(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT))
     return _met[where]
+
+
+@contextmanager
+def _waiting(world: World, where: str) -> Iterator[None]:
+    """Within, another rank is waited for: who has waited for some seconds says so, once.
+
+    Nobody watches these ranks but their own launcher, and a variable that a shell has left over
+    makes a world of ranks that never come.
+    """
+
+    def tell() -> None:
+        sys.stderr.write(
+            f"allranks: rank {world.rank} waits at {where} for the other ranks: RANK and "
+            f"WORLD_SIZE say that there are {world.size}. Start them, or unset both.\n"
+        )
+        sys.stderr.flush()
+
+    timer = threading.Timer(PATIENCE_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 _met: dict[str, Any] = {}  # a second join of a process meets where the first did

@@ -82,7 +82,7 @@ class FromDeepSpeed:
 def read_deepspeed(path: str, ranks: int) -> FromDeepSpeed:
     """What the configuration in `path` asks for on so many ranks; raises `RequestError`."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
+        data = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise _no_configuration(path, str(error) or type(error).__name__) from None
     if not isinstance(data, dict):

@@ -6,9 +6,10 @@ to know of a place stands on its class, so nobody compares names.
 
 from __future__ import annotations
 
+import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from allranks.job import faults
 from allranks.job.job import Job
 from allranks.job.place import place_spec
 from allranks.launcher.nodes.rendezvous import Rendezvous, check_parts
+from allranks.launcher.other_launchers import launched_by
 from allranks.launcher.plan import Seat
 from allranks.launcher.resources import seats_of, shares
 from allranks.launcher.scripts.topology import Host
@@ -178,6 +180,27 @@ def check_apart(request: NodeRequest) -> None:
         )
 
 
+def check_started_once(environment: Mapping[str, str]) -> None:
+    """Raise `RequestError` where srun or an mpirun has started this command several times.
+
+    Each of them would run the whole job by itself.
+    """
+    try:
+        launched = launched_by(environment)
+    except RequestError:  # variables that do not agree: no job of one machine reads them
+        return
+    if launched is None or launched.size == 1:
+        return
+    place = ", with --place slurm for its nodes" if launched.launcher == "srun" else ""
+    raise RequestError(
+        asked="one job",
+        found=f"{launched.launcher} has started {launched.size} of this command; this is number "
+        f"{launched.rank}",
+        why="allranks starts the ranks itself, so each of them would run the whole job",
+        do=f"leave {launched.launcher} out{place}; or start one task with it",
+    )
+
+
 def chosen_place(asked: str, rendezvous: Rendezvous, nodes: int) -> str:
     """The place that is asked for, or that of the nodes which the user names.
 
@@ -195,6 +218,8 @@ def chosen_place(asked: str, rendezvous: Rendezvous, nodes: int) -> str:
     chosen = NAMED if rendezvous.names_nodes else asked
     if rendezvous.names_nodes:
         find_place(chosen, rendezvous).check(NodeRequest(chosen, nodes, nodes, rendezvous))
+    if not rendezvous.names_nodes:
+        check_started_once(os.environ)
     if rendezvous.per_rank and not place.starts_ranks:
         raise RequestError(
             asked=f"--per-rank --place {asked}",

@@ -43,7 +43,7 @@ class _Line:
 def read_hostfile(path: str | Path) -> tuple[HostSlots, ...]:
     """The hosts of the file, in its order; raises `RequestError` that names file and line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise RequestError(
             asked=f"the hosts in {path}",

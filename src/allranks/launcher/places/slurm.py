@@ -15,7 +15,7 @@ from allranks.errors import PlaceError, RequestError
 from allranks.launcher.places.agents import AGENT, Agents, listen_to_all, ticket_for
 from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, seats_on
 from allranks.launcher.plan import Seat
-from allranks.launcher.slurm.allocation import Allocation
+from allranks.launcher.slurm.allocation import HETEROGENEOUS, Allocation
 from allranks.launcher.slurm.commands import end_time_of
 
 CONTAINER = "ALLRANKS_INSIDE"
@@ -85,11 +85,15 @@ def _allocation(request: NodeRequest) -> Allocation:
             do="`allranks submit -- train …`, or start it in a batch script or under salloc",
         )
     if request.nodes > len(job.nodes):
+        there, again = f"job {job.job_id} has", f"submit it again with --nodes={request.nodes}"
+        if job.components > 1:
+            there = f"this component of job {job.job_id}, which has {job.components}, has"
+            again = HETEROGENEOUS
         raise RequestError(
             asked=f"--nodes {request.nodes}",
-            found=f"job {job.job_id} has {len(job.nodes)} nodes: {', '.join(job.nodes)}",
+            found=f"{there} {len(job.nodes)} nodes: {', '.join(job.nodes)}",
             why="a job gets no more nodes than Slurm has given to it",
-            do=f"--nodes {len(job.nodes)}, or submit it again with --nodes={request.nodes}",
+            do=f"--nodes {len(job.nodes)}, or {again}",
         )
     return job
 

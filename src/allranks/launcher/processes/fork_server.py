@@ -187,7 +187,7 @@ def _become(
 
 def _take_files(fds: list[int]) -> None:
     """The files of this process as 1, 2, 3 and so on; all others are closed."""
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in fds]
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, len(fds) + 1) for fd in fds]
     for number, fd in enumerate(high, start=1):
         os.dup2(fd, number, inheritable=number <= 2)
     os.closerange(len(fds) + 1, os.sysconf("SC_OPEN_MAX"))

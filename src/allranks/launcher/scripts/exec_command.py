@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 NOT_FOUND, NOT_RUNNABLE = 127, 126
@@ -37,10 +39,23 @@ def main(argument: dict[str, Any]) -> int:
     except OSError as error:
         is_missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
         why = error.strerror
+        if is_missing and (first := _interpreter_of(command[0])):
+            why = f"it is there, but not the interpreter of its first line, {first!r}"
+            why += "; it has Windows line ends: dos2unix FILE" if first.endswith("\r") else ""
         if error.errno == errno.ENOEXEC:
             why = "it is neither a program nor begins with a line like #!/bin/sh"
         print(f"allranks: {command[0]!r} cannot be started: {why}", file=sys.stderr)
         return NOT_FOUND if is_missing else NOT_RUNNABLE
+
+
+def _interpreter_of(program: str) -> str:
+    """What the first line of a script names as its interpreter; "" for what is no such file."""
+    path = shutil.which(program) or program
+    with suppress(OSError), open(path, "rb") as file:
+        line = file.readline(256).rstrip(b"\n")
+        if line.startswith(b"#!"):
+            return line[2:].strip(b" \t").decode(errors="replace")
+    return ""
 
 
 def prepare(argument: dict[str, Any]) -> None:

@@ -23,7 +23,10 @@ FEW_LINES = 20
 
 @dataclass(frozen=True)
 class CommandFault:
-    """The process that ended the job. `left` are those that had left before, with code 0."""
+    """The process that ended the job. `left` are those that ended by themselves with code 0.
+
+    One that loses such a peer may see it before the peer's process is gone.
+    """
 
     rank: int
     exit: Exit
@@ -65,7 +68,7 @@ def find_fault(
     before = tuple(
         rank
         for rank, one in ended.exits.items()
-        if one.code == 0 and one.monotonic < bad[first].monotonic
+        if one.code == 0 and (words[first].is_victim or one.monotonic < bad[first].monotonic)
     )
     return CommandFault(first, bad[first], words[first], killed, before)
 
@@ -80,6 +83,10 @@ def first_fault_report(
         lines = [f"node {fault.exit.host} is lost, with rank {_listed(on_it)}: {fault.exit.lost}"]
     if fault.words.is_victim and fault.left:
         lines[0] += f"; it lost rank {_listed(fault.left)}, which had left with exit code 0"
+        lines.append(
+            f"rank {_listed(fault.left)} ended its program while rank {fault.rank} went on: does "
+            "it stop early by a number of its own, or have fewer batches?"
+        )
     if fault.words.text:
         lines += ["", fault.words.text, ""]
     others = {rank: one for rank, one in ended.exits.items() if rank != fault.rank}

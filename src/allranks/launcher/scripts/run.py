@@ -28,6 +28,7 @@ from allranks.errors import (
 )
 from allranks.job.job_file import SCHEMA, write_toml
 from allranks.job.run_folder import RunFolder, rank_log_path, read_rows
+from allranks.launcher.log_tail import last_words
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.oom import Kills
 from allranks.launcher.processes.ports import Reservation
@@ -210,6 +211,7 @@ class _Runs:
                 request.grace_s,
                 NEVER if limit is None else self.started_at + limit,
                 request.hang_timeout_s,
+                is_victim=lambda rank: last_words(*logs[rank]).is_victim,
             )
             kills = Kills.now()
             processes = [

@@ -56,6 +56,8 @@ class StopPolicy:
 
     The job is done when all ranks of `deciding` have ended well; those of `leaving` then get the
     grace to end by themselves. `stop_at` is on the monotonic clock; `silence_s` 0 waits for ever.
+    After a fault `evidence_s` pass before the others are stopped; after one that `is_victim(rank)`
+    says another process caused, so long that the other one can come to its end.
     """
 
     deciding: frozenset[int]
@@ -64,6 +66,7 @@ class StopPolicy:
     stop_at: float = NEVER
     silence_s: float = 0.0
     evidence_s: float = EVIDENCE_S
+    is_victim: Callable[[int], bool] = lambda rank: False
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,9 @@ class _ScriptWatch:
             rank = self.alive.pop(ended.ticket)
             self.exits[rank] = ended
             if ended.code != 0 and not (self.reason or self.silent):
-                self.term_at = min(self.term_at, now + self.policy.evidence_s)
+                victim = self.policy.is_victim(rank)
+                evidence_s = LINGER_S if victim else self.policy.evidence_s
+                self.term_at = min(self.term_at, now + evidence_s)
         codes = {rank: ended.code for rank, ended in self.exits.items()}
         if not self.done and all(codes.get(rank) == 0 for rank in self.policy.deciding):
             self.done, self.done_at = True, now

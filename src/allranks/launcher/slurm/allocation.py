@@ -18,6 +18,11 @@ from allranks.errors import RequestError
 
 Environment = Mapping[str, str]
 
+HETEROGENEOUS = (
+    "a job of one component: ranks over several components of a heterogeneous job are not "
+    "supported; start each component's command with srun --het-group=N"
+)
+
 FIRST_SPECIAL_STEP = 4294967000  # the batch script, a shell of salloc, prologues: no step of srun
 MOST_NODES = 100_000  # no machine has more; a folded list of a few letters may claim to
 FIRST_PORT, PORTS = 15_000, 16_381  # up to 31380: below the ports that Linux gives to clients
@@ -27,7 +32,7 @@ NODE_ITEM = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]\s]*\])+")
 BRACKET = re.compile(r"\[([^\[\]]*)\]")
 RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
-GPU_COUNT = re.compile(r"(?:[^,:]+:)?([0-9]+)")
+GPU_COUNT = re.compile(r"(?:gpu:)?(?:[^,:]+:)?([0-9]+)")
 CPUS_OF_A_TASK = re.compile(r"(?:^|,)cpu[=:]([0-9]+)")
 
 
@@ -40,7 +45,8 @@ class Allocation:
     a shell of salloc, they are those of the job, this process is none of the tasks, and the three
     are `None`. `tasks_per_node` is then what a plain `srun` would start, which Slurm counts in CPUs
     where no tasks were asked for. What Slurm does not say is `None`; `end_time_s` is in seconds
-    since 1970, `restart_count` says how often Slurm has put the job back into its queue.
+    since 1970, `restart_count` says how often Slurm has put the job back into its queue. Of a
+    heterogeneous job, which has several `components`, nodes and tasks are those of one.
     """
 
     job_id: int
@@ -54,6 +60,7 @@ class Allocation:
     gpus_per_node: int | None
     end_time_s: float | None
     restart_count: int
+    components: int = 1
 
     @property
     def size(self) -> int:
@@ -84,6 +91,7 @@ class Allocation:
             gpus_per_node=_gpus_per_node(environment),
             end_time_s=_number(environment, "SLURM_JOB_END_TIME"),
             restart_count=_number(environment, "SLURM_RESTART_COUNT") or 0,
+            components=_number(environment, "SLURM_HET_SIZE") or 1,
         )
         if inside:
             _check_task(allocation)
@@ -231,7 +239,9 @@ def _check_task(allocation: Allocation) -> None:
             found=f"SLURM_PROCID={rank}, SLURM_LOCALID={local_rank}, SLURM_NODEID={node}; "
             f"tasks on each node: {', '.join(map(str, counts))}",
             why="there is no such task in this step",
-            do="start it with srun, and change none of these variables",
+            do="start it with srun, and change none of these variables"
+            if allocation.components == 1
+            else HETEROGENEOUS,
         )
 
 
@@ -252,7 +262,7 @@ def _gpus_per_node(environment: Environment) -> int | None:
     if asked:
         parts = [GPU_COUNT.fullmatch(part) for part in asked.split(",")]
         if None in parts:
-            raise _unreadable("SLURM_GPUS_PER_NODE", asked, "as 4, a100:4 or a100:2,v100:1")
+            raise _unreadable("SLURM_GPUS_PER_NODE", asked, "as 4, a100:4 or gpu:a100:2,gpu:v100:1")
         return sum(int(part[1]) for part in parts if part)
     listed = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS")
     if listed and re.fullmatch(r"[0-9]+(,[0-9]+)*", listed):

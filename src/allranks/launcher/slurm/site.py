@@ -138,7 +138,7 @@ def load_site(name_or_path: str) -> Site:
         text = bundled_text(name_or_path)
     else:
         try:
-            text = Path(name_or_path).read_text("utf-8")
+            text = Path(name_or_path).read_text("utf-8-sig")
         except (OSError, ValueError) as error:
             raise unreadable(name_or_path, str(error), "a site is a TOML file") from None
     return parse_site(text, name_or_path)
