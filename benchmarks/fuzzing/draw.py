@@ -12,6 +12,7 @@ from typing import Any
 
 from drawn_task import MODELS, NORMS, OPTIMIZERS, ROW_BY_ROW
 from shapes import LAYERED, NEEDS, OUTER, RATES, said_of, suits
+from traits import TRAITS
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Exact
@@ -21,6 +22,7 @@ from allranks.strategies.resolve import card_for, strategy_spec
 STEPS = 6
 TOGETHER = 4
 """So many numbers in a row draw one task: one process trains it once for all of them."""
+TRAIT_RATE = 0.5
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 AS_LARGE_AS_GRADIENTS = ("sgd", "momentum", "nesterov")
 """Optimizers whose update is no larger than the gradient: others make steps of what rounds."""
@@ -51,6 +53,9 @@ class Combination:
 def drawn(seed: int, number: int) -> Combination:
     """The combination of this number: the same for the same seed, whatever was drawn before."""
     settings, flags = _task(random.Random(f"{seed}/task/{number // TOGETHER}"))
+    habit = random.Random(f"{seed}/trait/{number // TOGETHER}")
+    if suits("trait", settings) and habit.random() < TRAIT_RATE:
+        settings["trait"] = habit.choice(TRAITS)
     dice = random.Random(f"{seed}/{number}")
     bitwise = "bitwise" in flags
     count = 1 if dice.random() < 0.8 else 2

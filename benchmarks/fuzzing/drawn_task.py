@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from traits import Counting, Samples, optimizer_with, rows_of, with_trait
 
 from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.torch import MixtureOfExperts, Task
@@ -54,8 +55,12 @@ class Drawn(Task):
     penalty: float = 0.0
     weighted: bool = False
     warm_up: int = 0
+    trait: str = "none"
 
     def __post_init__(self) -> None:
+        self._counting = Counting()
+        if self.trait == "object_batch":
+            vars(self)["collate"] = rows_of
         if self.kind == "contrast":
             vars(self)["loss_over"] = "batch"
 
@@ -64,14 +69,17 @@ class Drawn(Task):
         made = _MODELS[self.kind](self)
         if self.frozen:
             next(made.parameters()).requires_grad_(False)
-        return made
+        return with_trait(self.trait, made)
+
+    def callbacks(self) -> list[Any]:
+        return [self._counting] if self.trait == "callback" else []
 
     def branches(self, model: nn.Module) -> list[str]:
         """Of the kinds whose parts do not wait for each other."""
         return ["common", "rare", "never"] if self.kind == "rare" else []
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return OPTIMIZERS[self.by]([p for p in model.parameters() if p.requires_grad])
+        return optimizer_with(self.trait, model, OPTIMIZERS[self.by])
 
     def regularizer(self, model: nn.Module) -> Any:
         if not self.penalty:
@@ -81,6 +89,8 @@ class Drawn(Task):
         return self.penalty * torch.stack(squares).sum()
 
     def schedule(self, step: int) -> float:
+        if self.trait == "callback":
+            return 1.0 / (1 + self._counting.steps)
         return min(1.0, (step + 1) / self.warm_up) if self.warm_up else 1.0
 
     def train_data(self) -> Any:
@@ -94,7 +104,8 @@ class Drawn(Task):
         inputs = torch.randn(self.samples, *shape, generator=random, dtype=torch.float64)
         if self.kind == "rare":
             inputs[:, 0] = (torch.arange(self.samples) == 5).double() * 4 - 2
-        return inputs, inputs.flatten(1).sum(1).sin()
+        wanted = inputs.flatten(1).sum(1).sin()
+        return Samples(inputs, wanted) if self.trait == "object_batch" else (inputs, wanted)
 
     def inputs(self, batch: Any) -> Any:
         return (batch[0][:, :-1],) if self.kind in TEXTS else (batch[0],)
@@ -106,6 +117,8 @@ class Drawn(Task):
         return batch[1] if self.kind == "words" else None
 
     def loss(self, output: Any, batch: Any) -> Tensor:
+        if self.trait == "object_output":
+            output = output.values
         if self.kind in ("words", "sentences"):
             return F.cross_entropy(output.transpose(1, 2), batch[0][:, 1:], reduction="none")
         if self.kind in TEXTS:

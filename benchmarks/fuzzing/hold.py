@@ -20,10 +20,20 @@ from member import AVERAGE, REFUSED, TRAINED, Answer
 from safetensors.numpy import load_file
 from team import Teams
 
-from allranks.errors import AllranksError, Interrupted, ProgramError, RequestError, Stopped
+from allranks.errors import (
+    AllranksError,
+    FollowsRanks,
+    Interrupted,
+    NotEqual,
+    ProgramError,
+    ReplicasDiffer,
+    RequestError,
+    Stopped,
+)
 from allranks.job.config import Resolved, resolve
 from allranks.job.run_folder import RunFolder
 from allranks.launcher.plan import Shape, plan_of
+from allranks.launcher.preparing.proof import first_check
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
 from allranks.launcher.world import Visible
@@ -64,10 +74,11 @@ class Verdict:
 
     @property
     def fails(self) -> bool:
-        return self.what not in (EQUAL, ROUNDED, REFUSED)
+        return self.what not in (EQUAL, ROUNDED, REFUSED, TOLD)
 
 
-BROKEN = "broken"
+BROKEN, TOLD = "broken", "told"
+"""`told`: the weights are others, and the job says so: its first check ends it, or the witness."""
 Train = Callable[[Resolved], Trained]
 Reference = Callable[[Combination], Trained]
 
@@ -78,7 +89,24 @@ def held(one: Combination, server: ForkServer) -> Verdict:
     def command(resolved: Resolved) -> Trained:
         return by_command(resolved, server)
 
-    return verdict_of(one, command, lambda one: trained(plainest(one), command))
+    verdict = verdict_of(one, command, lambda one: trained(plainest(one), command))
+    if verdict.what == DIFFERENT and "trait" in one.settings and (why := told_by(one, server)):
+        return Verdict(TOLD, verdict.difference, why)
+    return verdict
+
+
+def told_by(one: Combination, server: ForkServer) -> str:
+    """What the job says of its result, where a user would have started it; "" if nothing."""
+    leg = one.legs[0]
+    flags = {"threads": 1, **one.flags, "strategy": leg.strategy, "ranks": leg.ranks}
+    settings = tuple(f"{name}={value}" for name, value in one.settings.items())
+    with tempfile.TemporaryDirectory() as folder:
+        more = {"witness": "stop", "steps": STEPS, "run_dir": f"{folder}/run"}
+        try:
+            run_job(resolve(PROGRAM, {**flags, **more}, settings), server, first_check=first_check)
+        except (FollowsRanks, NotEqual, ReplicasDiffer, RequestError) as error:
+            return str(error).partition("\n")[0]
+    return ""
 
 
 def verdict_of(one: Combination, train: Train, reference: Reference) -> Verdict:
@@ -193,7 +221,8 @@ class Holder:
         names = [leg.strategy.partition(":")[0] for leg in one.legs]
         if number % self._every == 0 or any(name in COMMANDED for name in names):
             self.commanded += 1
-            return verdict_of(one, self._by_command, self._reference)
+            verdict = verdict_of(one, self._by_command, self._reference)
+            return held(one, self._server) if verdict.what == DIFFERENT else verdict
         verdict = verdict_of(one, self._by_team, self._reference)
         if verdict.fails:
             self.commanded += 1

@@ -56,6 +56,8 @@ def suits(name: str, settings: dict[str, Any]) -> bool:
     kind, norm = settings.get("kind", "layers"), settings.get("norm", "none")
     if kind == "lookups" and name in ("penalty", "frozen", "clip_norm"):
         return False
+    if name == "trait":
+        return kind == "layers" and norm == "none"
     if name == "norm":
         return kind in ("layers", "images", "residual")
     if name == "batchnorm":
