@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from allranks.torch import Task
+from allranks.torch import MixtureOfExperts, Task
 from allranks.training.same_data import samples_to_compare
 
 SAMPLES, WIDTH, CLASSES = 90, 5, 3
@@ -276,6 +276,39 @@ class Centred(Right):
         return self.Model()
 
 
+class Contrasted(Right):
+    """Every sample against all that are in its micro-batch, as if that were the whole batch."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="none")
+
+
+class ContrastedByExperts(Contrasted):
+    """The same, by a mixture of experts."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.experts = nn.Linear(WIDTH, 8), MixtureOfExperts(8, 8, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.experts(torch.tanh(self.first(inputs))).output
+
+    def model(self) -> nn.Module:
+        return self.Model()
+
+
+class ScaledByFrequency(Right):
+    """A table whose gradient is divided by how often a row is looked up in a pass."""
+
+    def model(self) -> nn.Module:
+        table = nn.Embedding(CLASSES, 8, scale_grad_by_freq=True)
+        return nn.Sequential(table, nn.Tanh(), nn.Linear(8, CLASSES))
+
+    def inputs(self, batch: Any) -> Any:
+        return batch[1]
+
+
 class Masked(Right):
     """Choices made in collate."""
 
@@ -438,6 +471,19 @@ class OtherNumbers(Right):
         return list(zip(inputs, (classes + other) % CLASSES, strict=True))
 
 
+class WantsMany(Right):
+    """A model that ends the job where less than five samples go through it."""
+
+    class Model(Of):
+        def between(self, hidden: Tensor) -> Tensor:
+            if len(hidden) < 5:
+                raise ValueError("five samples at least")
+            return hidden
+
+    def model(self) -> nn.Module:
+        return self.Model()
+
+
 class OtherOrder(Right):
     """The layers are made in another order on each rank."""
 
@@ -487,6 +533,13 @@ class Attention(Right):
 
     def model(self) -> nn.Module:
         return self.Model()
+
+
+class InSingle(Right):
+    """A loss that computes in float32, whatever the job says."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return super().loss(output.float(), batch)
 
 
 class Recurrent(Right):
