@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from allranks.torch import MixtureOfExperts, Task
 from allranks.training.same_data import samples_to_compare
@@ -200,6 +201,21 @@ class OwnMean(Right):
 
     def model(self) -> nn.Module:
         return self.Model()
+
+
+class OwnMeanByHook(OwnMean):
+    """The same, moved on by a hook before forward, which needs no input for it."""
+
+    class Model(Of):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first.middle = torch.ones(WIDTH, dtype=torch.float64)
+            self.first.register_forward_pre_hook(self.moved)
+
+        @staticmethod
+        def moved(module: Any, inputs: Any) -> Any:
+            module.middle = 0.9 * module.middle
+            return tuple(one * module.middle for one in inputs)
 
 
 class ShortRows(Right):
@@ -533,6 +549,16 @@ class Attention(Right):
 
     def model(self) -> nn.Module:
         return self.Model()
+
+
+class MadeByHooks(Right):
+    """Weights that hooks of torch's own make of others before each forward pass."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        nn.utils.weight_norm(model[0])
+        prune.l1_unstructured(model[2], "weight", 0.3)
+        return model
 
 
 class InSingle(Right):

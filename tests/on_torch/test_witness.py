@@ -21,6 +21,7 @@ from allranks.launcher.start import Result
 from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.step.user_buffers import UserBuffers
+from allranks.torch.witness.observed import SAMPLES
 from conftest import Train
 
 STEPS = 3
@@ -37,6 +38,7 @@ NAMED = {  # by one rank and by two
     "CountsInGlobal": "changes 'global passed'",
     "OwnNoise": "draws from 'noise', a generator of its own",
     "OwnMean": "writes 'middle'",
+    "OwnMeanByHook": "writes 'first.middle'",
     "Scripted": BUFFER.format("1.running_mean"),
     "PythonInLoss": "loss, weight or backward draws from Python's own generator",
     "Clamped": "the gradient of '.*weight' for shards .* a hook that is not linear",
@@ -126,6 +128,13 @@ def test_it_is_named_or_it_is_equal(task: str, train: Train) -> None:
     assert _matches(MENDABLE[task], text), text
 
 
+def test_a_weight_that_passes_write_is_the_first_cause_of_ranks_apart(train: Train) -> None:
+    with pytest.raises(AllranksError, match=r"first in teacher\.weight") as raised:
+        train("witness_tasks:Teacher", ranks=3, steps=STEPS, micro_batch=3)
+    first = str(raised.value).partition("\n")[0]
+    assert first.endswith(f"what does that: {WEIGHT.format('teacher.weight')}: {SAMPLES}.")
+
+
 @pytest.mark.parametrize("task", ["HandNorm", "Teacher", "Annealed", "OwnNoise", "OwnDraws"])
 def test_bitwise_refuses_before_the_first_update(task: str, train: Train) -> None:
     words = {**NAMED, "OwnDraws": "it draws from a generator of its own, or counts"}[task]
@@ -200,6 +209,10 @@ RIGHT = [
     ("digits", {"precision": "fp16", "bitwise": True}),
     ("contract_tasks:Images", {"precision": "bf16", "ranks": 3}),
     ("witness_tasks:InSingle", {}),
+    ("witness_tasks:MadeByHooks", {"bitwise": True}),
+    ("witness_tasks:MadeByHooks", {"ranks": 2}),
+    ("witness_tasks:MadeByHooks", {"ranks": 2, "strategy": "fsdp"}),
+    ("witness_tasks:MadeByHooks", {"ranks": 2, "strategy": "gpipe"}),
     ("witness_tasks:InSingle", {"ranks": 2, "strategy": "fsdp"}),
     ("contract_tasks:Images", {"ranks": 3, "strategy": "fsdp", "precision": "bf16"}),
     ("contract_tasks:Images", {"ranks": 8, "strategy": "hsdp:shard=4", "micro_batch": 3}),
@@ -258,6 +271,8 @@ def test_looking_changes_no_bit(task: str, job: dict[str, Any], train: Train) ->
     assert with_it.summary["train_loss"] == without.summary["train_loss"]
     sent = [run.summary["sent_bytes"]["gradients"] for run in (with_it, without)]
     assert sent[0] == sent[1], "what it sends is of no step"
+    cards = [run.summary["card_bytes_per_step"] for run in (with_it, without)]
+    assert cards[0] == cards[1]
     assert without.summary["witness"] == {"asked": "off", "found": [], "unseen": []}
 
 

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.errors import FollowsRanks, ReplicasDiffer, RequestError
+from allranks.errors import FollowsRanks, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch.data.batch import Batch
@@ -35,10 +35,17 @@ from allranks.torch.data.loaders import WholeLoader
 from allranks.torch.data.sources import TensorSource
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.joint_look import JointLook, why_none
-from allranks.torch.witness.observed import Named, Observer, changed_by_reading, told_alike
+from allranks.torch.witness.observed import (
+    WRITES_WEIGHT,
+    Named,
+    Observer,
+    changed_by_reading,
+    hook_makes_again,
+    told_alike,
+)
 from allranks.torch.witness.plain_state import Roots, Token, plain_globals, read
 from allranks.torch.witness.recomputed import OF_TYPES, Recomputing
-from allranks.torch.witness.replicas import verify
+from allranks.torch.witness.replicas import CAUSES, verify
 from allranks.torch.witness.second_look import Offer, SecondLook
 
 WITNESS_EVERY = 500  # steps between two looks, after the first two
@@ -208,15 +215,19 @@ class Witness:
         self.steps += 1
         self.strategy.step.reached = lambda where: None
         if self.steps <= OBSERVED_STEPS and not self._looked_before:
-            try:
-                verify(self.strategy)
-            except ReplicasDiffer as error:
-                raise ReplicasDiffer(f"{error} {EARLY_CAUSES}") from None
+            verify(self.strategy, self._causes(EARLY_CAUSES))
 
     def compare_replicas(self) -> None:
         """Before something is written: all ranks hold the same, or `ReplicasDiffer` is raised."""
         if self.is_on or self.job.verify_every is not None:
-            verify(self.strategy)
+            verify(self.strategy, self._causes())
+
+    def _causes(self, early: str = "") -> str:
+        """What may have let replicas drift, the likeliest first."""
+        seen = [text for text in self.testimony.found if WRITES_WEIGHT in text]
+        if seen:
+            return f"The witness has seen what does that: {'; '.join(seen)}."
+        return f"{early} {CAUSES}".strip()
 
     def _reached(self, where: str) -> None:
         assert self._observer is not None
@@ -228,6 +239,9 @@ class Witness:
         own, self._read = {**self._read, **self._observer.found}, {}
         gather = self.strategy.comm.gather_texts
         alike = told_alike(own, gather)
+        if alike:
+            for name in self._made_again(self._observer.tensors, gather):
+                alike.pop(name, None)
         self.strategy.step.user_buffers.agree(alike)
         found = list(alike.values())
         readings = self.strategy.step.scope.keys.readings
@@ -244,6 +258,20 @@ class Witness:
         is_last = self.steps == OBSERVED_STEPS - 1
         unseen = max(gather(readings.untried())) if is_last else self._why_none
         self._tell(self._at, found, unseen)
+
+    def _made_again(self, own: set[str], gather: Callable[[str], list[str]]) -> set[str]:
+        """Of the tensors of modules that changed, those that follow from the weights alone.
+
+        Every rank calls this.
+        """
+        together = set[str]().union(*map(json.loads, gather(json.dumps(sorted(own)))))
+        if not together:
+            return together
+        step = self.strategy.step
+        with self.strategy.whole_weights(), step.precision.autocast():
+            device = step.scope.device
+            others = [name for name in own if not hook_makes_again(step.model, name, device)]
+        return together.difference(*map(json.loads, gather(json.dumps(others))))
 
     def _tell(self, step: int, found: list[str], unseen: str = "") -> None:
         """Say what is new; the same on all ranks."""
