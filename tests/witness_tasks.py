@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
-from allranks.torch import Task
+from allranks.torch import MixtureOfExperts, Task
 from allranks.training.same_data import samples_to_compare
 
 SAMPLES, WIDTH, CLASSES = 90, 5, 3
@@ -202,6 +203,21 @@ class OwnMean(Right):
         return self.Model()
 
 
+class OwnMeanByHook(OwnMean):
+    """The same, moved on by a hook before forward, which needs no input for it."""
+
+    class Model(Of):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first.middle = torch.ones(WIDTH, dtype=torch.float64)
+            self.first.register_forward_pre_hook(self.moved)
+
+        @staticmethod
+        def moved(module: Any, inputs: Any) -> Any:
+            module.middle = 0.9 * module.middle
+            return tuple(one * module.middle for one in inputs)
+
+
 class ShortRows(Right):
     """Rows of an embedding are shortened in forward."""
 
@@ -274,6 +290,39 @@ class Centred(Right):
 
     def model(self) -> nn.Module:
         return self.Model()
+
+
+class Contrasted(Right):
+    """Every sample against all that are in its micro-batch, as if that were the whole batch."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="none")
+
+
+class ContrastedByExperts(Contrasted):
+    """The same, by a mixture of experts."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.experts = nn.Linear(WIDTH, 8), MixtureOfExperts(8, 8, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.experts(torch.tanh(self.first(inputs))).output
+
+    def model(self) -> nn.Module:
+        return self.Model()
+
+
+class ScaledByFrequency(Right):
+    """A table whose gradient is divided by how often a row is looked up in a pass."""
+
+    def model(self) -> nn.Module:
+        table = nn.Embedding(CLASSES, 8, scale_grad_by_freq=True)
+        return nn.Sequential(table, nn.Tanh(), nn.Linear(8, CLASSES))
+
+    def inputs(self, batch: Any) -> Any:
+        return batch[1]
 
 
 class Masked(Right):
@@ -438,6 +487,19 @@ class OtherNumbers(Right):
         return list(zip(inputs, (classes + other) % CLASSES, strict=True))
 
 
+class WantsMany(Right):
+    """A model that ends the job where less than five samples go through it."""
+
+    class Model(Of):
+        def between(self, hidden: Tensor) -> Tensor:
+            if len(hidden) < 5:
+                raise ValueError("five samples at least")
+            return hidden
+
+    def model(self) -> nn.Module:
+        return self.Model()
+
+
 class OtherOrder(Right):
     """The layers are made in another order on each rank."""
 
@@ -487,6 +549,23 @@ class Attention(Right):
 
     def model(self) -> nn.Module:
         return self.Model()
+
+
+class MadeByHooks(Right):
+    """Weights that hooks of torch's own make of others before each forward pass."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        nn.utils.weight_norm(model[0])
+        prune.l1_unstructured(model[2], "weight", 0.3)
+        return model
+
+
+class InSingle(Right):
+    """A loss that computes in float32, whatever the job says."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return super().loss(output.float(), batch)
 
 
 class Recurrent(Right):

@@ -12,13 +12,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 import witness_tasks
-from allranks.cli.display.progress import follows_ranks
+from allranks.cli.display.event_text import in_words
+from allranks.cli.display.progress import follows_ranks, in_sentences
 from allranks.errors import AllranksError, ProgramError, RequestError
 from allranks.job.job import Job
+from allranks.job.run_folder import read_events
 from allranks.launcher.start import Result
 from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.step.user_buffers import UserBuffers
+from allranks.torch.witness.observed import SAMPLES
 from conftest import Train
 
 STEPS = 3
@@ -35,6 +38,7 @@ NAMED = {  # by one rank and by two
     "CountsInGlobal": "changes 'global passed'",
     "OwnNoise": "draws from 'noise', a generator of its own",
     "OwnMean": "writes 'middle'",
+    "OwnMeanByHook": "writes 'first.middle'",
     "Scripted": BUFFER.format("1.running_mean"),
     "PythonInLoss": "loss, weight or backward draws from Python's own generator",
     "Clamped": "the gradient of '.*weight' for shards .* a hook that is not linear",
@@ -74,6 +78,44 @@ def test_what_follows_the_ranks_is_named(task: str, ranks: int, train: Train) ->
     assert result is not None, "it is a warning"
 
 
+CUT = [
+    *(("fsdp", 2, "Centred"), ("fsdp:reduce=two-bit(threshold=0.01)", 2, "Contrasted")),
+    *(("hsdp:shard=2", 4, "Contrasted"), ("fsdp:tensor=2", 4, "Contrasted")),
+    *(("tensor", 2, "Contrasted"), ("tensor:data=2", 4, "Contrasted")),
+    *(("expert", 2, "ContrastedByExperts"), ("gpipe", 2, "Contrasted")),
+    *(("1f1b", 2, "Contrasted"), ("interleaved:chunks=1", 2, "Contrasted")),
+    *(("zero-bubble", 2, "Contrasted"), ("mesh:data=2,tensor=2", 4, "Contrasted")),
+    *(("mesh:data=2,pipeline=2", 4, "Contrasted"), ("fsdp", 1, "Contrasted")),
+]
+GRADIENT = r"the gradient of '0.weight' for shards 0, 1, 2, 3, 4, 5, 6, 7 together"
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize(("strategy", "ranks", "task"), CUT)
+def test_where_passes_communicate_all_ranks_look(
+    strategy: str, ranks: int, task: str, train: Train
+) -> None:
+    """No rank has the weights for a pass by itself; the batch is uneven over the ranks."""
+    text, result = said(train, task, strategy=strategy, ranks=ranks)
+    assert _matches(COUPLED, text), text
+    assert result is not None and result.summary["witness"]["unseen"] == []
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("hsdp", marks=pytest.mark.slow)])
+def test_gradients_that_are_summed_within_a_pass_are_compared(strategy: str, train: Train) -> None:
+    text, _ = said(train, "ScaledByFrequency", strategy=strategy, ranks=2)
+    assert _matches(GRADIENT, text), text
+
+
+def test_a_shard_that_ends_the_look_of_all_ranks_says_what_to_do(train: Train) -> None:
+    with pytest.raises(ProgramError, match="ValueError: five samples at least") as raised:
+        train("witness_tasks:WantsMany", strategy="fsdp", ranks=2, steps=STEPS)
+    assert "--witness off" in str(raised.value)
+    text, result = said(train, "WantsMany", ranks=2)
+    assert text == "" and result is not None
+    assert "ended with ValueError" in result.summary["witness"]["unseen"][0]
+
+
 @pytest.mark.slow(but=3)
 @pytest.mark.parametrize("task", MENDABLE)
 def test_it_is_named_or_it_is_equal(task: str, train: Train) -> None:
@@ -84,6 +126,13 @@ def test_it_is_named_or_it_is_equal(task: str, train: Train) -> None:
         return
     assert _matches(MENDABLE[task], others), others
     assert _matches(MENDABLE[task], text), text
+
+
+def test_a_weight_that_passes_write_is_the_first_cause_of_ranks_apart(train: Train) -> None:
+    with pytest.raises(AllranksError, match=r"first in teacher\.weight") as raised:
+        train("witness_tasks:Teacher", ranks=3, steps=STEPS, micro_batch=3)
+    first = str(raised.value).partition("\n")[0]
+    assert first.endswith(f"what does that: {WEIGHT.format('teacher.weight')}: {SAMPLES}.")
 
 
 @pytest.mark.parametrize("task", ["HandNorm", "Teacher", "Annealed", "OwnNoise", "OwnDraws"])
@@ -107,8 +156,9 @@ def test_generators_in_loader_processes_are_seen_too(train: Train) -> None:
     assert _matches("the loss of shards .* together and one by one", text)
 
 
-def test_data_that_differs_on_another_rank_is_found_by_it(train: Train) -> None:
-    text, _ = said(train, "OtherNumbers", ranks=2)
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_data_that_differs_on_another_rank_is_found_by_it(strategy: str, train: Train) -> None:
+    text, _ = said(train, "OtherNumbers", ranks=2, strategy=strategy)
     assert _matches(
         r"the loss of shard \d, computed again by another rank.*samples are others", text
     )
@@ -158,6 +208,20 @@ RIGHT = [
     ("digits", {"precision": "bf16"}),
     ("digits", {"precision": "fp16", "bitwise": True}),
     ("contract_tasks:Images", {"precision": "bf16", "ranks": 3}),
+    ("witness_tasks:InSingle", {}),
+    ("witness_tasks:MadeByHooks", {"bitwise": True}),
+    ("witness_tasks:MadeByHooks", {"ranks": 2}),
+    ("witness_tasks:MadeByHooks", {"ranks": 2, "strategy": "fsdp"}),
+    ("witness_tasks:MadeByHooks", {"ranks": 2, "strategy": "gpipe"}),
+    ("witness_tasks:InSingle", {"ranks": 2, "strategy": "fsdp"}),
+    ("contract_tasks:Images", {"ranks": 3, "strategy": "fsdp", "precision": "bf16"}),
+    ("contract_tasks:Images", {"ranks": 8, "strategy": "hsdp:shard=4", "micro_batch": 3}),
+    ("contract_tasks:Words", {"ranks": 4, "strategy": "tensor:data=2", "micro_batch": 5}),
+    ("contract_tasks:Uneven", {"ranks": 3, "strategy": "fsdp"}),
+    ("contract_tasks:Experts", {"ranks": 8, "strategy": "fsdp"}),
+    ("contract_tasks:Mixture", {"ranks": 4, "strategy": "expert"}),
+    ("pipeline_tasks:Images", {"ranks": 4, "strategy": "1f1b"}),
+    ("pipeline_tasks:Words", {"ranks": 4, "strategy": "mesh:data=2,pipeline=2"}),
 ]
 
 
@@ -188,12 +252,27 @@ def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) 
         ("witness_tasks:InPlace", {}),
         ("witness_tasks:OwnDraws", {}),
         ("witness_tasks:Drops", {"ranks": 2}),
+        ("witness_tasks:InPlace", {"ranks": 3, "strategy": "fsdp"}),
+        ("contract_tasks:Images", {"ranks": 3, "strategy": "fsdp:offload=cpu"}),
+        (
+            "contract_tasks:Blocks",
+            {"ranks": 2, "strategy": "fsdp", "activation_checkpointing": True},
+        ),
+        ("contract_tasks:Uneven", {"ranks": 3, "strategy": "fsdp:reduce=two-bit"}),
+        ("contract_tasks:Mixture", {"ranks": 2, "strategy": "expert"}),
+        ("contract_tasks:Words", {"ranks": 4, "strategy": "tensor:data=2"}),
+        ("pipeline_tasks:Images", {"ranks": 2, "strategy": "interleaved:chunks=2"}),
+        ("pipeline_tasks:Words", {"ranks": 4, "strategy": "mesh:data=2,pipeline=2"}),
     ],
 )
 def test_looking_changes_no_bit(task: str, job: dict[str, Any], train: Train) -> None:
     with_it, without = (train(task, **job, steps=8, witness=w) for w in ("warn", "off"))
     assert with_it.summary["weights_sha256"] == without.summary["weights_sha256"]
     assert with_it.summary["train_loss"] == without.summary["train_loss"]
+    sent = [run.summary["sent_bytes"]["gradients"] for run in (with_it, without)]
+    assert sent[0] == sent[1], "what it sends is of no step"
+    cards = [run.summary["card_bytes_per_step"] for run in (with_it, without)]
+    assert cards[0] == cards[1]
     assert without.summary["witness"] == {"asked": "off", "found": [], "unseen": []}
 
 
@@ -205,6 +284,18 @@ def test_the_result_says_not_equal_where_it_is_not() -> None:
     assert told[3] == "layers that draw for a micro-batch: 4 (--bitwise covers them)"
     nothing = {"user_buffers": [], "user_randomness": ["4"], "bitwise": True}
     assert follows_ranks(nothing) == []
+
+
+def test_what_was_not_looked_at_is_a_line_of_the_result(train: Train) -> None:
+    """Live, of the record, and at the end; a run of which all was seen has no such line."""
+    result = train("witness_tasks:Right", strategy="fsdp:reduce=tree", steps=2)
+    (unseen,) = result.summary["witness"]["unseen"]
+    line = f"the witness could not look at everything: {unseen}"
+    assert f"note       {line}" in in_sentences(result.summary).splitlines()
+    (event,) = [e for e in read_events(result.run_dir) if e["event"] == "witness"]
+    assert in_words(event) == [f"note: {line}"]
+    result.summary["witness"]["unseen"] = []
+    assert "could not look" not in in_sentences(result.summary)
 
 
 def test_a_loop_of_ones_own_hears_it(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from allranks.errors import FaultKind
 
+NOT_SEEN = "the witness could not look at everything"
 LEFT_OUT = {
     "inner_left_out": "a checkpoint without the newest optimizers",
     "rest_left_out": "the weights of the end lack the last findings",
@@ -45,7 +46,8 @@ def in_words(event: dict[str, Any]) -> list[str]:
     if name == "bad_step":
         return [f"note: {_whose(event)}{event['bad']}"]
     if name == "witness":
-        return [f"note: NOT equal on other numbers of ranks: {text}" for text in event["found"]]
+        lines = [f"note: NOT equal on other numbers of ranks: {text}" for text in event["found"]]
+        return [*lines, *(f"note: {NOT_SEEN}: {text}" for text in event.get("unseen", ()))]
     if name == "worker_lost":
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
     if name == "moved":

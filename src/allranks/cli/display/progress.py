@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from allranks.catalog import load
-from allranks.cli.display.event_text import not_in_the_run_folder
+from allranks.cli.display.event_text import NOT_SEEN, not_in_the_run_folder
 from allranks.cli.display.following import Follower, State
 from allranks.cli.display.say import say
 from allranks.errors import printable
@@ -164,6 +164,8 @@ def in_sentences(summary: dict[str, Any]) -> str:
     lines += [f"NOT equal on other numbers of ranks: {text}" for text in follows_ranks(summary)]
     if (proof := summary.get("proof")) is not None:
         lines.append(f"{'proved' if proof['proved'] else 'NOT proved'}: {proof['why']}")
+    unseen = summary.get("witness", {}).get("unseen", ())
+    lines += [f"note       {NOT_SEEN}: {text}" for text in unseen]
     if summary["restarts"]:
         times = "once" if summary["restarts"] == 1 else f"{summary['restarts']} times"
         lines.append(f"started again {times} after a fault")

@@ -16,6 +16,8 @@ given this rank's parts, and the ranks with the same ones: FlexDeMo, arXiv 2502.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,12 +148,13 @@ class CompressedSums:
 
     def __init__(self, codec: Codec, after: int) -> None:
         self.codec, self.after, self.steps = codec, after, 0
+        self.is_off = False
         self.units: list[CompressedSum] = []
 
     @property
     def is_plain(self) -> bool:
         """Whether this step is summed as it is."""
-        return self.steps < self.after
+        return self.is_off or self.steps < self.after
 
     def state(self) -> dict[str, Any]:
         """Steps and residuals, unit by unit: of this rank alone."""
@@ -232,6 +235,18 @@ class UnitSums:
                     own.copy_(view)
         if self.compressed is not None:
             self.compressed.steps += 1
+
+    @contextmanager
+    def uncompressed(self) -> Iterator[None]:
+        """Within, passes are summed as they are, and what was not sent yet stays as it is."""
+        if self.compressed is None:
+            yield
+            return
+        self.compressed.is_off = True
+        try:
+            yield
+        finally:
+            self.compressed.is_off = False
 
     def before_update(self, gradients: Gradients) -> None:
         """Leave what the update is made of: with `demo` signs."""

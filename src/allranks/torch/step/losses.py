@@ -96,6 +96,13 @@ class Unweighted:
             )
 
 
+class NotCompared(Unweighted):
+    """The same for passes outside of the steps, whose batches are cut otherwise."""
+
+    def see(self, losses: Tensor, data: Any) -> None:
+        pass
+
+
 def _ignored(losses: Tensor, tensor: Tensor) -> bool:
     """Whether these are targets, some of which `cross_entropy` has ignored."""
     if tensor.shape != losses.shape or tensor.dtype != torch.int64:

@@ -9,8 +9,8 @@ ratio samples / weight, which is the same number on every rank (`step`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ from allranks.torch.step.batch_loss import BatchLoss, Take, Taken, uses_a_parame
 from allranks.torch.step.changes import Changes
 from allranks.torch.step.for_others import PassesForOthers
 from allranks.torch.step.gradients import Backward, Gradients
-from allranks.torch.step.losses import Unweighted, forward, weighted_losses
+from allranks.torch.step.losses import NotCompared, Unweighted, forward, weighted_losses
 from allranks.torch.step.sparse import SparseRows
 from allranks.torch.step.tally import Tally, TallyLayout
 from allranks.torch.step.user_buffers import UserBuffers
@@ -249,6 +249,16 @@ class Passes:
         self.scope.leave()
         self.user_buffers.end(batch)
         self.reached("end")
+
+    @contextmanager
+    def recomputing(self, probe: Probe) -> Iterator[None]:
+        """Within, passes belong to no step, and `probe` alone sees them."""
+        before = self.probe, self.reached, self._unweighted
+        self.probe, self.reached, self._unweighted = probe, lambda where: None, NotCompared()
+        try:
+            yield
+        finally:
+            self.probe, self.reached, self._unweighted = before
 
     def poison_next(self) -> None:
         """A fault on purpose: the loss of this rank's first sample in its next step is NaN."""

@@ -162,6 +162,11 @@ class Tally:
             if found is not None:
                 self.tensor[where].add_(found.to(self.tensor.device))
 
+    @property
+    def weight(self) -> float:
+        """The weight of the samples that were added, once the leaf is closed."""
+        return float(self._counts[WEIGHT])
+
     def leave_samples(self) -> None:
         """Another rank counts the same samples: of this tally the flags remain."""
         self._loss.zero_()

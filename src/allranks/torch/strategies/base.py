@@ -225,6 +225,13 @@ class Strategy(Traits, ABC):
         self.step.accumulate(batch, lambda leaf: tally)
         return tally
 
+    def recompute(self, batch: Batch) -> Tally:
+        """The passes of a batch outside of the steps; every rank calls this.
+
+        Gradients are left in `.grad`, summed as far as passes sum them, and without compression.
+        """
+        return Strategy.forward_backward(self, batch)
+
     @abstractmethod
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         """The sums over all ranks of the tally and of the gradients; every rank calls this."""

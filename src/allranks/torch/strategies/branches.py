@@ -114,13 +114,22 @@ class Branches(Staged):
     # --- a step ---------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch) -> Tally:
+        self.steps += 1
+        with self.exchange.opened("gradients"):
+            tally = self._make_passes(batch)
+        self.refuse_written_buffers(tuple(f"{branch.name}." for branch in self.plan.branches))
+        return tally
+
+    def recompute(self, batch: Batch) -> Tally:
+        with self.exchange.opened("control"):
+            return self._make_passes(batch)
+
+    def _make_passes(self, batch: Batch) -> Tally:
+        """Every micro-batch through the whole model."""
         for parameter in self.own:
             parameter.grad = None
-        self.steps += 1
         tally = self._tally = self.step.layout.tally()
-        with self.exchange.opened("gradients"):
-            self.step.accumulate(batch, lambda leaf: tally)
-        self.refuse_written_buffers(tuple(f"{branch.name}." for branch in self.plan.branches))
+        self.step.accumulate(batch, lambda leaf: tally)
         return tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:

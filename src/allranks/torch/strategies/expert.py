@@ -146,6 +146,10 @@ class Experts(Strategy):
         self.steps += 1
         return self.tally
 
+    def recompute(self, batch: Batch) -> Tally:
+        with self.exchange.opened("control"):
+            return super().recompute(batch)
+
     def _forward(self, data: Any) -> Any:
         output = forward(self.task, self.step.call, data)
         self.exchange.close_pass()

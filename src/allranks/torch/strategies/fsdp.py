@@ -232,6 +232,14 @@ class FSDP(Single):
         self.steps += 1
         return tally
 
+    def recompute(self, batch: Batch) -> Tally:
+        if not self.is_cut:
+            return super().recompute(batch)
+        self.order.begin()
+        self.trail.begin()
+        with self.exchange.opened("control"), self.sums.uncompressed():
+            return super().recompute(batch)
+
     def _note(self, number: int, *_: Any) -> None:
         self.order.note(number)
 

@@ -119,6 +119,10 @@ class ThreeAxes(Pipeline):
             self.cut_passes.sum_over_positions(names, self.own)
         return tally
 
+    def recompute(self, batch: Batch) -> Tally:
+        with self.exchange.opened("control"):
+            return super().recompute(batch)
+
     def passed(self, run: Callable[[], Any], stage: int) -> Any:
         return self.cut_passes.passed(run, stage)
 

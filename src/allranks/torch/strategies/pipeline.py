@@ -91,9 +91,22 @@ class Pipeline(Staged):
     # --- a step ---------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch) -> Tally:
+        self.steps += 1
+        tally = self._make_passes(batch)
+        self.refuse_written_buffers()
+        return tally
+
+    def recompute(self, batch: Batch) -> Tally:
+        crossed, self._crossed = self._crossed, {}
+        try:
+            return self._make_passes(batch)
+        finally:
+            self._crossed = crossed
+
+    def _make_passes(self, batch: Batch) -> Tally:
+        """The schedule for the micro-batches of a batch."""
         for parameter in self.own:
             parameter.grad = None
-        self.steps += 1
         self.step.begin(batch)
         self.passes = _Passes(self, batch)
         actions = self.schedule(len(batch.micros))[self.line.rank]
@@ -104,7 +117,6 @@ class Pipeline(Staged):
         self.links.finish()
         tally = self.passes.finished()
         self.step.end(batch)
-        self.refuse_written_buffers()
         return tally
 
     def _forward(self, data: Any) -> Any:

@@ -92,6 +92,10 @@ class Tensors(Strategy):
         self.steps += 1
         return tally
 
+    def recompute(self, batch: Batch) -> Tally:
+        with self.exchange.opened("control"):
+            return super().recompute(batch)
+
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         copies, axis = self.axis(REPLICATE), self.axis(TENSOR)
         sum_over_copies(self.step.parameters, copies)

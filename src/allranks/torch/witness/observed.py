@@ -14,16 +14,18 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import allranks.torch.accelerator as accelerator
 from allranks.torch.draws.keys import BY_FUNCTION
 from allranks.torch.model.bounded_tables import BoundedTable
+from allranks.torch.state import kept_random_streams
 from allranks.torch.step.step import SharedStep
-from allranks.torch.witness.plain_state import Roots, Token, read
+from allranks.torch.witness.plain_state import Kept, Roots, Token, read
 from allranks.torch.witness.replicas import digest
 
 Named = dict[str, str]
@@ -34,6 +36,7 @@ COUNTS = "the result follows the number of passes, and with it the number of ran
 SAMPLES = "what is written follows the samples and the passes of one rank"
 DRAWS = "it is keyed for the micro-batch, and which samples are in one follows the number of ranks"
 UNKEYED = "it is keyed for no shard, so what is drawn follows the number of ranks"
+WRITES_WEIGHT = "writes the weight"
 OWN = "a generator of its own: what it draws follows how many passes there were before"
 
 
@@ -49,6 +52,7 @@ class Observer:
     ) -> None:
         self.step, self.roots, self.alone = step, roots, alone
         self.found: Named = {}
+        self.tensors: set[str] = set()  # of what was found, those that are no buffers
         self.contents = contents
         self._changes: dict[str, int] = {}
         self._passes = 0
@@ -137,7 +141,8 @@ class Observer:
             for what, name in sorted(written):
                 if what == "weight":
                     weight = f"the weight {name!r}"
-                    self.found[weight] = f"forward or backward writes {weight}: {SAMPLES}"
+                    writes = f"{WRITES_WEIGHT} {name!r}: {SAMPLES}"
+                    self.found[weight] = f"forward or backward {writes}"
             for name in sorted(buffers.written):  # those too that hold the same, written once more
                 self.found[name] = f"the model writes {name!r} in its forward pass: {SAMPLES}"
         for name, token in self._plain.items():
@@ -147,10 +152,47 @@ class Observer:
             if token[0] == "generator":
                 self.found[name] = f"forward or loss draws from {name!r}, {OWN}"
             elif token[0] != "number" and self.contents and token[1][0] == before[1][0]:
+                self.tensors.add(name)
                 self.found[name] = f"forward or loss writes {name!r}: {SAMPLES}"
             elif token[0] == "number" and self._changes.get(name, 0) > 1:
                 change = f"{before[1]} -> {token[1]}"
                 self.found[name] = f"forward or loss changes {name!r} ({change}): {COUNTS}"
+
+
+def hook_makes_again(model: nn.Module, name: str, device: torch.device) -> bool:
+    """Whether hooks before forward make this tensor of a module again, the same without an input.
+
+    `nn.utils.weight_norm` and `prune` do: it follows from weights, whatever goes through the model.
+    What the hooks do here is put back.
+    """
+    path, _, own = name.rpartition(".")
+    module = dict(model.named_modules()).get(path)
+    if module is None or own not in vars(module) or not module._forward_pre_hooks:
+        return False
+    roots, before = [("", module)], _token_of(module, own)
+    kept, buffers = Kept.of(roots, None), [(b, b.detach().clone()) for b in module.buffers()]
+    try:
+        with kept_random_streams(device), torch.enable_grad():
+            for hook in filter(_is_of_user, list(module._forward_pre_hooks.values())):
+                hook(module, ())
+            return _token_of(module, own) == before
+    except Exception:  # one that looks at the inputs
+        return False
+    finally:
+        kept.put_back()
+        for buffer, content in buffers:
+            buffer.detach().copy_(content)
+
+
+def _is_of_user(hook: Any) -> bool:
+    """Whether it is none of those that gather and count."""
+    function = getattr(hook, "func", hook)  # of a partial
+    where = getattr(function, "__module__", None) or type(function).__module__
+    return not where.startswith(("allranks.", "torch.distributed."))
+
+
+def _token_of(module: nn.Module, own: str) -> Token | None:
+    return read([("", {own: vars(module)[own]})]).get(own)
 
 
 def told_alike(found: Named, gather: Callable[[str], list[str]]) -> Named:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.strategies.shards import Micro, Piece
 from allranks.torch.data.batch import Batch
@@ -38,6 +39,11 @@ Sketch = dict[str, Any]
 
 TOLERANCE = {"fp64": 1e-7, "tf32": 3e-2}  # of the length of a gradient
 USUAL_TOLERANCE = 1e-3  # float32: rounding is 1e-6, and a ReLU at its corner may turn over
+OF_TYPES: dict[torch.dtype | None, float] = {
+    torch.float32: USUAL_TOLERANCE,
+    torch.bfloat16: 3e-2,
+    torch.float16: 3e-2,
+}
 LOSS_SHARE = 0.1  # of the tolerance: nothing turns over there
 EVERY_THIRD = 3
 
@@ -73,6 +79,11 @@ class Recomputing:
         self.step, self.batch = step, batch
         self.tolerance = TOLERANCE.get(precision, USUAL_TOLERANCE)
         self.over_batch = step.task.loss_over == "batch"
+
+    def loosen(self, coarsest: float) -> bool:
+        """Let the tolerance be that of the coarsest type that took part; whether it is another."""
+        is_looser, self.tolerance = coarsest > self.tolerance, max(coarsest, self.tolerance)
+        return is_looser
 
     def run(self, part: Part, *, regularizer: bool = False) -> Passed:
         """One pass; of a loss over the batch only the outputs."""
@@ -117,16 +128,29 @@ class Recomputing:
             if number == chosen:
                 sketch = self.sketch(part, alone)
             _subtract(rest, alone.gradients)
-        shards = f"shards {', '.join(str(piece.shard) for piece in whole.pieces)}"
-        words = f"{shards} together and one by one"
-        if self.over_batch:
-            return self._outputs_differ(words, together.outputs, outputs), sketch
-        differs = self._sums_differ(words, together, weight, loss)
-        if not differs and (bad := self._regularizer_differs(together.regularizer, added)):
-            differs = bad
-        return differs or self._gradients_differ(words, rest, sizes), sketch
+        words = in_words(piece.shard for piece in whole.pieces)
 
-    def _sums_differ(self, words: str, whole: Passed, weight: float, loss: float) -> str:
+        def judged() -> str:
+            if self.over_batch:
+                return self._outputs_differ(words, together.outputs, outputs)
+            differs = self.sums_differ(words, together, weight, loss)
+            if not differs and (bad := self._regularizer_differs(together.regularizer, added)):
+                differs = bad
+            off = [0.0 if left is None else length([left]) for left in rest]
+            return differs or self.gradients_differ(words, off, sizes)
+
+        differs = judged()
+        if differs and self.loosen(self._coarsest_of(parts[0])):
+            differs = judged()
+        return differs, sketch
+
+    def _coarsest_of(self, part: Part) -> float:
+        seen = Coarsest()
+        with seen, suppress(Exception):  # what it raises is known by now
+            self.run(part)
+        return seen.tolerance
+
+    def sums_differ(self, words: str, whole: Passed, weight: float, loss: float) -> str:
         if not all(map(math.isfinite, (whole.loss, loss))):
             return ""  # the guard's affair
         if abs(whole.weight - weight) > self.tolerance * LOSS_SHARE * max(whole.weight, 1.0):
@@ -150,12 +174,12 @@ class Recomputing:
             "add it in loss"
         )
 
-    def _gradients_differ(self, words: str, rest: list[Tensor | None], sizes: list[float]) -> str:
+    def gradients_differ(self, words: str, rest: list[float], sizes: list[float]) -> str:
+        """What is said of gradients of these `sizes`, which are off by the lengths in `rest`."""
         total = math.hypot(*sizes)
         if not math.isfinite(total):
             return ""
-        for name, left, size in zip(self.step.names, rest, sizes, strict=True):
-            off = 0.0 if left is None else length([left])
+        for name, off, size in zip(self.step.names, rest, sizes, strict=True):
             if off > self.tolerance * (size + total):
                 return (
                     f"the gradient of {name!r} for {words} is not the same, by {off / total:.1e} "
@@ -218,6 +242,28 @@ COUPLING = (
     "an attention over padding, rows in another order, choices made in collate)"
 )
 STATE = "the model, the loss or a generator of its own holds something else there"
+
+
+def in_words(shards: Iterable[int]) -> str:
+    """`shards 0, 4 together and one by one`."""
+    return f"shards {', '.join(map(str, shards))} together and one by one"
+
+
+class Coarsest(TorchDispatchMode):
+    """Within, the numbers that torch's functions are given and return are looked at.
+
+    `tolerance` is that of the coarsest type: a part of a model may compute in a type of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tolerance = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tensors_in((args, found)):
+            self.tolerance = max(self.tolerance, OF_TYPES.get(tensor.dtype, 0.0))
+        return found
 
 
 def _dense(gradient: Tensor) -> Tensor:

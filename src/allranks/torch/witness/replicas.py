@@ -29,11 +29,18 @@ SIDE_BY_SIDE, WORD = 1 << 13, 8
 LARGE_BYTES = 1 << 14
 """From here on adding up a tensor takes less time than its digest."""
 LOW_BITS = np.uint64(7)
+CAUSES = (
+    "Memory or a chip of that machine may be failing, or the task writes to weights on some ranks "
+    "only."
+)
 
 
-def compare_replicas(named_tensors: Iterable[tuple[str, Tensor]], comm: Comm) -> None:
+def compare_replicas(
+    named_tensors: Iterable[tuple[str, Tensor]], comm: Comm, causes: str = CAUSES
+) -> None:
     """Raise `ReplicasDiffer` on all ranks unless their tensors are equal; every rank calls this.
 
+    `causes` says what may have done it.
     Sends 32 bytes to each other rank where all is equal, and else the digest of each name. A name
     that not all ranks give is left out.
     """
@@ -47,19 +54,19 @@ def compare_replicas(named_tensors: Iterable[tuple[str, Tensor]], comm: Comm) ->
     for name in digests:
         found = [row.get(name) for row in rows]
         if None not in found and len(set(found)) > 1:
-            raise ReplicasDiffer(_told(name, found))
+            raise ReplicasDiffer(f"{_told(name, found)} {causes}")
 
 
-def verify(strategy: Strategy) -> None:
+def verify(strategy: Strategy, causes: str = CAUSES) -> None:
     """Compare the ranks that hold the same of one training; every rank calls this.
 
     Where weights are cut, ranks with the same part compare it, and all ranks what is not cut.
     """
     agreement = strategy.agreement
     if agreement.is_one_training:
-        compare_replicas(replicated(strategy), strategy.axis(REPLICATE))
+        compare_replicas(replicated(strategy), strategy.axis(REPLICATE), causes)
     if agreement.weights == "sharded":
-        compare_replicas(_not_cut(strategy), strategy.comm)
+        compare_replicas(_not_cut(strategy), strategy.comm, causes)
 
 
 def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
@@ -135,10 +142,7 @@ def _told(name: str, found: list[Any]) -> str:
     else:
         sides = " / ".join(_ranks(ranks) for ranks in sorted(groups.values()))
         differ = f"{sides} differ from each other, and no majority tells which is right"
-    return (
-        f"ranks that must hold the same weights do not: {differ}; first in {name}. Memory or a "
-        "chip of that machine may be failing, or the task writes to weights on some ranks only."
-    )
+    return f"ranks that must hold the same weights do not: {differ}; first in {name}."
 
 
 def _ranks(ranks: list[int]) -> str:

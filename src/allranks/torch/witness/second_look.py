@@ -125,6 +125,14 @@ class SecondLook:
             return {"unseen": f"a shard computed again ended with {told}"[:400]}
 
     def _as_owner(self) -> dict[str, Any]:
+        whole, parts = self._whole_and_parts()
+        chosen = whole.pieces.index(self.chosen)
+        differs, sketch = self.recomputing.together_and_alone(whole, parts, chosen)
+        unseen = "" if self.can_read else NO_REREADING
+        return {"differs": differs, "sketch": sketch, "unseen": unseen}
+
+    def _whole_and_parts(self) -> tuple[Part, list[Part]]:
+        """What goes through the model at once, and each of its pieces."""
         offer, micro = self.offer, self.batch.micros[self.offer.micro]
         # a copy: a model may write on its inputs, and the step has not been made yet
         whole = Part(offer.pieces, map_tensors(torch.clone, micro.data))
@@ -135,10 +143,7 @@ class SecondLook:
         else:
             apart = Part(whole.pieces, map_tensors(torch.clone, micro.data))
             parts = [cut_out(apart, piece) for piece in whole.pieces]
-        chosen = whole.pieces.index(self.chosen)
-        differs, sketch = self.recomputing.together_and_alone(whole, parts, chosen)
-        unseen = "" if self.can_read else NO_REREADING
-        return {"differs": differs, "sketch": sketch, "unseen": unseen}
+        return whole, parts
 
     def _as_helper(self) -> dict[str, Any]:
         if not self.can_read:

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.errors import FollowsRanks, ReplicasDiffer, RequestError
+from allranks.errors import FollowsRanks, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch.data.batch import Batch
@@ -34,10 +34,18 @@ from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.loaders import WholeLoader
 from allranks.torch.data.sources import TensorSource
 from allranks.torch.strategies.base import Strategy
-from allranks.torch.witness.observed import Named, Observer, changed_by_reading, told_alike
+from allranks.torch.witness.joint_look import JointLook, why_none
+from allranks.torch.witness.observed import (
+    WRITES_WEIGHT,
+    Named,
+    Observer,
+    changed_by_reading,
+    hook_makes_again,
+    told_alike,
+)
 from allranks.torch.witness.plain_state import Roots, Token, plain_globals, read
-from allranks.torch.witness.recomputed import Recomputing
-from allranks.torch.witness.replicas import verify
+from allranks.torch.witness.recomputed import OF_TYPES, Recomputing
+from allranks.torch.witness.replicas import CAUSES, verify
 from allranks.torch.witness.second_look import Offer, SecondLook
 
 WITNESS_EVERY = 500  # steps between two looks, after the first two
@@ -48,7 +56,6 @@ EARLY_CAUSES = (
     "loss, draws from generators of its own in its optimizer, "
     "or lets its regularizer read what forward left."
 )
-NO_WHOLE_WEIGHTS = "no shard was computed again: no rank holds the weights for it by itself"
 NO_SECOND_FINDING = "no shard was computed again: what was found already would make it another one"
 
 
@@ -57,6 +64,8 @@ def say_what_matters(event: str, **values: Any) -> None:
     if event == "witness":
         for text in values["found"]:
             sys.stderr.write(f"allranks: NOT equal on other numbers of ranks: {text}\n")
+        for text in values["unseen"]:
+            sys.stderr.write(f"allranks: note: the witness could not look at everything: {text}\n")
     if event == "rate_notes":
         for text in values["notes"]:
             sys.stderr.write(f"allranks: note: {text}\n")
@@ -89,9 +98,8 @@ class Witness:
         self.testimony = Testimony(job.witness)
         apart = not strategy.agreement.is_one_training and strategy.comm.size > 1
         self.is_on = job.witness != "off" and not apart
-        self.looks_again = not strategy.equal_passes
-        if self.is_on and not self.looks_again:
-            self.testimony.unseen.append(NO_WHOLE_WEIGHTS)
+        self._why_none = why_none(strategy) if strategy.equal_passes else ""
+        self.looks_again = not self._why_none
         self.steps = self._at = 0
         self._before_reading: dict[str, Token] | None = None
         self._read: Named = {}
@@ -207,15 +215,19 @@ class Witness:
         self.steps += 1
         self.strategy.step.reached = lambda where: None
         if self.steps <= OBSERVED_STEPS and not self._looked_before:
-            try:
-                verify(self.strategy)
-            except ReplicasDiffer as error:
-                raise ReplicasDiffer(f"{error} {EARLY_CAUSES}") from None
+            verify(self.strategy, self._causes(EARLY_CAUSES))
 
     def compare_replicas(self) -> None:
         """Before something is written: all ranks hold the same, or `ReplicasDiffer` is raised."""
         if self.is_on or self.job.verify_every is not None:
-            verify(self.strategy)
+            verify(self.strategy, self._causes())
+
+    def _causes(self, early: str = "") -> str:
+        """What may have let replicas drift, the likeliest first."""
+        seen = [text for text in self.testimony.found if WRITES_WEIGHT in text]
+        if seen:
+            return f"The witness has seen what does that: {'; '.join(seen)}."
+        return f"{early} {CAUSES}".strip()
 
     def _reached(self, where: str) -> None:
         assert self._observer is not None
@@ -227,6 +239,9 @@ class Witness:
         own, self._read = {**self._read, **self._observer.found}, {}
         gather = self.strategy.comm.gather_texts
         alike = told_alike(own, gather)
+        if alike:
+            for name in self._made_again(self._observer.tensors, gather):
+                alike.pop(name, None)
         self.strategy.step.user_buffers.agree(alike)
         found = list(alike.values())
         readings = self.strategy.step.scope.keys.readings
@@ -240,8 +255,23 @@ class Witness:
                 do="keep it out of the passes (a callback comes after each step; torch's own "
                 "generator and the `random` of augment are keyed), or drop --bitwise",
             )
-        untried = max(gather(readings.untried())) if self.steps == OBSERVED_STEPS - 1 else ""
-        self._tell(self._at, found, untried)
+        is_last = self.steps == OBSERVED_STEPS - 1
+        unseen = max(gather(readings.untried())) if is_last else self._why_none
+        self._tell(self._at, found, unseen)
+
+    def _made_again(self, own: set[str], gather: Callable[[str], list[str]]) -> set[str]:
+        """Of the tensors of modules that changed, those that follow from the weights alone.
+
+        Every rank calls this.
+        """
+        together = set[str]().union(*map(json.loads, gather(json.dumps(sorted(own)))))
+        if not together:
+            return together
+        step = self.strategy.step
+        with self.strategy.whole_weights(), step.precision.autocast():
+            device = step.scope.device
+            others = [name for name in own if not hook_makes_again(step.model, name, device)]
+        return together.difference(*map(json.loads, gather(json.dumps(others))))
 
     def _tell(self, step: int, found: list[str], unseen: str = "") -> None:
         """Say what is new; the same on all ranks."""
@@ -267,25 +297,36 @@ class Witness:
         if self.testimony.found:
             self._tell(batch.index, [], NO_SECOND_FINDING)
             return
-        comm, turn = self.strategy.comm, batch.index // WITNESS_EVERY
+        strategy, turn = self.strategy, batch.index // WITNESS_EVERY
+        comm = strategy.data if strategy.equal_passes else strategy.comm
         own = Offer.of(batch, turn)
         offers = comm.gather_texts("" if own is None else own.to_text())
         if not any(offers):
             return  # a stream has ended
-        recomputing = Recomputing(self.strategy.step, batch, self.job.precision)
+        recomputing = Recomputing(strategy.step, batch, self.job.precision)
         known = tuple(map(Offer.from_text, offers))
-        look = SecondLook(self.strategy, batch, batches, recomputing, turn, known)
         roots = self._roots()
         if not self._reads_elsewhere(batches):
             roots += self._roots_of_data(batches)[:1]
+        if strategy.equal_passes:
+            recomputing.loosen(OF_TYPES.get(strategy.step.precision.compute, 0.0))
+            joint = JointLook(strategy, batch, batches, recomputing, turn, known)
+            text, unseen = joint.run_together(roots, exact=self.job.bitwise)
+        else:
+            look = SecondLook(strategy, batch, batches, recomputing, turn, known)
+            text, unseen = self._compared(look, roots)
+        self._tell(batch.index, [f"step {batch.index}: {text}"] if text else [], unseen)
+
+    def _compared(self, look: SecondLook, roots: Roots) -> tuple[str, str]:
+        """What owner and helper of a look have otherwise, and what was not looked at."""
+        comm = self.strategy.comm
         told = json.dumps(look.run(comm.rank, roots))
         answers = [json.loads(text) for text in comm.gather_texts(told)]
         owner = answers[look.owner]
         helper = answers[look.helper] if look.helper != look.owner else {}
         text = owner.get("differs", "")
         if not text and owner.get("sketch") and helper.get("sketch"):
-            text = recomputing.sketches_differ(
+            text = look.recomputing.sketches_differ(
                 look.chosen.shard, owner["sketch"], helper["sketch"], self.job.bitwise
             )
-        unseen = owner.get("unseen") or helper.get("unseen") or ""
-        self._tell(batch.index, [f"step {batch.index}: {text}"] if text else [], unseen)
+        return text, owner.get("unseen") or helper.get("unseen") or ""
