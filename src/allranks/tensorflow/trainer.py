@@ -42,7 +42,7 @@ from allranks.tensorflow.step.step import Graphs
 from allranks.tensorflow.step.step_result import StepResultBuilder
 from allranks.tensorflow.step.user_variables import OwnWrites
 from allranks.tensorflow.strategies.base import Strategy, StrategyContext
-from allranks.training.callback import Callback
+from allranks.training.callback import Callback, around_evaluation
 from allranks.training.engine.between_steps import BetweenSteps, total_steps
 from allranks.training.engine.stopping import StopAgreement
 from allranks.training.evaluation_plan import EvaluationPlan
@@ -243,7 +243,8 @@ class Trainer:
         """The metrics over the evaluation data, exact; every rank calls this."""
         before = self.heartbeat.enter("evaluate")
         self.faults.reach("evaluate")
-        metrics = self.task_data.evaluate(lambda: self.heartbeat.enter("evaluate"))
+        with around_evaluation(self):
+            metrics = self.task_data.evaluate(lambda: self.heartbeat.enter("evaluate"))
         self.heartbeat.enter(before)
         return metrics
 

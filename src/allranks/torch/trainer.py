@@ -51,7 +51,7 @@ from allranks.torch.taken import Taken
 from allranks.torch.task import Task, task_of_parts
 from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
-from allranks.training.callback import Callback
+from allranks.training.callback import Callback, around_evaluation
 from allranks.training.engine.between_steps import BetweenSteps, total_steps
 from allranks.training.engine.stopping import StopAgreement
 from allranks.training.evaluation_plan import EvaluationPlan
@@ -195,7 +195,7 @@ class Trainer(OnSteps):
         self.settle()
         if self.strategy.agreement.is_one_training:
             self.comm.meet(EVALUATE)
-        with self.strategy.evaluated_weights(), KERNELS:
+        with around_evaluation(self), self.strategy.evaluated_weights(), KERNELS:
             metrics = self.task_data.evaluate(data)
         self.heartbeat.enter(before)
         return metrics

@@ -28,6 +28,11 @@ from allranks.training.evaluation_plan import check_metrics
 from allranks.training.evaluation_sets import named, sets_of
 from allranks.training.same_data import HASHES, check_same, digest_of, identity
 
+COLLATE_DRAWS_IN_EVALUATION = (
+    "eval_data(): what makes batches of its samples draws random numbers, so metrics are those of "
+    "changed samples (mixed, masked); eval_collate(samples) of the task is for the evaluation alone"
+)
+
 
 class TaskData:
     """What one rank reads for one task under one strategy: its batches, and its evaluation data.
@@ -72,7 +77,9 @@ class TaskData:
                 precision=self.strategy.context.precision,
                 prefetch=self.job.prefetch,
                 order=opened.order,
+                shuffles=opened.shuffles,
                 collates_alone=probed.collate_draws or self._cuts_by_shard,
+                collate_draws=probed.collate_draws,
                 cut_for=self.job.cut_for,
                 counts_passes=self._meets_in_passes or self.strategy.counts_passes,
                 needs_spare=self._meets_in_passes or self.task.loss_over == "batch",
@@ -151,6 +158,8 @@ class TaskData:
             with kept_random_streams(self.strategy.comm.device):
                 probed = self._probed[id(opened.source)] = probe(opened.source)
             self.notes += filter(None, (probed.note and f"{name}(): {probed.note}",))
+            if name == "eval_data" and probed.collate_draws:
+                self.notes.append(COLLATE_DRAWS_IN_EVALUATION)
         if opened.note:
             self.notes.append(opened.note)
         return opened
