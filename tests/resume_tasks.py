@@ -24,6 +24,72 @@ from allranks.training.schedules import Plateau
 from contract_tasks import Images, Plain
 
 
+class ModedSGD(Optimizer):
+    """SGD without a schedule: its steps go on from a mixture of the last point and the average."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05, beta: float = 0.8) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "steps": 0, "training": False})
+
+    @torch.no_grad()
+    def _mode(self, training: bool) -> None:
+        for group in self.param_groups:
+            if group["training"] is training:
+                continue
+            share = 1 - group["beta"] if training else 1 - 1 / group["beta"]
+            for parameter in group["params"]:
+                if "last" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["last"], share)
+            group["training"] = training
+
+    def train(self) -> None:
+        self._mode(True)
+
+    def eval(self) -> None:
+        self._mode(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["training"], "call train() before step()"
+            group["steps"] += 1
+            share = 1 / group["steps"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                last = state.setdefault("last", parameter.clone())
+                parameter.lerp_(last, share)
+                forward = group["lr"] * (group["beta"] * (1 - share) - 1)
+                parameter.add_(parameter.grad, alpha=forward)
+                last.sub_(parameter.grad, alpha=group["lr"])
+
+
+@dataclass(kw_only=True)
+class ScheduleFree(Plain):
+    epochs: int = 2
+    whole: bool = False
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return (ModedByLength if self.whole else ModedSGD)(model.parameters())
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+
+class ModedByLength(ModedSGD):
+    """Looks at a whole weight: each gradient has the length 1."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad / parameter.grad.norm()
+        super().step()
+
+
 class Odd(Optimizer):
     """Keeps what torch's own optimizers do not: in its groups, beside them, and of other types.
 

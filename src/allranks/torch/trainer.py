@@ -217,9 +217,19 @@ class Trainer(OnSteps):
         self.heartbeat.enter(before)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer, whole, by name in sorted order; every rank calls this."""
+        """Every parameter and buffer, whole, by name in sorted order; every rank calls this.
+
+        Of an optimizer with two modes they are copies of those that it evaluates.
+        """
         self.settle()
-        return self.strategy.full_state()
+        if self.strategy.two_modes is None:
+            return self.strategy.full_state()
+        return self._evaluated_weights()
+
+    def _evaluated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        with self.strategy.evaluated_weights():
+            for name, tensor in self.strategy.full_state():
+                yield name, tensor.clone()
 
     def state(self) -> dict[str, Any]:
         """All that the rest depends on: weights, optimizer, progress; every rank calls this."""

@@ -210,7 +210,7 @@ class Batches:
                 yield from self._sampled(source, plans)
                 return
             for epoch, of_epoch in groupby(plans, key=lambda plan: plan.epoch):
-                epochs.enter(epoch, lambda: None)  # threads share the samples: the last epoch is over
+                epochs.enter(epoch, lambda: None)  # threads share them: the last epoch is over
                 yield from self._sampled(source, of_epoch)
 
     def _sampled(self, source: Samples, plans: Iterator[Batch]) -> Generator[list[list[Any]]]:

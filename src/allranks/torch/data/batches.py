@@ -56,8 +56,8 @@ class GlobalBatches:
     """The batches of a job for the reader `rank` of `ranks`.
 
     `precision` places the data; `order` is that of a sampler which came with the data; without one
-    the job draws it, unless nothing `shuffles`. `exhausted` is set by the trainer once a step of a stream has found no sample on any rank. How batches are
-    cut is described at `Cutting`.
+    the job draws it, unless nothing `shuffles`. `exhausted` is set by the trainer once a step of a
+    stream has found no sample on any rank. How batches are cut is described at `Cutting`.
     """
 
     source: Source | StreamSource | WholeLoader
