@@ -6,6 +6,7 @@ are equal; in float64 weights agree within 1e-10; on as many ranks as before alw
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -419,3 +420,53 @@ def test_an_optimizer_with_two_modes_is_refused_where_its_average_would_be_anoth
     with pytest.raises(RequestError, match="two modes") as raised:
         train(TWO_MODES, *settings, steps=1, **flags)
     assert why in str(raised.value)
+
+
+# --- callbacks ------------------------------------------------------------------------------------
+
+CALLED_BACK = "resume_tasks:CalledBack"
+
+
+def resumed(train: Train, folder: Path, *settings: str, ranks: tuple[int, int]) -> list[Any]:
+    """What callbacks say at the end, and the events, of a run that was stopped and resumed."""
+    flags: dict[str, Any] = {"precision": "fp64", "run_dir": str(folder), "checkpoint_every": 3}
+    train(CALLED_BACK, f"folder={folder}", *settings, ranks=ranks[0], steps=MIDDLE, **flags)
+    run = train(CALLED_BACK, f"folder={folder}", *settings, ranks=ranks[1], steps=END, **flags)
+    said = [json.loads((folder / f"end-{rank}.json").read_text()) for rank in range(ranks[1])]
+    return [said, list(read_events(run.run_dir))]
+
+
+@pytest.mark.parametrize(("per_rank", "ranks"), [("false", (1, 2)), ("true", (2, 2))])
+def test_the_state_of_a_callback_goes_on(
+    train: Train, whole: Whole, tmp_path: Path, per_rank: str, ranks: tuple[int, int]
+) -> None:
+    (tmp_path / "cut").mkdir()
+    train(CALLED_BACK, f"folder={tmp_path}", ranks=ranks[1], steps=END, precision="fp64")
+    said, events = resumed(train, tmp_path / "cut", f"per_rank={per_rank}", ranks=ranks)
+    for rank in range(ranks[1]):
+        wanted = json.loads((tmp_path / f"end-{rank}.json").read_text())
+        assert said[rank]["calls"] == wanted["calls"] == list(range(END))
+        assert said[rank]["rank"] == wanted["rank"] == rank
+        for number in ("average", "best"):
+            assert said[rank][number] == pytest.approx(wanted[number], rel=1e-10)
+    assert not [event for event in events if event["event"] == "callback_notes"]
+
+
+def test_the_state_of_a_callback_that_is_of_a_rank_goes_on_there_alone(
+    train: Train, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match="another on each rank"):
+        resumed(train, tmp_path, "per_rank=true", ranks=(2, 1))
+
+
+def test_a_callback_without_a_state_is_named_once_and_one_that_cannot_be_saved_is_refused(
+    train: Train, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {"steps": 4, "checkpoint_every": 2, "ranks": 2}
+    run = train(CALLED_BACK, f"folder={tmp_path}", "kind=KeepsAverage", **flags)
+    events = [e for e in read_events(run.run_dir) if e["event"] == "callback_notes"]
+    ((note,),) = [event["notes"] for event in events]
+    assert all(f"KeepsAverage.{name}" in note for name in ("average", "best", "calls"))
+    with pytest.raises(RequestError, match="Fraction") as raised:
+        train(CALLED_BACK, f"folder={tmp_path}", "kind=Unsaveable", **flags)
+    assert "callbacks/Unsaveable/fraction" in str(raised.value)

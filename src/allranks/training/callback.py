@@ -15,7 +15,11 @@ from allranks.training.progress import StepResult
 
 
 class Callback:
-    """Does nothing. Derive from it, and write what you need; `trainer` is the `Trainer`."""
+    """Does nothing. Derive from it, and write what you need; `trainer` is the `Trainer`.
+
+    With `state_dict()` and `load_state_dict(state)` beside these its state is in every checkpoint.
+    It is loaded after `on_start`.
+    """
 
     def on_start(self, trainer: Any) -> None:
         """The first step follows; a checkpoint is loaded if there was one."""

@@ -57,7 +57,7 @@ def say_what_matters(event: str, **values: Any) -> None:
     if event == "witness":
         for text in values["found"]:
             sys.stderr.write(f"allranks: NOT equal on other numbers of ranks: {text}\n")
-    if event == "rate_notes":
+    if event in ("rate_notes", "callback_notes"):
         for text in values["notes"]:
             sys.stderr.write(f"allranks: note: {text}\n")
 
