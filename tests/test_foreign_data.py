@@ -395,6 +395,23 @@ def test_ranks_that_would_draw_different_epochs_are_told_apart(train: Train) -> 
         train("foreign_tasks:WithoutLaw", ranks=2, precision="fp64", steps=2)
 
 
+def test_a_sampler_with_a_state_is_told_that_it_is_not_saved(train: Train) -> None:
+    told = []
+    for flags in ({}, {"checkpoint_every": 1}):
+        run = train("foreign_tasks:InBucketsWithAState", steps=1, **flags)
+        events = [e for e in read_events(run.run_dir) if e["event"] == "data_notes"]
+        told.append(any("Remembering has a state_dict" in n for e in events for n in e["notes"]))
+    assert told == [False, True]
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_stream_that_shards_itself_is_told_to_leave_it(train: Train, loads: bool) -> None:
+    with pytest.raises(RequestError, match="leave the sharding by rank out") as raised:
+        train("foreign_tasks:ShardsItself", f"loads={loads}", ranks=2, steps=2)
+    assert ("a DataLoader over a OfItsRank" in str(raised.value)) is loads
+    assert "a OfItsRank" in str(raised.value)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_hugging_face_data_set_is_read_as_any_other(train: Train, library: str) -> None:
     """Equal bits with the rows of a tensor, on one rank and on two, with workers and without."""

@@ -44,6 +44,16 @@ CPU = torch.device("cpu")
 END = None
 
 
+class Iterated(IterableDataset[Any]):
+    """Whatever can be iterated anew for each epoch, as a data set of torch."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self.dataset = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+
 def has_samples_by_number(loader: DataLoader[Any]) -> bool:
     """Whether the samples of a loader can be read one by one, in an order that is known before."""
     return (
@@ -173,6 +183,14 @@ class WholeLoader:
         self._begun: tuple[tuple[Any, int] | None, Iterator[tuple[Any, int] | None]] | None = None
         with suppress(TypeError):  # nobody knows
             self.steps_per_epoch = len(loader)
+
+    @property
+    def kind(self) -> str:
+        """What is read: the class of the stream, and of the loader that came with it."""
+        data = self.loader.dataset
+        if isinstance(data, Iterated):
+            return f"a {type(data.dataset).__name__}"
+        return f"a DataLoader over a {type(data).__name__}"
 
     def open(self, epoch: int, skip: int) -> Iterator[tuple[Any, int]]:
         """The batches of one epoch with their samples, from number `skip` on."""

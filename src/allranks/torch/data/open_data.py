@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from allranks.errors import RequestError
 from allranks.torch.data.loaders import (
     ONLY_KEYED,
+    Iterated,
     SamplerOrder,
     WholeLoader,
     brings_collate,
@@ -98,16 +99,6 @@ def collate_of(task: Task, training: bool) -> Callable[[list[Any]], Any]:
     return task.collate if task.overrides("collate") else default_collate
 
 
-class _Iterated(IterableDataset[Any]):
-    """Whatever can be iterated anew for each epoch, as a data set of torch."""
-
-    def __init__(self, samples: Iterable[Any]) -> None:
-        self.dataset = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.dataset)
-
-
 def _open_iterable(data: Any, task: Task, seed: int, workers: int, name: str) -> Opened:
     """Samples without numbers: every rank reads all of them, as from a DataLoader."""
     found = type(data).__name__
@@ -122,7 +113,7 @@ def _open_iterable(data: Any, task: Task, seed: int, workers: int, name: str) ->
         raise _unusable(name, f"{found}, an iterator", why, do)
     collate = task.collate if task.overrides("collate") else None
     loader: DataLoader[Any] = DataLoader(
-        _Iterated(data), batch_size=task.batch_size, collate_fn=collate
+        Iterated(data), batch_size=task.batch_size, collate_fn=collate
     )
     if task.overrides("augment"):
         do = "change the samples where they are read"
