@@ -367,6 +367,9 @@ def test_an_optimizer_with_two_modes_is_evaluated_in_one_and_trained_in_the_othe
         assert metrics == trainer.task_data.evaluate()
         assert all(torch.equal(weights[n], p) for n, p in model.named_parameters())
         assert all(torch.equal(weights[n], t) for n, t in state["strategy"]["evaluated"].items())
+        trainer.evaluate()  # in the other mode, in which a callback has left it
+        for weight, parameter in zip(trained, model.parameters(), strict=True):
+            torch.testing.assert_close(weight, parameter.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow(but=2)
