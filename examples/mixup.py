@@ -2,8 +2,9 @@
 
     allranks train mixup.py --ranks 2 --bitwise
 
-The partner is drawn in `augment`, whose generator belongs to the sample: so it is the same on any
-number of ranks. Drawn in `collate`, the partner would come from whatever the rank has at hand.
+The partner is drawn in `augment`, whose generator belongs to the sample, from all images: so it is
+the same on any number of ranks. `collate` could draw as well, and be the same: each shard is then
+collated by itself, and the partner is one of the few images of that shard.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Mixed(Digits):
         return mixed, sample[1], labels[other], torch.tensor(share)
 
     def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        if len(batch) == 2:  # evaluated: an image and its label
+        if not self.training:  # an evaluation, of images that are not mixed
             return super().loss(output, batch)
         _, one, other, share = batch
         return share * F.cross_entropy(output, one, reduction="none") + (

@@ -60,6 +60,21 @@ class Masked(Plain):
         return rows + 0.1 * noise + 0.01 * random.random()
 
 
+class Evaluated(Masked):
+    """Masks in an evaluation, too, for which `loss` is another one."""
+
+    def eval_data(self) -> Any:
+        return Rows()
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return super().loss(output, batch) if self.training else torch.ones(len(batch))
+
+
+class EvaluatedUnmasked(Evaluated):
+    def eval_collate(self, samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples)
+
+
 class Stream:
     """A row for each number of a shard, without end of files or of anything that could be drawn."""
 

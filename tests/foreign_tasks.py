@@ -95,10 +95,41 @@ class AsAWhole(Named):
         return DataLoader(contract_tasks.NoisyRows(), batch_size=64, collate_fn=named)
 
 
+class Remembering(Lengths):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError("nobody saves it")
+
+
+class InBucketsWithAState(InBuckets):
+    def train_data(self) -> Any:
+        data = contract_tasks.NoisyRows()
+        return DataLoader(data, batch_sampler=Remembering(), collate_fn=named)
+
+
 class WithoutLaw(Named):
     def train_data(self) -> Any:
         sampler = BatchSampler(Lawless(), 24, drop_last=False)
         return DataLoader(contract_tasks.NoisyRows(), batch_sampler=sampler, collate_fn=named)
+
+
+class OfItsRank(IterableDataset[Any]):
+    """Every second row of a rank of two, as tutorials teach it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        rows = made(SAMPLES, 4).float()[rank::ranks]
+        return iter([(row, row.sum()) for row in rows])
+
+
+@dataclass(kw_only=True)
+class ShardsItself(contract_tasks.Plain):
+    loads: bool = False
+
+    def train_data(self) -> Any:
+        return DataLoader(OfItsRank(), self.batch_size) if self.loads else OfItsRank()
 
 
 class Columns:

@@ -2,26 +2,159 @@
 
 from __future__ import annotations
 
+import json
+import math
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import contract_tasks
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.model.digest import weights_sha256
+from allranks.training.callback import Callback
 from allranks.training.schedules import Plateau
 from contract_tasks import Images, Plain
+
+
+class ModedSGD(Optimizer):
+    """SGD without a schedule: its steps go on from a mixture of the last point and the average."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05, beta: float = 0.8) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "steps": 0, "training": False})
+
+    @torch.no_grad()
+    def _mode(self, training: bool) -> None:
+        for group in self.param_groups:
+            if group["training"] is training:
+                continue
+            share = 1 - group["beta"] if training else 1 - 1 / group["beta"]
+            for parameter in group["params"]:
+                if "last" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["last"], share)
+            group["training"] = training
+
+    def train(self) -> None:
+        self._mode(True)
+
+    def eval(self) -> None:
+        self._mode(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["training"], "call train() before step()"
+            group["steps"] += 1
+            share = 1 / group["steps"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                last = state.setdefault("last", parameter.clone())
+                parameter.lerp_(last, share)
+                forward = group["lr"] * (group["beta"] * (1 - share) - 1)
+                parameter.add_(parameter.grad, alpha=forward)
+                last.sub_(parameter.grad, alpha=group["lr"])
+
+
+class KeepsAverage(Callback):
+    """An average of the weights, the best loss, and how often it was called on its rank."""
+
+    average: nn.Module | None = None
+    best = math.inf
+
+    def __init__(self, model: list[nn.Module], per_rank: bool, folder: str) -> None:
+        self.model, self.per_rank, self.folder = model, per_rank, folder
+        self.calls: list[int] = []
+
+    def on_start(self, trainer: Any) -> None:
+        self.average = AveragedModel(self.model[0], multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        self.rank = trainer.world.rank
+
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        assert isinstance(self.average, AveragedModel)
+        self.average.update_parameters(self.model[0])
+        self.best = min(self.best, result.loss)
+        self.calls.append(batch.index)
+
+    def on_end(self, trainer: Any) -> None:
+        assert self.average is not None
+        total = sum(p.sum().item() for p in self.average.parameters())
+        told = {"average": total, "best": self.best, "calls": self.calls, "rank": self.rank}
+        (Path(self.folder) / f"end-{trainer.world.rank}.json").write_text(json.dumps(told))
+
+
+class Keeps(KeepsAverage):
+    def state_dict(self) -> dict[str, Any]:
+        assert self.average is not None
+        own = {"rank": self.rank} if self.per_rank else {}
+        return {**own, "average": self.average.state_dict(), "best": self.best, "calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self.average is not None, "it is loaded after on_start"
+        assert state.get("rank", self.rank) == self.rank
+        self.average.load_state_dict(state["average"])
+        self.best, self.calls = state["best"], state["calls"]
+
+
+class Unsaveable(Keeps):
+    def state_dict(self) -> dict[str, Any]:
+        return {"fraction": Fraction(1, 3)}
+
+
+@dataclass(kw_only=True)
+class CalledBack(Plain):
+    folder: str = ""
+    kind: str = "Keeps"
+    per_rank: bool = False
+
+    def __post_init__(self) -> None:
+        self._models: list[nn.Module] = []
+
+    def model(self) -> nn.Module:
+        self._models[:] = [super().model()]
+        return self._models[0]
+
+    def callbacks(self) -> Sequence[Callback]:
+        return [globals()[self.kind](self._models, self.per_rank, self.folder)]
+
+
+@dataclass(kw_only=True)
+class ScheduleFree(Plain):
+    epochs: int = 2
+    whole: bool = False
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return (ModedByLength if self.whole else ModedSGD)(model.parameters())
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+
+class ModedByLength(ModedSGD):
+    """Looks at a whole weight: each gradient has the length 1."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad / parameter.grad.norm()
+        super().step()
 
 
 class Odd(Optimizer):

@@ -6,17 +6,23 @@ are equal; in float64 weights agree within 1e-10; on as many ranks as before alw
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
+import resume_tasks
+from allranks.checkpoint.export import export_weights
 from allranks.errors import ProgramError, RequestError
+from allranks.job.job import Job
 from allranks.job.run_folder import read_events, read_rows
 from allranks.launcher.start import Result
+from allranks.torch import Trainer
 from conftest import Train
 
 PAIRS = [(4, 3), (1, 2), (8, 1), (2, 4), (3, 8)]
@@ -334,3 +340,136 @@ def test_a_trainer_saves_and_resumes(
     job = {"strategy": strategy, "run_dir": str(tmp_path / "run")}
     argument = {"task": task, "job": job, "steps": MIDDLE}
     on_ranks(ranks, f"resume_tasks:{worker}", argument)
+
+
+# --- an optimizer with two modes ------------------------------------------------------------------
+
+TWO_MODES = "resume_tasks:ScheduleFree"
+
+
+def test_an_optimizer_with_two_modes_is_evaluated_in_one_and_trained_in_the_other() -> None:
+    """By hand; an evaluation leaves no bit of the training otherwise."""
+    task = resume_tasks.ScheduleFree()
+    with Trainer(task, Job(threads=1, precision="fp64")) as trainer:
+        model, optimizer = trainer.strategy.model, trainer.strategy.step.optimizer
+        trained: list[torch.Tensor] = []
+        for batch in trainer.batches(steps=4):
+            trainer.step(batch)
+            trained = [p.detach().clone() for p in model.parameters()]
+            metrics = trainer.evaluate()
+            assert all(map(torch.equal, trained, model.parameters()))
+        weights = {name: tensor for name, tensor in trainer.weights()}
+        state = trainer.state()
+        assert all(map(torch.equal, trained, model.parameters()))
+        assert state["strategy"]["optimizer"]["param_groups"][0]["training"] is True
+        assert metrics != trainer.task_data.evaluate()
+        cast(Any, optimizer).eval()
+        assert metrics == trainer.task_data.evaluate()
+        assert all(torch.equal(weights[n], p) for n, p in model.named_parameters())
+        assert all(torch.equal(weights[n], t) for n, t in state["strategy"]["evaluated"].items())
+        trainer.evaluate()  # in the other mode, in which a callback has left it
+        for weight, parameter in zip(trained, model.parameters(), strict=True):
+            torch.testing.assert_close(weight, parameter.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("ddp", 2), ("fsdp", 2), ("zero1", 3), ("zero2", 2), ("tensor", 2), ("gpipe", 2), ("hsdp", 2)],
+)
+def test_strategies_evaluate_and_write_what_an_optimizer_with_two_modes_says(
+    train: Train, whole: Whole, strategy: str, ranks: int, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {"precision": "fp64", "steps": 7}
+    one = whole(TWO_MODES, **flags)
+    many = train(
+        TWO_MODES, strategy=strategy, ranks=ranks, eval_every="3", checkpoint_every=7, **flags
+    )
+    assert many.summary["eval"] == pytest.approx(one.summary["eval"], rel=1e-10)
+    wanted, found = (load_file(r.run_dir / "weights.safetensors") for r in (one, many))
+    (checkpoint,) = (many.run_dir / "checkpoints").glob("step-*")
+    export_weights(checkpoint, tmp_path / "exported")
+    exported = load_file(tmp_path / "exported")
+    for name, weight in wanted.items():
+        np.testing.assert_allclose(found[name], weight, rtol=1e-10, atol=1e-12)
+        assert np.array_equal(exported[name], found[name])
+
+
+def test_an_optimizer_with_two_modes_resumes_in_the_one_it_trains_in(
+    train: Train, whole: Whole, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {"precision": "fp64", "steps": END, "bitwise": True}
+    wanted = whole(TWO_MODES, ranks=2, checkpoint_every=MIDDLE, **flags)
+    run_dir = str(tmp_path / "cut")
+    first = {**flags, "steps": MIDDLE}
+    train(TWO_MODES, ranks=1, checkpoint_every=MIDDLE, run_dir=run_dir, **first)
+    again = train(TWO_MODES, ranks=2, checkpoint_every=MIDDLE, run_dir=run_dir, **flags)
+    assert_same(again, wanted, MIDDLE)
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(
+    ("settings", "flags", "why"),
+    [
+        (("ema=0.9",), {}, "two averages"),
+        ((), {"strategy": "local-sgd", "ranks": 2}, "train()"),
+        ((), {"strategy": "ps", "ranks": 2}, "other processes"),
+        (("whole=true",), {"strategy": "zero1", "ranks": 2}, "one rank keeps its state whole"),
+    ],
+)
+def test_an_optimizer_with_two_modes_is_refused_where_its_average_would_be_another(
+    train: Train, settings: tuple[str, ...], flags: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(RequestError, match="two modes") as raised:
+        train(TWO_MODES, *settings, steps=1, **flags)
+    assert why in str(raised.value)
+
+
+# --- callbacks ------------------------------------------------------------------------------------
+
+CALLED_BACK = "resume_tasks:CalledBack"
+
+
+def resumed(train: Train, folder: Path, *settings: str, ranks: tuple[int, int]) -> list[Any]:
+    """What callbacks say at the end, and the events, of a run that was stopped and resumed."""
+    flags: dict[str, Any] = {"precision": "fp64", "run_dir": str(folder), "checkpoint_every": 3}
+    train(CALLED_BACK, f"folder={folder}", *settings, ranks=ranks[0], steps=MIDDLE, **flags)
+    run = train(CALLED_BACK, f"folder={folder}", *settings, ranks=ranks[1], steps=END, **flags)
+    said = [json.loads((folder / f"end-{rank}.json").read_text()) for rank in range(ranks[1])]
+    return [said, list(read_events(run.run_dir))]
+
+
+@pytest.mark.parametrize(("per_rank", "ranks"), [("false", (1, 2)), ("true", (2, 2))])
+def test_the_state_of_a_callback_goes_on(
+    train: Train, whole: Whole, tmp_path: Path, per_rank: str, ranks: tuple[int, int]
+) -> None:
+    (tmp_path / "cut").mkdir()
+    train(CALLED_BACK, f"folder={tmp_path}", ranks=ranks[1], steps=END, precision="fp64")
+    said, events = resumed(train, tmp_path / "cut", f"per_rank={per_rank}", ranks=ranks)
+    for rank in range(ranks[1]):
+        wanted = json.loads((tmp_path / f"end-{rank}.json").read_text())
+        assert said[rank]["calls"] == wanted["calls"] == list(range(END))
+        assert said[rank]["rank"] == wanted["rank"] == rank
+        for number in ("average", "best"):
+            assert said[rank][number] == pytest.approx(wanted[number], rel=1e-10)
+    assert not [event for event in events if event["event"] == "callback_notes"]
+
+
+def test_the_state_of_a_callback_that_is_of_a_rank_goes_on_there_alone(
+    train: Train, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match="another on each rank"):
+        resumed(train, tmp_path, "per_rank=true", ranks=(2, 1))
+
+
+def test_a_callback_without_a_state_is_named_once_and_one_that_cannot_be_saved_is_refused(
+    train: Train, tmp_path: Path
+) -> None:
+    flags: dict[str, Any] = {"steps": 4, "checkpoint_every": 2, "ranks": 2}
+    run = train(CALLED_BACK, f"folder={tmp_path}", "kind=KeepsAverage", **flags)
+    events = [e for e in read_events(run.run_dir) if e["event"] == "callback_notes"]
+    ((note,),) = [event["notes"] for event in events]
+    assert all(f"KeepsAverage.{name}" in note for name in ("average", "best", "calls"))
+    with pytest.raises(RequestError, match="Fraction") as raised:
+        train(CALLED_BACK, f"folder={tmp_path}", "kind=Unsaveable", **flags)
+    assert "callbacks/Unsaveable/fraction" in str(raised.value)

@@ -11,10 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
     DataLoader,
+    Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -46,6 +51,7 @@ def batches_of(
     fields = {
         "source": opened.source,
         "order": opened.order,
+        "shuffles": opened.shuffles,
         "batch_size": 24,
         "shards": 8,
         "last_batch": "keep",
@@ -159,6 +165,149 @@ def test_an_epoch_of_unknown_length_is_known_at_its_end() -> None:
     assert [b.nominal for b in batches.after(Progress(), 1, None)] == [24] * 4
 
 
+# --- the epoch ------------------------------------------------------------------------------------
+
+
+class OfEpoch(Dataset[Any]):
+    """Rows that say which epoch their data set is at."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {"row": torch.full((4,), float(self.epoch))}
+
+
+class InStages(OfEpoch):
+    def read(self, number: int) -> int:
+        return self.epoch
+
+    def decode(self, raw: int, random: Any) -> dict[str, Tensor]:
+        return {"row": torch.tensor([raw, raw, self.epoch, self.epoch], dtype=torch.float32)}
+
+
+class OfEpochTensors(TensorDataset):
+    set_epoch = OfEpoch.set_epoch
+
+    def __getitem__(self, number: int) -> Any:
+        return {"row": torch.full((4,), float(self.epoch))}
+
+
+class Collating:
+    """A `collate_fn` with an epoch of its own."""
+
+    epoch = -1
+    set_epoch = OfEpoch.set_epoch
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return {"row": torch.full((len(samples), 4), float(self.epoch))}
+
+
+class Chained(IterableDataset[Any], OfEpoch):
+    def __iter__(self) -> Iterator[Any]:
+        return (self[number] for number in range(SAMPLES))
+
+
+OF_EPOCH: dict[str, Callable[[], Any]] = {
+    "a data set": OfEpoch,
+    "in stages": InStages,
+    "a part of one in stages": lambda: Subset(InStages(), range(SAMPLES)),
+    "a part of a part": lambda: Subset(ConcatDataset([OfEpoch(), OfEpoch()]), range(150, 180)),
+    "tensors that read otherwise": lambda: OfEpochTensors(torch.zeros(SAMPLES)),
+    "a loader": lambda: DataLoader(OfEpoch(), 7, shuffle=True),
+    "a sampler": lambda: DataLoader(OfEpoch(), 7, sampler=SubsetRandomSampler(range(60))),
+    "a collate_fn": lambda: DataLoader(NOISY, 7, collate_fn=Collating()),
+    "a chain": lambda: DataLoader(ChainDataset([Chained()]), 24),
+    "a bare chain": lambda: ChainDataset([Chained()]),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", OF_EPOCH)
+def test_a_data_set_is_at_the_epoch_that_is_read(kind: str, workers: int) -> None:
+    if "chain" in kind and workers:
+        workers = 0
+    data = OF_EPOCH[kind]()
+    batches = batches_of(data, workers=workers, prefetch=4)
+    for done in (START, Progress(1, 1, 1)):  # from the start, and as after a resume
+        for batch in batches.after(done, 3, None):
+            (micro,) = batch.micros
+            assert micro.data["row"].unique().tolist() == [batch.epoch]
+            if isinstance(data, OfEpoch) and not workers:  # the witness, and an evaluation
+                (again,) = batches.source.batches([(0, np.array([3]))])  # type: ignore[union-attr]
+                assert again["row"].unique().tolist() == [0]
+                shared = open_data(data, foreign_tasks.Named(), 5, 0, "eval_data").source
+                (other,) = shared.batches([(7, np.array([3]))])  # type: ignore[union-attr]
+                assert other["row"].unique().tolist() == [7]
+
+
+# --- two that collate -----------------------------------------------------------------------------
+
+
+class TwoCollates(foreign_tasks.Named):
+    def collate(self, samples: list[Any]) -> Any:
+        return "task"
+
+    def eval_collate(self, samples: list[Any]) -> Any:
+        return "evaluation"
+
+
+class OneCollate(foreign_tasks.Named):
+    collate = TwoCollates.collate
+
+
+def loads(samples: list[Any]) -> Any:
+    return "loader"
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "loader", "collated"),
+    [
+        (OneCollate(), "train_data", DataLoader(NOISY), "task"),
+        (OneCollate(), "eval_data", DataLoader(NOISY), "task"),
+        (OneCollate(), "eval_data", DataLoader(NOISY, collate_fn=loads), "loader"),
+        (OneCollate(), "train_data", DataLoader(NOISY, collate_fn=loads), None),
+        (TwoCollates(), "train_data", NOISY, "task"),
+        (TwoCollates(), "eval_data", NOISY, "evaluation"),
+        (TwoCollates(), "eval_data", torch.ones(SAMPLES, 4), "evaluation"),
+        (TwoCollates(), "eval_data", DataLoader(NOISY), "evaluation"),
+        (TwoCollates(), "eval_data", DataLoader(NOISY, collate_fn=loads), None),
+        (foreign_tasks.Named(), "train_data", DataLoader(NOISY, collate_fn=loads), "loader"),
+    ],
+)
+def test_samples_are_collated_by_what_is_nearest_to_them(
+    task: Any, name: str, loader: Any, collated: str | None
+) -> None:
+    if collated is None:
+        with pytest.raises(RequestError, match="leave one of them out"):
+            open_data(loader, task, 0, 0, name)
+        return
+    opened = open_data(loader, task, 0, 0, name)
+    (batch,) = opened.source.batches([(0, np.array([3, 1]))])  # type: ignore[union-attr]
+    assert batch == collated
+    if isinstance(loader, DataLoader):
+        words = {"task": " collate()", "evaluation": "eval_collate()", "loader": "collate_fn"}
+        assert words[collated] in opened.note
+
+
+@pytest.mark.parametrize("data", [NOISY, TensorDataset(contract_tasks.made(SAMPLES, 4))])
+def test_a_loader_that_does_not_shuffle_keeps_the_order(data: Any) -> None:
+    for loader in (
+        DataLoader(data, 7),
+        DataLoader(data, 7, sampler=DistributedSampler(data, 2, 0, shuffle=False)),
+    ):
+        batches = batches_of(loader, ranks=2, rank=1, task=contract_tasks.Plain())
+        first, *_, last = list(batches.after(Progress(), 2, None))
+        assert first.ids.tolist() == list(range(12, 24)) and last.ids.tolist() == [100]
+        assert batches.steps_by_number("ps") == 5
+    assert "shuffle=False" in open_data(loader, contract_tasks.Plain(), 0, 0, "train_data").note
+
+
 class Endless(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         while True:
@@ -244,6 +393,23 @@ def test_each_loader_says_what_is_not_as_it_was(train: Train) -> None:
 def test_ranks_that_would_draw_different_epochs_are_told_apart(train: Train) -> None:
     with pytest.raises(RequestError, match="not the same on all ranks"):
         train("foreign_tasks:WithoutLaw", ranks=2, precision="fp64", steps=2)
+
+
+def test_a_sampler_with_a_state_is_told_that_it_is_not_saved(train: Train) -> None:
+    told = []
+    for flags in ({}, {"checkpoint_every": 1}):
+        run = train("foreign_tasks:InBucketsWithAState", steps=1, **flags)
+        events = [e for e in read_events(run.run_dir) if e["event"] == "data_notes"]
+        told.append(any("Remembering has a state_dict" in n for e in events for n in e["notes"]))
+    assert told == [False, True]
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_stream_that_shards_itself_is_told_to_leave_it(train: Train, loads: bool) -> None:
+    with pytest.raises(RequestError, match="leave the sharding by rank out") as raised:
+        train("foreign_tasks:ShardsItself", f"loads={loads}", ranks=2, steps=2)
+    assert ("a DataLoader over a OfItsRank" in str(raised.value)) is loads
+    assert "a OfItsRank" in str(raised.value)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

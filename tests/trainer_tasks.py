@@ -99,6 +99,12 @@ class Recorder(Callback):
     def on_evaluation(self, trainer: Any, metrics: dict[str, float]) -> None:
         self.lines.append(f"evaluation {sorted(metrics)}")
 
+    def on_evaluation_start(self, trainer: Any) -> None:
+        self.lines.append("before an evaluation")
+
+    def on_evaluation_end(self, trainer: Any) -> None:
+        self.lines.append("after it")
+
     def on_save(self, trainer: Any) -> None:
         self.lines.append(f"save {trainer.progress.batch_index}")
 

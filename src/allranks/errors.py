@@ -72,6 +72,7 @@ class RequestError(AllranksError):
     exit_code = EXIT_BAD_REQUEST
     fault_kind = FaultKind.REQUEST
     passing = False
+    says_all = True
 
     def __init__(self, *, asked: str, found: str, why: str, do: str) -> None:
         super().__init__(asked, found, why, do)

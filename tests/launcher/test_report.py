@@ -219,7 +219,9 @@ def test_a_bad_request_found_before_the_first_update_is_one(tmp_path: Path) -> N
 
 def test_a_bad_request_found_after_an_update_is_a_failed_program(tmp_path: Path) -> None:
     failed(tmp_path, 0, 10.0, kind="RequestError", message="asked", request=REFUSAL, updates=1)
-    assert "RequestError: asked" in report(ended([2]), tmp_path)
+    lines = report(ended([2, -15], {1}), tmp_path).splitlines()
+    assert lines[0].endswith("failed first, after 1 update:")
+    assert lines[1:] == str(RequestError.from_data(REFUSAL)).splitlines()
 
 
 def test_a_torn_event_is_no_event(tmp_path: Path) -> None:

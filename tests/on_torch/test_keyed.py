@@ -47,9 +47,14 @@ def test_loader_processes_draw_the_same_in_collate(train: Train) -> None:
 
 
 def test_collate_that_draws_is_told(train: Train) -> None:
-    events = read_events(train(f"{TASKS}:Masked", ranks=2, steps=1).run_dir)
-    (notes,) = [event["notes"] for event in events if event["event"] == "data_notes"]
-    assert any("collate draws" in note for note in notes)
+    for task, draws_in_evaluation in (("Evaluated", True), ("EvaluatedUnmasked", False)):
+        run = train(f"{TASKS}:{task}", ranks=2, steps=3, precision="fp64", witness="stop")
+        events = read_events(run.run_dir)
+        (notes,) = [event["notes"] for event in events if event["event"] == "data_notes"]
+        assert any("collate draws" in note for note in notes)
+        assert any("eval_collate" in note for note in notes) is draws_in_evaluation
+        assert run.summary["eval"] == {"loss": 1.0}, "self.training is false there"
+        assert run.summary["train_loss"] != 1.0
 
 
 def test_a_generator_of_ones_own_is_told_and_keeps_no_bits(train: Train) -> None:

@@ -126,7 +126,8 @@ def test_callbacks_are_called_on_every_rank(train: Train, tmp_path: Path) -> Non
     flags = {"steps": 3, "ranks": 2, "eval_every": "2", "checkpoint_every": 2}
     train("trainer_tasks:Recorded", f"folder={tmp_path}", **flags)
     metrics = ["accuracy", "loss"]
-    expected = ["start", "step 0", "step 1", f"evaluation {metrics}", "save 2", "step 2", "save 3"]
+    evaluation = ["before an evaluation", "after it", f"evaluation {metrics}"]
+    expected = ["start", "step 0", "step 1", *evaluation, "save 2", "step 2", "save 3"]
     for rank in range(2):
         calls = json.loads((tmp_path / f"calls-{rank}.json").read_text())
         assert calls == [*expected, "end"]

@@ -19,6 +19,8 @@ from allranks.checkpoint.tensors import TensorFiles
 from allranks.errors import RequestError
 
 MODEL = "common/model/"
+EVALUATED = "common/evaluated/"
+"""Of an optimizer with two modes: its steps go on from the weights of the model."""
 WRITTEN_AS = (("~3", ""), ("~2", "@"), ("~1", "/"), ("~0", "~"))
 
 
@@ -30,7 +32,12 @@ def export_weights(folder: Path, target: Path) -> list[str]:
     """
     check_free(target)
     manifest = verified(folder)
-    weights = {model_name(p): (p, t) for p, t in manifest.tensors.items() if p.startswith(MODEL)}
+    weights = {
+        model_name(path, below): (path, tensor)
+        for below in (MODEL, EVALUATED)
+        for path, tensor in manifest.tensors.items()
+        if path.startswith(below)
+    }
     for name in _not_persistent(manifest):
         weights.pop(name, None)
     if not weights:
@@ -69,9 +76,9 @@ def verified(folder: Path) -> Manifest:
     return manifest
 
 
-def model_name(path: str) -> str:
+def model_name(path: str, below: str = MODEL) -> str:
     """`common/model/0.weight` -> `0.weight`: what the model calls the tensor of that path."""
-    name = path.removeprefix(MODEL)
+    name = path.removeprefix(below)
     for written, meant in WRITTEN_AS:
         name = name.replace(written, meant)
     return name

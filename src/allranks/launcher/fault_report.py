@@ -222,6 +222,9 @@ def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
     who = f"{ended.name_of(fault.rank)} on {fault.host} failed first"
     if fault.alike:  # they all saw the same: who did it stands in the words
         who = f"ranks {_listed(fault.rank, *fault.alike)} ended the job together"
+    if request := event.get("request"):  # one rank alone saw what cannot be, when others trained
+        updates = f"{event['updates']} update{'s' * (event['updates'] != 1)}"
+        return f"{who}{step}, after {updates}:\n{RequestError.from_data(request)}"
     words = _last_words(fault, run_dir)
     lines = [f"{who}{step}: {describe_cause(fault, words)}"]
     if words is not None:

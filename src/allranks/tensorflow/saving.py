@@ -6,6 +6,8 @@ held by every rank, so a checkpoint resumes on any number of ranks.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +16,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from allranks.checkpoint.array_snapshot import ArrayCopies
+from allranks.checkpoint.array_snapshot import ArrayCopies, flatten
 from allranks.checkpoint.checkpointer import Checkpointer
 from allranks.checkpoint.commit import Ranks
 from allranks.checkpoint.writers import LeaderAlone
+from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.loaded import program_facts
 from allranks.tensorflow.state import State
@@ -61,6 +64,13 @@ class Saving:
 
     def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
         """Save the variables and the `rest` of the training; a thread of the leader goes on."""
+        if other := sorted(rest.get("callbacks_of_rank") or {}):
+            raise RequestError(
+                asked=f"a checkpoint of the state of the callback {other[0]}",
+                found="another one on each rank",
+                why="a checkpoint of this engine holds what all ranks have alike",
+                do="let its state_dict() return the same on all ranks",
+            )
         state = {**self.state.arrays(), **rest}
         self.checkpointer.save(step, state, None, self.saved.about(rest, metrics))
 
@@ -104,3 +114,12 @@ def instructions() -> str:
     line = next((x for x in text.splitlines() if x.lower().startswith(("flags", "features"))), "")
     found = set(line.partition(":")[2].split())
     return " ".join([platform.machine(), *(name for name in INSTRUCTIONS if name in found)])
+
+
+def digest_of_state(state: Any, name: str) -> str:
+    """A digest of the state of a callback; raises `RequestError` for what cannot be saved."""
+    skeleton, arrays = flatten(state, f"callbacks/{name}")
+    digest = hashlib.blake2b(json.dumps(skeleton).encode(), digest_size=16)
+    for path, array in arrays.items():
+        digest.update(f"{path} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return digest.hexdigest()

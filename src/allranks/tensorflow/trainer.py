@@ -34,7 +34,7 @@ from allranks.tensorflow.data.task_data import TaskData
 from allranks.tensorflow.limits import check_task_limits
 from allranks.tensorflow.machine import check_backend, flip_one_bit, set_arithmetic
 from allranks.tensorflow.names import names_of, value_of
-from allranks.tensorflow.saving import Saving
+from allranks.tensorflow.saving import Saving, digest_of_state
 from allranks.tensorflow.state import State
 from allranks.tensorflow.step.inputs import StepInputs, StepSums
 from allranks.tensorflow.step.layers import restore_layers
@@ -42,8 +42,9 @@ from allranks.tensorflow.step.step import Graphs
 from allranks.tensorflow.step.step_result import StepResultBuilder
 from allranks.tensorflow.step.user_variables import OwnWrites
 from allranks.tensorflow.strategies.base import Strategy, StrategyContext
-from allranks.training.callback import Callback
+from allranks.training.callback import Callback, around_evaluation
 from allranks.training.engine.between_steps import BetweenSteps, total_steps
+from allranks.training.engine.callback_states import CallbackStates
 from allranks.training.engine.stopping import StopAgreement
 from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task
@@ -99,7 +100,10 @@ class Trainer:
             self.faults.poison = self._poison_next
             self._saving = self._made_saving(report) if self.job.run_dir else None
             stopping, results = StopAgreement(self.comm, together=True), self.results
-            self._between = BetweenSteps(self._saving, stopping, results.guard, results.loss_scale)
+            states = CallbackStates(self.callbacks, self.comm, digest_of_state)
+            self._between = BetweenSteps(
+                self._saving, stopping, results.guard, results.loss_scale, states
+            )
         except BaseException:
             self._undo()
             raise
@@ -136,6 +140,7 @@ class Trainer:
         last_epoch = self.task.epochs if epochs is None else epochs
         if limit is not None and epochs is None:
             last_epoch = 2**31  # steps were asked for: epochs do not end them
+        self._between.begin()
         upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
         self.task_data.compare()
         while not self.evaluation_plan.is_over:
@@ -243,7 +248,8 @@ class Trainer:
         """The metrics over the evaluation data, exact; every rank calls this."""
         before = self.heartbeat.enter("evaluate")
         self.faults.reach("evaluate")
-        metrics = self.task_data.evaluate(lambda: self.heartbeat.enter("evaluate"))
+        with around_evaluation(self):
+            metrics = self.task_data.evaluate(lambda: self.heartbeat.enter("evaluate"))
         self.heartbeat.enter(before)
         return metrics
 

@@ -8,7 +8,7 @@ from torch.optim import SGD
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.strategies.mesh import DATA
+from allranks.strategies.mesh import DATA, LEARNER
 from allranks.strategies.reductions import compressed
 from allranks.strategies.reductions.option import is_late
 from allranks.strategies.shards import even_sizes, largest_shard
@@ -16,6 +16,7 @@ from allranks.torch.data.rows import rows_of_ranks
 from allranks.torch.expert_parallel.mixture import MixtureOfExperts
 from allranks.torch.model.layers import normalising_layers, shard_norms
 from allranks.torch.outer.limits import for_learners
+from allranks.torch.step.ema import TwoModes
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
 
@@ -236,6 +237,36 @@ def _numbers_beside(job: Job) -> RequestError:
     )
 
 
+def _two_modes(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    """An optimizer whose evaluated weights follow from all that it keeps of each parameter."""
+    optimizer = strategy.learner.step.optimizer
+    if not TwoModes.are_in(optimizer):
+        return None
+    parts = bool(getattr(strategy, "kept_whole", None))
+    found = {
+        "ema": (task.ema is not None, "two averages of the weights would each be evaluated"),
+        "learners": (
+            LEARNER in dict(strategy.mesh.axes),
+            "the weights that meet are those of train(), and the ones of eval() are each learner's",
+        ),
+        "servers": (
+            len(strategy.card.roles(strategy.comm.size, strategy.context.options)) > 1,
+            "other processes update the weights, and hold what it keeps of them",
+        ),
+        "parts": (parts, "one rank keeps its state whole for weights that all hold parts of"),
+    }
+    why = next((why for is_there, why in found.values() if is_there), None)
+    if why is None:
+        return None
+    asked = "ema" if task.ema is not None else f"--strategy {job.strategy}"
+    return RequestError(
+        asked=f"{asked} with {type(optimizer).__name__}",
+        found="an optimizer with two modes, train() and eval()",
+        why=why,
+        do="--set ema=none" if task.ema is not None else "--strategy ddp",
+    )
+
+
 RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _whole_norm,
     _norm_of_one_sample,
@@ -248,6 +279,7 @@ RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _compressed_gradients,
     _signs,
     _mixture_of_a_cut_shard,
+    _two_modes,
     for_learners,
 )
 """Each finds one thing that cannot be; what the first one finds is raised."""

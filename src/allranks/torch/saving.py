@@ -7,13 +7,19 @@ one rank and are taken up again only where the number of ranks is the same.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from allranks.checkpoint.newest import Loaded
+from allranks.checkpoint.tree import refused
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch.checkpoint.checkpointer import Checkpointer
@@ -23,7 +29,11 @@ from allranks.torch.state import random_streams, set_random_streams
 from allranks.torch.step.trainable import check_no_scheduler
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
+from allranks.training.callback import Callback
 from allranks.training.engine.saved_job import SavedJob
+
+OF_RANK = "callbacks_of_rank"
+DEEPEST, MOST_ITEMS = 3, 64  # of what callbacks keep
 
 
 class Saving:
@@ -62,11 +72,13 @@ class Saving:
 
     def _parts(self, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What all ranks hold, and what is this rank's own."""
-        state = {**self.strategy.state(), **rest}
+        rest = dict(rest)
         own = {
             "random": random_streams(self.strategy.comm.device),
             "strategy": self.strategy.own_state(),
+            OF_RANK: rest.pop(OF_RANK, {}),
         }
+        state = {**self.strategy.state(), **rest}
         if self.strategy.agreement.is_one_training:
             return state, own
         return {}, {**own, **state}
@@ -91,7 +103,7 @@ class Saving:
         if self.strategy.comm.rank == 0:
             has_streams = random is not None
             self.saved.resumed(loaded, changes, random_streams_restored=has_streams)
-        return {**state, "step": loaded.step}
+        return {**state, OF_RANK: own.get(OF_RANK), "step": loaded.step}
 
     def _templates(self) -> dict[str, Tensor]:
         """By path, where this rank's part of each tensor goes that not every rank holds whole.
@@ -118,3 +130,48 @@ class Saving:
                 do=f"--ranks {loaded.manifest.ranks}",
             )
         return dict(loaded.own)
+
+
+# --- callbacks ------------------------------------------------------------------------------------
+
+
+def digest_of_state(state: Any, name: str) -> str:
+    """A digest of the state of a callback; raises `RequestError` for what cannot be saved."""
+    skeleton, tensors = flatten(state, f"callbacks/{name}")
+    digest = hashlib.blake2b(json.dumps(skeleton).encode(), digest_size=16)
+    for path, tensor in tensors.items():
+        if is_dtensor(tensor):
+            raise refused(path, "a part of a tensor that ranks share (DTensor)")
+        digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def contents_of(callback: Callback, model: nn.Module) -> dict[str, Any]:
+    """What tells whether a callback has changed what it keeps beside the `model`, by name."""
+    found: dict[str, Any] = {}
+    known = {id(module) for module in model.modules()}
+    waiting = [(name, value, 1) for name, value in vars(callback).items()]
+    while waiting:
+        name, value, depth = waiting.pop()
+        if id(value) in known or type(value).__module__.startswith("allranks."):
+            continue
+        known |= {id(value)} if hasattr(value, "__dict__") else set()
+        if isinstance(value, nn.Module):
+            found[name] = [t._version for t in (*value.parameters(), *value.buffers())]
+        elif isinstance(value, Tensor):
+            found[name] = id(value), value._version
+        elif isinstance(value, (int, float, np.number)):
+            found[name] = value
+        elif isinstance(value, np.ndarray):
+            found[name] = hashlib.blake2b(np.ascontiguousarray(value).data).digest()
+        elif isinstance(value, (list, tuple, dict, set, deque)):
+            found[name] = len(value)
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            if depth < DEEPEST:
+                items = islice(pairs, MOST_ITEMS)
+                waiting += [(f"{name}[{key!r}]", item, depth + 1) for key, item in items]
+        elif depth < DEEPEST and not callable(value):
+            own = getattr(value, "__dict__", {})
+            waiting += [(f"{name}.{key}", item, depth + 1) for key, item in own.items()]
+    return found

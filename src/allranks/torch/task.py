@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,6 +25,9 @@ class Task(TaskFields):
     """
 
     batchnorm: Literal["shard", "whole"] = "shard"
+
+    training: ClassVar[bool] = True
+    """False while an evaluation calls `inputs`, `weight` and `loss`, which serve both."""
 
     required = ("model", "optimizer", "train_data", "loss")
 
@@ -132,6 +135,10 @@ class Task(TaskFields):
 
     def collate(self, samples: list[Any]) -> Any:
         """A batch from a list of samples. The default stacks, as torch's `default_collate`."""
+        raise NotImplementedError
+
+    def eval_collate(self, samples: list[Any]) -> Any:
+        """As `collate`, for an evaluation. The default is `collate`, which serves both."""
         raise NotImplementedError
 
     def eval_data(self) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from allranks.checkpoint.commit import Alone
 from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import Heartbeat
@@ -41,7 +42,7 @@ from allranks.torch.model.model_notes import notes_on
 from allranks.torch.model.precision import KERNELS, set_kernels
 from allranks.torch.model.swapping import restore_layers
 from allranks.torch.optimizers.named import with_recipe
-from allranks.torch.saving import Saving
+from allranks.torch.saving import Saving, contents_of, digest_of_state
 from allranks.torch.shared_memory.backend import notes_on_backend
 from allranks.torch.state import copied, random_streams, set_random_streams
 from allranks.torch.step.bad_step import guard_of
@@ -51,8 +52,9 @@ from allranks.torch.taken import Taken
 from allranks.torch.task import Task, task_of_parts
 from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
-from allranks.training.callback import Callback
+from allranks.training.callback import Callback, around_evaluation
 from allranks.training.engine.between_steps import BetweenSteps, total_steps
+from allranks.training.engine.callback_states import CallbackStates
 from allranks.training.engine.stopping import StopAgreement
 from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task as KerasTask
@@ -129,6 +131,7 @@ class Trainer(OnSteps):
         if limit is not None and epochs is None:
             last_epoch = 2**31  # steps were asked for: epochs do not end them
         asked, gave = [f"{n}={v}" for n, v in (("epochs", epochs), ("steps", steps)) if v], False
+        self._between.begin()
         upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
         if self.strategy.agreement.lockstep:
             self.task_data.compare_training()
@@ -195,7 +198,7 @@ class Trainer(OnSteps):
         self.settle()
         if self.strategy.agreement.is_one_training:
             self.comm.meet(EVALUATE)
-        with self.strategy.evaluated_weights(), KERNELS:
+        with around_evaluation(self), self.strategy.evaluated_weights(), KERNELS:
             metrics = self.task_data.evaluate(data)
         self.heartbeat.enter(before)
         return metrics
@@ -217,9 +220,19 @@ class Trainer(OnSteps):
         self.heartbeat.enter(before)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer, whole, by name in sorted order; every rank calls this."""
+        """Every parameter and buffer, whole, by name in sorted order; every rank calls this.
+
+        Of an optimizer with two modes they are copies of those that it evaluates.
+        """
         self.settle()
-        return self.strategy.full_state()
+        if self.strategy.two_modes is None:
+            return self.strategy.full_state()
+        return self._evaluated_weights()
+
+    def _evaluated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        with self.strategy.evaluated_weights():
+            for name, tensor in self.strategy.full_state():
+                yield name, tensor.clone()
 
     def state(self) -> dict[str, Any]:
         """All that the rest depends on: weights, optimizer, progress; every rank calls this."""
@@ -227,7 +240,7 @@ class Trainer(OnSteps):
         self.settle()
         state = {"strategy": self.strategy.state(), "own": self.strategy.own_state()}
         random = {"ranks": self.comm.size, **random_streams(self.device)}
-        return {**copied(state), "random": random, **self._between.rest(self)}
+        return {**copied(state), "random": random, **copied(self._between.rest(self))}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Resume from a state that `state` returned, on any number of ranks; all call this."""
@@ -335,7 +348,10 @@ class Trainer(OnSteps):
             self._saving = Saving(task, job, self.strategy, attempt, reach, report)
             taken.left_by(self._saving.checkpointer.close)
         ending, scale = StopAgreement(self.comm, self.strategy.agreement.lockstep), step.loss_scale
-        self._between = BetweenSteps(self._saving, ending, self.guard, scale, self.witness)
+        kept_by = partial(contents_of, model=self.strategy.model)
+        ranks = self.comm if self.strategy.agreement.is_one_training else Alone(self.comm.rank)
+        states = CallbackStates(self.callbacks, ranks, digest_of_state, kept_by, report)
+        self._between = BetweenSteps(self._saving, ending, self.guard, scale, states, self.witness)
 
     def _place_model(self) -> Built:
         """Build the model and hand it to the strategy."""

@@ -89,7 +89,7 @@ class TaskFields:
         super().__init_subclass__()
         fields = {name for base in cls.__mro__[1:-1] for name in inspect.get_annotations(base)}
         annotated = inspect.get_annotations(cls)
-        for name in sorted(fields - {"loss_over", "required"}):
+        for name in sorted(fields - {"loss_over", "required", "training"}):
             if name in cls.__dict__ and name not in annotated:
                 raise TypeError(
                     f"{cls.__name__}.{name} = … has no annotation, so the dataclass would pass "

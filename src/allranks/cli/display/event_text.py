@@ -26,7 +26,7 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [told, *(f"note: {n} was {was}, is {now}" for n, (was, now) in changes.items())]
     if name == "program_changed":
         return [f"note: {n} was {was}, is {now}" for n, (was, now) in event["differs"].items()]
-    if name in ("data_notes", "model_notes", "rate_notes"):
+    if name in ("data_notes", "model_notes", "rate_notes", "callback_notes"):
         return [f"note: {note}" for note in event["notes"]]
     if name == "restart":
         again = f"starting again from step {event['resumes_from']}"

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import tee
+from itertools import groupby, tee
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_s
 from allranks.tensorflow.data.nested import arrays_in, joined, mapped
 from allranks.tensorflow.data.tf_dataset import WholeDataset
 from allranks.tensorflow.step.inputs import Cut
-from allranks.training.order import Order, random_key
+from allranks.training.order import Epochs, Order, random_key
 from allranks.training.prefetch import staged
 from allranks.training.progress import Progress
 
@@ -205,7 +205,13 @@ class Batches:
         if isinstance(source, Arrays):
             yield from (split(source.rows(p.ids), p.cut, self.place) for p in plans)
         else:
-            yield from self._sampled(source, plans)
+            epochs = Epochs(source.samples)
+            if not epochs:
+                yield from self._sampled(source, plans)
+                return
+            for epoch, of_epoch in groupby(plans, key=lambda plan: plan.epoch):
+                epochs.enter(epoch, lambda: None)  # threads share them: the last epoch is over
+                yield from self._sampled(source, of_epoch)
 
     def _sampled(self, source: Samples, plans: Iterator[Batch]) -> Generator[list[list[Any]]]:
         """Each sample, read and transformed by a thread; a batch's plan is its last key."""

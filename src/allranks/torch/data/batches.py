@@ -55,9 +55,9 @@ COLLATES_ALONE = (
 class GlobalBatches:
     """The batches of a job for the reader `rank` of `ranks`.
 
-    `precision` places the data; `order` is that of a sampler which came with the data; `exhausted`
-    is set by the trainer once a step of a stream has found no sample on any rank. How batches are
-    cut is described at `Cutting`.
+    `precision` places the data; `order` is that of a sampler which came with the data; without one
+    the job draws it, unless nothing `shuffles`. `exhausted` is set by the trainer once a step of a
+    stream has found no sample on any rank. How batches are cut is described at `Cutting`.
     """
 
     source: Source | StreamSource | WholeLoader
@@ -72,11 +72,13 @@ class GlobalBatches:
     precision: Precision
     prefetch: int = 2
     order: SamplerOrder | None = None
+    shuffles: bool = True
     cut_for: int = 0
     counts_passes: bool = False
     needs_spare: bool = False
     exhausted: bool = False
     collates_alone: bool = False
+    collate_draws: bool = False
 
     def __post_init__(self) -> None:
         self.cutting = Cutting(
@@ -130,7 +132,8 @@ class GlobalBatches:
 
     def _own_order(self) -> Order:
         assert not isinstance(self.source, (StreamSource, WholeLoader))
-        return Order(len(self.source), self.batch_size, self.seed, self.last_batch)
+        cut = self.batch_size, self.seed, self.last_batch
+        return Order(len(self.source), *cut, shuffles=self.shuffles)
 
     def after(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
         """The batches that follow `done`, to the end of `epochs` epochs or of `steps` steps."""
@@ -139,9 +142,17 @@ class GlobalBatches:
         elif isinstance(self.source, WholeLoader):
             batches = self._from_loader(self.source, done, epochs, steps)
         else:
+            if isinstance(self.source, MapSource) and self.source.has_epochs:
+                self.source.enter(self._next_epoch(done))
             batches = self._by_number(self.source, done, epochs, steps)
         self._open.add(batches)
         return batches
+
+    def _next_epoch(self, done: Progress) -> int:
+        in_epoch = self._own_order().steps_per_epoch
+        if self.order is not None:
+            in_epoch = self.order.steps_in(done.epoch)
+        return done.epoch + (done.step_in_epoch >= in_epoch)
 
     def close(self) -> None:
         """End what is being read, with the threads and processes that read it."""

@@ -54,7 +54,7 @@ def evaluate(
     names, rows = list[str](), dict[int, list[Pair]]()
     copying = Copying(strategy.context.precision)
     reading = source.batches(wanted, place=copying.begin)
-    with _evaluating(strategy.model), closing(reading) as batches:
+    with _evaluating(task, strategy.model), closing(reading) as batches:
         for number, begun in zip(visited, batches, strict=True):
             if comm.heartbeat is not None:
                 comm.heartbeat.enter("evaluate")  # a sign of life for every chunk
@@ -84,7 +84,7 @@ def try_evaluation(
     """
     samples = min(chunk, len(source))
     (data,) = source.batches([(0, np.arange(samples))])
-    with _evaluating(strategy.model):
+    with _evaluating(task, strategy.model):
         pairs = _pairs(task, strategy, data, samples)
     means = [name for name, (_, count) in pairs.items() if count == 1 and name != "loss"]
     if means and samples > 1:
@@ -99,13 +99,18 @@ def try_evaluation(
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards every layer in the mode that it had."""
+def _evaluating(task: Task, model: nn.Module) -> Iterator[None]:
+    """Model and task in evaluation mode; afterwards every layer in the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
+    names_it_itself = "training" in vars(task) or type(task).training is not Task.training
     model.eval()
+    if not names_it_itself:
+        vars(task)["training"] = False
     try:
         yield
     finally:
+        if not names_it_itself:
+            del vars(task)["training"]
         for module, was_training in modes:
             module.training = was_training
 

@@ -1,6 +1,7 @@
 """A torch `DataLoader` that a task hands in: what is taken of it, and what the job does itself.
 
-    a data set with samples by number   the data set and `collate_fn`; the order is the job's
+    a data set with samples by number   the data set and `collate_fn`; the order is the job's, or
+                                        that of the data set with `shuffle=False`
     ... and a sampler of one's own      besides, the order that the sampler draws, each epoch anew
     anything else (an IterableDataset)  every rank reads all of it and takes its own rows
 
@@ -28,6 +29,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    default_collate,
+    default_convert,
 )
 
 from allranks.errors import RequestError
@@ -35,10 +38,20 @@ from allranks.torch.data.nested import tensors_in
 from allranks.torch.data.sources import Ids, seed_generators
 from allranks.torch.state import kept_random_streams
 from allranks.torch.task import Task
-from allranks.training.order import random_key
+from allranks.training.order import Epochs, random_key
 
 CPU = torch.device("cpu")
 END = None
+
+
+class Iterated(IterableDataset[Any]):
+    """Whatever can be iterated anew for each epoch, as a data set of torch."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self.dataset = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
 
 
 def has_samples_by_number(loader: DataLoader[Any]) -> bool:
@@ -50,6 +63,11 @@ def has_samples_by_number(loader: DataLoader[Any]) -> bool:
     )
 
 
+def brings_collate(loader: DataLoader[Any]) -> bool:
+    """Whether a loader has a `collate_fn` of its own, and not the one that torch gives each."""
+    return loader.collate_fn not in (None, default_collate, default_convert)
+
+
 def order_of(loader: DataLoader[Any], task: Task, seed: int) -> SamplerOrder | None:
     """The order of a loader with a sampler of one's own; `None` where the job's takes its place."""
     sampler = sampler_of(loader)
@@ -58,6 +76,14 @@ def order_of(loader: DataLoader[Any], task: Task, seed: int) -> SamplerOrder | N
     if type(sampler) is RandomSampler and not sampler.replacement and _draws_all(sampler):
         return None
     return SamplerOrder(loader, task, seed, sampler)
+
+
+def is_in_order(loader: DataLoader[Any]) -> bool:
+    """Whether a loader goes through its data set as that is: `shuffle=False`, torch's default."""
+    sampler = sampler_of(loader)
+    if type(sampler) is DistributedSampler:
+        return not sampler.shuffle
+    return type(sampler) is SequentialSampler
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
@@ -158,6 +184,14 @@ class WholeLoader:
         with suppress(TypeError):  # nobody knows
             self.steps_per_epoch = len(loader)
 
+    @property
+    def kind(self) -> str:
+        """What is read: the class of the stream, and of the loader that came with it."""
+        data = self.loader.dataset
+        if isinstance(data, Iterated):
+            return f"a {type(data.dataset).__name__}"
+        return f"a DataLoader over a {type(data).__name__}"
+
     def open(self, epoch: int, skip: int) -> Iterator[tuple[Any, int]]:
         """The batches of one epoch with their samples, from number `skip` on."""
         drops, size = self._task.last_batch == "drop", self._task.batch_size
@@ -218,8 +252,9 @@ def key_loader(loader: DataLoader[Any], seed: int, epoch: int) -> None:
     for part in (loader, loader.dataset, loader.sampler, loader.batch_sampler, inner):
         if isinstance(generator := getattr(part, "generator", None), torch.Generator):
             generator.manual_seed(key)
-        if callable(set_epoch := getattr(part, "set_epoch", None)):
-            set_epoch(epoch)
+    parts = loader, loader.dataset, loader.sampler, loader.batch_sampler, inner, loader.collate_fn
+    Epochs(*parts).enter(epoch, lambda: seed_generators(key), again=True)
+    seed_generators(key)
 
 
 def rows_of(batch: Any) -> int:
@@ -258,18 +293,27 @@ def notes_on(loader: DataLoader[Any], task: Task, name: str, order: SamplerOrder
             f"its start; {ONLY_KEYED}"
         )
     taken = f"{said}, batch_size={loader.batch_size}, {type(sampler_of(loader)).__name__}: "
+    parts = "its data set and collate_fn"
+    rival = "eval_collate" if name != "train_data" and task.overrides("eval_collate") else "collate"
+    if not brings_collate(loader) and task.overrides(rival):
+        parts = f"its data set and {rival}() of the task"
     own = f"batch_size={task.batch_size} over all ranks, --loader-workers"
     if loader.drop_last and name == "train_data":
         taken = f"{taken}drop_last=True, "
     if loader.generator is not None and order is None:
         own += ", no `generator` of its own"
     if order is None:
-        own += ", an order drawn from --seed" if name == "train_data" else ", each sample once"
-        return f"{taken}its data set and collate_fn are used; the rest is the job's own ({own})"
+        if name != "train_data":
+            own += ", each sample once"
+        elif is_in_order(loader):
+            parts = f"{parts}, in the order of the data set (shuffle=False),"
+        else:
+            own += ", an order drawn from --seed"
+        return f"{taken}{parts} are used; the rest is the job's own ({own})"
     if not order.is_cut:
         own = "--loader-workers"
     return (
-        f"{taken}its data set, its collate_fn and the order of its {order.kind} are used, which "
+        f"{taken}{parts} are used, in the order of its {order.kind}, which "
         f"every rank draws; the rest is the job's own ({own}); {ONLY_KEYED}; a sample drawn twice "
         "in an epoch is augmented alike"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from allranks.errors import RequestError
 from allranks.torch.data.loaders import (
     ONLY_KEYED,
+    Iterated,
     SamplerOrder,
     WholeLoader,
+    brings_collate,
     has_samples_by_number,
+    is_in_order,
     notes_on,
     order_of,
 )
@@ -32,13 +35,15 @@ IN_ORDER = "each sample is evaluated once, so how many there are must be known"
 class Opened:
     """A source, the order of a sampler that came with it, and what its owner should hear.
 
-    `drops_last`: the rest of an epoch is left out, as the loader says that came with it.
+    `drops_last`: the rest of an epoch is left out, as the loader says that came with it. Without
+    `shuffles` each epoch is in the order of the data set.
     """
 
     source: Source | StreamSource | WholeLoader
     order: SamplerOrder | None = None
     note: str = ""
     drops_last: bool = False
+    shuffles: bool = True
 
 
 def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Opened:
@@ -59,18 +64,20 @@ def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Open
             found = f"a stream in {cut} parts, for shards = {task.shards}"
             raise _unusable(name, found, "a part that no shard reads would be left out in silence")
         opened = Opened(StreamSource(data, task, seed))
-    elif isinstance(data, (Tensor, np.ndarray, TensorDataset, tuple, dict)):
+    elif is_tensors(data):
         tensors = _as_tensors(data, name)
         source: Source = TensorSource(tensors)
-        if (training and task.overrides("augment")) or task.overrides("collate"):
-            source = MapSource(Rows(tensors), task, seed, workers, training)
+        collate = collate_of(task, training)
+        if (training and task.overrides("augment")) or collate is not default_collate:
+            source = MapSource(Rows(tensors), task, seed, workers, training, collate)
         opened = Opened(source)
     elif (
         not isinstance(data, IterableDataset)  # which inherits a __getitem__, and may have a length
         and hasattr(data, "__getitem__")
         and hasattr(data, "__len__")
     ):
-        opened = Opened(MapSource(data, task, seed, workers, training))
+        collate = collate_of(task, training)
+        opened = Opened(MapSource(data, task, seed, workers, training, collate))
     else:
         opened = _open_iterable(data, task, seed, workers, name)
     if not isinstance(opened.source, (StreamSource, WholeLoader)) and len(opened.source) == 0:
@@ -78,19 +85,18 @@ def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Open
     return opened
 
 
-class _Iterated(IterableDataset[Any]):
-    """Whatever can be iterated anew for each epoch, as a data set of torch."""
+def is_tensors(data: Any) -> bool:
+    """Whether rows of `data` are samples; a TensorDataset that reads otherwise is a data set."""
+    if isinstance(data, TensorDataset):
+        return type(data).__getitem__ is TensorDataset.__getitem__
+    return isinstance(data, (Tensor, np.ndarray, tuple, dict))
 
-    def __init__(self, samples: Iterable[Any]) -> None:
-        self._samples = samples
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._samples)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell a stream of Hugging Face, which is shuffled by its epoch."""
-        if callable(tell := getattr(self._samples, "set_epoch", None)):
-            tell(epoch)
+def collate_of(task: Task, training: bool) -> Callable[[list[Any]], Any]:
+    """What makes batches of samples, where no loader with a `collate_fn` of its own came along."""
+    if not training and task.overrides("eval_collate"):
+        return task.eval_collate
+    return task.collate if task.overrides("collate") else default_collate
 
 
 def _open_iterable(data: Any, task: Task, seed: int, workers: int, name: str) -> Opened:
@@ -107,7 +113,7 @@ def _open_iterable(data: Any, task: Task, seed: int, workers: int, name: str) ->
         raise _unusable(name, f"{found}, an iterator", why, do)
     collate = task.collate if task.overrides("collate") else None
     loader: DataLoader[Any] = DataLoader(
-        _Iterated(data), batch_size=task.batch_size, collate_fn=collate
+        Iterated(data), batch_size=task.batch_size, collate_fn=collate
     )
     if task.overrides("augment"):
         do = "change the samples where they are read"
@@ -127,24 +133,43 @@ def _open_loader(loader: DataLoader[Any], task: Task, seed: int, workers: int, n
     order = order_of(loader, task, seed) if by_number else None
     note = notes_on(loader, task, name, order)
     training = name == "train_data"
-    drops = training and loader.drop_last
+    drops, shuffles = training and loader.drop_last, not is_in_order(loader)
     if not training and (order is not None or not by_number):
         what = "a DataLoader that reads an IterableDataset" if order is None else order.kind
         raise _unusable(name, f"a DataLoader with its own {what}", IN_ORDER)
     if by_number and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
         opened = open_data(loader.dataset, task, seed, workers, name)
-        return replace(opened, order=order, note=note, drops_last=drops)
+        return replace(opened, order=order, note=note, drops_last=drops, shuffles=shuffles)
     if by_number:
-        collate = loader.collate_fn or default_collate
-        source = MapSource(loader.dataset, task, seed, workers, training, collate)
-        return Opened(source, order, note, drops)
+        collate = _collate_of_loader(loader, task, name)
+        source = MapSource(loader.dataset, task, seed, workers, training, collate, loader)
+        return Opened(source, order, note, drops, shuffles)
     found = "a DataLoader that can only be read as a whole"
     for method in ("augment", "collate"):
-        if task.overrides(method):
+        if task.overrides(method) and getattr(task, method) != loader.collate_fn:
             raise _unusable(name, f"{found}, and {method}() of the task", "it collates itself")
     if workers:
         raise _unusable(name, f"{found}, with --loader-workers {workers}", ONE_READER)
     return Opened(WholeLoader(loader, task, seed), None, note)
+
+
+def _collate_of_loader(
+    loader: DataLoader[Any], task: Task, name: str
+) -> Callable[[list[Any]], Any]:
+    """The loader's own `collate_fn`, else the task's; raises `RequestError` for two."""
+    training = name == "train_data"
+    if not brings_collate(loader):
+        return collate_of(task, training)
+    rival = "collate" if training else "eval_collate"
+    if task.overrides(rival) and getattr(task, rival) != loader.collate_fn:
+        raise _unusable(
+            name,
+            f"a DataLoader with a collate_fn of its own, and {rival}() of the task",
+            "samples are collated once, and each of the two says how",
+            f"leave one of them out{'; eval_collate() is for the evaluation alone' * training}",
+        )
+    collate: Callable[[list[Any]], Any] = loader.collate_fn
+    return collate
 
 
 def _as_tensors(data: Any, name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from allranks.launcher.processes.leftovers import note_names
 from allranks.launcher.processes.linux import die_with_parent
 from allranks.torch.data.nested import map_tensors, tensors_in
 from allranks.torch.task import Task
-from allranks.training.order import random_key
+from allranks.training.order import Epochs, random_key
 from allranks.training.prefetch import staged
 
 Ids = NDArray[np.int64]  # sample numbers, (samples,)
@@ -105,21 +106,25 @@ class MapSource:
         workers: int,
         training: bool,
         collate: Callable[[list[Any]], Any] = default_collate,
+        loader: DataLoader[Any] | None = None,
     ) -> None:
+        self._epochs = Epochs(loader, dataset, collate)
         self.dataset, self.task, self.seed, self.workers = _in_stages(dataset), task, seed, workers
         self.is_staged = hasattr(self.dataset, "read") and hasattr(self.dataset, "decode")
         self._training = training
         self._augments = training and task.overrides("augment")
-        self._collate = task.collate if task.overrides("collate") else collate
+        self._collate = collate
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, key: Key) -> Any:
         """One sample, with every generator that may be drawn from keyed by it."""
+        epoch, number = key
+        if self._epochs:
+            self.enter(epoch)
         if self.is_staged:
             return self._decode(key, self._read(key))
-        epoch, number = key
         seed = random_key(self.seed, epoch, number)
         seed_generators(seed)
         sample = self.dataset[number]
@@ -156,7 +161,8 @@ class MapSource:
             def collate(samples: list[Any]) -> Any:
                 return place(self._collate(samples))
 
-            return staged(keys, self._read, self._decode, collate, self.workers, ahead)
+            stages = self._read, self._decode, collate, self.workers, ahead
+            return self._epoch_by_epoch(keys, stages) if self._epochs else staged(keys, *stages)
         loader: DataLoader[Any] = DataLoader(
             _InProcess(self.batch),  # type: ignore[arg-type]
             batch_sampler=keys,
@@ -167,6 +173,21 @@ class MapSource:
             worker_init_fn=_start_process,
         )
         return _unless_refused(iter(loader), place)  # forked here and now, by this thread
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether anything of the data has a `set_epoch`."""
+        return bool(self._epochs)
+
+    def enter(self, epoch: int) -> None:
+        """Call the `set_epoch` of the data, if it has one: this epoch is read next."""
+        self._epochs.enter(epoch, lambda: seed_generators(random_key(self.seed, epoch)))
+
+    def _epoch_by_epoch(self, keys: Iterator[list[Key]], stages: Any) -> Generator[Any]:
+        """In stages, whose threads share the data set: no epoch begins before the last one ends."""
+        for epoch, of_epoch in groupby(keys, key=lambda batch: batch[0][0]):
+            self.enter(epoch)
+            yield from staged(of_epoch, *stages)
 
     def in_loader_process(self, make: Callable[[list[Key]], Any], keys: list[Key]) -> Any:
         """`make(keys)`, called where samples are read: what it opens there stays there."""

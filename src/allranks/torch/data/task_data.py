@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.shards import largest_shard
 from allranks.torch.data.batches import COLLATES_ALONE, GlobalBatches
 from allranks.torch.data.evaluate import evaluate, try_evaluation
-from allranks.torch.data.loaders import WholeLoader
+from allranks.torch.data.loaders import SamplerOrder, WholeLoader
 from allranks.torch.data.open_data import Opened, open_data
 from allranks.torch.data.sources import (
     MapSource,
@@ -27,6 +29,15 @@ from allranks.torch.witness.same_data import digest_of_rows
 from allranks.training.evaluation_plan import check_metrics
 from allranks.training.evaluation_sets import named, sets_of
 from allranks.training.same_data import HASHES, check_same, digest_of, identity
+
+COLLATE_DRAWS_IN_EVALUATION = (
+    "eval_data(): what makes batches of its samples draws random numbers, so metrics are those of "
+    "changed samples (mixed, masked); eval_collate(samples) of the task is for the evaluation alone"
+)
+STATE_NOT_SAVED = (
+    "has a state_dict, which no checkpoint has: a resume draws and reads the epoch anew, keyed by "
+    "(seed, epoch), and passes over what was read; what it keeps from epoch to epoch begins anew"
+)
 
 
 class TaskData:
@@ -72,7 +83,9 @@ class TaskData:
                 precision=self.strategy.context.precision,
                 prefetch=self.job.prefetch,
                 order=opened.order,
+                shuffles=opened.shuffles,
                 collates_alone=probed.collate_draws or self._cuts_by_shard,
+                collate_draws=probed.collate_draws,
                 cut_for=self.job.cut_for,
                 counts_passes=self._meets_in_passes or self.strategy.counts_passes,
                 needs_spare=self._meets_in_passes or self.task.loss_over == "batch",
@@ -148,10 +161,14 @@ class TaskData:
 
     def _opened(self, data: Any, name: str) -> Opened:
         opened = open_data(data, self.task, self.job.seed, self.job.loader_workers, name)
+        if self.job.checkpoint_every is not None and (kind := _with_a_state(data)):
+            self.notes.append(f"{name}(): {kind} {STATE_NOT_SAVED}")
         if isinstance(opened.source, MapSource):
             with kept_random_streams(self.strategy.comm.device):
                 probed = self._probed[id(opened.source)] = probe(opened.source)
             self.notes += filter(None, (probed.note and f"{name}(): {probed.note}",))
+            if name == "eval_data" and probed.collate_draws:
+                self.notes.append(COLLATE_DRAWS_IN_EVALUATION)
         if opened.note:
             self.notes.append(opened.note)
         return opened
@@ -168,12 +185,7 @@ class TaskData:
         check_same("train_data", comm.gather_texts(self._identity_of(batches.source)))
         drawing = batches.source if isinstance(batches.source, WholeLoader) else batches.order
         if drawing is not None and len(set(comm.gather_texts(drawing.fingerprint()))) > 1:
-            raise RequestError(
-                asked="train_data() of the task: a DataLoader",
-                found="its first epoch is not the same on all ranks",
-                why="each takes its own part of what all draw, so all must draw the same",
-                do="draw from torch's generator alone, or hand in the data set without a sampler",
-            )
+            raise _drawn_by_rank(drawing)
 
     def _compare_evaluation(self, sources: dict[str, Any], *, of_task: bool = True) -> None:
         """Raise where ranks' evaluation data differ, the task's once; every rank calls this."""
@@ -203,3 +215,34 @@ class TaskData:
         if isinstance(source, StreamSource):
             return identity(f"a stream ({type(source.dataset).__name__})", None, "")
         return identity("nothing" if source is None else "a DataLoader", None, "")
+
+
+def _drawn_by_rank(drawing: WholeLoader | SamplerOrder) -> RequestError:
+    """The error for data whose first epoch is another one on each rank."""
+    if isinstance(drawing, SamplerOrder):
+        return RequestError(
+            asked="train_data() of the task: a DataLoader",
+            found=f"the first epoch of its {drawing.kind} is not the same on all ranks",
+            why="each takes its own part of what all draw, so all must draw the same",
+            do="leave out what is cut by rank; draw from torch's generator alone, or hand in the "
+            "data set without a sampler",
+        )
+    return RequestError(
+        asked=f"train_data() of the task: {drawing.kind}",
+        found="its first epoch is not the same on all ranks: other samples on each",
+        why="every rank reads all of it, and the engine gives each rank its own rows",
+        do="leave the sharding by rank out (rank and world size, RANK, split_dataset_by_node): the "
+        "engine does it; if it has none, draw from the generators of Python, NumPy or torch",
+    )
+
+
+def _with_a_state(data: Any) -> str:
+    """The class of data, or of a sampler that came with it, that has a state to be saved."""
+    parts = [data]
+    if isinstance(data, DataLoader):
+        inner = getattr(data.batch_sampler, "sampler", None)
+        parts += [data.dataset, data.sampler, data.batch_sampler, inner]
+    for part in parts:
+        if all(callable(getattr(part, n, None)) for n in ("state_dict", "load_state_dict")):
+            return type(part).__qualname__
+    return ""

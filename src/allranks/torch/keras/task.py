@@ -25,7 +25,7 @@ from allranks.torch.task import Task
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.schedules import Plateau
 
-METHODS_OF_TORCH_TASKS = ("collate", "blocks", "initialise")
+METHODS_OF_TORCH_TASKS = ("collate", "eval_collate", "blocks", "initialise")
 BATCHED_SOURCES = ("tensorflow.", "keras.")  # where tf.data and PyDataset are from
 
 

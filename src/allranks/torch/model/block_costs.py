@@ -79,6 +79,7 @@ def _first_shard(task: Task, seed: int, precision: Precision, asked: str) -> Mic
         precision=precision,
         prefetch=1,
         order=opened.order,
+        shuffles=opened.shuffles,
     )
     try:
         first = next(batches.after(Progress(), 1, 1), None)

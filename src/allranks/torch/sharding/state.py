@@ -57,8 +57,9 @@ def with_parameters(
         }
     optimizer["state"] = kept
     found = {**state, "model": changed(state["model"]), "optimizer": optimizer}
-    if "average" in state:
-        found["average"] = changed(state["average"])
+    for weights in ("average", "evaluated"):
+        if weights in state:
+            found[weights] = changed(state[weights])
     return found
 
 

@@ -1,19 +1,22 @@
-"""The exponential moving average of the weights: what is evaluated, and kept beside them.
+"""The weights that are evaluated, where they are others than those that are trained.
 
     average <- decay * average + (1 - decay) * weight        after every update
 
-Only weights that are trained are averaged; buffers are the model's own. Polyak and Juditsky 1992;
-Tarvainen and Valpola 2017, arXiv 1703.01780.
+The exponential moving average is kept beside the weights. Only weights that are trained are
+averaged; buffers are the model's own. Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv
+1703.01780. An optimizer with two modes makes the others from its state: schedule-free ones do,
+Defazio et al. 2024, arXiv 2405.15682.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.step.gradients import multiply_
@@ -102,3 +105,54 @@ class MovingAverage:
                 self.names, self._tensors, self._parameters, strict=True
             ):
                 tensor.copy_(parameter if state is None else state[name])
+
+
+class TwoModes:
+    """An optimizer that has `train()` for its steps, and `eval()` for what they are good for.
+
+    The training keeps the weights of `train()`, to the bit: on the way back they are not computed
+    from those of `eval()`, but put back. Each rank has the modes of what it updates (`owned`).
+    """
+
+    def __init__(self, optimizer: Any, owned: Owned) -> None:
+        self._optimizer, self._owned = optimizer, owned
+        with owned(writes=True):
+            optimizer.train()
+
+    @staticmethod
+    def are_in(optimizer: Optimizer) -> bool:
+        """Whether an optimizer has two modes."""
+        return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the model has the weights of `eval()`. Every rank enters this."""
+        with self._owned(writes=True):
+            self._optimizer.train()  # a callback may have left it in the other mode
+            weights = [(p, p.detach().clone()) for p in self._parameters()]
+            self._optimizer.eval()
+        try:
+            yield
+        finally:
+            with self._owned(writes=True):
+                self._put_back(weights)
+
+    def state(self, model: nn.Module) -> dict[str, Tensor]:
+        """The weights of `eval()`, by name; within `owned`, what this rank updates of them."""
+        weights = [(p, p.detach().clone()) for p in self._parameters()]
+        self._optimizer.eval()
+        try:
+            own = {id(parameter) for parameter, _ in weights}
+            named = model.named_parameters()
+            return {name: p.detach().clone() for name, p in named if id(p) in own}
+        finally:
+            self._put_back(weights)
+
+    @torch.no_grad()
+    def _put_back(self, weights: list[tuple[nn.Parameter, Tensor]]) -> None:
+        self._optimizer.train()
+        for parameter, weight in weights:
+            parameter.copy_(weight)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (p for group in self._optimizer.param_groups for p in group["params"])

@@ -40,7 +40,7 @@ from allranks.torch.state import (
     whole,
 )
 from allranks.torch.step.changes import unfrozen_on_the_way
-from allranks.torch.step.ema import MovingAverage
+from allranks.torch.step.ema import MovingAverage, TwoModes
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.passes import StepParts
 from allranks.torch.step.step import SharedStep
@@ -60,6 +60,9 @@ class Strategy(Traits, ABC):
     A step is `forward_backward`, then `reduce`,
     then what all strategies share (`SharedStep.apply`).
     """
+
+    two_modes: TwoModes | None = None
+    """The modes of the optimizer, if it has two."""
 
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
@@ -113,6 +116,8 @@ class Strategy(Traits, ABC):
         model = self.model = take_up(self, model, recorded)
         with self.owned():  # what it keeps from the start is of what this rank updates
             optimizer = make_optimizer(model)
+        if TwoModes.are_in(optimizer):
+            self.two_modes = TwoModes(optimizer, self.owned)
         context, one_training = self.context, self.agreement.is_one_training
         parts = StepParts(
             comm=self.data if one_training else Comm(device=self.comm.device),
@@ -193,6 +198,8 @@ class Strategy(Traits, ABC):
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Within, the model has the weights that are evaluated: their average, if one is kept."""
+        if self.two_modes is not None:
+            return self.two_modes.in_place()
         average = self.step.average
         return NOTHING if average is None else average.in_place()
 
@@ -294,6 +301,8 @@ class Strategy(Traits, ABC):
             }
             if self.step.average is not None:
                 state["average"] = self.step.average.state()
+            if self.two_modes is not None:
+                state["evaluated"] = self.two_modes.state(self.model)
             return self._with_parameters(state, self.as_saved)
 
     def _with_parameters(
@@ -317,6 +326,7 @@ class Strategy(Traits, ABC):
             load_trained_set(self.model, step.optimizer, state["trained"], self.made)
             step.rates.made[groups:] = state["optimizer"]["made"][groups:]
         step.follow_changes()
+        state = {name: value for name, value in state.items() if name != "evaluated"}
         state = self._with_parameters(state, self.as_held)
         with self.owned(writes=True):
             load_model_state(self.model, state["model"])

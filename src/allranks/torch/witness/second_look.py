@@ -136,7 +136,8 @@ class SecondLook:
         offer, micro = self.offer, self.batch.micros[self.offer.micro]
         # a copy: a model may write on its inputs, and the step has not been made yet
         whole = Part(offer.pieces, map_tensors(torch.clone, micro.data))
-        if len(offer.pieces) == 1 and self.can_read and not self.strategy.shard_alone:
+        goes_alone = self.strategy.shard_alone or self.batches.collate_draws
+        if len(offer.pieces) == 1 and self.can_read and not goes_alone:
             whole = self._with_another() or whole
         if self.can_read:
             parts = [self._read(piece) for piece in whole.pieces]

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from allranks.errors import RequestError
 from allranks.job.loss_scale import LossScale
+from allranks.training.engine.callback_states import CallbackStates
 from allranks.training.engine.stopping import StopAgreement
 from allranks.training.engine.trainer import Trainer
 from allranks.training.guard import Guard
@@ -65,9 +66,11 @@ class BetweenSteps:
         ending: StopAgreement,
         guard: Guard,
         loss_scale: LossScale | None,
+        callback_states: CallbackStates,
         watch: Watches | None = None,
     ) -> None:
         self._saving, self._ending, self._watch = saving, ending, watch
+        self._callback_states = callback_states
         self._guard, self._loss_scale = guard, loss_scale
         self._is_prepared = False
 
@@ -82,6 +85,12 @@ class BetweenSteps:
                 do='Trainer(task, Job(run_dir="runs/mine"))',
             )
         return self._saving
+
+    def begin(self) -> None:
+        """Steps follow: callbacks go on from their states, which can be saved."""
+        self._callback_states.begin()
+        if self._saving is not None:
+            self._callback_states.check()
 
     def evaluate_if_due(self, trainer: Trainer) -> dict[str, float] | None:
         """The metrics, where the job asks for an evaluation after the step that was made last."""
@@ -151,10 +160,12 @@ class BetweenSteps:
             "course": trainer.evaluation_plan.state(),
             "loss_scale": None if self._loss_scale is None else self._loss_scale.state(),
             "witness": None if self._watch is None else self._watch.state(),
+            **self._callback_states.state(),
         }
 
     def load_rest(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Take up what `rest` returned."""
+        self._callback_states.load_state(state)  # it may refuse: nothing was trained then
         trainer.progress = Progress(**state["progress"])
         self._guard.load_state(state["guard"])
         trainer.evaluation_plan.load_state(state["course"])
