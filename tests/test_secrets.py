@@ -167,7 +167,9 @@ def test_run_records_none(tmp_path: Path, server: ForkServer, variables: list[st
 def test_a_dry_run_of_a_command_shows_none() -> None:
     """Neither for people nor as an object; the processes themselves get all of it."""
     flags = [word for name in NAMES for word in (f"--{name}", CANARY, f"{name}={CANARY}")]
-    request = CommandRequest(command=("train.py", *flags, *VALUES), run_id=CANARY)
+    request = CommandRequest(
+        command=("train.py", *flags, *VALUES), run_id=CANARY, environment=(("API_KEY", CANARY),)
+    )
     host = topology.Host("here", "127.0.0.1", "lo", 1, (40000, 40001))
     plan = plan_command(request, (host,), {})
     told = json.dumps(plan.to_data()) + str(plan)

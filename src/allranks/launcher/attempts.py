@@ -195,7 +195,7 @@ class Attempts:
             store=store,
             attempt=attempt,
             restarts=attempt - self.first + again,
-            secret="" if self.plan.process_set.are_all_trainers else self._secret,
+            secret=self._secret,
             heartbeat=HEARTBEAT_FD,
             segment=SEGMENT_FD,
             listener=LISTENER_FD if hosts_store and not again else -1,

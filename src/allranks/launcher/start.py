@@ -218,8 +218,9 @@ def _record_start(
 
 def recorded_environment(hash_seed: str) -> dict[str, str]:
     """The variables that tell how a job was run; others may hold anything, and are not recorded."""
-    given = sorted({**os.environ, HASH_SEED: hash_seed}.items())
-    return redacted({n: v for n, v in given if n in RECORDED or n.startswith(SETTINGS)})
+    given = {**os.environ, HASH_SEED: hash_seed}
+    names = [name for name in sorted(given) if name in RECORDED or name.startswith(SETTINGS)]
+    return redacted({name: given[name] for name in names})
 
 
 def _changes(resolved: Resolved, plan: Plan) -> dict[str, list[Any]]:
