@@ -190,6 +190,11 @@ class Tally:
             self.tensor[where].add_(rows.to(self.tensor.device))
         self._weight, self._samples, self._weighed = 0.0, 0, 0.0
 
+    @property
+    def loss(self) -> float:
+        """The sum of the weighted losses; waits for the device."""
+        return float(self._loss)
+
     def totals(self, step: int) -> Totals:
         """Read the sums; raises `ProgramError` if they are not all of this step."""
         return self.layout.totals(self._head.tolist(), step)
