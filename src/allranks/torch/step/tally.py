@@ -162,6 +162,11 @@ class Tally:
             if found is not None:
                 self.tensor[where].add_(found.to(self.tensor.device))
 
+    @property
+    def loss(self) -> float:
+        """The sum of the weighted losses; waits for the device."""
+        return float(self._loss)
+
     def leave_samples(self) -> None:
         """Another rank counts the same samples: of this tally the flags remain."""
         self._loss.zero_()
@@ -189,11 +194,6 @@ class Tally:
         for where, rows in zip(self.layout.rows, touched, strict=True):
             self.tensor[where].add_(rows.to(self.tensor.device))
         self._weight, self._samples, self._weighed = 0.0, 0, 0.0
-
-    @property
-    def loss(self) -> float:
-        """The sum of the weighted losses; waits for the device."""
-        return float(self._loss)
 
     def totals(self, step: int) -> Totals:
         """Read the sums; raises `ProgramError` if they are not all of this step."""
