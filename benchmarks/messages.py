@@ -19,8 +19,6 @@ from harness import RECORDS, finish_record, order_of, ratio, start_record
 
 from allranks.launcher.messages.connection import Connection
 
-SECRET = "secret"
-
 
 def main() -> None:
     """One record with the seconds of each turn and the ratio of each pair."""
@@ -59,14 +57,12 @@ def _pair(child: Any) -> tuple[socket.socket, int]:
 def _frames(size: int) -> float:
     def child(peer: socket.socket) -> None:
         connection = Connection(peer, size, 60.0)
-        connection.prove(SECRET)
         for _ in range(2):
             connection.receive()
             connection.send({"taken": True})
 
     mine, pid = _pair(child)
     with Connection(mine, size, 60.0) as connection:
-        connection.admit(SECRET)
         body = bytearray(size)
         connection.ask({}, body)
         begun = time.perf_counter()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import random
+import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -419,3 +422,19 @@ class Unjudged(contract_tasks.Sentences):
 
     def eval_data(self) -> None:  # type: ignore[override]
         return None
+
+
+@dataclass(kw_only=True)
+class Removing(Plain):
+    """In the middle of the training somebody removes a file of the run folder, or all of it."""
+
+    removes: str = ""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        if torch.is_grad_enabled() and os.environ["RANK"] == "0":
+            time.sleep(0.02)
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 20:
+                path = Path(self.removes)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return super().loss(output, batch)

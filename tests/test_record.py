@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from allranks.checkpoint.files import as_json, write_whole
-from allranks.errors import RequestError
+from allranks.cli.display.progress import lost_in
+from allranks.errors import PlaceError, RequestError
+from allranks.job.job_file import read_job_file
 from allranks.job.run_folder import (
     JsonLines,
     RunFolder,
@@ -21,6 +24,8 @@ from allranks.job.run_folder import (
     read_events,
     read_rows,
 )
+from allranks.launcher import attempts
+from conftest import Train
 
 HOLDER = """
 import sys, time
@@ -179,3 +184,53 @@ def test_logs_sort_by_rank() -> None:
         Path("run/logs/rank-012.log"),
     ]
     assert os.fspath(rank_events_path(Path("run"), 3)) == "run/events-3.jsonl"
+
+
+# --- files that go while they are written -----------------------------------------------------
+
+
+def test_a_file_that_somebody_removes_is_begun_again(tmp_path: Path) -> None:
+    """An open file that no folder names takes every line, and gives none back."""
+    path = tmp_path / "events-0.jsonl"
+    with JsonLines(path) as events:
+        events.event("ready")
+        path.unlink()
+        assert events.is_unlinked and not events.was_removed
+        events.event("done")
+        assert events.was_removed and not events.is_unlinked
+        assert [row["event"] for row in read_rows(path)] == ["done"]
+
+
+def test_a_run_folder_that_somebody_removes_ends_the_job(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.look()
+    shutil.rmtree(folder.path)
+    with pytest.raises(PlaceError, match="was removed while the job ran"):
+        folder.look()
+    folder.events.event("failed")  # whoever reports it finds no further trouble
+    folder.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["", "metrics.jsonl", "events-0.jsonl", "events.jsonl", "job.toml"]
+)
+def test_what_goes_while_a_job_trains_is_said(
+    train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """A log that is gone ends no training; a run folder that is gone does, at once."""
+    monkeypatch.setattr(attempts, "LOOK_EVERY_S", 0.0)
+    run = tmp_path / "run"
+    more = {"run_dir": str(run), "ranks": 2, "steps": 40, "hang_timeout": 60.0}
+    if not name:
+        with pytest.raises(PlaceError, match="was removed while the job ran"):
+            train("resume_tasks:Removing", f"removes={run}", **more)
+        return
+    summary = train("resume_tasks:Removing", f"removes={run / name}", **more).summary
+    told = [row["event"] for row in read_events(run)]
+    assert (run / name).exists()
+    if name == "job.toml":
+        assert "job_file_restored" in told
+        assert read_job_file(str(run / name))[0]["program"] == "resume_tasks:Removing"
+    else:
+        assert name in summary["not_kept"] and "not_kept" in told
+        assert lost_in(summary).endswith(f"{name} was removed while it ran")

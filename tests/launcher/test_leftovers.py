@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.process
 import os
 import signal
@@ -19,8 +20,9 @@ from hypothesis import strategies as st
 from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import VARIABLE, is_dead, owner, scratch_folder, sweep
-from allranks.launcher.processes.linux import started_at
+from allranks.launcher.processes.linux import started_at, state_of
 from allranks.launcher.processes.process import Process
+from launch_host import until
 
 Start = Callable[[str | None], subprocess.Popen[bytes]]
 OWNER_OF_ITS_OWN = "from allranks.launcher.processes.leftovers import owner; print(owner())"
@@ -224,3 +226,35 @@ def test_what_loader_processes_of_the_dead_kept_is_found_by_the_notes_in_a_folde
     finally:
         for name in names:
             name.unlink(missing_ok=True)
+
+
+STARTS = """
+import sys
+from allranks.launcher.processes.fork_server_client import ForkServer
+print(ForkServer(("imports_for_ever",))._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_fork_server_that_still_imports_ends_with_its_owner(tmp_path: Path) -> None:
+    """It reads no socket yet, and imports take seconds."""
+    (tmp_path / "imports_for_ever.py").write_text(
+        "import pathlib, time; pathlib.Path(__file__).with_name('begun').touch(); time.sleep(600)"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", STARTS],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    try:
+        until(lambda: (tmp_path / "begun").exists(), "the import to begin")
+        owner.kill()
+        owner.communicate()
+        until(lambda: state_of(pid) in ("", "Z"), "the end of the fork server", 60)
+    finally:
+        owner.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from allranks.errors import RequestError
+from allranks.errors import PeerLost, RequestError
+from allranks.launcher.nodes.channel import Channel, authenticate
 from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.world import World
 from allranks.tensorflow.rendezvous import Held, meet
 
-pytestmark = pytest.mark.slow
-
+SECRET = "ab" * 32
 RANKS = 3
 Worlds = Callable[[int], World]
 
@@ -49,10 +50,11 @@ def world_of(
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address, fd = f"127.0.0.1:{listener.getsockname()[1]}", listener.fileno()
             yield lambda rank: World(
-                rank, RANKS, rendezvous=address, listener=fd if rank == 0 else -1
+                *(rank, RANKS), rendezvous=address, listener=fd if rank == 0 else -1, secret=SECRET
             )
 
 
+@pytest.mark.slow
 def test_all_hear_the_addresses_of_all_and_leave_together(world_of: Worlds) -> None:
     found = all_meet(world_of)
     addresses = found[0].addresses
@@ -80,6 +82,31 @@ def test_all_hear_the_addresses_of_all_and_leave_together(world_of: Worlds) -> N
     for thread in threads:
         thread.join()
     assert sorted(gone) == [0, 1, 2]
+
+
+def test_who_does_not_know_the_secret_or_is_no_rank_has_no_place() -> None:
+    """Nobody else hears the addresses, and nobody ends the leader."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
+        where = listener.getsockname()
+        world = World(0, 2, rendezvous=f"127.0.0.1:{where[1]}", secret=SECRET)
+        leader = threads.submit(meet, replace(world, listener=listener.fileno()))
+        with socket.create_connection(where) as stranger:
+            stranger.sendall(b'1\n"an address of a stranger"\n')
+            assert b"127.0.0.1" not in stranger.makefile("rb").read()
+        for rank, secret in ((1, "another"), (77, SECRET), (-1, SECRET)):
+            with pytest.raises(PeerLost, match="does not let"):
+                meet(World(rank, 78, rendezvous=world.rendezvous, secret=secret))
+        with closing(Channel(socket.create_connection(where))) as odd:
+            authenticate(odd, SECRET.encode())
+            odd.send({"rank": "1"})
+            assert "refused" in odd.wait_for_one(60.0)
+        found = threads.submit(meet, replace(world, rank=1)), leader
+        addresses = [held.result().addresses for held in found]
+        assert addresses[0] == addresses[1]
+        for held in found:
+            held.result().close()
+        for ending in [threads.submit(held.result().part) for held in found]:
+            ending.result()
 
 
 def test_one_alone_asks_nobody() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import socket
 import struct
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
 from allranks.launcher.messages.connection import AHEAD, MARK, Connection
-from allranks.launcher.nodes.channel import Disconnected, Refused
+from allranks.launcher.nodes.channel import Disconnected
 from allranks.launcher.nodes.cluster import Cluster
 from allranks.launcher.start import run_job
 from allranks.launcher.world import World
@@ -408,43 +407,18 @@ def ends(most: int = 1 << 20) -> tuple[Connection, Connection]:
     return Connection(mine, most, 5.0), Connection(theirs, most, 5.0)
 
 
-def admitted(secret: str, other: str) -> tuple[Connection, Connection, list[Exception]]:
-    """Both ends after the proof, and what went wrong at the end that listens."""
+def test_a_frame_brings_its_bytes() -> None:
     mine, theirs = ends()
-    wrong: list[Exception] = []
-
-    def admit() -> None:
-        try:
-            theirs.admit(secret)
-        except Disconnected as error:
-            wrong.append(error)
-
-    thread = threading.Thread(target=admit)
-    thread.start()
-    try:
-        mine.prove(other)
-    except Disconnected as error:
-        wrong.append(error)
-    thread.join()
-    return mine, theirs, wrong
-
-
-def test_a_frame_brings_its_bytes_and_a_wrong_secret_none() -> None:
-    mine, theirs, wrong = admitted("one", "one")
     with mine, theirs:
-        assert not wrong
         mine.send({"a": 1}, b"12", memoryview(bytearray(b"3")))
         header, body = theirs.receive()
         assert (header, bytes(body)) == ({"a": 1}, b"123")
-    mine, theirs, wrong = admitted("one", "two")
-    with mine, theirs:
-        assert [type(error) for error in wrong] == [Refused, Refused]
 
 
 @pytest.mark.parametrize("size", [0, 3, AHEAD - 1, AHEAD, 3 * AHEAD])
 def test_what_comes_with_a_frame_is_the_next_one(size: int) -> None:
     """Frames that came at once are received one by one, bodies of all sizes among them."""
-    mine, theirs, _ = admitted("one", "one")
+    mine, theirs = ends()
     with mine, theirs:
         assert not theirs.has_more
         for number in range(3):
@@ -473,19 +447,11 @@ def test_what_comes_with_a_frame_is_the_next_one(size: int) -> None:
     ],
 )
 def test_what_is_no_frame_is_refused(sent: bytes, said: str) -> None:
-    mine, theirs, _ = admitted("one", "one")
+    mine, theirs = ends()
     with mine, theirs:
         mine._socket.sendall(sent)
         mine.shut()
         with pytest.raises(Disconnected, match=said):
-            theirs.receive()
-
-
-def test_before_the_proof_nothing_large_is_taken() -> None:
-    mine, theirs = ends()
-    with mine, theirs:
-        mine.send({}, b"a body")
-        with pytest.raises(Disconnected, match="of 0 at most"):
             theirs.receive()
 
 

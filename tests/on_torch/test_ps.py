@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from allranks.errors import RequestError
+from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import read_events
@@ -711,3 +711,25 @@ def test_a_bit_that_flips_in_a_worker_is_gone_with_the_next_step(train: Train) -
         for inject in ("", BOTH_WORKERS)
     ]
     assert found[0] != found[1]
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("strategy", ["ps", "ddp"])
+def test_more_ranks_than_samples_with_loader_processes(train: Train, strategy: str) -> None:
+    """Whoever has no sample in any batch reads none ahead, and so does not look for it for ever."""
+    more = {"strategy": strategy, "ranks": 3, "hang_timeout": 60.0}
+    summary = train("decoupled_tasks:OneSample", loader_workers=1, **more).summary
+    without = train("decoupled_tasks:OneSample", loader_workers=0, **more).summary
+    assert summary["weights_sha256"] == without["weights_sha256"]
+
+
+def test_the_worker_that_brought_a_bad_step_says_which_sample(train: Train) -> None:
+    """The scheduler has none, and no model pass of its own."""
+    with pytest.raises(ProgramError, match=r"step 2: .*; rank 3: the loss of sample \d+ \(shard"):
+        train(TASK, strategy="ps", ranks=2, inject="nan@rank=3,step=2")
+
+
+def test_what_no_worker_looks_for_is_said(train: Train) -> None:
+    """A gradient that is not finite where each loss is: the servers have the sum alone."""
+    with pytest.raises(ProgramError, match="the loss of each worker is finite"):
+        train("decoupled_tasks:Steep", strategy="ps", ranks=2)

@@ -12,10 +12,10 @@ import click
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.bench_table import BenchTable
 from allranks.cli.display.say import say
-from allranks.cli.options import resolved_from
-from allranks.cli.train import train
+from allranks.cli.train import job_of
 from allranks.errors import Interrupted, ProgramError, RequestError
 from allranks.job.job import Job
+from allranks.launcher.scripts.plan import redacted_words
 from allranks.launcher.start import new_run_dir
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.bench.figure import sweep_figure
@@ -28,7 +28,6 @@ from allranks.tools.bench.tables import proposal, table
 
 RECORD, PAGE = "bench.json", "proposal.md"
 STEPS = 60
-TRAIN_ONLY_OPTIONS = ("dry_run", "placement", "as_object")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -174,13 +173,13 @@ def _numbers(text: str) -> list[int]:
 def _job(words: Sequence[str]) -> Job:
     """The job that these words describe, as its own process will read them."""
     try:
-        asked = train.make_context("train", list(words)).params
+        return job_of(words)
     except click.UsageError as error:
         raise _refused(
-            f"train {' '.join(words)}", error.format_message(), "allranks train --help"
+            f"train {' '.join(redacted_words(words))}",
+            error.format_message(),
+            "allranks train --help",
         ) from error
-    flags = {name: value for name, value in asked.items() if name not in TRAIN_ONLY_OPTIONS}
-    return resolved_from(flags.pop("program"), flags).job
 
 
 def _check(one: Combination, job: Job) -> None:
@@ -216,7 +215,7 @@ def _refused(asked: str, found: str, do: str) -> RequestError:
 
 def _print_plan(plan: Plan, refused: dict[Combination, str], folder: Path, as_object: bool) -> None:
     jobs: list[dict[str, Any]] = [
-        {"strategy": one.strategy, "ranks": one.ranks, "words": plan.words_of(one)}
+        {"strategy": one.strategy, "ranks": one.ranks, "words": redacted_words(plan.words_of(one))}
         | ({"peer": True} if one.is_peer else {})
         | ({"refused": refused[one]} if one in refused else {})
         for one in plan.combinations

@@ -16,8 +16,8 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.say import say
 from allranks.cli.grouped_help import GroupedCommand
-from allranks.cli.options import resolved_from, training_options
-from allranks.cli.train import train
+from allranks.cli.options import training_options
+from allranks.cli.train import job_of
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
 from allranks.job.job import Job
 from allranks.job.limits import devices_of
@@ -39,7 +39,6 @@ from allranks.tools.sweep.packing import (
 from allranks.tools.sweep.slots import Watcher, run_packed
 
 SWEEP_OPTIONS = ("settings", "slots", "run_dir", "dry_run", "as_object")
-TRAIN_ONLY_OPTIONS = ("dry_run", "placement", "as_object")
 NOT_SWEPT = ("set", "job", "resume", "inject", *SWEEP_OPTIONS, "json")
 LONGEST_NAME = 150
 
@@ -108,7 +107,7 @@ def plan(context: click.Context) -> Packing:
         (*base, *(word for axis in axes for word in axis.words(settings[axis.name])))
         for settings in combinations
     ]
-    first = _job(words[0])
+    first = job_of(words[0])
     slots = _slots(context, first, len(combinations), axes)
     program = Path(first.program.partition(":")[0]).stem
     folder = Path(context.params["run_dir"] or new_run_dir(f"{program}-sweep")).absolute()
@@ -117,7 +116,7 @@ def plan(context: click.Context) -> Packing:
     jobs = []
     for settings, own in zip(combinations, words, strict=True):
         name = name_of(settings)
-        job = _job([*own, *slots[-1].words, f"--run-dir={folder / name}"])
+        job = job_of([*own, *slots[-1].words, f"--run-dir={folder / name}"])
         threads = known.get(name) or _threads(job, len(slots))
         jobs.append(PackedJob(name, settings, own, threads))
     if len({job.name for job in jobs}) < len(jobs):
@@ -194,13 +193,6 @@ def words_of(context: click.Context, axes: Sequence[Axis]) -> list[str]:
             values = value if parameter.multiple else [value]
             words += [f"{parameter.opts[0]}={one}" for one in values]
     return words
-
-
-def _job(words: Sequence[str]) -> Job:
-    """The job that these words describe, as its own process will read them."""
-    asked = train.make_context("train", list(words)).params
-    flags = {name: value for name, value in asked.items() if name not in TRAIN_ONLY_OPTIONS}
-    return resolved_from(flags.pop("program"), flags).job
 
 
 def _slots(context: click.Context, job: Job, jobs: int, axes: Sequence[Axis]) -> tuple[Slot, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from allranks.cli.options import (
 )
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
+from allranks.job.job import Job
 from allranks.launcher.nodes.cluster import is_head, take_part
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.places.base import AgentPlace, find_place
@@ -86,6 +88,15 @@ def train(
     click.echo(as_json(result.summary) if as_object else in_sentences(result.summary))
     if result.summary.get("not_kept"):
         raise PlaceError(lost_in(result.summary))
+
+
+def job_of(words: Sequence[str]) -> Job:
+    """The job that these words of `train` describe, as its own process will read them."""
+    flags = dict(train.make_context("train", list(words)).params)
+    for name in ("dry_run", "placement", "as_object"):
+        del flags[name]
+    _, said = rendezvous_from(flags)
+    return resolved_from(flags.pop("program"), {**flags, **said}).job
 
 
 def _check_placement(placement: bool, dry_run: bool) -> None:

@@ -35,13 +35,14 @@ from typing import Any, Self
 
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.checkpoint.room import give_back, reserve
-from allranks.errors import RequestError
+from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
 from allranks.job.job_file import FOR_CHECK, SCHEMA, redacted, write_toml
 
 FLUSH_EVERY_S = 0.25
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RESERVED_BYTES = 64 << 10  # for the summary of a job, or the report of its end
+REMOVED = "what it had before somebody removed it"
 LAST_EVENTS = ("done", "failed", "stopped", "interrupted", "kept_elsewhere", "not_kept", "held")
 
 
@@ -82,6 +83,9 @@ class RunFolder:
         self._sizes_before = {file: file.stat().st_size for file in self._told()}
         self._remove_leftovers()
         self.events = JsonLines(path / "events.jsonl")
+        self._job_written: bytes | None = None
+        self.removed = dict[str, str]()
+        """The files that somebody has removed while the job ran, with what is lost."""
 
     def _told(self) -> list[Path]:
         """The files that a job only ever adds to, whatever it does."""
@@ -106,7 +110,26 @@ class RunFolder:
         task = {n: "none" if v is None else v for n, v in redacted(values["task"]).items()}
         about = {"proof": proof} if proof else {}
         values = {"schema": SCHEMA, **about, **values, "task": task, "source": resolved.sources}
-        write_whole(self.path / "job.toml", write_toml(values).encode())
+        self._job_written = write_toml(values).encode()
+        write_whole(self.path / "job.toml", self._job_written)
+
+    def look(self) -> None:
+        """See that the folder is still there; raises `PlaceError` where it was removed.
+
+        `job.toml`, without which no run can be resumed, is written again, and events go on.
+        """
+        if self.events.is_unlinked and os.fstat(self._lock).st_nlink == 0:
+            raise PlaceError(
+                f"the run folder {self.path} was removed while the job ran, with its checkpoints "
+                "and metrics: nothing that it computes could be kept. Look for what cleans up there"
+            )
+        self.events.flush()
+        if self.events.was_removed and "events.jsonl" not in self.removed:
+            self.removed["events.jsonl"] = REMOVED
+            self.events.event("not_kept", file="events.jsonl", error=REMOVED)
+        if self._job_written is not None and not (self.path / "job.toml").exists():
+            write_whole(self.path / "job.toml", self._job_written)
+            self.events.event("job_file_restored")
 
     def remove(self) -> None:
         """Leave no trace: nothing was trained. Folders that were made for it go, no others."""
@@ -171,10 +194,14 @@ class JsonLines:
     The torn last line of a writer that was killed is cut off; `stamp` is added to every event. What
     a full disk does not take is kept, and written with what comes next; only `close` raises then.
     A file of events has room reserved for the last ones, which others do not use: they wait.
+
+    An unlinked file would take every line: the file is looked at wherever lines are written, and
+    begun again where somebody has removed it. `was_removed` says so.
     """
 
     def __init__(self, path: Path, **stamp: Any) -> None:
         _cut_torn_line(path)
+        self.path, self.was_removed = path, False
         self._stamp = stamp
         self._lock = threading.Lock()  # a save reports from a thread of its own
         self._file = open(path, "ab", buffering=0)
@@ -223,7 +250,21 @@ class JsonLines:
         with self._lock:
             self._write()
 
+    @property
+    def is_unlinked(self) -> bool:
+        """Whether no folder names the open file any more."""
+        return not self._file.closed and os.fstat(self._file.fileno()).st_nlink == 0
+
+    def _begin_again(self) -> None:
+        """Go on in a new file of the same name; where the folder is gone, nothing can be kept."""
+        with suppress(OSError):
+            new = open(self.path, "ab", buffering=0)
+            self._file.close()
+            self._file, self._reserved_to, self.was_removed = new, 0, True
+
     def _write(self) -> None:
+        if self.is_unlinked:
+            self._begin_again()
         if not self._file.closed:
             self._rest += "".join(f"{line}\n" for line in self._lines).encode()
         self._lines.clear()

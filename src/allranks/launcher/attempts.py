@@ -53,6 +53,7 @@ from allranks.launcher.straggler import Stragglers
 from allranks.launcher.supervisor import COMMIT_S, NEVER, Care, Ended, supervise
 from allranks.strategies.roles import LEADER
 
+LOOK_EVERY_S = 1.0
 SAME_FAULT_TWICE = "not started again: the same fault came twice, with no step between"
 
 
@@ -95,7 +96,7 @@ class Attempts:
             summary = self._summary(attempt)
             if summary is not None and (fault is None or ended.hang is not None):  # hung at the end
                 self.folder.events.event("done", exits=exits, attempt=attempt)
-                return {**summary, "restarts": attempt - first}
+                return {**summary, "restarts": attempt - first, **self._not_kept(summary)}
             if ended.reason:
                 told = ""
                 if ended.hang is not None or (fault is not None and not fault.is_victim):
@@ -113,6 +114,11 @@ class Attempts:
             before = fault
             self._record_restart(values, attempt, max(beat.step for beat in beats))
         raise AssertionError("the last attempt returns or raises")
+
+    def _not_kept(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """What the summary says of files that were not kept, with those of the supervisor."""
+        lost = {**summary.get("not_kept", {}), **self.folder.removed}
+        return {"not_kept": lost} if lost else {}
 
     def _plan_again(self, attempt: int) -> None:
         """On what is there now: nodes may have been lost since the last attempt."""
@@ -151,7 +157,13 @@ class Attempts:
         hosts = [rank.host for rank in self.plan.ranks]
         stragglers = Stragglers(heartbeats, self.folder.events, hosts)
 
+        looked_at = time.monotonic()
+
         def tick() -> None:
+            nonlocal looked_at
+            if time.monotonic() - looked_at > LOOK_EVERY_S:
+                looked_at = time.monotonic()
+                self.folder.look()
             if not process_set.outlive_nodes:  # there, nobody waits for the slowest
                 stragglers.look()
             self.resources.inject_due_faults(heartbeats.read())
@@ -162,7 +174,9 @@ class Attempts:
         self.folder.events.event("attempt", attempt=attempt)
         processes = [self._process(rank, target, attempt) for rank in self.plan.ranks]
         try:
-            return supervise(self.resources.server, processes, tick, care, self.signals)
+            ended = supervise(self.resources.server, processes, tick, care, self.signals)
+            self.folder.look()
+            return ended
         except PlaceError as error:
             if self._summary(attempt) is None:
                 self.folder.events.event("failed", **_told(error), attempt=attempt)
@@ -195,7 +209,7 @@ class Attempts:
             store=store,
             attempt=attempt,
             restarts=attempt - self.first + again,
-            secret="" if self.plan.process_set.are_all_trainers else self._secret,
+            secret=self._secret,
             heartbeat=HEARTBEAT_FD,
             segment=SEGMENT_FD,
             listener=LISTENER_FD if hosts_store and not again else -1,

@@ -40,9 +40,25 @@ from allranks.launcher.resources import LocalMachine, PlannedNodes, Resources
 from allranks.launcher.signals import Signals
 from allranks.strategies.dial.choosing import Decision
 
-RECORDED = (
-    *("ALLRANKS_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_"),
-    *("SLURM_", "PYTHON", "VIRTUAL_ENV", "CONDA_", "LD_LIBRARY_PATH", "PATH", "HOSTNAME"),
+SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_")
+"""How the variables begin that are settings of the libraries below the ranks."""
+RECORDED = frozenset(
+    (
+        *("ALLRANKS_INSIDE", "CONDA_DEFAULT_ENV", "CONDA_PREFIX", "HOSTNAME", "LD_LIBRARY_PATH"),
+        *("NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES", "PATH"),
+        *("PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "PYTHONHOME", "PYTHONMALLOC"),
+        *("PYTHONNOUSERSITE", "PYTHONOPTIMIZE", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS"),
+        *("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_CLUSTER_NAME", "SLURM_CONF"),
+        *("SLURM_CPUS_ON_NODE", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND", "SLURM_DISTRIBUTION"),
+        *("SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"),
+        *("SLURM_JOB_ACCOUNT", "SLURM_JOB_CPUS_PER_NODE", "SLURM_JOB_GPUS", "SLURM_JOB_ID"),
+        *("SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION"),
+        *("SLURM_JOB_QOS", "SLURM_JOB_USER", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
+        *("SLURM_MEM_PER_NODE", "SLURM_NNODES", "SLURM_NODELIST", "SLURM_NTASKS"),
+        *("SLURM_NTASKS_PER_NODE", "SLURM_RESTART_COUNT", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"),
+        *("SLURM_STEP_NUM_TASKS", "SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST", "SLURM_TASKS_PER_NODE"),
+        *("SLURM_TRES_PER_TASK", "SLURMD_NODENAME", "VIRTUAL_ENV"),
+    )
 )
 _runs = itertools.count(1)
 
@@ -214,7 +230,8 @@ def _record_start(
 def recorded_environment(hash_seed: str) -> dict[str, str]:
     """The variables that tell how a job was run; others may hold anything, and are not recorded."""
     given = {**os.environ, HASH_SEED: hash_seed}
-    return redacted({n: v for n, v in sorted(given.items()) if n.startswith(RECORDED)})
+    names = [name for name in sorted(given) if name in RECORDED or name.startswith(SETTINGS)]
+    return redacted({name: given[name] for name in names})
 
 
 def _changes(resolved: Resolved, plan: Plan) -> dict[str, list[Any]]:

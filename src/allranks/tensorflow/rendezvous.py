@@ -19,17 +19,26 @@ from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from allranks.errors import PeerLost, RequestError
+from allranks.launcher.nodes.admission import Admission
+from allranks.launcher.nodes.channel import (
+    Channel,
+    Disconnected,
+    Refused,
+    authenticate,
+    wait_for,
+)
 from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.world import World, master_endpoint
 
 TIMEOUT_S = 600.0  # whoever started the processes sees earlier that one of them is gone
 LOOK_S = 0.02
-GREETING_S = 10.0
+BACKLOG = 128
 LOCALHOST = "127.0.0.1"
 PARTING = "parting"
+WENT_AWAY = "another process went away while the ranks met"
 
 
 class Exchange(Protocol):
@@ -133,41 +142,51 @@ class _ByFile:
 
 
 class _AsLeader:
-    """The leader listens, and tells everybody what everybody has told it."""
+    """The leader listens, and tells everybody what everybody has told it.
+
+    Who comes proves first that it knows the secret of the job. Where another launcher started the
+    ranks there is none: then it only has to speak as one of ours.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.host = _bracketed(world.rendezvous.rpartition(":")[0].strip("[]"))
-        self._stack = ExitStack()
-        self._files: dict[int, IO[str]] = {}
+        self._ranks: dict[int, Channel] = {}
         deadline = time.monotonic() + TIMEOUT_S
-        with _listener_of(world) as listener:
-            listener.listen(world.size)
-            listener.settimeout(1.0)
-            while len(self._files) < world.size - 1:
-                try:
-                    one, _ = listener.accept()
-                except TimeoutError:
-                    _give_up_after(deadline, world, {0, *self._files})
-                    continue
-                one.settimeout(GREETING_S)
-                file = self._stack.enter_context(self._stack.enter_context(one).makefile("rw"))
-                with suppress(PeerLost, ValueError):  # somebody else, who says nothing of a rank
-                    self._files[int(_line(file))] = file
-                    one.settimeout(TIMEOUT_S)
+        with ExitStack() as stack:
+            listener = stack.enter_context(_listener_of(world))
+            listener.listen(max(BACKLOG, world.size))
+            admission = Admission(listener, world.secret)
+            stack.callback(admission.close)
+            while len(self._ranks) < world.size - 1:
+                wait_for(admission.ready, 1.0)
+                for channel, hello in admission.admit():
+                    self._seat(channel, hello.get("rank"))
+                _give_up_after(deadline, world, {0, *self._ranks})
+
+    def _seat(self, channel: Channel, rank: Any) -> None:
+        """Give a rank its place; who is none of those that are missing is turned away."""
+        is_missing = type(rank) is int and 0 < rank < self.world.size and rank not in self._ranks
+        with suppress(Disconnected):
+            if is_missing:
+                channel.send({"rank": rank})
+                self._ranks[rank] = channel
+                return
+            channel.send({"refused": f"rank {rank!r} is not one that is missing"})
+        channel.close()
 
     def all(self, word: str, own: Any) -> list[Any]:
-        told = {rank: json.loads(_line(file)) for rank, file in self._files.items()}
+        told = {rank: _heard(channel, word) for rank, channel in self._ranks.items()}
         told[0] = own
         everything = [told[rank] for rank in range(self.world.size)]
-        for file in self._files.values():
-            with suppress(OSError):  # it has left: it does not want to hear it
-                _tell(file, everything)
+        for channel in self._ranks.values():
+            with suppress(Disconnected):  # it has left: it does not want to hear it
+                channel.send({word: everything})
         return everything
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._stack.close()
+        for channel in self._ranks.values():
+            channel.close()
 
 
 def _listener_of(world: World) -> socket.socket:
@@ -196,39 +215,40 @@ class _ByLeader:
         while True:
             try:
                 where = address.strip("[]"), int(port)
-                self._socket = socket.create_connection(where, timeout=TIMEOUT_S)
+                self._channel = Channel(socket.create_connection(where, timeout=TIMEOUT_S))
                 break
             except ConnectionError:
                 _give_up_after(deadline, world, {world.rank})
                 time.sleep(LOOK_S)
-        self._file = self._socket.makefile("rw")
-        self.host = _bracketed(str(self._socket.getsockname()[0]))
-        _tell(self._file, world.rank)
+        self.host = _bracketed(self._channel.own_address)
+        try:
+            authenticate(self._channel, world.secret.encode())
+            self._channel.send({"rank": world.rank})
+            answer = self._channel.wait_for_one(TIMEOUT_S)
+            if "refused" in answer:
+                raise Refused(str(answer["refused"]))
+        except Disconnected as error:
+            self.close()
+            raise PeerLost(f"the leader does not let rank {world.rank} in: {error}") from error
 
     def all(self, word: str, own: Any) -> list[Any]:
-        _tell(self._file, own)
-        told: list[Any] = json.loads(_line(self._file))
+        try:
+            self._channel.send({word: own})
+        except Disconnected as error:
+            raise PeerLost(f"{WENT_AWAY}: {error}") from error
+        told: list[Any] = _heard(self._channel, word)
         return told
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._file.close()
-        self._socket.close()
+        self._channel.close()
 
 
-def _tell(file: IO[str], what: Any) -> None:
-    file.write(json.dumps(what) + "\n")
-    file.flush()
-
-
-def _line(file: IO[str]) -> str:
+def _heard(channel: Channel, word: str) -> Any:
+    """What a process tells under this word."""
     try:
-        line = file.readline()
-    except OSError as error:
-        raise PeerLost(f"another process went away while the ranks met: {error}") from error
-    if not line.endswith("\n"):
-        raise PeerLost("another process went away while the ranks met")
-    return line
+        return channel.wait_for_one(TIMEOUT_S)[word]
+    except (Disconnected, KeyError) as error:
+        raise PeerLost(f"{WENT_AWAY}: {error}") from error
 
 
 def _bracketed(address: str) -> str:

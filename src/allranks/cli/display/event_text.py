@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from allranks.errors import FaultKind
+from allranks.job.run_folder import REMOVED
 
 NOT_SEEN = "the witness could not look at everything"
 LEFT_OUT = {
@@ -41,6 +42,8 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: no checkpoint of step {event['step']} ({where}); training goes on"]
     if name == "checkpoint_skipped":
         return [f"note: {event['path']} is damaged, and passed over: {event['problems'][0]}"]
+    if name == "job_file_restored":
+        return ["note: job.toml was removed while the job ran, and is written again"]
     if name in ("kept_elsewhere", "not_kept"):
         return [f"note: {_not_kept_there(event)}"]
     if name == "bad_step":
@@ -105,7 +108,9 @@ def evaluation_in_words(step: int, metrics: Mapping[str, Any], best: bool) -> st
 
 
 def not_in_the_run_folder(file: str, where: Mapping[str, str] | None, lost: str = "") -> str:
-    """What is said of a file for which the disk of the run folder was full."""
+    """What is said of a file for which the disk was full, or which somebody has removed."""
+    if lost == REMOVED:
+        return f"{file} has LOST {lost} while the job ran; what came since is there"
     if where is None:
         return f"{file} is LOST ({lost}): the disk is full, and nowhere else was room"
     found = f"{where['path']} on {where['host']} has {where['holds']}"

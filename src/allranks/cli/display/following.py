@@ -93,7 +93,7 @@ class Follower:
         agree = job.ranks == 1 or job.strategy_spec.card.state != APART
         self.state = State(job.ranks, agree, total_steps=job.steps, epochs=epochs)
         self._log = _Tail(rank_log_path(run_dir, 0))
-        self._metrics = _Tail(run_dir / "metrics.jsonl")
+        self._metrics = _Tail(run_dir / "metrics.jsonl", is_rewritten=True)
         self._events: dict[int | None, _Tail] = {None: _Tail(run_dir / "events.jsonl")}
         ranks = range(max(job.ranks, len(plan.ranks)))
         self._events |= {rank: _Tail(rank_events_path(run_dir, rank)) for rank in ranks}
@@ -190,6 +190,7 @@ class _Tail:
     """A file that grows: what was added to it since it was looked at last."""
 
     path: Path
+    is_rewritten: bool = False
     _read: tuple[int, int] | None = field(init=False, default=None)  # inode and offset
 
     def __post_init__(self) -> None:
@@ -208,9 +209,9 @@ class _Tail:
     def lines(self) -> list[str]:
         """The whole lines that were added to the file since the last call.
 
-        A new attempt writes the metrics anew, without the steps that were lost: what is left of
-        them is known, so reading goes on at its end. A line longer than `LONGEST_LINE` is told in
-        pieces.
+        A new attempt writes the metrics anew, without the steps that were lost (`is_rewritten`):
+        what is left of them is known, so reading goes on at its end. Another file that is new is
+        read from its beginning. A line longer than `LONGEST_LINE` is told in pieces.
         """
         try:
             there = self.path.stat()
@@ -222,7 +223,7 @@ class _Tail:
             inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
             known, start = self._read or (inode, 0)
             if inode != known:
-                start = size
+                start = size if self.is_rewritten else 0
             file.seek(start)
             new = file.read(MOST_AT_ONCE)
         whole = new[: new.rfind(b"\n") + 1] or (new if len(new) > LONGEST_LINE else b"")

@@ -18,6 +18,7 @@ from allranks.cli.display.event_text import NOT_SEEN, not_in_the_run_folder
 from allranks.cli.display.following import Follower, State
 from allranks.cli.display.say import say
 from allranks.errors import printable
+from allranks.job.run_folder import REMOVED
 from allranks.job.units import format_bytes, format_count
 from allranks.launcher.plan import Plan
 
@@ -143,8 +144,11 @@ def not_kept_here(summary: dict[str, Any]) -> list[str]:
 
 def lost_in(summary: dict[str, Any]) -> str:
     """The error of a job that came to its end and could not keep what it computed."""
-    names = ", ".join(summary["not_kept"])
-    return f"the training came to its end, but its disk is full, and {names} could not be kept"
+    lost = summary["not_kept"]
+    names, removed = ", ".join(lost), set(lost.values()) == {REMOVED}
+    why = "" if removed else "its disk is full, and "
+    what = "was removed while it ran" if removed else "could not be kept"
+    return f"the training came to its end, but {why}{names} {what}"
 
 
 def in_sentences(summary: dict[str, Any]) -> str:

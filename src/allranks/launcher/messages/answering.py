@@ -1,4 +1,6 @@
-"""Who answers peers: one thread listens, one for each peer receives and answers, to its end.
+"""Who answers peers: one thread admits them, one for each peer receives and answers, to its end.
+
+A connection is a peer once it has proved that it knows the secret; before that it has no thread.
 
 What all of them touch is touched while `changed` is held; who waits for another one waits there.
 """
@@ -13,7 +15,8 @@ from contextlib import suppress
 from typing import Any
 
 from allranks.launcher.messages.connection import Connection
-from allranks.launcher.nodes.channel import Disconnected, Message
+from allranks.launcher.nodes.admission import Admission
+from allranks.launcher.nodes.channel import Disconnected, Message, wait_for
 
 ANSWER_S = 120.0
 """For so long a peer may move nothing of a message that it has begun."""
@@ -26,7 +29,8 @@ class Answering(ABC):
     """
 
     def __init__(self, listener: socket.socket, secret: str, most_bytes: int) -> None:
-        self._listener, self._secret, self._most = listener, secret, most_bytes
+        self._listener, self._most = listener, most_bytes
+        self._admission = Admission(listener, secret)
         self.changed = threading.Condition()
         self.is_closed = False
         self._there: set[Connection] = set()
@@ -51,8 +55,7 @@ class Answering(ABC):
 
     def start(self) -> None:
         """From now on peers are answered."""
-        self._listener.settimeout(0.2)
-        self.begin(self._accept)
+        self.begin(self._admit_peers)
 
     def begin(self, work: Callable[..., None], *args: Any) -> None:
         """Do `work` in a thread of its own, which `close` waits for."""
@@ -67,12 +70,13 @@ class Answering(ABC):
             self.is_closed = True
             self.changed.notify_all()
             peers = list(self._there)
-        self._listener.close()
         for peer in peers:
             peer.shut()
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join()
+        self._admission.close()
+        self._listener.close()
 
     def sent_bytes(self) -> dict[str, int]:
         """The bytes of all bodies that were sent so far (`sent`), and of all the rest."""
@@ -85,18 +89,17 @@ class Answering(ABC):
 
     # --- threads --------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _admit_peers(self) -> None:
         while not self.is_closed:
-            try:
-                peer, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return  # it was closed
-            self.begin(self._serve, peer)
+            wait_for(self._admission.ready, 0.2)
+            for peer in self._admission.proved():
+                try:
+                    self.begin(self._serve, peer)
+                except RuntimeError:  # no room for a thread just now: the peer comes again
+                    peer.close()
 
     def _serve(self, peer: socket.socket) -> None:
-        """One peer, from its proof to its end."""
+        """One peer, from its first word to its end."""
         who = -1
 
         def place(message: Message, size: int) -> memoryview:
@@ -106,7 +109,8 @@ class Answering(ABC):
             try:
                 with self.changed:
                     self._there.add(connection)
-                connection.admit(self._secret)
+                    if self.is_closed:
+                        return
                 hello, _ = connection.receive()
                 who = self.admit(connection, hello)
                 connection.waits_for_ever()

@@ -2,10 +2,9 @@
 
     | "AR" 1 2 | bytes of the header: u32 | bytes of the body: u64 | header: JSON | body: as it is |
 
-Who connects proves that it knows the secret of the job, and so does who listens: each answers the
-other's number with a keyed digest, and the secret is never sent (as between a head and its agents,
-`nodes.channel`). Until then a frame is small and has no body. Afterwards sizes are bounded by what
-the receiver expects. What follows is neither encrypted nor signed: it is as safe as the network.
+Both ends have proved before that they know the secret of the job, as a head and its agents do
+(`nodes.channel`, `nodes.admission`). Sizes are bounded by what the receiver expects. The frames are
+neither encrypted nor signed: they are as safe as the network.
 
 A peer that is gone is noticed by the kernel: at once where its process ended, and where its link is
 cut after `SILENT_S`, by probes of TCP. All that goes wrong is `Disconnected` or `Refused`. No other
@@ -14,22 +13,18 @@ thread may use a connection at the same time. Used by `torch/decoupled`; it know
 
 from __future__ import annotations
 
-import hmac
 import json
-import secrets
 import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Self
 
-from allranks.launcher.nodes.channel import Disconnected, Message, Refused, proof_of
+from allranks.launcher.nodes.channel import Disconnected, Message, Refused
 
 MARK = b"AR\x01\x02"
 LARGEST_HEADER = 1 << 20
-LARGEST_FROM_STRANGERS = 1 << 12
-MEET_S = 10.0
 SILENT_S = 30.0
 AHEAD = 1 << 12
 """So much is received at once of what is small: a header comes with its sizes, and a small body."""
@@ -54,7 +49,6 @@ class Connection:
 
     def __init__(self, peer: socket.socket, most_bytes: int, timeout_s: float) -> None:
         self._socket, self._most, self.timeout_s = peer, most_bytes, timeout_s
-        self._trusted = False
         self._ahead, self._came = memoryview(bytearray(AHEAD)), memoryview(b"")
         self.given = -1
         """For who serves: the newest version that this peer was sent."""
@@ -98,12 +92,10 @@ class Connection:
     def receive_header(self) -> tuple[Message, int]:
         """The header of the next frame, and the bytes of its body, which is to be received next."""
         mark, header_bytes, body_bytes = _START.unpack(self._exactly(_START.size))
-        largest = LARGEST_HEADER if self._trusted else LARGEST_FROM_STRANGERS
-        most = self._most if self._trusted else 0
-        if mark != MARK or header_bytes > largest:
+        if mark != MARK or header_bytes > LARGEST_HEADER:
             raise Disconnected("it sent what is no message of ours")
-        if body_bytes > most:
-            raise Disconnected(f"it sent a message of {body_bytes} bytes, of {most} at most")
+        if body_bytes > self._most:
+            raise Disconnected(f"it sent a message of {body_bytes} bytes, of {self._most} at most")
         try:
             header = json.loads(bytes(self._exactly(header_bytes)))
         except (ValueError, RecursionError):
@@ -192,45 +184,8 @@ class Connection:
         with suppress(OSError):  # it is gone already
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    # --- the proof ------------------------------------------------------------------------
-
-    def admit(self, secret: str) -> None:
-        """The part of who listens: raises `Refused` unless the peer knows the secret."""
-        own = secrets.token_hex(16)
-        self._within(MEET_S)
-        self.send({"nonce": own})
-        answer, _ = self.receive()
-        theirs = str(answer.get("nonce", ""))
-        if not _is(answer.get("proof"), proof_of(secret.encode(), "node", own, theirs)):
-            self.send({"refused": "it does not know the secret of this job"})
-            raise Refused("it does not know the secret of this job")
-        self.send({"proof": proof_of(secret.encode(), "head", own, theirs).decode()})
-        self._trust()
-
-    def prove(self, secret: str) -> None:
-        """The part of who connects: raises `Refused` unless both know the secret."""
-        self._within(MEET_S)
-        challenge, _ = self.receive()
-        theirs, own = str(challenge.get("nonce", "")), secrets.token_hex(16)
-        proof = proof_of(secret.encode(), "node", theirs, own).decode()
-        answer, _ = self.ask({"nonce": own, "proof": proof})
-        if not _is(answer.get("proof"), proof_of(secret.encode(), "head", theirs, own)):
-            raise Refused("whoever listens there does not know the secret of this job")
-        self._trust()
-
-    def _within(self, seconds: float) -> None:
-        self._socket.settimeout(seconds)
-
-    def _trust(self) -> None:
-        self._trusted = True
-        self._within(self.timeout_s)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _is(given: Any, wanted: bytes) -> bool:
-    return hmac.compare_digest(str(given or "").encode(errors="replace"), wanted)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from allranks.errors import PeerLost
 from allranks.launcher.messages.connection import Connection
-from allranks.launcher.nodes.channel import Disconnected, Refused
+from allranks.launcher.nodes.channel import Channel, Disconnected, Refused, authenticate
 from allranks.launcher.world import World
 
 LOOK_S = 0.05
@@ -71,13 +71,13 @@ def connect_to(
 
     Raises `OSError` where nobody does, `Refused` or `Disconnected`.
     """
-    made = Connection(socket.create_connection(where, CONNECT_S), most_bytes, timeout_s)
+    channel = Channel(socket.create_connection(where, CONNECT_S))
     try:
-        made.prove(secret)
+        authenticate(channel, secret.encode())
     except BaseException:
-        made.close()
+        channel.close()
         raise
-    return made
+    return Connection(channel.released(), most_bytes, timeout_s)
 
 
 def _address(world: World) -> tuple[str, int] | None:

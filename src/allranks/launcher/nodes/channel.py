@@ -101,10 +101,13 @@ class Channel:
         """The messages that have come, without waiting; raises `Disconnected` at their end."""
         over: str = ""
         try:
-            while part := self._socket.recv(1 << 16):
+            while len(self._in) <= self._limit + _HEADER.size:
+                part = self._socket.recv(1 << 16)
+                if not part:
+                    over = "it closed its connection"
+                    break
                 self._in += part
                 self.heard_at = time.monotonic()
-            over = "it closed its connection"
         except BlockingIOError:
             pass
         except OSError as error:
@@ -140,14 +143,18 @@ class Channel:
     def wait_for_one(self, seconds: float) -> Message:
         """The next message; raises `Disconnected` when none comes within `seconds`."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while (remaining_s := deadline - time.monotonic()) > 0:
             self.flush()
             if found := self.receive():
                 if len(found) > 1:
                     raise Disconnected("it spoke out of turn")
                 return found[0]
-            time.sleep(0.01)
+            wait_for([] if self.is_behind else [self], remaining_s, [self] * self.is_behind)
         raise Disconnected(f"it said nothing for {seconds:g} s")
+
+    def released(self) -> socket.socket:
+        """The connection, for who goes on in frames of another kind; it is not of this any more."""
+        return self._socket
 
     def close(self) -> None:
         with suppress(Disconnected):

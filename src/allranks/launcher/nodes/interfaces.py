@@ -14,6 +14,7 @@ import psutil
 from allranks.errors import RequestError, nearest
 
 GREETING = b"allranks "
+MOST_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class Doorbell:
     def answer(self) -> None:
         """Greet all who ring; never waits."""
         with suppress(OSError):
-            while True:
-                caller, _ = self._socket.accept()
+            for _ in range(MOST_AT_ONCE):  # whoever rings without end keeps nobody from working
+                caller = self._socket.accept()[0]
                 with caller, suppress(OSError):
                     caller.send(GREETING + self.token.encode())
 

@@ -41,6 +41,7 @@ from allranks.launcher.processes.linux import (
     adopt_orphans,
     children_of_this_process,
     die_with_parent,
+    outlive_parent,
 )
 
 MESSAGE_LIMIT = 1 << 17  # the kernel's default for a socket is 208 KiB
@@ -209,6 +210,14 @@ def _leave_signals_to_the_supervisor() -> None:
     os.register_at_fork(after_in_child=_default_signals)
 
 
+def _is_closed(control: socket.socket) -> bool:
+    """Whether the other end was gone before this process asked to hear of it."""
+    try:
+        return not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+
+
 def main() -> NoReturn:
     """Import what was asked, then serve. Run as a process of its own by `ForkServer`.
 
@@ -220,12 +229,16 @@ def main() -> NoReturn:
         for number in ASKING:
             signal.signal(number, signal.SIG_IGN)
         control = socket.socket(fileno=int(sys.argv[1]))
+        die_with_parent()  # an import that takes seconds reads no socket
+        if _is_closed(control):
+            os._exit(0)
         gc.disable()  # to look through modules while they come is a fifth of the time of torch's
         for module in sys.argv[2:]:
             importlib.import_module(module)
         remember_modules()
         gc.freeze()  # a rank that looks through what was imported would copy all of it
         gc.enable()
+        outlive_parent()  # from here on the end of the socket says it, and nothing is left behind
         serve(control)
         code = 0
     except BaseException:

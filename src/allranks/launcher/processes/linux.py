@@ -21,8 +21,16 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when its parent dies. Not inherited: each process asks."""
+    """The kernel kills this process when its parent dies. Not inherited: each process asks.
+
+    The parent is the thread that started it.
+    """
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def outlive_parent() -> None:
+    """The end of `die_with_parent`."""
+    _prctl(PR_SET_PDEATHSIG, 0)
 
 
 def adopt_orphans() -> None:

@@ -19,6 +19,7 @@ from allranks.launcher.scripts.variables import DEFAULT_FAMILIES, defaults_for, 
 
 OPTIONS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 WARM = {"torch": ("torch", "torch.distributed"), "tensorflow": ("tensorflow",)}
+RUN_IDS = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE")
 LEAVING = ("server", "scheduler", "evaluator")
 
 
@@ -32,7 +33,8 @@ class CommandRequest:
     collectives in memory where they would go over Gloo. After a signal the processes have
     `grace_s` to leave. No output of any of them for `hang_timeout_s` (0: for ever) is a hang.
     `shown` are the local ranks whose output is shown: "0,2", "all" or "none". `environment` are
-    variables that each process gets besides those that say who it is.
+    variables that each process gets besides those that say who it is. `run_id` is the name of the
+    job, which among nodes is its secret: the processes get it, and nothing shows it.
     """
 
     command: tuple[str, ...]
@@ -64,7 +66,7 @@ class CommandRequest:
             "roles": roles_as_text(self.roles),
             "families": ",".join(self.families),
         }
-        for name in ("notes", "run_dir", "environment"):
+        for name in ("notes", "run_dir", "run_id", "environment"):
             values.pop(name)
         return {"kind": "run", **values}
 
@@ -117,7 +119,7 @@ class CommandPlan:
                 {
                     **dataclasses.asdict(rank),
                     "command": redacted_words(rank.command),
-                    "environment": redacted({**rank.defaults, **rank.environment}),
+                    "environment": self._shown_environment(rank),
                 }
                 for rank in self.ranks
             ],
@@ -128,11 +130,16 @@ class CommandPlan:
         lines = []
         for rank in self.ranks:
             lines.append(f"rank {rank.rank} on {rank.host}:")
-            variables = redacted({**rank.defaults, **rank.environment})
-            lines += [f"  {name}={value}" for name, value in variables.items()]
+            lines += [f"  {name}={value}" for name, value in self._shown_environment(rank).items()]
             lines += [f"  {shlex.join(redacted_words(rank.command))}", ""]
         lines += [f"note: {note}" for note in self.request.notes]
         return "\n".join(printable(line) for line in lines).rstrip()
+
+    def _shown_environment(self, rank: RankCommand) -> dict[str, str]:
+        """The variables without secrets; the name of the job is one, where somebody chose it."""
+        shown = redacted({**rank.defaults, **rank.environment})
+        chosen = RUN_IDS if self.request.run_id else ()
+        return shown | {name: HIDDEN for name in chosen if name in shown}
 
 
 def plan_command(

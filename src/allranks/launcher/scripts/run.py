@@ -60,6 +60,7 @@ from allranks.launcher.start import new_run_dir, recorded_environment
 from allranks.launcher.supervisor import NEVER
 
 LOCALHOST = "127.0.0.1"
+LOOK_EVERY_S = 1.0
 COMMAND, WARM_SCRIPT = (
     "allranks.launcher.scripts.exec_command:main",
     "allranks.launcher.scripts.warm_script:main",
@@ -153,6 +154,7 @@ class _Runs:
 
     def __post_init__(self) -> None:
         self._connections = Connections()
+        self._looked_at = time.monotonic()
 
     def run(self) -> dict[str, Any]:
         """Try until it ends well; returns the summary, or raises how it ended."""
@@ -230,6 +232,9 @@ class _Runs:
             self.watcher.told(f"collectives: {outcome['did']}, because {outcome['why']}")
 
     def _tick(self) -> None:
+        if time.monotonic() - self._looked_at > LOOK_EVERY_S:
+            self._looked_at = time.monotonic()
+            self.folder.look()
         if isinstance(self.server, ForkServer) and not self.request.roles:
             self._connections.look(self.server.pids(), self.request.processes)
         with suppress(OSError, ValueError):  # who only looks on ends no job

@@ -21,6 +21,8 @@ from allranks.job.job import Job
 from allranks.tools.bench.plan import Combination
 
 ROOM = "allranks.programs.peers"
+ASKED = "job.json"
+"""The file in which a peer finds its job, as long as it runs."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def peer_words(
     """
     peer = PEERS[combination.strategy]
     out.mkdir(parents=True)
-    asked = out / "job.json"
+    asked = out / ASKED
     asked.write_text(json.dumps(job.to_data()))
     words = ["--ranks", str(job.ranks), "--nodes", str(job.nodes), "--run-dir", str(run_dir)]
     words += ["--time-limit", str(math.ceil(limit_s))]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from allranks.launcher.scripts.plan import redacted_words
 from allranks.strategies.card import Exact
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.bench.measuring import Found
@@ -184,6 +185,7 @@ def to_data(plan: Plan, found: Sequence[Found], machine: dict[str, Any]) -> dict
         for run in one.runs
     ]
     settings = {name: value for name, value in asdict(plan).items() if name != "combinations"}
+    settings["words"] = redacted_words(plan.words)
     data: dict[str, Any] = plain(
         {"schema": SCHEMA, "machine": machine, "settings": settings, "rows": rows, "runs": runs}
     )

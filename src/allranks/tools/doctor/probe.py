@@ -20,7 +20,14 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from allranks.launcher.nodes.channel import Channel, Disconnected, Message, authenticate
+from allranks.launcher.nodes.admission import Admission
+from allranks.launcher.nodes.channel import (
+    Channel,
+    Disconnected,
+    Message,
+    authenticate,
+    wait_for,
+)
 from allranks.tools.doctor.examination import Mark, examine
 
 CONNECT_S = 10.0
@@ -31,7 +38,6 @@ FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 14, 1 << 33, 4
 STREAM_S = 0.4
 UNCOUNTED = 8  # the first eighth of a stream is on its way up to speed
 CHUNK_BYTES = 1 << 20
-TOKEN_BYTES = 32
 
 _ORDER = struct.Struct("!cQ")  # what comes next, and how many bytes of it
 _ANSWER = struct.Struct("!QQQ")  # an `Arrival`
@@ -207,9 +213,9 @@ class Probe:
         """The link to the probe that listens there, or what is wrong with it."""
         try:
             where = (message["address"], message["port"])
-            with socket.create_connection(where, CONNECT_S) as connection:
-                connection.sendall(message["token"].encode())
-                return asdict(measure(connection))
+            with closing(Channel(socket.create_connection(where, CONNECT_S))) as channel:
+                authenticate(channel, message["token"].encode())
+                return asdict(measure(channel.released()))
         except OSError as error:
             return {"problem": str(error)}
 
@@ -221,30 +227,19 @@ class Probe:
             self._tell({"problem": str(error)})
             return
         with listener:
-            token = secrets.token_hex(TOKEN_BYTES // 2)
+            token = secrets.token_hex(16)
+            admission = Admission(listener, token)
             self._tell({"port": listener.getsockname()[1], "token": token})
             deadline = time.monotonic() + MEET_S
-            either: list[Any] = [listener, self._channel]
-            while (left := deadline - time.monotonic()) > 0:
-                ready, _, _ = select.select(either, [], [], left)
-                if self._channel in ready:  # the other one has failed to come
-                    return
-                if listener in ready and _served(listener.accept()[0], token):
-                    return
-
-
-def _served(connection: socket.socket, token: str) -> bool:
-    """Serve this one, if it brings the token; whether it did."""
-    with connection:
-        try:
-            connection.settimeout(MEET_S)
-            if not secrets.compare_digest(_exactly(connection, TOKEN_BYTES), token.encode()):
-                return False
-        except OSError:
-            return False
-        with suppress(OSError):  # the other end tells of it, or nobody wants to know
-            serve(connection)
-    return True
+            with closing(admission):
+                while (remaining_s := deadline - time.monotonic()) > 0:
+                    wait_for([*admission.ready, self._channel], remaining_s)
+                    for connection in admission.proved():
+                        with connection, suppress(OSError):  # the other end tells of it
+                            serve(connection)
+                        return
+                    if select.select([self._channel], [], [], 0)[0]:  # the other one did not come
+                        return
 
 
 def main(argument: dict[str, Any]) -> int:

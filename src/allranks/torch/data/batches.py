@@ -162,6 +162,11 @@ class GlobalBatches:
     def _by_number(
         self, source: Source, done: Progress, epochs: int, steps: int | None
     ) -> Generator[Batch]:
+        if self._owns_nothing(source):  # who reads ahead would look for its next sample for ever
+            for plan in self.plans(done, epochs, steps):
+                self._epoch = plan.epoch
+                yield self._filled(plan, iter(()))
+            return
         for_data, plans = tee(self.plans(done, epochs, steps))  # data is read ahead
         wanted = ((plan.epoch, ids) for plan in for_data for ids in _ids(plan))
         copying = Copying(self.precision)
@@ -173,6 +178,13 @@ class GlobalBatches:
             for plan, parts in ready:
                 self._epoch = plan.epoch
                 yield self._filled(plan, iter([copying.finish(part) for part in parts]))
+
+    def _owns_nothing(self, source: Source) -> bool:
+        """Whether no sample of any batch is this reader's: there are more readers than samples."""
+        if self.order is not None:
+            return False
+        sizes, _, rows = self.cutting.cut(min(self.batch_size, len(source)))
+        return not rows and self.cutting.spare(sizes) is None
 
     @property
     def _copies_ahead(self) -> bool:

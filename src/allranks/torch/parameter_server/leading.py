@@ -37,9 +37,14 @@ from allranks.torch.parameter_server.tables.carried import (
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients, clip_factor
 from allranks.torch.step.tally import Tally
+from allranks.training.guard import Finding
 from allranks.training.progress import StepResult
 
 LOOK_S = 0.2
+NOT_SEARCHED = (
+    "the loss of each worker is finite; the servers have the sum of the gradients alone, so nobody "
+    "looks for the samples that did it (--strategy ddp does)"
+)
 
 
 class Leading:
@@ -126,6 +131,7 @@ class LeadingInStep(Leading):
         super().__init__(strategy, links)
         self._service, self._alive = service, alive
         self._gradients: RemoteGradients | None = None
+        self._findings: tuple[Finding, ...] = ()
         self._squares_come = False
 
     def forward_backward(self, batch: Batch) -> Tally:
@@ -138,11 +144,18 @@ class LeadingInStep(Leading):
             if self._service.calls_back():
                 self.call_back()
             self._alive()
+        self._findings = tuple(
+            Finding(**row) for brought in found for row in brought.said.get("found", ())
+        )
         tally = step.layout.tally()
         for brought in found:
             tally.tensor.add_(brought.tally)
         step.end(batch)
         return tally
+
+    def who(self, batch: Batch, spiked: bool) -> tuple[Finding, ...]:
+        """Who brought a bad step in, as the workers have found themselves."""
+        return self._findings or (Finding(NOT_SEARCHED),)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self._gradients = RemoteGradients(self)

@@ -167,6 +167,7 @@ class SchedulerTrainer(Trainer):
             service.pause()
         if strategy.in_step:
             self._leading = leading = LeadingInStep(strategy, links, service)
+            self.guard.find = leading.who
             leading.load(done.batch_index, world.restarts)
             leading.tell({"do": "tell"}, waits=True)  # before anybody pulls
         else:

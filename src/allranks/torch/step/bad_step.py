@@ -50,17 +50,22 @@ def guard_of(strategy: Strategy, job: Job, rank: int) -> Guard:
 
 def who(step: SharedStep, batch: Batch, comm: Comm, rank: int, spiked: bool) -> tuple[Finding, ...]:
     """Who brought a bad step in; every rank of `comm` calls this. Sends what each has found."""
-    try:
-        with _set_aside(step), Watch(step.model) as watch:
-            own = _Search(step, batch, rank, watch).run(spiked)
-    except Exception as error:  # the others wait for this rank's text
-        own = [Finding(f"cannot say: {type(error).__name__}: {error}", rank, is_verb=True)]
+    own = own_part(step, batch, rank, spiked)
     texts = comm.gather_texts(json.dumps([dataclasses.asdict(finding) for finding in own]))
     found = [Finding(**row) for text in texts for row in json.loads(text)]
     if spiked:
         return (max(found, key=lambda finding: finding.size),) if found else ()
     nothing = BATCH_FINITE if step.task.loss_over == "batch" else ALL_FINITE
     return tuple(dict.fromkeys(found)) or (Finding(nothing),)
+
+
+def own_part(step: SharedStep, batch: Batch, rank: int, spiked: bool) -> list[Finding]:
+    """What is wrong with this rank's own part of a bad step; raises nothing."""
+    try:
+        with _set_aside(step), Watch(step.model) as watch:
+            return _Search(step, batch, rank, watch).run(spiked)
+    except Exception as error:  # the others wait for this rank's text
+        return [Finding(f"cannot say: {type(error).__name__}: {error}", rank, is_verb=True)]
 
 
 @contextmanager

@@ -167,6 +167,11 @@ class Tally:
         """The weight of the samples that were added, once the leaf is closed."""
         return float(self._counts[WEIGHT])
 
+    @property
+    def loss(self) -> float:
+        """The sum of the weighted losses; waits for the device."""
+        return float(self._loss)
+
     def leave_samples(self) -> None:
         """Another rank counts the same samples: of this tally the flags remain."""
         self._loss.zero_()

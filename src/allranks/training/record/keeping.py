@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from allranks.checkpoint.room import Elsewhere
-from allranks.job.run_folder import FULL
+from allranks.job.run_folder import FULL, REMOVED
 
 ALL = "all of it"
 
@@ -60,6 +60,11 @@ class Keeping:
             return self._say_where(name, path, part)
         self.lost[name] = part
         self._report("not_kept", file=name, error=part)
+
+    def removed(self, name: str) -> None:
+        """Somebody has removed a file, which was begun again."""
+        self.lost[name] = REMOVED
+        self._report("not_kept", file=name, error=REMOVED)
 
     def to_data(self) -> dict[str, Any]:
         """For the summary of the job: nothing where all is in the run folder."""

@@ -18,6 +18,8 @@ from allranks.training.record.logs import End, Logs, open_logs, open_metrics, ro
 from allranks.training.record.phases import NAME as PHASES
 from allranks.training.record.phases import PhaseRecord
 
+LOOK_EVERY_S = 1.0
+
 
 class RankRecord(Callback):
     """What one rank of `job` writes down while it trains."""
@@ -37,6 +39,7 @@ class RankRecord(Callback):
         self.updates_before = 0
         self._phases: PhaseRecord | None = None
         self._reached_s: float | None = None
+        self._looked_at = time.monotonic()
 
     def open(self, trainer: Trainer, resumed_from: int | None) -> None:
         """Before the first step: the leader's files, without what came after the checkpoint."""
@@ -64,6 +67,9 @@ class RankRecord(Callback):
     def close(self, end: End) -> None:
         """No more is written but events; what found no room in the run folder is kept elsewhere."""
         self._write()
+        if self._metrics is not None:
+            self._metrics.flush()
+        self._look()
         if self._phases is not None:
             self._phases.close()
         if self._metrics is not None:
@@ -118,6 +124,17 @@ class RankRecord(Callback):
                 self._metrics.row(row)
                 self._logs.row(row)
         self._unread.clear()
+        if time.monotonic() - self._looked_at > LOOK_EVERY_S:
+            self._look()
+
+    def _look(self) -> None:
+        """Whether the files of this rank are still there."""
+        self._looked_at = time.monotonic()
+        self.events.flush()
+        for file in (self.events, *([] if self._metrics is None else [self._metrics])):
+            if file.was_removed:
+                file.was_removed = False
+                self.keeping.removed(file.path.name)
 
     def samples_per_s(self, trainer: Trainer) -> float | None:
         """The samples of all ranks in a second, up to the last step; every rank calls this."""

@@ -13,6 +13,7 @@ weights of a checkpoint, and what this worker was at is handed out again.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import socket as sockets
 import time
@@ -37,6 +38,7 @@ from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.parameter_server.working.changes import Changes
 from allranks.torch.parameter_server.working.exchange import Exchange
 from allranks.torch.parameter_server.working.reader import Reader
+from allranks.torch.step.bad_step import own_part
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.trainer import Trainer
@@ -172,7 +174,15 @@ class Worker:
         trainer.heartbeat.enter("exchange")
         self.exchange.push({"step": chunk.first, "part": chunk.part})
         trainer.faults.reach("stepped", chunk.first)
-        return Done({"chunk": chunk.number, "era": self.exchange.era}, _bytes(tally))
+        said = {"chunk": chunk.number, "era": self.exchange.era}
+        return Done(said | self._looked_closer(batch, tally), _bytes(tally))
+
+    def _looked_closer(self, batch: Batch, tally: Tally) -> dict[str, Any]:
+        """What is wrong with a part whose loss is not finite: the scheduler has no sample of it."""
+        if math.isfinite(tally.loss):
+            return {}
+        found = own_part(self.strategy.step, batch, self.world.rank, spiked=False)
+        return {"found": [dataclasses.asdict(finding) for finding in found]}
 
     def _steps(self, chunk: Chunk) -> Done | None:
         """Out of step: whole batches; what there is to say of those that servers have."""
