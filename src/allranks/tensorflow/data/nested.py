@@ -1,39 +1,59 @@
-"""Batches as they are made of arrays: one, a tuple or list of them, a dict by name, or nested."""
+"""Batches as they are made of arrays: one, a tuple or list of them, a dict by name, or nested.
+
+What derives from a tuple or a dict stays what it is: see `engine.structures`.
+"""
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
+
+import numpy as np
+
+from allranks.errors import RequestError
+from allranks.training.engine.structures import Structure, Walker
+
+_WALKER = Walker(lambda value: isinstance(value, np.ndarray), objects=False)
+
+
+def _structure_of(value: Any) -> Structure | None:
+    """What a value holds; `None` for an array, and for whatever an array is made of."""
+    if isinstance(value, Mapping) and not issubclass(type(value), (dict, UserDict)):
+        value = dict(value)  # TensorFlow's own, which pretends to be another
+    elif is_dataclass(value) and not isinstance(value, (dict, type)):
+        raise RequestError(
+            asked="a batch or an output of the task, for TensorFlow",
+            found=f"a {type(value).__module__}.{type(value).__qualname__}, a dataclass",
+            why="a function of TensorFlow takes what is in it for constants",
+            do="give a tuple, a named tuple or a dict of arrays",
+        )
+    return _WALKER.open(value)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """The same structure with `function` of every array in it."""
-    if isinstance(value, Mapping):
-        return {key: mapped(function, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        made = [mapped(function, item) for item in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
-    return function(value)
+    found = _structure_of(value)
+    if found is None:
+        return function(value)
+    return found.build([mapped(function, item) for item in found.items])
 
 
 def arrays_in(value: Any) -> Iterator[Any]:
     """Every array of a batch, in order."""
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from arrays_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from arrays_in(item)
-    else:
+    found = _structure_of(value)
+    if found is None:
         yield value
+    else:
+        for item in found.items:
+            yield from arrays_in(item)
 
 
 def joined(function: Callable[[list[Any]], Any], values: list[Any]) -> Any:
     """One structure of several alike: `function` of the arrays that stand at the same place."""
-    first = values[0]
-    if isinstance(first, Mapping):
-        return {key: joined(function, [value[key] for value in values]) for key in first}
-    if isinstance(first, (list, tuple)):
-        made = [joined(function, list(items)) for items in zip(*values, strict=True)]
-        return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
-    return function(values)
+    first = _structure_of(values[0])
+    if first is None:
+        return function(values)
+    items = [found.items for value in values if (found := _structure_of(value)) is not None]
+    return first.build([joined(function, list(column)) for column in zip(*items, strict=True)])

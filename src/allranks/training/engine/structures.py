@@ -103,19 +103,16 @@ class Walker:
         if isinstance(value, dict):
             return self._with_attributes(value, dict(value.items()))
         if type(value) is MappingProxyType:
-            keys = list(value)
-            return Structure(
-                [f"[{key!r}]" for key in keys],
-                [value[key] for key in keys],
-                lambda items: MappingProxyType(dict(zip(keys, items, strict=True))),
-            )
+            return _by_key(value, MappingProxyType)
         if isinstance(value, UserDict) and type(vars(value).get("data")) is dict:
             return self._with_attributes(value, vars(value)["data"])
         if isinstance(value, (*CODE, *self.atoms)):
             return None
+        if isinstance(value, Mapping) and not attributes_of(value):
+            return _by_key(value, type(value))
         if self.objects and (found := self.registered(value)) is not None:
             return found
-        if is_dataclass(value):
+        if is_dataclass(value) or isinstance(value, Mapping):
             return _object(value)
         if isinstance(value, (set, frozenset)):
             if any(self._holds(item, []) for item in value):
@@ -175,13 +172,22 @@ class Walker:
         if isinstance(value, (tuple, list, deque, set, frozenset)):
             inner: Any = value
         else:
-            inner = [*value.values()] if isinstance(value, (dict, MappingProxyType)) else []
+            inner = [*value.values()] if isinstance(value, Mapping) else []
             inner += attributes_of(value).values()
         path = [*path, id(value)]
         holds = any(self._holds(item, path) for item in inner)
         if holds and any(id(item) in path for item in inner):
             raise cannot_open(value, "which holds itself")
         return holds
+
+
+def _by_key(value: Mapping[Any, Any], make: Callable[[dict[Any, Any]], Any]) -> Structure:
+    keys = list(value)
+    return Structure(
+        [f"[{key!r}]" for key in keys],
+        [value[key] for key in keys],
+        lambda items: make(dict(zip(keys, items, strict=True))),
+    )
 
 
 def _row(value: Any) -> Structure:
