@@ -195,7 +195,7 @@ def of(batch: Any, name: str) -> Any:
         return batch["xy".index(name)]
     if isinstance(batch, dict) and "in" in batch:
         return getattr(batch["in"][0].x, name)
-    if isinstance(batch, (Encoding, dict)):
+    if isinstance(batch, (UserDict, dict)):
         return batch[name]
     return getattr(batch, name)
 
@@ -204,7 +204,7 @@ def put(batch: Any, name: str, value: Any) -> None:
     """Set `x` of a batch, where its kind can."""
     if isinstance(batch, dict) and "in" in batch:
         batch["in"][0].x.x = value
-    elif isinstance(batch, (dict, Encoding)):
+    elif isinstance(batch, (dict, UserDict)):
         batch[name] = value
     else:
         setattr(batch, name, value)

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
+import batch_kinds
 from allranks.errors import RequestError
+from allranks.job.config import resolve
 from allranks.job.job import Job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.tensorflow.data.nested import arrays_in, joined, mapped
+from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.plan import Plan
 from allranks.torch import Trainer
 from allranks.torch.data.loaders import rows_between
 from allranks.torch.data.nested import copied, map_tensors, structure_of, tensors_in
 from allranks.torch.data.rows import taken_apart
 from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.precision import Precision
+from allranks.torch.witness.parts import write_parts
 from allranks.torch.witness.same_data import digest_of
-from batch_kinds import ALL, KINDS, Kinds, Locked, Plain, Shared, of, put
+from batch_kinds import ALL, KINDS, Kinds, Locked, OverBatch, Plain, Shared, of, put
 from conftest import Train
 
 CPU = torch.device("cpu")
@@ -43,10 +53,12 @@ def made(kind: str) -> Any:
     return ALL[kind](torch.arange(12.0).view(4, 3), torch.arange(4))
 
 
-def trained(kind: str, how: str, *, output: str = "", **job: Any) -> tuple[str, Any]:
+def trained(
+    kind: str, how: str, *, output: str = "", task: type[Kinds] = Kinds, **job: Any
+) -> tuple[str, Any]:
     """The digest of the weights after four steps in this process, and what the witness said."""
-    task = Kinds(kind=kind, how=how, output=output)
-    with Trainer(task, Job(**{"steps": 4, **job})) as trainer:
+    made = task(kind=kind, how=how, output=output)
+    with Trainer(made, Job(**{"steps": 4, **job})) as trainer:
         trainer.rehearse()
         for batch in trainer.batches():
             trainer.step(batch)
@@ -84,12 +96,8 @@ def test_a_structure_keeps_its_kind_and_what_else_it_has(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_cut_cast_and_told_apart_in_every_kind(kind: str) -> None:
-    if kind in ("dataclass", "slots"):  # they have a text, which has no rows
-        value: Any = made("object")
-    else:
-        value = made(kind) if kind != "nested" else {"in": [Plain(made("object"), None)]}
-    rows = rows_between(value, 1, 3, 4)
-    assert type(rows) is type(value) and of(rows, "y").tolist() == [1, 2]
+    rows = rows_between(made(kind), 1, 3, 4)
+    assert type(rows) is type(made(kind)) and of(rows, "y").tolist() == [1, 2]
     double = Precision(CPU, torch.float64).to_device(made(kind))
     assert of(double, "x").dtype == torch.float64 and type(double) is type(made(kind))
     apart = taken_apart(made(kind), 4)
@@ -141,16 +149,81 @@ def test_lengths_of_a_packed_sequence_stay_what_they_are() -> None:
     assert found.batch_sizes.dtype == torch.int64
 
 
-@pytest.mark.parametrize("job", [{"ranks": 2}, {"ranks": 1, "micro_batch": 2}])
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("tensor", "tuple")])
-@pytest.mark.slow(but=4)
-def test_every_kind_trains_as_a_tuple_does(kind: str, job: dict[str, Any], train: Train) -> None:
-    job = {"steps": 4, "precision": "fp64", "threads": 1, **job}
-    for task in ("Kinds", "OverBatch"):
-        digests = {
-            train(f"batch_kinds:{task}", f"kind={one}", f"output={one}", **job).summary[
-                "weights_sha256"
-            ]
-            for one in (kind, "tuple")
-        }
-        assert len(digests) == 1
+COUPLED = [kind for kind in KINDS if kind not in ("tensor", "tuple")]
+
+
+@pytest.mark.parametrize("task", [Kinds, OverBatch])
+@pytest.mark.parametrize("job", [{"micro_batch": 2}, {"strategy": "dp:replicas=2"}])
+def test_every_kind_trains_as_a_tuple_does(task: type[Kinds], job: dict[str, Any]) -> None:
+    wanted = trained("tuple", "clean", output="tuple", task=task, **job)[0]
+    for kind in COUPLED:
+        digest, said = trained(kind, "clean", output=kind, task=task, **job)
+        assert digest == wanted, kind
+        assert not said.unseen, kind
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+@pytest.mark.slow(but=2)
+def test_every_kind_trains_as_a_tuple_does_on_two_ranks(kind: str, train: Train) -> None:
+    digests = {
+        train(
+            "batch_kinds:OverBatch", f"kind={one}", f"output={one}", ranks=2, steps=4, threads=1
+        ).summary["weights_sha256"]
+        for one in (kind, "tuple")
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dataclass", "user dict", "locked"])
+def test_recorders_change_no_batch_that_the_model_writes_on(kind: str, train: Train) -> None:
+    recorders = {"log": "csv,phases", "profile": True, "verify_every": 2, "witness": "warn"}
+    digests = {
+        train("batch_kinds:Kinds", f"kind={kind}", "how=place", steps=4, threads=1, **job).summary[
+            "weights_sha256"
+        ]
+        for job in (recorders, {"witness": "off"})
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "object", "user dict", "locked"])
+def test_parts_of_a_step_are_recorded_from_copies(kind: str, tmp_path: Path) -> None:
+    task, written = Kinds(kind=kind, how="place"), kind != "locked"
+    with Trainer(task, Job(steps=1)) as trainer:
+        (batch,) = trainer.batches()
+        before = digest_of([micro.data for micro in batch.micros])
+        write_parts(tmp_path, trainer.strategy, batch, Job(cut_for=2))
+        assert digest_of([micro.data for micro in batch.micros]) == before
+    assert (tmp_path / "parts").exists() == written
+
+
+@pytest.mark.slow
+def test_check_changes_no_batch_that_the_model_writes_on(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    job = resolve("batch_kinds:Kinds", {"strategy": "ddp", "ranks": 2, "steps": 4}, ["how=place"])
+    verdict = check_against_one(job, tmp_path, server, Plan((2,), 2, shards=4))
+    assert verdict.equal
+
+
+@pytest.mark.parametrize("kind", ["named tuple", "ordered dict", "user dict", "default dict"])
+def test_tensorflow_has_the_kinds_that_it_can_trace(kind: str) -> None:
+    columns = {"x": np.arange(12.0).reshape(4, 3), "y": np.arange(4)}
+    value = UserDict(columns) if kind == "user dict" else ALL[kind](**columns)  # type: ignore[arg-type]
+    found = joined(np.stack, [mapped(np.asarray, value)] * 2)
+    wanted = dict if kind == "default dict" else type(value)
+    assert type(found) is wanted and of(found, "y").shape == (2, 4)
+    assert [array.shape for array in arrays_in(found)] == [(2, 4, 3), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (batch_kinds.Data(1, 2), "Data, a dataclass"),
+        (batch_kinds.Attributes(1, 2), "Attributes, whose class takes no dict"),  # type: ignore[arg-type]
+    ],
+)
+def test_tensorflow_refuses_others_by_their_name(value: Any, found: str) -> None:
+    with pytest.raises(RequestError, match=found):
+        mapped(np.asarray, [value])

@@ -5,7 +5,7 @@ What derives from a tuple or a dict stays what it is: see `engine.structures`.
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
@@ -20,16 +20,32 @@ _WALKER = Walker(lambda value: isinstance(value, np.ndarray), objects=False)
 
 def _structure_of(value: Any) -> Structure | None:
     """What a value holds; `None` for an array, and for whatever an array is made of."""
-    if isinstance(value, Mapping) and not issubclass(type(value), (dict, UserDict)):
-        value = dict(value)  # TensorFlow's own, which pretends to be another
-    elif is_dataclass(value) and not isinstance(value, (dict, type)):
-        raise RequestError(
-            asked="a batch or an output of the task, for TensorFlow",
-            found=f"a {type(value).__module__}.{type(value).__qualname__}, a dataclass",
-            why="a function of TensorFlow takes what is in it for constants",
-            do="give a tuple, a named tuple or a dict of arrays",
-        )
+    kind = type(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        raise _refused(value, "a dataclass", "takes what is in it for constants")
+    if isinstance(value, Mapping) and kind is not dict:
+        if kind is defaultdict or not issubclass(kind, (dict, UserDict)):
+            value = dict(value)  # others are TensorFlow's own, which pretend to be a dict
+        elif not _is_made_of_a_dict(value):
+            raise _refused(value, "whose class takes no dict", "makes another one of a dict")
     return _WALKER.open(value)
+
+
+def _is_made_of_a_dict(value: Mapping[Any, Any]) -> bool:
+    make: Any = type(value)
+    try:
+        return list(make(dict(value))) == list(value)
+    except Exception:
+        return False
+
+
+def _refused(value: Any, found: str, why: str) -> RequestError:
+    return RequestError(
+        asked="a batch or an output of the task, for TensorFlow",
+        found=f"a {type(value).__module__}.{type(value).__qualname__}, {found}",
+        why=f"a function of TensorFlow {why}",
+        do="give a tuple, a named tuple or a dict of arrays",
+    )
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:

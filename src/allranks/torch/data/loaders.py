@@ -241,8 +241,8 @@ def rows_between(value: Any, start: int, stop: int, rows: int) -> Any:
         return value[start:stop]
     if isinstance(value, (list, tuple)) and len(value) == rows and all(map(_is_whole, value)):
         return value[start:stop]
-    if value is None:
-        return None
+    if isinstance(value, (str, type(None))):  # said of the whole batch
+        return value
     if (inside := structure_of(value)) is not None:
         return inside.build([rows_between(item, start, stop, rows) for item in inside.items])
     found = f"a {type(value).__name__} {tuple(getattr(value, 'shape', ()))}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from allranks.torch.data.loaders import (
     notes_on,
     order_of,
 )
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.nested import structure_of, tensors_in
 from allranks.torch.data.sources import MapSource, Rows, Source, StreamSource, TensorSource
 from allranks.torch.task import Task
 
@@ -59,7 +60,7 @@ def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Open
             found = f"a stream in {cut} parts, for shards = {task.shards}"
             raise _unusable(name, found, "a part that no shard reads would be left out in silence")
         opened = Opened(StreamSource(data, task, seed))
-    elif isinstance(data, (Tensor, np.ndarray, TensorDataset, tuple, dict)):
+    elif isinstance(data, (Tensor, np.ndarray, TensorDataset)) or _is_columns(data):
         tensors = _as_tensors(data, name)
         source: Source = TensorSource(tensors)
         if (training and task.overrides("augment")) or task.overrides("collate"):
@@ -151,16 +152,21 @@ def _as_tensors(data: Any, name: str) -> Any:
     """Arrays as tensors; all must agree on the number of samples."""
     if isinstance(data, TensorDataset):
         data = data.tensors
-    if isinstance(data, dict):
-        data = {k: torch.as_tensor(v) for k, v in data.items() if _is_array(v, name)}
-    elif isinstance(data, tuple):
-        data = tuple(torch.as_tensor(v) for v in data if _is_array(v, name))
+    if (columns := structure_of(data) if _is_columns(data) else None) is not None:
+        data = columns.build([torch.as_tensor(v) for v in columns.items if _is_array(v, name)])
     else:
         data = torch.as_tensor(data)
     lengths = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_in(data)}
     if len(lengths) != 1:
         raise _unusable(name, f"lengths {sorted(lengths)}", "dimension 0 is the samples of each")
     return data
+
+
+def _is_columns(data: Any) -> bool:
+    """Whether data are arrays side by side: in a tuple, a dict, or a dataclass of nothing else."""
+    if isinstance(data, (tuple, dict, UserDict)):
+        return True
+    return is_dataclass(data) and not (hasattr(data, "__getitem__") or hasattr(data, "__iter__"))
 
 
 def _is_array(value: Any, name: str) -> bool:
