@@ -94,6 +94,17 @@ def test_a_structure_keeps_its_kind_and_what_else_it_has(kind: str) -> None:
         assert found["new"] == []
 
 
+def test_an_object_is_moved_by_its_own_to() -> None:
+    class Lengths(Plain):
+        def to(self, device: torch.device) -> None:
+            self.x = self.x.to(device)
+
+    value = Lengths(torch.zeros(3), torch.arange(3))
+    found = Precision(torch.device("meta"), torch.float64).to_device([value])[0]
+    assert (found.x.device.type, found.x.dtype) == ("meta", torch.float64)
+    assert found.y.device.type == value.x.device.type == "cpu", "it is a copy that was moved"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_cut_cast_and_told_apart_in_every_kind(kind: str) -> None:
     rows = rows_between(made(kind), 1, 3, 4)
