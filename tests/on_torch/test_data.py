@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+import batch_kinds
 import contract_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
@@ -87,10 +88,15 @@ def test_every_kind_of_data_gives_the_same_batches() -> None:
         (inputs.numpy(), targets.numpy()),
         TensorDataset(inputs, targets),
         Plain(),
+        batch_kinds.Named(inputs, targets),
+        batch_kinds.Data(inputs, targets.numpy(), note=inputs),
     ]
     wanted = [(0, np.array([3, 1]))]
     for kind in kinds:
         (found,) = open_data(kind, task, 0, 0, "train_data").source.batches(wanted)  # type: ignore[union-attr]
+        if type(kind).__module__ == "batch_kinds":
+            assert type(found) is type(kind)
+            found = found.x, found.y
         assert torch.equal(found[0], inputs[[3, 1]])
         assert torch.equal(found[1], targets[[3, 1]])
 

@@ -43,8 +43,9 @@ def batch(passes: int, *, has_samples: bool) -> Batch:
 def test_an_infinite_loss_brings_in_nothing(has_samples: bool) -> None:
     step = Step()
     passes = PassesForOthers(step)
-    passes.begin()
-    passes.finish(batch(2, has_samples=has_samples), None)
+    given = batch(2, has_samples=has_samples)
+    passes.begin(given)
+    passes.finish(given, None)
     first, second = step.model
     assert [p.grad.abs().max().item() for p in first.parameters()] == [0.0, 0.0]  # type: ignore[union-attr]
     assert [p.grad for p in second.parameters()] == [None, None], "as in a pass with weight"
@@ -53,8 +54,8 @@ def test_an_infinite_loss_brings_in_nothing(has_samples: bool) -> None:
 def test_backward_goes_only_where_a_loss_over_the_batch_went() -> None:
     step = Step()
     passes = PassesForOthers(step)
-    passes.begin()
     given = batch(1, has_samples=False)
+    passes.begin(given)
     output = passes.forward(given)
     assert output["first"].shape == (2, 2) and not passes.is_on
     passes.finish(given, [True, False])
@@ -66,9 +67,25 @@ def test_backward_goes_only_where_a_loss_over_the_batch_went() -> None:
 def test_it_is_on_in_forward_and_in_backward_of_such_a_pass() -> None:
     step, seen = Step(), []
     passes = PassesForOthers(step)
-    passes.begin()
+    given = batch(1, has_samples=False)
+    passes.begin(given)
     step.model[0].register_forward_hook(lambda *_: seen.append(passes.is_on))
     weight: nn.Parameter = step.model[0].weight  # type: ignore[assignment]
     weight.register_post_accumulate_grad_hook(lambda _: seen.append(passes.is_on))
-    passes.finish(batch(1, has_samples=False), None)
+    passes.finish(given, None)
     assert seen == [True, True] and not passes.is_on
+
+
+def test_a_model_that_writes_on_its_batch_writes_on_copies_in_these_passes() -> None:
+    step, given = Step(), batch(3, has_samples=True)
+    passes, seen = PassesForOthers(step), []
+
+    def write(module: nn.Module, args: Any) -> None:
+        seen.append(args[0].sum().item())
+        args[0].mul_(2)
+
+    step.model[0].register_forward_pre_hook(write)
+    passes.begin(given)
+    step.output(given, given.micros[0])
+    passes.finish(given, None)
+    assert seen == [6.0, 6.0, 6.0]

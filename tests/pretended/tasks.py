@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+import batch_kinds
 from allranks.torch import Task
 from pretended.streams import NAME
 
@@ -88,6 +89,27 @@ class Small(Task):
 
     def metrics(self, output: Tensor, batch: Any) -> dict[str, Any]:
         return {"right": ((output.argmax(1) == batch[1]).sum(), len(output))}
+
+
+@dataclass
+class OfAKind(Small):
+    """Batches that are objects of a `kind`."""
+
+    data: str = "set"
+    kind: str = "dataclass"
+
+    def collate(self, samples: list[Any]) -> Any:
+        images = torch.stack([image for image, _ in samples])
+        return batch_kinds.ALL[self.kind](images, torch.stack([label for _, label in samples]))
+
+    def inputs(self, batch: Any) -> Any:
+        return batch_kinds.of(batch, "x")
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return super().loss(output, (None, batch_kinds.of(batch, "y")))
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, Any]:
+        return super().metrics(output, (None, batch_kinds.of(batch, "y")))
 
 
 @dataclass

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import batch_kinds
+
 OnDevice = Callable[..., None]
 SCENARIOS: dict[str, dict[str, Any]] = {
     "data of the host": {},
@@ -31,6 +33,21 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_one_process_trains_as_on_the_cpu(on_device: OnDevice, name: str) -> None:
     on_device(1, "as_on_the_cpu", SCENARIOS[name])
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("kinds", "job"),
+    [
+        (["user dict", "dataclass", "movable"], {}),
+        ([*batch_kinds.KINDS][1:], {"precision": "fp64"}),
+        (["model output", "frozen", "movable"], {"precision": "fp64", "loader_workers": 1}),
+    ],
+)
+def test_batches_of_every_kind_go_to_the_device(
+    on_device: OnDevice, kinds: list[str], job: dict[str, Any]
+) -> None:
+    on_device(1, "every_kind", {"kinds": kinds, "job": job})
 
 
 @pytest.mark.slow(but=3)

@@ -72,6 +72,16 @@ def as_on_the_cpu(argument: dict[str, Any]) -> None:
     assert streams.given_away == [], streams.given_away
 
 
+def every_kind(argument: dict[str, Any]) -> None:
+    """Batches of every kind on both, and what `to` of an object keeps on the host stays there."""
+    install()
+    for kind in argument["kinds"]:
+        asked = {"task": "OfAKind", "fields": {"kind": kind}, "job": argument["job"]}
+        found, wanted = trained(asked, NAME), trained(asked, "cpu")
+        assert repr(found) == repr(wanted), f"{kind}: {found}\n{wanted}"
+    assert streams.given_away == [], streams.given_away
+
+
 def late_and_at_once(argument: dict[str, Any]) -> None:
     """The same training on the device, its numbers read one step late and at once."""
     install()

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from allranks.errors import RequestError
+from allranks.training.engine.structures import Walker
 
 DIGEST_BYTES = 16 << 20
 TEXT = "the order of a set of texts follows this"
@@ -25,33 +26,46 @@ HASHES = "hash of a text"
 SAMPLES = "samples"
 
 
-def digest_of(value: Any) -> str:
-    """A digest of a sample, a batch, or arrays in any structure; other objects go by their kind."""
+ARRAYS = Walker(lambda value: isinstance(value, np.ndarray))
+
+
+def digest_of(
+    value: Any, walker: Walker = ARRAYS, as_numpy: Callable[[Any], Any] = lambda array: array
+) -> str:
+    """A digest of a sample, a batch, or arrays in any structure; other objects go by their kind.
+
+    `walker` knows arrays of other kinds, of which `as_numpy` makes those of NumPy. Of an object
+    only the arrays in it count: the rest may be another on each rank, as a path or a time.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for part in _parts(value):
+    for part in _parts(value, walker, as_numpy):
         digest.update(part)
     return digest.hexdigest()
 
 
-def _parts(value: Any) -> Iterator[bytes]:
+def _parts(value: Any, walker: Walker, as_numpy: Callable[[Any], Any]) -> Iterator[bytes]:
+    if walker.is_array(value):
+        value = as_numpy(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
         yield f"{value.dtype}{value.shape}".encode() + value.tobytes()
     elif isinstance(value, Mapping):
         for key in value:
             yield repr(key).encode()
-            yield from _parts(value[key])
+            yield from _parts(value[key], walker, as_numpy)
     elif isinstance(value, (list, tuple)):
         yield f"{len(value)}".encode()
         for item in value:
-            yield from _parts(item)
+            yield from _parts(item, walker, as_numpy)
     elif isinstance(value, (str, bytes, bool, int, float, complex, np.generic, type(None))):
         yield repr(value).encode()
     elif callable(array := getattr(value, "numpy", None)):
-        yield from _parts(array())
+        yield from _parts(array(), walker, as_numpy)
     elif callable(image := getattr(value, "tobytes", None)):
         yield image()
     else:
         yield type(value).__name__.encode()
+        for array in walker.arrays_in(value):
+            yield from _parts(array, walker, as_numpy)
 
 
 def rows_to_compare(rows: int, size_bytes: int) -> NDArray[np.int64]:

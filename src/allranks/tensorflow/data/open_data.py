@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class _Rows:
 
 
 def _by_number(data: Any, name: str) -> Arrays | Samples:
-    if isinstance(data, (tuple, dict, np.ndarray, tf.Tensor)):
+    if isinstance(data, (tuple, dict, UserDict, np.ndarray, tf.Tensor)):
         for value in arrays_in(data):
             if not isinstance(value, (np.ndarray, tf.Tensor)):
                 why = "all must be arrays, with the samples along axis 0"

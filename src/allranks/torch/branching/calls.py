@@ -22,7 +22,7 @@ from allranks.errors import RequestError
 from allranks.torch.branching.later import Later, real
 from allranks.torch.branching.plan import Branch
 from allranks.torch.branching.run import Around, Call, Run, Together, versions_of
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.nested import tensors_of_arguments
 
 Mode = tuple[bool, bool, bool, torch.dtype]
 
@@ -50,7 +50,7 @@ class Calls:
         if mode != self._mode:
             self.close()
             self._mode = mode
-        tensors = list(tensors_in(arguments))
+        tensors = list(tensors_of_arguments(arguments))
         looks = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
         key = branch.number, branch.module.training, mode, looks, _words(arguments)
         call = Call(branch, forward, arguments, key, versions_of(tensors))

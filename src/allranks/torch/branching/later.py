@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.torch.data.nested import map_arguments, tensors_in
+from allranks.torch.data.nested import map_arguments, tensors_of_arguments
 
 
 class Later(Tensor):
@@ -50,7 +50,7 @@ class Later(Tensor):
 
 def real(value: Any) -> Any:
     """The same with the real tensors; waits for those that are not there yet."""
-    if any(type(tensor) is Later for tensor in tensors_in(value)):
+    if any(type(tensor) is Later for tensor in tensors_of_arguments(value)):
         return map_arguments(_real, value)
     return value
 

@@ -16,7 +16,7 @@ from allranks.torch.branching.drawing import generators_kept
 from allranks.torch.branching.exchange import Exchange
 from allranks.torch.branching.later import Later
 from allranks.torch.branching.plan import Branch
-from allranks.torch.data.nested import map_arguments, tensors_in
+from allranks.torch.data.nested import map_arguments, tensors_of_arguments
 from allranks.torch.model.layers import Scope
 from allranks.torch.pipelining.looks import Looks, laid_out
 from allranks.torch.pipelining.stage_links import Received
@@ -53,7 +53,7 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """What went in."""
-        return list(tensors_in(self.arguments))
+        return list(tensors_of_arguments(self.arguments))
 
     def check_unwritten(self, when: str) -> None:
         """Raise `RequestError` where something has written into what went in."""
@@ -95,7 +95,7 @@ class Run:
         for number, call in enumerate(self.calls):
             call.looks = looks[number]
             if number in values:
-                tensors = list(tensors_in(values[number]))
+                tensors = list(tensors_of_arguments(values[number]))
                 self._own += [(len(found) + at, t) for at, t in enumerate(tensors)]
                 found += [self._leaving(call, tensor) for tensor in tensors]
             else:

@@ -34,7 +34,7 @@ from allranks.torch.context_parallel.sequence import (
     WholePass,
     hidden_of,
 )
-from allranks.torch.data.nested import map_arguments, tensors_in
+from allranks.torch.data.nested import map_arguments, tensors_of_arguments
 from allranks.torch.model.layers import Scope
 from allranks.torch.state import kept_random_streams
 from allranks.torch.step.user_buffers import Copy, UserBuffers, put_back
@@ -206,7 +206,7 @@ class Proof:
             f"the output of {type(self.model).__name__}, though each of its blocks is the same: it "
             "is what forward does between two blocks, where a rank has some positions"
         )
-        pairs = list(zip(tensors_in(wanted), tensors_in(output), strict=False))
+        pairs = list(zip(tensors_of_arguments(wanted), tensors_of_arguments(output), strict=False))
         if any(one.shape != other.shape for one, other in pairs):
             raise self.refusal(f"another shape of {where}")
         rows = [
@@ -215,7 +215,7 @@ class Proof:
             if whole.is_floating_point()
         ]
         if rows:
-            kind = torch.bfloat16 if self.is_half else next(tensors_in(output)).dtype
+            kind = torch.bfloat16 if self.is_half else next(tensors_of_arguments(output)).dtype
             self._judge(where, rows, kind)
 
     def _judge(
@@ -259,7 +259,7 @@ class _Between(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not self.cut.is_inside:
-            used = {_storage(tensor) for tensor in tensors_in((args, kwargs or {}))}
+            used = {_storage(tensor) for tensor in tensors_of_arguments((args, kwargs or {}))}
             if used & {_storage(part) for part in self.cut.handed}:
                 raise self.refusal(
                     f"{func} in what {self.name}.forward does with what a block returns, "

@@ -33,7 +33,7 @@ from allranks.torch.context_parallel.refusals import (
     several_positions,
     several_tensors,
 )
-from allranks.torch.data.nested import map_arguments, tensors_in
+from allranks.torch.data.nested import map_arguments, tensors_of_arguments
 from allranks.torch.model.activation_checkpointing import recomputed
 from allranks.torch.model.shard_dropout import Part
 
@@ -304,7 +304,7 @@ def with_hidden(asked: str, output: Any, hidden: Tensor) -> Any:
     """What a block returns, with its first tensor replaced; it has no other one."""
     if isinstance(output, Tensor):
         return hidden
-    if any(True for _ in tensors_in(output[1:])):
+    if any(True for _ in tensors_of_arguments(output[1:])):
         raise several_tensors(asked)
     return type(output)([hidden, *output[1:]])
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.data.nested import map_tensors, tensors_in
+from allranks.torch.data.nested import map_to_device, tensors_in
 from allranks.torch.model.precision import Precision
 
 
@@ -43,7 +43,9 @@ class Copying:
             return OnItsWay(self._precision.to_device(data), made.record_event())
         accelerator.use(self._stream.device)  # each thread has its own, at first device 0
         with accelerator.on_stream(self._stream):
-            moved = map_tensors(self._moved, data)  # uncast: a cast on the way would be waited for
+            # uncast: a cast on the way would be waited for
+            device = self._precision.device
+            moved = map_to_device(self._moved, _as_it_is, data, device, pin=True)
             return OnItsWay(self._precision.to_device(moved), self._stream.record_event())
 
     def finish(self, begun: OnItsWay) -> Any:
@@ -62,3 +64,7 @@ class Copying:
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return accelerator.pinned(tensor).to(self._precision.device, non_blocking=True)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.torch.comm import Comm
 from allranks.torch.data.copying import Copying
+from allranks.torch.data.nested import copied
 from allranks.torch.data.sources import Source, seed_generators
 from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.strategies.base import Strategy
@@ -84,6 +85,8 @@ def try_evaluation(
     """
     samples = min(chunk, len(source))
     (data,) = source.batches([(0, np.arange(samples))])
+    with suppress(RequestError):  # samples that collate hands on are evaluated again
+        data = copied(data)
     with _evaluating(task, strategy.model):
         pairs = _pairs(task, strategy, data, samples)
     means = [name for name, (_, count) in pairs.items() if count == 1 and name != "loss"]

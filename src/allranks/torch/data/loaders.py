@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, pairwise
 from typing import Any
@@ -34,7 +34,7 @@ from torch.utils.data import (
 )
 
 from allranks.errors import RequestError
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.nested import structure_of, tensors_in
 from allranks.torch.data.sources import Ids, seed_generators
 from allranks.torch.state import kept_random_streams
 from allranks.torch.task import Task
@@ -268,19 +268,29 @@ def rows_of(batch: Any) -> int:
 
 
 def rows_between(value: Any, start: int, stop: int, rows: int) -> Any:
-    """The same structure, every tensor and every list of texts cut to its rows `start:stop`."""
+    """The same structure, every tensor and every list of texts cut to its rows `start:stop`.
+
+    So is a list of objects without tensors, if there are as many as rows.
+    """
     if isinstance(value, (Tensor, np.ndarray)) and value.shape[:1] == (rows,):
         return value[start:stop]
-    if isinstance(value, Mapping):
-        return {key: rows_between(item, start, stop, rows) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        if len(value) == rows and all(isinstance(item, (str, bytes)) for item in value):
-            return value[start:stop]
-        cut: Iterable[Any] = (rows_between(item, start, stop, rows) for item in value)
-        return type(value)(*cut) if hasattr(value, "_fields") else type(value)(cut)
+    if isinstance(value, (list, tuple)) and len(value) == rows and all(map(_is_whole, value)):
+        return value[start:stop]
+    if isinstance(value, (str, type(None))):  # said of the whole batch
+        return value
+    if (inside := structure_of(value)) is not None:
+        return inside.build([rows_between(item, start, stop, rows) for item in inside.items])
     found = f"a {type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
     why = f"it is not one of {rows} rows, which are given to ranks"
     raise _refused(f"{found} in a batch", why, "let collate_fn put the samples in dimension 0")
+
+
+def _is_whole(item: Any) -> bool:
+    """Whether what stands in a list can only be that of one sample: a text, or an object."""
+    if isinstance(item, (str, bytes)):
+        return True
+    is_number = isinstance(item, (int, float, complex, Tensor, np.ndarray, np.generic, type(None)))
+    return not is_number and structure_of(item) is None
 
 
 def notes_on(loader: DataLoader[Any], task: Task, name: str, order: SamplerOrder | None) -> str:

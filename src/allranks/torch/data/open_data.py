@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from allranks.torch.data.loaders import (
     notes_on,
     order_of,
 )
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.nested import structure_of, tensors_in
 from allranks.torch.data.sources import MapSource, Rows, Source, StreamSource, TensorSource
 from allranks.torch.task import Task
 
@@ -89,7 +90,7 @@ def is_tensors(data: Any) -> bool:
     """Whether rows of `data` are samples; a TensorDataset that reads otherwise is a data set."""
     if isinstance(data, TensorDataset):
         return type(data).__getitem__ is TensorDataset.__getitem__
-    return isinstance(data, (Tensor, np.ndarray, tuple, dict))
+    return isinstance(data, (Tensor, np.ndarray)) or _is_columns(data)
 
 
 def collate_of(task: Task, training: bool) -> Callable[[list[Any]], Any]:
@@ -176,16 +177,21 @@ def _as_tensors(data: Any, name: str) -> Any:
     """Arrays as tensors; all must agree on the number of samples."""
     if isinstance(data, TensorDataset):
         data = data.tensors
-    if isinstance(data, dict):
-        data = {k: torch.as_tensor(v) for k, v in data.items() if _is_array(v, name)}
-    elif isinstance(data, tuple):
-        data = tuple(torch.as_tensor(v) for v in data if _is_array(v, name))
+    if (columns := structure_of(data) if _is_columns(data) else None) is not None:
+        data = columns.build([torch.as_tensor(v) for v in columns.items if _is_array(v, name)])
     else:
         data = torch.as_tensor(data)
     lengths = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_in(data)}
     if len(lengths) != 1:
         raise _unusable(name, f"lengths {sorted(lengths)}", "dimension 0 is the samples of each")
     return data
+
+
+def _is_columns(data: Any) -> bool:
+    """Whether data are arrays side by side: in a tuple, a dict, or a dataclass of nothing else."""
+    if isinstance(data, (tuple, dict, UserDict)):
+        return True
+    return is_dataclass(data) and not (hasattr(data, "__getitem__") or hasattr(data, "__iter__"))
 
 
 def _is_array(value: Any, name: str) -> bool:

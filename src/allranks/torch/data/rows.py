@@ -9,7 +9,7 @@ data-dependent initialisation; communicates for nobody else.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from allranks.errors import RequestError
 from allranks.strategies.shards import owned_shards
 from allranks.torch.comm import Comm
+from allranks.torch.data.nested import structure_of
 
 PLAIN = (str, int, float, bool, type(None))
 DIGEST_BYTES = 16
@@ -71,7 +72,9 @@ def taken_apart(value: Any, samples: int) -> Rows:
                 place,
                 f"a {type(item).__module__}.{type(item).__qualname__}",
                 "tensors, and lists of texts and numbers, can be put together; this cannot",
-                "let collate make a tensor of it, or a list of plain values",
+                "let the model return tensors, in tuples, dicts, dataclasses or attributes"
+                if place.startswith("['output']")
+                else "let collate make a tensor of it, or a list of plain values",
             )
         elif _is_list_of_rows(item, samples):
             rows.lists[place] = list(item)
@@ -171,14 +174,11 @@ def _gathered_tensor(comm: Comm, own: Tensor, rows: list[int]) -> Tensor:
 
 def _walked(value: Any, samples: int, place: str, visit: Visit) -> Any:
     """The same structure with `visit` of its tensors, lists of rows and plain values."""
-    if isinstance(value, Mapping):
-        return {k: _walked(v, samples, f"{place}[{k!r}]", visit) for k, v in value.items()}
-    if not isinstance(value, (list, tuple)) or _is_list_of_rows(value, samples):
+    found = None if _is_list_of_rows(value, samples) else structure_of(value)
+    if found is None:
         return visit(place, value)
-    items = [_walked(item, samples, f"{place}[{i}]", visit) for i, item in enumerate(value)]
-    if hasattr(value, "_fields"):
-        return type(value)(*items)
-    return type(value)(items)
+    pairs = zip(found.names, found.items, strict=True)
+    return found.build([_walked(item, samples, f"{place}{name}", visit) for name, item in pairs])
 
 
 def _is_list_of_rows(value: Any, samples: int) -> bool:

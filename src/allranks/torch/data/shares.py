@@ -5,7 +5,7 @@ Used where several passes make up a micro-batch: replicas on devices, pieces in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, owned_shards
-from allranks.torch.data.nested import concatenated, map_tensors, tensors_in
+from allranks.torch.data.nested import map_tensors, structure_of, tensors_in
 from allranks.torch.task import Task
+
+PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,9 @@ def _no_row_each(tensor: Tensor, samples: int, cut: Cut) -> RequestError:
 
 def _check_rows(data: Any, samples: int, cut: Cut) -> None:
     """Raise for texts or arrays, one for each sample: only tensors are cut."""
-    if isinstance(data, Mapping):
-        data = tuple(data.values())
-    if isinstance(data, (list, tuple)) and not any(isinstance(i, (str, bytes)) for i in data):
-        for item in data:
+    inside = structure_of(data)
+    if inside is not None and not (isinstance(data, (list, tuple)) and _is_text_in(data)):
+        for item in inside.items:
             _check_rows(item, samples, cut)
     elif (
         not isinstance(data, (Tensor, str, bytes))
@@ -113,6 +114,10 @@ def _check_rows(data: Any, samples: int, cut: Cut) -> None:
             why=f"only tensors are cut for {cut.whose}, so each would get all of it",
             do="let collate make tensors of it, or use --strategy ddp",
         )
+
+
+def _is_text_in(data: Sequence[Any]) -> bool:
+    return any(isinstance(item, (str, bytes)) for item in data)
 
 
 def gathered(outputs: list[Any], shares: Sequence[Micro], device: torch.device, cut: Cut) -> Any:
@@ -129,4 +134,42 @@ def gathered(outputs: list[Any], shares: Sequence[Micro], device: torch.device, 
                 )
     if len(outputs) == 1:
         return outputs[0]
-    return concatenated([map_tensors(lambda t: t.to(device), output) for output in outputs])
+    sizes = [samples_in(share) for share in shares]
+    moved = [map_tensors(lambda t: t.to(device), output) for output in outputs]
+    return _joined(moved, sizes, cut, "the output")
+
+
+def _joined(values: list[Any], sizes: list[int], cut: Cut, place: str) -> Any:
+    """What the model returned of all shares as one; raises for what has no rows and differs."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(values)
+    is_rows = isinstance(first, list) and not any(True for _ in tensors_in(first))
+    if is_rows and [len(value) for value in values] == sizes:
+        return [item for value in values for item in value]
+    inside = [structure_of(value) for value in values]
+    names = [found and found.names for found in inside]
+    alike = all(type(value) is type(first) for value in values) and names.count(names[0]) == len(
+        names
+    )
+    if not alike or (isinstance(first, PLAIN) and any(value != first for value in values)):
+        raise RequestError(
+            asked=cut.asked,
+            found=f"{place} is {first!r} of one and {_other(values)!r} of another share"[:300],
+            why=f"tensors of {cut.whose} are joined along their rows, and lists of one item for "
+            "each sample; of the rest there would be that of the first",
+            do="let the model return a tensor with a row for each sample, or use --strategy ddp",
+        )
+    if inside[0] is None:
+        return first
+    columns = zip(*(found.items for found in inside if found is not None), strict=True)
+    return inside[0].build(
+        [
+            _joined(list(column), sizes, cut, f"{place}{name}")
+            for name, column in zip(inside[0].names, columns, strict=True)
+        ]
+    )
+
+
+def _other(values: list[Any]) -> Any:
+    return next((v for v in values if type(v) is not type(values[0]) or v != values[0]), values[-1])

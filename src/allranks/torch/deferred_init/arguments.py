@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.nested import tensors_of_arguments
 from allranks.torch.deferred_init.program import NotRecordable, View
 
 _BASE: Any = torch.Tensor
@@ -138,7 +138,7 @@ def _is_written(argument: Any) -> bool:
 def _with_schema(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
     for position, argument in enumerate(func._schema.arguments):
         given = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in tensors_in(given):
+        for tensor in tensors_of_arguments(given):
             yield argument, tensor
 
 

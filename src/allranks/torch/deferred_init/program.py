@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.nested import tensors_of_arguments
 
 
 class NotRecordable(Exception):
@@ -173,7 +173,7 @@ class Program:
         if step.draw is not None:
             step.draw.generator.set_state(step.draw.state)
         with _default_dtype(step.default_dtype):
-            results = list(tensors_in(step.operator(*args, **kwargs)))
+            results = list(tensors_of_arguments(step.operator(*args, **kwargs)))
         del args, kwargs
         for view in step.made:
             result = results.pop(0)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # public: the docs name this path
 
-from allranks.torch.data.nested import map_tensors, tensors_in
+from allranks.torch.data.nested import map_arguments, tensors_of_arguments
 from allranks.torch.deferred_init.arguments import (
     KNOWN_LAYOUT,
     LIKE,
@@ -106,12 +106,12 @@ class Recorder(TorchDispatchMode):
 
     def values(self, value: Any) -> Any:
         """The same arguments with real tensors for the recorded ones, as they are now: copies."""
-        wanted = [t for t in tensors_in(value) if self.number(t) is not None]
+        wanted = [t for t in tensors_of_arguments(value) if self.number(t) is not None]
         held: dict[int, torch.UntypedStorage] = {}
         views = {id(tensor): self.view(tensor) for tensor in wanted}
         self.program.replay({view.storage for view in views.values() if view}, held.__setitem__)
         real = {key: view.on(held[view.storage]) for key, view in views.items() if view}
-        return map_tensors(lambda tensor: real.get(id(tensor), tensor), value)
+        return map_arguments(lambda tensor: real.get(id(tensor), tensor), value)
 
     def added(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A tensor on meta whose storage is new."""
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
     # --- one operator ---------------------------------------------------------------------
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = list(tensors_of_arguments((args, kwargs)))
         recorded = [t for t in tensors if self.number(t) is not None]
         name = func.overloadpacket.__name__
         if tensors and not recorded:  # `weight[[1, 3]]` takes its index to where `weight` is
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         except Exception:  # no meta kernel, or a shape that the numbers decide
             return self._for_real(func, args, kwargs, device)
         is_known = not tensors or name in KNOWN_LAYOUT or torch.Tag.pointwise in func.tags
-        if not is_known and any(self.number(t) is None for t in tensors_in(result)):
+        if not is_known and any(self.number(t) is None for t in tensors_of_arguments(result)):
             return self._for_real(func, args, kwargs, device)
         self._measure(written)
         self._add(func, args, kwargs, written, results=result, device=device)
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
 
     def _on_meta(self, value: Any, makes: bool = False) -> Any:
         """Arguments for the meta kernel: no number of a real tensor, no other device."""
-        found = map_tensors(lambda t: t if self.number(t) is not None else twin(t), value)
+        found = map_arguments(lambda t: t if self.number(t) is not None else twin(t), value)
         if isinstance(found, dict) and (makes or found.get("device") is not None):
             found["device"] = META
         return found
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
         """Draw now, to advance the generator, and note its state before."""
         generator = generator_of(args, kwargs, device)
-        name, tensors = func.overloadpacket.__name__, list(tensors_in((args, kwargs)))
+        name, tensors = func.overloadpacket.__name__, list(tensors_of_arguments((args, kwargs)))
         draw = Draw(generator, generator.get_state())
         if not tensors:
             real = func(*args, **{**kwargs, "device": device})
@@ -222,8 +222,8 @@ class Recorder(TorchDispatchMode):
         generator = generator_of(args, kwargs, device)
         draw = Draw(generator, generator.get_state())
         real_args, real_kwargs = self.values(args), self.values(placed(kwargs, device))
-        given = list(tensors_in((args, kwargs)))
-        changed = list(tensors_in((real_args, real_kwargs)))
+        given = list(tensors_of_arguments((args, kwargs)))
+        changed = list(tensors_of_arguments((real_args, real_kwargs)))
         written = written_by(func, args, kwargs)
         silent = [
             (tensor, real, bits_of(real).clone())
@@ -255,7 +255,7 @@ class Recorder(TorchDispatchMode):
             seen.add(address)
             return self.added(twin(result), device_of(result))
 
-        return map_tensors(recorded, results)
+        return map_arguments(recorded, results)
 
     def _measure(self, written: list[Tensor]) -> None:
         """Storages may have grown."""
@@ -280,7 +280,7 @@ class Recorder(TorchDispatchMode):
         """Write the step down, unless it only shows a storage in another way."""
         if overwritten is None:
             overwritten = overwritten_by(func, args, kwargs)
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = list(tensors_of_arguments((args, kwargs)))
         made = self._made(func, results, {self.number(tensor) for tensor in inputs}, device)
         writes = {view.storage for view in made if view}
         writes |= {number for tensor in written if (number := self.number(tensor)) is not None}
@@ -311,7 +311,7 @@ class Recorder(TorchDispatchMode):
     ) -> tuple[View | None, ...]:
         """The results in storages that are new; `None` for each that shows one of the inputs."""
         made: list[View | None] = []
-        for tensor in tensors_in(results):
+        for tensor in tensors_of_arguments(results):
             if not is_meta(tensor):
                 raise NotRecordable(f"{func} gives a result on {device_of(tensor)}")
             if self.number(tensor) is None:

@@ -19,7 +19,7 @@ import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.torch.data.batch import MicroBatch
 from allranks.torch.data.batches import GlobalBatches
-from allranks.torch.data.nested import map_arguments, tensors_in
+from allranks.torch.data.nested import copied, map_arguments, tensors_of_arguments
 from allranks.torch.data.open_data import open_data
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.model.layers import Moment, Scope
@@ -53,7 +53,7 @@ def seconds_of(
         buffers = UserBuffers(model).copies()
         with scope.again(moment), _not_shortening(scope), precision.autocast():
             try:
-                calls = _calls(blocks, model, task, micro.data)
+                calls = _calls(blocks, model, task, copied(micro.data))
                 return [
                     sum(_seconds(block, *call) for call in calls[number])
                     for number, block in enumerate(blocks)
@@ -147,7 +147,7 @@ def _once(block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
     _wait(given)
     start = time.perf_counter()
     output = block(*given, **named)
-    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    outputs = [tensor for tensor in tensors_of_arguments(output) if tensor.requires_grad]
     if outputs and leaves:
         ones = [torch.ones_like(tensor) for tensor in outputs]
         torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
@@ -157,4 +157,4 @@ def _once(block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
 
 def _wait(value: Any) -> None:
     """Until the devices of these tensors have done all that was asked of them."""
-    accelerator.synchronize({tensor.device for tensor in tensors_in(value)})
+    accelerator.synchronize({tensor.device for tensor in tensors_of_arguments(value)})

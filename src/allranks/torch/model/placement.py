@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from allranks.job.placement import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Placed, write_placement
 from allranks.torch.checkpoint.tree import local
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.nested import tensors_of_arguments
 from allranks.torch.step.ema import MovingAverage
 from allranks.training.callback import Callback
 
@@ -50,7 +50,7 @@ def held(
     if optimizer is not None:
         for key, values in optimizer.state.items():
             if not isinstance(key, Tensor):
-                for tensor in tensors_in(values):
+                for tensor in tensors_of_arguments(values):
                     yield row(OPTIMIZER, str(key), tensor, replica=replica)
 
 
@@ -90,7 +90,7 @@ def nbytes(tensor: Tensor) -> int:
 
 def _bytes(state: Any) -> int:
     """The bytes of the tensors that an optimizer keeps for one weight."""
-    return sum(nbytes(tensor) for tensor in tensors_in(state))
+    return sum(nbytes(tensor) for tensor in tensors_of_arguments(state))
 
 
 def update_by_nothing(

@@ -25,7 +25,7 @@ from allranks.errors import FaultKind, RequestError
 from allranks.job.job import Job
 from allranks.launcher.plan import WORKSPACE_OF_CUBLAS
 from allranks.launcher.processes.foreign import classify, is_said
-from allranks.torch.data.nested import map_tensors
+from allranks.torch.data.nested import map_to_device
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)  # types that stay what they are
@@ -55,7 +55,6 @@ class Precision:
 
     def to_device(self, data: Any) -> Any:
         """A collated batch on the device, its floating-point tensors as the parameters are."""
-
         device, keeps_layout = self.device, not self.channels_last
 
         def place(tensor: Tensor) -> Tensor:
@@ -70,7 +69,7 @@ class Precision:
                 return tensor.contiguous(memory_format=torch.channels_last)
             return tensor
 
-        return map_tensors(place, data)
+        return map_to_device(place, self._cast, data, device)
 
     def model(self, model: nn.Module) -> nn.Module:
         """The model on the device, in these types and this layout.
@@ -88,6 +87,10 @@ class Precision:
             for norm in (m for m in model.modules() if isinstance(m, nn.GroupNorm)):
                 norm.register_forward_pre_hook(_plain_where_it_ends)
         return model
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """A tensor where it is, in the type that it is to have here."""
+        return tensor.to(self._kind_of(tensor))
 
     def _kind_of(self, tensor: Tensor) -> torch.dtype:
         """The type that a tensor is to have here; whole numbers keep theirs."""

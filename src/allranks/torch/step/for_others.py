@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from allranks.errors import RequestError
 from allranks.torch.data.batch import Batch, MicroBatch
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.nested import copied, tensors_in
 from allranks.torch.model.layers import Scope
 from allranks.torch.step.apart import Apart
 
@@ -49,10 +51,12 @@ class PassesForOthers:
         self.step, self.equal_passes = step, equal_passes
         self.is_on = False
         self._outputs: list[list[Tensor]] = []
+        self._micro: MicroBatch | None = None
 
-    def begin(self) -> None:
+    def begin(self, batch: Batch) -> None:
         """A step begins."""
         self._outputs = []
+        self._micro = _copy_of(_micro(batch)) if self._passes(batch) else None
 
     def forward(self, batch: Batch) -> Any:
         """The forward passes, where all of them come before any backward pass.
@@ -65,7 +69,7 @@ class PassesForOthers:
                 return self.step.output(batch, batch.spare)
         for _ in range(self._passes(batch)):
             with self._forward():
-                output = self.step.output(batch, _micro(batch))
+                output = self.step.output(batch, self._again())
             self._outputs.append(list(tensors_in(output)))
         return output
 
@@ -81,13 +85,19 @@ class PassesForOthers:
             self._backward(used)
         for _ in range(self._passes(batch) - len(self._outputs)):
             with self._forward():
-                output = self.step.output(batch, _micro(batch))
+                micro = self._again()
+                output = self.step.output(batch, micro)
                 for tensor in tensors_in(output):
                     if tensor.requires_grad:
                         tensor.register_hook(torch.zeros_like)
-                losses, _ = self.step.losses_of(output, _micro(batch))
+                losses, _ = self.step.losses_of(output, micro)
             self._backward([losses])
         self._outputs = []
+
+    def _again(self) -> MicroBatch:
+        """What the next pass goes through the model with, which may write on it."""
+        assert self._micro is not None
+        return _copy_of(self._micro)
 
     def _passes(self, batch: Batch) -> int:
         return batch.passes_without_weight if self.equal_passes else 0
@@ -117,3 +127,11 @@ def _micro(batch: Batch) -> MicroBatch:
     micro = batch.micros[-1] if batch.micros else batch.spare
     assert micro is not None, "the data gives a rank without a sample a spare one"
     return micro
+
+
+def _copy_of(micro: MicroBatch) -> MicroBatch:
+    """The same with a copy of its data; where that cannot be copied, as it is."""
+    try:
+        return replace(micro, data=copied(micro.data))
+    except RequestError:
+        return micro

@@ -239,7 +239,7 @@ class Passes:
             marks.zero_()
         if self.scope.whole is not None:
             self.scope.whole.begin(batch.own_samples)
-        self.for_others.begin()
+        self.for_others.begin(batch)
         self.reached("begin")
 
     def end(self, batch: Batch) -> None:

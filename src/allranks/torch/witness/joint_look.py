@@ -22,7 +22,7 @@ from allranks.errors import AllranksError, RequestError
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.data.batch import Batch, Leaf, MicroBatch
 from allranks.torch.data.batches import NO_IDS
-from allranks.torch.data.nested import map_tensors, tensors_in
+from allranks.torch.data.nested import copied, tensors_in
 from allranks.torch.step.gradients import length
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.observed import digest_of
@@ -117,6 +117,9 @@ class JointLook(SecondLook):
 
     def _parts(self) -> Parts:
         offers, own = self.offers, self.strategy.data.rank
+        for needed in (self.batch.spare, *self.batch.micros[:1]):
+            if needed is not None:
+                copied(needed.data)  # raises here, where no rank waits, for what cannot be copied
         of_another: list[Part] = []
         if self.can_read and (before := offers[own - 1]) is not None and len(offers) > 1:
             piece = before.pieces[self.turn % len(before.pieces)]
@@ -126,13 +129,18 @@ class JointLook(SecondLook):
         whole, alone = self._whole_and_parts()
         return Parts([whole], alone, of_another, whole.pieces.index(self.chosen))
 
+    def _with_another(self) -> Part | None:
+        """On the host alone: a pass of two micro-batches may not fit the memory of a device."""
+        on_host = self.strategy.comm.device.type == "cpu"
+        return super()._with_another() if on_host else None
+
     def _batch(self, parts: list[Part], passes: int) -> Batch:
         micros = tuple(MicroBatch(part.pieces, part.samples, part.data) for part in parts)
         leaf, spare = Leaf(self.batch.leaves[-1].shards, micros), self.batch.spare
         if spare is None and not parts and self.batch.micros:
             spare = self.batch.micros[0]
         if spare is not None:
-            spare = replace(spare, data=map_tensors(torch.clone, spare.data))
+            spare = replace(spare, data=copied(spare.data))
         passes = passes if self.batch.passes else 0
         return replace(self.batch, leaves=(leaf,), ids=NO_IDS, passes=passes, spare=spare)
 

@@ -28,7 +28,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.shards import Piece, owned_shards
 from allranks.torch.data.batch import Batch, MicroBatch
-from allranks.torch.data.nested import map_tensors
+from allranks.torch.data.nested import copied
 from allranks.torch.model.layers import shard_norms
 from allranks.torch.state import kept_random_streams
 from allranks.torch.step.losses import forward, weighted_losses
@@ -76,7 +76,7 @@ class _Parts:
         ]
 
     def _part(self, micro: MicroBatch, piece: Piece) -> Part:
-        whole = Part(micro.pieces, map_tensors(torch.clone, micro.data))
+        whole = Part(micro.pieces, micro.data)
         return whole if len(micro.pieces) == 1 else cut_out(whole, piece)
 
     def _rank_of(self, shard: int) -> int:
@@ -122,8 +122,9 @@ class _Parts:
         step.scope.moments.clear()
         step.scope.enter(self.batch.index, (drawn or part).pieces, part.samples)
         with step.precision.autocast():
-            output = forward(step.task, step.model, (given or part).data)
-            return weighted_losses(step.task, output, part.data, part.samples)
+            data = copied(part.data)  # the model may write on it, and goes through it again
+            output = forward(step.task, step.model, copied(given.data) if given else data)
+            return weighted_losses(step.task, output, data, part.samples)
 
     @staticmethod
     def _gradients(losses: Tensor, of: list[Any]) -> list[Tensor | None]:

@@ -8,14 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from allranks.torch.data.nested import map_tensors, tensors_in
+from allranks.torch.data.nested import DATA, map_tensors, tensors_in
 from allranks.training import same_data
 from allranks.training.same_data import DIGEST_BYTES, rows_to_compare
 
 
 def digest_of(value: Any) -> str:
     """A digest of what a sample, a batch, or any structure of tensors holds."""
-    return same_data.digest_of(map_tensors(_array, value))  # type: ignore[arg-type]
+    return same_data.digest_of(value, DATA, _array)
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:

@@ -13,13 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from allranks.errors import RequestError
 from allranks.strategies.shards import Piece
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.loaders import WholeLoader
-from allranks.torch.data.nested import map_tensors
+from allranks.torch.data.nested import copied
 from allranks.torch.data.sources import StreamSource
 from allranks.torch.draws.readings import UnclearDraw
 from allranks.torch.strategies.base import Strategy
@@ -120,6 +119,8 @@ class SecondLook:
                 return self._as_owner() if rank == self.owner else self._as_helper()
         except UnclearDraw as error:
             return {"differs": f"{error.asked}: {error.found}; {error.why}"}
+        except RequestError as error:  # what cannot be copied, or has no rows
+            return {"unseen": f"no shard was computed again: {error.found}; {error.why}"[:400]}
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             return {"unseen": f"a shard computed again ended with {told}"[:400]}
@@ -135,14 +136,14 @@ class SecondLook:
         """What goes through the model at once, and each of its pieces."""
         offer, micro = self.offer, self.batch.micros[self.offer.micro]
         # a copy: a model may write on its inputs, and the step has not been made yet
-        whole = Part(offer.pieces, map_tensors(torch.clone, micro.data))
+        whole = Part(offer.pieces, copied(micro.data))
         goes_alone = self.strategy.shard_alone or self.batches.collate_draws
         if len(offer.pieces) == 1 and self.can_read and not goes_alone:
             whole = self._with_another() or whole
         if self.can_read:
             parts = [self._read(piece) for piece in whole.pieces]
         else:
-            apart = Part(whole.pieces, map_tensors(torch.clone, micro.data))
+            apart = Part(whole.pieces, copied(micro.data))
             parts = [cut_out(apart, piece) for piece in whole.pieces]
         return whole, parts
 
@@ -174,6 +175,6 @@ class SecondLook:
         return Part((piece,), self._data(self._ids(piece)))
 
     def _data(self, ids: Iterable[int]) -> Any:
-        """Samples by their numbers, collated and placed."""
+        """Samples by their numbers, collated and placed: copies, where collate hands them on."""
         assert not isinstance(self.batches.source, (StreamSource, WholeLoader))
-        return read_again(self.batches.source, self.batch.epoch, [*ids], self.strategy.step)
+        return copied(read_again(self.batches.source, self.batch.epoch, [*ids], self.strategy.step))

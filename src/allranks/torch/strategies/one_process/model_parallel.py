@@ -31,7 +31,7 @@ import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError, explained
 from allranks.job.placement import Placed
 from allranks.torch.data.batch import Batch
-from allranks.torch.data.nested import map_arguments, tensors_in
+from allranks.torch.data.nested import map_arguments, map_tensors, tensors_in, tensors_of_arguments
 from allranks.torch.data.shares import (
     Cut,
     check_first_batch,
@@ -158,7 +158,7 @@ class ModelParallel(Single):
         def enter(module: nn.Module, args: Any, keywords: Any) -> Any:
             accelerator.use(device)  # what forward makes itself is to be there too
             piece: InFlight | None = getattr(self._here, "piece", None)
-            found = list(tensors_in((args, keywords)))
+            found = list(tensors_of_arguments((args, keywords)))
             if piece is not None and piece.is_forward and piece.part != part:
                 piece.cross(part, found)
             if all(tensor.device == device for tensor in found):
@@ -176,7 +176,7 @@ class ModelParallel(Single):
         first = self.devices[0]
         if all(tensor.device == first for tensor in tensors_in(output)):
             return None
-        return map_arguments(lambda tensor: tensor.to(first, non_blocking=True), output)
+        return map_tensors(lambda tensor: tensor.to(first, non_blocking=True), output)
 
     def _hold_scopes(self, model: nn.Module) -> None:
         """Know which layers of each part follow the scope of the piece that is there."""
