@@ -108,7 +108,8 @@ class ThreeAxes(Pipeline):
     def check_updates(self) -> None:
         super().check_updates()
         if self.cut.dims:
-            check_elementwise(self.step.optimizer, ASKED)
+            cuts = self.cut.cuts(self.model, self.exchange.comm.size)
+            check_elementwise(self.step.optimizer, ASKED, cuts)
 
     # --- a step ---------------------------------------------------------------------------
 
