@@ -106,6 +106,10 @@ class Experts(Strategy):
         self.cut = {id(part) for part in done.values()}
         self.exchange.room = max(mixture.experts for mixture in mixtures)
 
+    def whole_shapes(self) -> dict[int, torch.Size]:
+        held = dict(self.model.named_parameters())
+        return {id(held[name]): whole.shape for name, whole in self.whole.items()}
+
     def prepare(self) -> None:
         if self.whole:
             self.step.forward = self._forward

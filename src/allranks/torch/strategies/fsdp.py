@@ -167,6 +167,9 @@ class FSDP(Single):
             return device_mesh(axes[0][1], SHARD)
         return mesh_of(axes, self.comm.size, {REPLICATE: "gradients"})
 
+    def whole_shapes(self) -> dict[int, torch.Size]:
+        return self.cut.whole_shapes(self.model)
+
     def prepare(self) -> None:
         if not self.is_cut:
             return

@@ -81,6 +81,11 @@ class CutModel:
             for name, along in self.dims.items()
         }
 
+    def whole_shapes(self, model: nn.Module) -> dict[int, torch.Size]:
+        """Those of the parameters of a model that are cut, by the `id` of what is held."""
+        held = dict(model.named_parameters())
+        return {id(held[name]): self.shapes[name] for name in self.dims}
+
     def placed(self, rows: Iterable[Placed]) -> list[Placed]:
         """What this rank holds, where it is a part with the shape of the whole."""
         return [
