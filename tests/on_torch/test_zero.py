@@ -18,7 +18,11 @@ from torch.optim.optimizer import (
 )
 
 from allranks.errors import RequestError
-from allranks.torch.optimizers.elementwise import check_by_parameter, groups_of_whole
+from allranks.torch.optimizers.elementwise import (
+    check_by_parameter,
+    check_fused,
+    groups_of_whole,
+)
 from allranks.torch.optimizers.lamb import LAMB
 from allranks.torch.optimizers.lars import LARS
 from allranks.torch.sharding.state import with_parameters
@@ -255,6 +259,16 @@ class Noisy(torch.optim.SGD):
 
 def draws() -> tuple[float, ...]:
     return random.random(), np.random.rand(), float(torch.rand(()))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW])
+def test_a_fused_update_that_torch_has_not_of_parts_is_refused(kind: Any) -> None:
+    optimizer = kind([nn.Parameter(torch.randn(4, 4))], lr=0.1, fused=True)
+    if kind is torch.optim.AdamW:
+        check_fused(optimizer, "--strategy fsdp")
+        return
+    with pytest.raises(RequestError, match="leave fused=True out"):
+        check_fused(optimizer, "--strategy fsdp")
 
 
 def test_an_optimizer_that_is_asked_leaves_the_generators_as_they_were() -> None:

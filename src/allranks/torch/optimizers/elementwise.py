@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
 from allranks.errors import RequestError
 from allranks.torch.optimizers.asked import hook_of, is_by_number
@@ -82,6 +82,19 @@ def check_no_step_hooks(optimizer: Optimizer, asked: str) -> None:
     if found := hook_of(optimizer):
         why = "it may look at whole weights, of which a rank has parts or some, and change them"
         raise _refused(optimizer, asked, found, why, "do it in the class of the optimizer")
+
+
+def check_fused(optimizer: Optimizer, asked: str) -> None:
+    """Raise `RequestError` for a fused update that torch does not have of a DTensor."""
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    if is_fused and isinstance(optimizer, (SGD, Adagrad)):
+        raise _refused(
+            optimizer,
+            asked,
+            "fused=True",
+            "torch has no fused update of it for a weight that ranks hold in parts (a DTensor)",
+            "leave fused=True out, or --strategy zero1",
+        )
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from allranks.strategies.reduction_tree import Span
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.data.batch import Batch, Leaf
-from allranks.torch.optimizers.elementwise import check_no_step_hooks
+from allranks.torch.optimizers.elementwise import check_fused, check_no_step_hooks
 from allranks.torch.optimizers.layerwise import Layerwise
 from allranks.torch.reducers.mean import Mean
 from allranks.torch.reducers.tree import Tree
@@ -174,6 +174,7 @@ class FSDP(Single):
         if not self.is_cut:
             return
         optimizer, asked = self.step.optimizer, f"--strategy {self.name}"
+        check_fused(optimizer, asked)
         named = self.model.named_parameters()
         cut = {name: Divided(p, p.shape) for name, p in named if isinstance(p, DTensor)}
         if self.two_axes is not None:
