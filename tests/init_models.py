@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import random
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -377,7 +380,61 @@ def sparse_buffer() -> nn.Module:
     return Holds([torch.rand(3)], [torch.eye(4).to_sparse()])
 
 
+def in_a_thread() -> nn.Module:
+    """`.data` has a version of its own."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+
+    def fill() -> None:
+        model[1].weight.data.fill_(2.0)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    thread.join()
+    return model
+
+
+def in_a_thread_from_before() -> nn.Module:
+    """One that was there already: the weight alone tells of it."""
+    model, tasks, done = nn.Linear(3, 4), SimpleQueue[Any](), threading.Event()
+
+    def work() -> None:
+        with torch.no_grad():
+            tasks.get().fill_(2.0)
+        done.set()
+
+    if (start := getattr(threading.Thread.start, "__wrapped__", None)) is None:
+        start = threading.Thread.start
+    start(threading.Thread(target=work))
+    tasks.put(model.weight)
+    done.wait()
+    return model
+
+
+def in_a_pool() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(nn.init.ones_, [layer.weight for layer in model]))
+    return model
+
+
+def by_a_function() -> nn.Module:
+    model = nn.Linear(3, 4)
+    model.weight.data.apply_(lambda value: 3 * value)
+    return model
+
+
+def by_a_function_of_two() -> nn.Module:
+    model = nn.Linear(3, 4)
+    model.weight.detach().map_(torch.ones(4, 3), lambda one, other: one + other)  # type: ignore[operator]
+    return model
+
+
 WHOLE: dict[str, Build] = {
+    "in_a_thread_from_before": in_a_thread_from_before,
+    "by_a_function": by_a_function,
+    "by_a_function_of_two": by_a_function_of_two,
+    "in_a_thread": in_a_thread,
+    "in_a_pool": in_a_pool,
     "computed": weight_norm_of_old,
     "written_through_an_array": written_through_an_array,
     "hides_its_refusal": hides_its_refusal,

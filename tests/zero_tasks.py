@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adagrad, AdamW, Optimizer
 
 from allranks.job.job import Job
 from allranks.job.placement import PARAMETER
@@ -47,6 +47,27 @@ class Scaled(Task):
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return (output.squeeze(1) - batch[1]).square()
+
+
+@dataclass(kw_only=True)
+class Chosen(Scaled):
+    """An optimizer that is chosen by what the weights are, or that sets them."""
+
+    by: str = "shape"
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, self.width), nn.Tanh(), nn.Linear(self.width, 1))
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        if self.by == "draws":
+            nn.init.normal_(model[0].weight)  # type: ignore[index, arg-type, union-attr]
+        if self.by == "numbers":
+            rates = [0.1 * float(p.detach().norm()) for p in model.parameters()]
+        else:
+            rates = [p.numel() / p.size(0) / p.shape[-1] / len(p) for p in model.parameters()]
+        pairs = zip(model.parameters(), rates, strict=True)
+        groups = [{"params": [p], "lr": rate} for p, rate in pairs]
+        return Adagrad(groups, initial_accumulator_value=0.1)
 
 
 def keeps_its_part(argument: dict[str, Any]) -> None:

@@ -171,3 +171,10 @@ def test_of_a_matrix_that_is_not_finite_nothing_stays(size: int) -> None:
     group.take(left, group.right_factors(left))
     assert not views[0].isfinite().all() and views[1].isfinite().all()
     assert group.residual.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two-bit", "top-k", "power-sgd", "one-bit", "n-bit"])
+def test_every_default_trains_digits(name: str, train: Train) -> None:
+    result = train("digits", strategy=f"ddp:reduce={name}", ranks=4)
+    assert result.summary["eval"]["accuracy"] > 0.95

@@ -125,7 +125,7 @@ def test_programs_drawn_at_random(seed: int) -> None:
     assert all(same(ours, theirs) for ours, theirs in pairs)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=7)
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_cannot_be_recorded_is_built_whole(name: str) -> None:
     wanted = seeded(WHOLE[name])

@@ -104,3 +104,29 @@ def test_what_is_kept_from_the_start_is_refused(train: Train) -> None:
 def test_stages_refuse_what_looks_at_several_parameters(train: Train) -> None:
     with pytest.raises(RequestError, match="updates every parameter by itself"):
         train("tensor_tasks:WholeTensors", strategy="1f1b", ranks=2, steps=1)
+
+
+PARTS = (("zero1", 3), ("fsdp", 2), ("tensor", 2), ("gpipe", 2), ("fsdp:tensor=2", 2))
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(("strategy", "ranks"), PARTS)
+def test_an_optimizer_is_made_as_for_whole_weights(strategy: str, ranks: int, train: Train) -> None:
+    """Rates that follow from shapes are those of one process; what is drawn is so, or refused."""
+    job: dict[str, Any] = {"precision": "fp64", "steps": 3}
+    by_parts: dict[str, Any] = {**job, "strategy": strategy, "ranks": ranks}
+
+    def weights(by: str, **flags: Any) -> dict[str, Any]:
+        run = train("zero_tasks:Chosen", "width=9", f"by={by}", **flags)
+        return load_file(run.run_dir / "weights.safetensors")
+
+    assert difference(weights("shape", **by_parts), weights("shape", **job)) < 1e-10
+    if strategy == "zero1":
+        for by in ("draws", "numbers"):
+            assert difference(weights(by, **by_parts), weights(by, **job)) < 1e-10
+        return
+    with pytest.raises(RequestError, match=r"other numbers in '0\.weight' after it"):
+        weights("draws", **by_parts)
+    if strategy != "gpipe":  # there a number of others is none
+        with pytest.raises(RequestError, match="take no rate from the numbers of a weight"):
+            weights("numbers", **by_parts)

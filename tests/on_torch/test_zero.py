@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from allranks.errors import RequestError
-from allranks.torch.optimizers.elementwise import groups_of_whole
+from allranks.torch.optimizers.elementwise import (
+    check_by_parameter,
+    check_fused,
+    groups_of_whole,
+)
 from allranks.torch.optimizers.lamb import LAMB
 from allranks.torch.optimizers.lars import LARS
 from allranks.torch.sharding.state import with_parameters
+from allranks.torch.sharding.whole_updates import Divided
+from allranks.torch.state import random_streams, set_random_streams
 from conftest import Train
 from tensor_tasks import OfAll
 from test_every_strategy import STEPS, difference, reference_for, references
@@ -173,9 +186,126 @@ class Late(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [Factored, Clipping, Late])
 def test_what_only_large_weights_large_gradients_or_later_steps_show(kind: Any) -> None:
     assert groups_of_whole(kind([nn.Parameter(torch.randn(4, 4))]), "--strategy zero1") == {0}
-    hooked = torch.optim.AdamW([nn.Parameter(torch.randn(4, 4))])
-    hooked.register_step_pre_hook(lambda *_: None)
-    assert groups_of_whole(hooked, "--strategy zero1") == set()
+
+
+HOOKED: dict[str, Callable[[torch.optim.Optimizer, Callable[..., None]], Any]] = {
+    "register_step_pre_hook": lambda one, hook: one.register_step_pre_hook(hook),
+    "register_step_post_hook": lambda one, hook: one.register_step_post_hook(hook),
+    "register_optimizer_step_pre_hook": lambda _, hook: register_optimizer_step_pre_hook(hook),
+    "register_optimizer_step_post_hook": lambda _, hook: register_optimizer_step_post_hook(hook),
+    "in the place of its step": lambda one, hook: setattr(one, "step", hook),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+@pytest.mark.parametrize("ask", [groups_of_whole, check_by_parameter])
+def test_an_optimizer_with_a_hook_is_refused_and_the_hook_not_called(ask: Any, name: str) -> None:
+    called = []
+    for kind in (torch.optim.SGD, Late):
+        optimizer = kind([nn.Parameter(torch.randn(4, 4))], lr=0.1)
+        handle = HOOKED[name](optimizer, lambda *_: called.append(name))
+        try:
+            with pytest.raises(RequestError) as refused:
+                ask(optimizer, "--strategy zero1")
+        finally:
+            if handle is not None:
+                handle.remove()
+        assert name in refused.value.found and not called
+
+
+class Holding(torch.optim.SGD):
+    """After each update it does something to a layer, which it knows by a function."""
+
+    def __init__(self, layer: nn.Linear, do: Callable[[nn.Linear], object]) -> None:
+        super().__init__(layer.parameters(), lr=0.1)
+        self.hold = lambda: do(layer)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        with suppress(RequestError):
+            self.hold()
+
+
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "data": lambda layer: layer.weight.data.clamp_(-0.1, 0.1),
+    "in place": lambda layer: layer.weight.div_(layer.weight.norm(dim=1, keepdim=True)),
+    "foreach": lambda layer: torch._foreach_mul_(list(layer.parameters()), 0.5),
+    "buffer": lambda layer: layer.running.add_(1),  # type: ignore[operator, union-attr]
+    "other data": lambda layer: setattr(layer.weight, "data", layer.weight.data / 2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_steps_of_a_copy_would_change_of_the_model_is_refused(name: str) -> None:
+    layer = nn.Linear(4, 4)
+    layer.register_buffer("running", torch.zeros(2))
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    for ask in (groups_of_whole, check_by_parameter):
+        with pytest.raises(RequestError, match="these would change what is trained"):
+            ask(Holding(layer, CHANGES[name]), "--strategy zero1")
+    if name != "other data":  # that is seen when it is done
+        assert all(torch.equal(layer.state_dict()[name], was) for name, was in before.items())
+
+
+class Noisy(torch.optim.SGD):
+    """Draws, and leaves what is drawn."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        draws()
+
+
+def draws() -> tuple[float, ...]:
+    return random.random(), np.random.rand(), float(torch.rand(()))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW])
+def test_a_fused_update_that_torch_has_not_of_parts_is_refused(kind: Any) -> None:
+    optimizer = kind([nn.Parameter(torch.randn(4, 4))], lr=0.1, fused=True)
+    if kind is torch.optim.AdamW:
+        check_fused(optimizer, "--strategy fsdp")
+        return
+    with pytest.raises(RequestError, match="leave fused=True out"):
+        check_fused(optimizer, "--strategy fsdp")
+
+
+def test_an_optimizer_that_is_asked_leaves_the_generators_as_they_were() -> None:
+    optimizer = Noisy([nn.Parameter(torch.randn(4, 4))], lr=0.1)
+    state = random_streams(torch.device("cpu"))
+    expected = draws()
+    set_random_streams(state, torch.device("cpu"))
+    groups_of_whole(optimizer, "--strategy zero1")
+    assert draws() == expected
+
+
+class BySize(torch.optim.SGD):
+    """Takes the sign of a gradient where a weight has few, or many, numbers."""
+
+    many, bound = True, 100
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                by_sign = (p.numel() >= self.bound) == self.many
+                p -= group["lr"] * (p.grad.sign() if by_sign else p.grad)
+
+
+@pytest.mark.parametrize(
+    ("many", "bound", "whole"), [(True, 100, {0}), (False, 100, {0}), (True, 600_000, {1})]
+)
+def test_a_rule_by_the_size_of_a_weight_is_asked_in_the_parts_of_the_job(
+    many: bool, bound: int, whole: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 256 numbers in three parts, 96, 96 and 64; of 1,048,576 in two."""
+    monkeypatch.setattr(BySize, "many", many)
+    monkeypatch.setattr(BySize, "bound", bound)
+    weights = [nn.Parameter(torch.randn(shape)) for shape in ((16, 16), (2**13, 2**7))]
+    optimizer = BySize([{"params": [one]} for one in weights], lr=0.1)
+    cuts = {id(p): Divided(p, p.shape).cut(n) for p, n in zip(weights, (3, 2), strict=True)}
+    assert groups_of_whole(optimizer, "--strategy zero1", cuts) == whole
 
 
 def test_clipping_of_all_parameters_together_is_refused() -> None:

@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[Option, ...]] = {
         AFTER,
     ),
     "two-bit": (
-        Option("threshold", 0.001, "what is sent of a number, or its negative", above=0),
+        Option("threshold", 0.01, "what is sent of a number, or its negative", above=0),
         AFTER,
     ),
     "power-sgd": (

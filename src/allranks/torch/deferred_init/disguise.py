@@ -9,8 +9,11 @@ inside of the functions that it intercepts.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,8 @@ SHARE_MEMORY = (
     "storage",
     "untyped_storage",
 )
+BY_FUNCTION = ("apply_", "map2_", "map_")  # which call a function of Python, and no operator
+STARTS = ((threading.Thread, "start"), (ThreadPoolExecutor, "submit"))
 COPIED = "allranks.deferred_init"
 
 
@@ -43,6 +48,7 @@ def disguised(recorder: Recorder) -> Iterator[None]:
     made.update({name: _as_if_there(recorder, name) for name in AS_IF_THERE})
     made.update({name: _of_values(recorder, name) for name in OF_VALUES})
     made.update({name: _refused(recorder, name) for name in SHARE_MEMORY})
+    made.update({name: _refused(recorder, name, "calls a function") for name in BY_FUNCTION})
     made.update({name: _array(recorder, name) for name in ("numpy", "__array__")})
     made["__deepcopy__"] = _deepcopy(recorder)
     made["new_tensor"] = _new_tensor(recorder)
@@ -51,9 +57,14 @@ def disguised(recorder: Recorder) -> Iterator[None]:
     before = {name: vars(Tensor).get(name) for name in made}
     for name, value in made.items():
         setattr(Tensor, name, value)
+    starts = [(kind, name, getattr(kind, name)) for kind, name in STARTS]
+    for kind, name, ours in starts:
+        setattr(kind, name, _in_a_thread(recorder, ours))
     try:
         yield
     finally:
+        for kind, name, ours in starts:
+            setattr(kind, name, ours)
         for name, value in before.items():
             if value is None:
                 delattr(Tensor, name)  # that of the base is seen again
@@ -120,7 +131,9 @@ def _data(recorder: Recorder) -> property:
                 with recorder.paused():
                     exchange(tensor, given.detach())
                 return
+        before = recorder.number(tensor)
         ours.__set__(tensor, given)
+        recorder.moved(tensor, before)
 
     return property(ours.__get__, put)
 
@@ -175,12 +188,26 @@ def _as_index(index: Any) -> Any:
     return torch.tensor(index) if is_list or isinstance(index, np.ndarray) else index
 
 
-def _refused(recorder: Recorder, name: str) -> Callable[..., Any]:
+def _in_a_thread(recorder: Recorder, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """What another thread does with tensors goes past the recorder."""
+
+    @wraps(ours)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if recorder.is_recording:
+            raise recorder.refuse("it hands work to another thread")
+        return ours(*args, **kwargs)
+
+    return call
+
+
+def _refused(
+    recorder: Recorder, name: str, what: str = "hands out the memory of a tensor"
+) -> Callable[..., Any]:
     ours = getattr(Tensor, name)
 
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _is_seen(recorder, tensor):
-            raise recorder.refuse(f"{name}() hands out the memory of a tensor")
+            raise recorder.refuse(f"{name}() {what}")
         return ours(tensor, *args, **kwargs)
 
     return call

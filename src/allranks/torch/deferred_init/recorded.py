@@ -130,6 +130,8 @@ def _recorded(recorder: Recorder, model: nn.Module) -> Recorded:
             raise NotRecordable(f"{name} has hooks, or is computed from others")
         view = recorder.view(tensor)
         if view is not None:
+            if tensor._version > recorder.writes[view.storage]:
+                raise NotRecordable(f"{name} was written where no operator was seen")
             views[name] = view
         else:
             given[name] = _withdrawn(tensor)

@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode):
         self.is_recording = True
         self._storages: list[torch.UntypedStorage] = []  # alive, so that no address is used twice
         self._numbers: dict[int, int] = {}
+        self.writes: Counter[int] = Counter()  # what was seen of each storage
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -94,6 +95,12 @@ class Recorder(TorchDispatchMode):
         if tensor.layout is not torch.strided or not is_meta(tensor):
             return None
         return self._numbers.get(address_of(STORAGE_OF(tensor)))
+
+    def moved(self, tensor: Tensor, before: int | None) -> None:
+        """A tensor shows another storage than `before`: what was written of it counts there too."""
+        now = self.number(tensor)
+        if now is not None and before is not None and now != before:
+            self.writes[now] += self.writes[before]
 
     def view(self, tensor: Tensor) -> View | None:
         number = self.number(tensor)
@@ -143,10 +150,14 @@ class Recorder(TorchDispatchMode):
         if not all(str(result.type) in TENSORS for result in func._schema.returns):
             return func(*self.values(args), **self.values(kwargs))
         written = written_by(func, args, kwargs)
+        self.writes.update(number for t in written if (number := self.number(t)) is not None)
         if torch.Tag.inplace_view in func.tags:
             if len(recorded) < len(tensors):
                 raise NotRecordable(f"{func} mixes recorded tensors and others")
+            before = [self.number(tensor) for tensor in written]
             result = func(*args, **kwargs)
+            for tensor, number in zip(written, before, strict=True):
+                self.moved(tensor, number)
             self._measure(written)
             return result
         if any(self.number(tensor) is None for tensor in written):

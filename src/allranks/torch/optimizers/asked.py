@@ -33,14 +33,24 @@ BY_NUMBER = frozenset(
 
 
 def is_by_number(optimizer: Optimizer) -> bool:
-    """Whether each number is updated by itself, by the formula: of torch, and nothing is hooked."""
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        of_all._global_optimizer_pre_hooks,
-        of_all._global_optimizer_post_hooks,
-    )
-    return type(optimizer) in BY_NUMBER and not any(hooks)
+    """Whether each number is updated by itself, by the formula: of torch."""
+    return type(optimizer) in BY_NUMBER
+
+
+def hook_of(optimizer: Optimizer) -> str:
+    """What a step of it calls that its class does not say; empty where there is no such thing.
+
+    It may look at whole weights, of others too, and change them.
+    """
+    hooks = {
+        "register_step_pre_hook": optimizer._optimizer_step_pre_hooks,
+        "register_step_post_hook": optimizer._optimizer_step_post_hooks,
+        "register_optimizer_step_pre_hook": of_all._global_optimizer_pre_hooks,
+        "register_optimizer_step_post_hook": of_all._global_optimizer_post_hooks,
+    }
+    if "step" in vars(optimizer):
+        return "a function in the place of its step()"
+    return next((f"a hook on its step ({name})" for name, hook in hooks.items() if hook), "")
 
 
 class Asked:
@@ -52,7 +62,7 @@ class Asked:
 
     def is_new(self) -> bool:
         """Whether it is to be asked: never as it is now. The next answer is no."""
-        key = str([is_by_number(self.optimizer), *map(_key, self._groups())])
+        key = str([hook_of(self.optimizer), *map(_key, self._groups())])
         is_new = key not in self._seen
         self._seen.add(key)
         return is_new

@@ -11,42 +11,112 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
 from allranks.errors import RequestError
-from allranks.torch.optimizers.asked import is_by_number
+from allranks.torch.optimizers.asked import hook_of, is_by_number
+from allranks.torch.optimizers.side_effects import no_side_effects
 
 SMALL = (6, 4)  # a weight for an optimizer whose formula is known
 LARGE = {1: (330,), 2: (144, 132)}  # for others, by dimensions; of more of them:
 KERNELS = (40, 36, 3, 3)
 SCALES = [1.0] * 6 + [1e4] * 6  # of the gradients of the steps: some rules come late, some clip
+FEW_SCALES = [1.0] * 3 + [1e4]  # on weights of the job's own shapes
+MOST = 2**20  # numbers of such a weight: a rule that begins above is not seen
 CLOSE = 1e-12  # relative to the largest number, in float64
 RATE = 1e-2  # where a group has 0: a schedule sets it later
+OTHERS = "an optimizer such as AdamW, SGD or Adagrad"
 APART = (
     "each rank updates some of the parameters, which is right only for an optimizer that updates "
     "every parameter by itself"
 )
 
 
-def groups_of_whole(optimizer: Optimizer, asked: str) -> frozenset[int]:
+@dataclass(frozen=True)
+class Cut:
+    """How ranks hold a weight of this whole `shape`: in the `parts` of it."""
+
+    shape: tuple[int, ...]
+    parts: Callable[[Tensor], list[Tensor]]
+
+    def pieces(self, whole: Tensor) -> list[Tensor]:
+        """A part of each shape that has numbers: others are updated as it is."""
+        by_shape = {part.shape: part for part in reversed(self.parts(whole)) if part.numel()}
+        return list(by_shape.values())
+
+
+def _in_thirds(dim: int, whole: Tensor) -> list[Tensor]:
+    size = whole.shape[dim]
+    return list(whole.tensor_split([size - size // 3], dim))
+
+
+Cuts = Mapping[int, Cut]
+"""By the `id` of a parameter in the groups of an optimizer."""
+NO_CUTS: Cuts = MappingProxyType({})
+
+
+def groups_of_whole(optimizer: Optimizer, asked: str, cuts: Cuts = NO_CUTS) -> frozenset[int]:
     """The groups whose update of some rows, or columns, is not those of the update of all.
 
     For each group a copy of the optimizer with its hyper-parameters makes steps on weights of
-    random numbers, of as many dimensions as its own; the optimizer itself is as it was. A rate of 0
+    random numbers, of as many dimensions as its own, and in the shapes and parts of `cuts`, as
+    some rules go by size; the optimizer itself, and all that is trained, is as it was. A rate of 0
     is another one there. Raises `RequestError` for one that cannot be asked, and for such a group
     of an optimizer that does not update each parameter by itself.
     """
+    with _nothing_else_changed(optimizer, asked):
+        return _groups_of_whole(optimizer, asked, cuts)
+
+
+def check_no_step_hooks(optimizer: Optimizer, asked: str) -> None:
+    """Raise `RequestError` where a step calls what may look at weights that ranks hold in parts."""
+    if found := hook_of(optimizer):
+        why = "it may look at whole weights, of which a rank has parts or some, and change them"
+        raise _refused(optimizer, asked, found, why, "do it in the class of the optimizer")
+
+
+def check_fused(optimizer: Optimizer, asked: str) -> None:
+    """Raise `RequestError` for a fused update that torch does not have of a DTensor."""
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    if is_fused and isinstance(optimizer, (SGD, Adagrad)):
+        raise _refused(
+            optimizer,
+            asked,
+            "fused=True",
+            "torch has no fused update of it for a weight that ranks hold in parts (a DTensor)",
+            "leave fused=True out, or --strategy zero1",
+        )
+
+
+@contextmanager
+def _nothing_else_changed(optimizer: Optimizer, asked: str) -> Iterator[None]:
+    """Ask within: no hook is called, and nothing changes that was there before."""
+    check_no_step_hooks(optimizer, asked)
+    if is_by_number(optimizer):  # no code of a user's
+        yield
+        return
+    device = _device_of(optimizer, 0)
+    with no_side_effects(device, partial(_refused, optimizer, asked)):
+        yield
+
+
+def _groups_of_whole(optimizer: Optimizer, asked: str, cuts: Cuts) -> frozenset[int]:
     answers: dict[str, bool] = {}  # groups that differ in their rates alone are asked once
     found = []
     for number in _with_parameters(optimizer):
-        key = _kind_of(optimizer, number)
+        own = _own_cuts(optimizer, number, cuts)
+        key = f"{_kind_of(optimizer, number)} {list(own)}"
         if key not in answers:
-            answers[key] = _is_elementwise(optimizer, number, asked)
+            answers[key] = _is_elementwise(optimizer, number, asked, own.values())
         if not answers[key]:
             found.append(number)
     if found:
@@ -54,15 +124,25 @@ def groups_of_whole(optimizer: Optimizer, asked: str) -> frozenset[int]:
             text = f"its attribute {names[0]!r}, which refers to parameters"
             why = "it is given others in their place, which are whole, and must know them as these"
             raise _refused(optimizer, asked, text, why)
-        check_by_parameter(optimizer, asked)
+        _check_by_parameter(optimizer, asked)
     return frozenset(found)
 
 
-def check_elementwise(optimizer: Optimizer, asked: str) -> None:
+def check_elementwise(optimizer: Optimizer, asked: str, cuts: Cuts = NO_CUTS) -> None:
     """Raise `RequestError` unless an update of some rows, or columns, is those of the whole's."""
-    if groups := groups_of_whole(optimizer, asked):
+    if groups := groups_of_whole(optimizer, asked, cuts):
         found = f"another update by its group {min(groups)} for a part of a weight"
         raise _refused(optimizer, asked, found, "each rank holds a part of a weight that is cut")
+
+
+def _own_cuts(optimizer: Optimizer, number: int, cuts: Cuts) -> dict[str, Cut]:
+    """Those of the weights of a group, one of each shape; torch's own need not be asked on them."""
+    if is_by_number(optimizer):
+        return {}
+    found = (cuts.get(id(p)) for p in optimizer.param_groups[number]["params"])
+    some = (cut for cut in found if cut is not None and 0 < math.prod(cut.shape) <= MOST)
+    like = ((cut, cut.pieces(torch.empty(cut.shape, device="meta"))) for cut in some)
+    return {f"{cut.shape} {[tuple(p.shape) for p in parts]}": cut for cut, parts in like}
 
 
 def _with_parameters(optimizer: Optimizer) -> list[int]:
@@ -83,24 +163,31 @@ def _shapes(optimizer: Optimizer, number: int) -> list[tuple[int, ...]]:
     return [LARGE.get(n) or (*KERNELS, *[1] * n)[:n] for n in sorted(dims)]
 
 
-def _is_elementwise(optimizer: Optimizer, number: int, asked: str) -> bool:
-    return all(_is_cut(optimizer, number, s, asked) for s in _shapes(optimizer, number))
+def _is_elementwise(optimizer: Optimizer, number: int, asked: str, own: Iterable[Cut]) -> bool:
+    """Whether parts of a weight are updated as the whole is, in shapes of ours and its own."""
+    ours = [
+        ([Cut(shape, partial(_in_thirds, dim)) for dim in range(min(2, len(shape)))], SCALES)
+        for shape in _shapes(optimizer, number)
+    ]
+    several = [*ours, *(([cut], FEW_SCALES) for cut in own)]
+    return all(_is_cut(optimizer, number, cuts, scales, asked) for cuts, scales in several)
 
 
-def _is_cut(optimizer: Optimizer, number: int, shape: tuple[int, ...], asked: str) -> bool:
-    """Whether parts of a weight of this shape are updated as the whole is."""
-    drawn = _drawn(optimizer, number, 0, shape)
+def _is_cut(
+    optimizer: Optimizer, number: int, cuts: Sequence[Cut], scales: Sequence[float], asked: str
+) -> bool:
+    """Whether parts of a weight are updated as the whole is, however these cut it."""
+    drawn = _drawn(optimizer, number, 0, cuts[0].shape, scales)
     (whole,), _ = _asked_steps(optimizer, [number], [drawn], {0}, asked)
     if torch.equal(whole, drawn[0]):
         why = "steps of a copy of it left random weights as they were, so it cannot be asked"
         raise _refused(optimizer, asked, f"no update by its group {number}", why)
-    for dim, size in enumerate(shape[:2]):
-        cut = size - size // 3
-        parts = [[tensor.tensor_split([cut], dim)[n] for tensor in drawn] for n in (0, 1)]
-        steps = [_asked_steps(optimizer, [number], [part], {0}, asked) for part in parts]
-        found = torch.cat([weight for (weight,), _ in steps], dim)
-        if not _is_close(found, whole):
-            return False
+    for cut in cuts:
+        parts = zip(*map(cut.pieces, drawn), strict=True)
+        for part, wanted in zip(parts, cut.pieces(whole), strict=True):
+            (found,), _ = _asked_steps(optimizer, [number], [list(part)], {0}, asked)
+            if not _is_close(found, wanted):
+                return False
     return True
 
 
@@ -115,6 +202,11 @@ def check_by_parameter(optimizer: Optimizer, asked: str) -> None:
     That is what a rank sees whose optimizer updates some of the parameters, or none. A copy is
     asked, as above.
     """
+    with _nothing_else_changed(optimizer, asked):
+        _check_by_parameter(optimizer, asked)
+
+
+def _check_by_parameter(optimizer: Optimizer, asked: str) -> None:
     kinds = {_kind_of(optimizer, n): n for n in reversed(_with_parameters(optimizer))}
     pairs = [(n, s) for n in sorted(kinds.values()) for s in _shapes(optimizer, n) for _ in "12"]
     groups = [number for number, _ in pairs]
@@ -132,16 +224,26 @@ def check_by_parameter(optimizer: Optimizer, asked: str) -> None:
             raise _refused(optimizer, asked, text, APART)
 
 
-def _drawn(optimizer: Optimizer, number: int, seed: int, shape: tuple[int, ...]) -> list[Tensor]:
+def _drawn(
+    optimizer: Optimizer,
+    number: int,
+    seed: int,
+    shape: tuple[int, ...],
+    scales: Sequence[float] = SCALES,
+) -> list[Tensor]:
     """A weight, and gradients for its steps."""
-    held = [p.device for p in optimizer.param_groups[number]["params"] if not p.is_meta]
-    device = held[0] if held else torch.device("cpu")
+    device = _device_of(optimizer, number)
     generator = torch.Generator().manual_seed(seed)
-    scales = [1.0, *([1.0] * 3 if shape == SMALL else SCALES)]
+    factors = [1.0, *([1.0] * 3 if shape == SMALL else scales)]
     numbers = torch.randn(
-        len(scales), math.prod(shape), generator=generator, dtype=torch.float64
+        len(factors), math.prod(shape), generator=generator, dtype=torch.float64
     ).to(device)
-    return [scale * row.view(shape) for scale, row in zip(scales, numbers, strict=True)]
+    return [factor * row.view(shape) for factor, row in zip(factors, numbers, strict=True)]
+
+
+def _device_of(optimizer: Optimizer, number: int) -> torch.device:
+    held = [p.device for p in optimizer.param_groups[number]["params"] if not p.is_meta]
+    return held[0] if held else torch.device("cpu")
 
 
 def _asked_steps(
@@ -154,6 +256,8 @@ def _asked_steps(
     """`_stepped`, and a `RequestError` where that raises."""
     try:
         return _stepped(optimizer, groups, drawn, used)
+    except RequestError:
+        raise
     except Exception as error:
         why = "it is asked how it updates, by steps of a copy on other weights"
         raise _refused(optimizer, asked, f"it raised {error!r}", why) from error
@@ -237,10 +341,12 @@ def _referring(optimizer: Optimizer) -> list[str]:
     return found
 
 
-def _refused(optimizer: Optimizer, asked: str, found: str, why: str) -> RequestError:
+def _refused(
+    optimizer: Optimizer, asked: str, found: str, why: str, or_else: str = OTHERS
+) -> RequestError:
     return RequestError(
         asked=f"{asked} with {type(optimizer).__name__}",
         found=found,
         why=why,
-        do="--strategy ddp, or an optimizer such as AdamW, SGD or Adagrad",
+        do=f"--strategy ddp, or {or_else}",
     )

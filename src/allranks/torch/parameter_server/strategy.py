@@ -23,9 +23,10 @@ This class is what all three have of a strategy: how the weights are laid out, a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,10 +47,15 @@ from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.layers import normalising_layers
-from allranks.torch.optimizers.elementwise import groups_of_whole
+from allranks.torch.optimizers.elementwise import (
+    MOST,
+    Cut,
+    check_no_step_hooks,
+    groups_of_whole,
+)
 from allranks.torch.parameter_server.flat import FlatLayout
 from allranks.torch.parameter_server.memory import ReadWeights
-from allranks.torch.parameter_server.placement import Sized, placed
+from allranks.torch.parameter_server.placement import Sized, cut_evenly, placed
 from allranks.torch.parameter_server.shard import Rule, Shard
 from allranks.torch.parameter_server.tables.placed import (
     PlacedTable,
@@ -152,7 +158,7 @@ class ParameterServer(Strategy):
         groups = step.optimizer.param_groups
         in_rows = {one.position for one in self.tables}
         dense = [at for at in range(len(step.parameters)) if at not in in_rows]
-        seen_whole = groups_of_whole(step.optimizer, "--strategy ps") if dense else ()
+        seen_whole = self._seen_whole(dense)
         uncut = {id(p) for number in seen_whole for p in groups[number]["params"]}
         uncut |= {id(p) for p in step.parameters if not p.is_contiguous()}
         held = [step.parameters[at] for at in dense]
@@ -171,6 +177,21 @@ class ParameterServer(Strategy):
         said = repr((shapes, pieces, self.tables, type(step.optimizer).__qualname__))
         self.digest = hashlib.sha256(said.encode()).hexdigest()
         self._placed = list(step.names)
+
+    def _seen_whole(self, dense: Collection[int]) -> Collection[int]:
+        """The groups of the optimizer that servers update by whole weights, of these `dense`."""
+        optimizer, options, asked = self.step.optimizer, self.context.options, "--strategy ps"
+        servers, cuts = options["servers"], dict[int, Cut]()
+        for parameter in (self.step.parameters[at] for at in dense):
+            shape = tuple(parameter.shape)
+            if parameter.numel() > MOST:  # in one of fewer numbers it is seen, too, that it is flat
+                shape = tuple(min(size, 64) for size in shape)
+            if parameter.numel() >= max(options["bound"], servers) and servers > 1:
+                cuts[id(parameter)] = Cut(shape, partial(_flat_pieces, servers))
+        if dense:
+            return groups_of_whole(optimizer, asked, cuts)
+        check_no_step_hooks(optimizer, asked)
+        return ()
 
     def lay_out(self) -> None:
         """Raises `RequestError` where other parameters are trained than have places on servers."""
@@ -348,3 +369,8 @@ class ParameterServer(Strategy):
     def parameters(self) -> list[Parameter]:
         """What is on the servers, in the order of the model."""
         return self.step.parameters
+
+
+def _flat_pieces(servers: int, whole: Tensor) -> list[Tensor]:
+    flat = whole.reshape(-1)
+    return [flat[piece.start : piece.stop] for piece in cut_evenly(0, flat.numel(), servers)]

@@ -9,8 +9,11 @@ a weight of 8 rows that is cut by rows twice:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
@@ -18,7 +21,7 @@ from allranks.errors import RequestError
 from allranks.strategies.mesh import SHARD, TENSOR
 from allranks.torch.comm import Comm
 from allranks.torch.optimizers.asked import Asked
-from allranks.torch.optimizers.elementwise import groups_of_whole
+from allranks.torch.optimizers.elementwise import Cut, groups_of_whole
 from allranks.torch.sharding.dtensors import dtensor, mesh_over, shard_of
 from allranks.torch.state import whole
 from allranks.torch.tensor_parallel.cutting import CutModel
@@ -32,7 +35,7 @@ class TwoAxes:
     """
 
     def __init__(self, cut: CutModel, exchange: Exchange, shards: Comm) -> None:
-        self.cut, self.exchange = cut, exchange
+        self.cut, self.exchange, self.shards = cut, exchange, shards
         self.asked: Asked | None = None
         tensor = exchange.comm
         groups = [comm.counting_group("control") for comm in (tensor, shards)]
@@ -66,16 +69,31 @@ class TwoAxes:
         """What the ranks of a shard axis hold together of a whole tensor."""
         return self.cut.part_of(name, given, self.exchange)
 
-    def check_updates(self, optimizer: Optimizer, asked: str) -> None:
+    def check_updates(self, optimizer: Optimizer, model: nn.Module, asked: str) -> None:
         """Raise `RequestError` for an optimizer that needs a parameter whole, on both axes.
 
         It is asked at the first call, and where its hyper-parameters have changed.
         """
         self.asked = self.asked or Asked(optimizer)
-        if self.asked.is_new() and groups_of_whole(optimizer, asked):
+        if self.asked.is_new() and groups_of_whole(optimizer, asked, self._cuts(model)):
             raise RequestError(
                 asked=f"{asked} with {type(optimizer).__name__}",
                 found="the update of some rows is another one by themselves",
                 why="a parameter is cut over two axes, and nobody gathers it over both",
                 do="--strategy fsdp or tensor, or an optimizer that updates every number by itself",
             )
+
+    def _cuts(self, model: nn.Module) -> dict[int, Cut]:
+        """Of every parameter: along the tensor axis, and then each part by rows."""
+        shards = self.shards.size
+
+        def by_rows(parts: Callable[[Tensor], list[Tensor]], whole: Tensor) -> list[Tensor]:
+            return [rows for part in parts(whole) for rows in part.chunk(shards)]
+
+        once = self.cut.cuts(model, self.exchange.comm.size)
+        every = {id(p): Cut(tuple(p.shape), lambda whole: [whole]) for p in model.parameters()}
+        return {
+            key: Cut(cut.shape, partial(by_rows, cut.parts))
+            for key, cut in {**every, **once}.items()
+            if cut.shape
+        }

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm import Comm
 from allranks.torch.model.reals import real_type, reals
 from allranks.torch.optimizers.asked import Asked
-from allranks.torch.optimizers.elementwise import groups_of_whole
+from allranks.torch.optimizers.elementwise import Cut, groups_of_whole
 from allranks.torch.sharding.state import known_to_all
 from allranks.torch.tensor_parallel.exchange import Along, part_sizes
 
@@ -44,6 +45,10 @@ class Divided:
     def part(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
         """The part of a `rank`: a view, in the order of what the rank holds."""
         return self.along.own(whole, ranks, rank)
+
+    def cut(self, ranks: int) -> Cut:
+        """How so many ranks hold it."""
+        return Cut(tuple(self.shape), partial(self.along.parts, ranks))
 
     def part_nbytes(self, ranks: int, rank: int) -> int:
         dim, runs = self.along
@@ -75,7 +80,9 @@ class WholeUpdates:
         if self._asked is None:
             self._asked = Asked(self.optimizer)
         self._asked.is_new()
-        groups = groups_of_whole(self.optimizer, self.asked)
+        ranks, divided = self.comm.size, self.divided.values()
+        cuts = {id(one.parameter): one.cut(ranks) for one in divided}
+        groups = groups_of_whole(self.optimizer, self.asked, cuts)
         needed = {id(p) for n in groups for p in self.optimizer.param_groups[n]["params"]}
         known = dict(self.here)
         self.here.clear()

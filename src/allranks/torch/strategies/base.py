@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -26,6 +27,7 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.materialise import take_up
 from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.placement import held
+from allranks.torch.optimizers.made import made_on_parts
 from allranks.torch.reducers.tree import TreeSum
 from allranks.torch.sharding.state import with_parameters
 from allranks.torch.state import (
@@ -115,7 +117,7 @@ class Strategy(Traits, ABC):
         """
         model = self.model = take_up(self, model, recorded)
         with self.owned():  # what it keeps from the start is of what this rank updates
-            optimizer = make_optimizer(model)
+            optimizer = self.make_optimizer(make_optimizer)
         if TwoModes.are_in(optimizer):
             self.two_modes = TwoModes(optimizer, self.owned)
         context, one_training = self.context, self.agreement.is_one_training
@@ -154,6 +156,16 @@ class Strategy(Traits, ABC):
         (`builds_deferred`) keeps its names.
         """
         return model
+
+    def make_optimizer(self, make: MakeOptimizer) -> Optimizer:
+        """The optimizer of the task, as one process makes it; the model is there."""
+        if self.agreement.weights in ("replicated", "own") or self.comm.size == 1:
+            return make(self.model)
+        return made_on_parts(make, self.model, self.whole_shapes(), f"--strategy {self.name}")
+
+    def whole_shapes(self) -> dict[int, torch.Size]:
+        """By the `id` of each parameter that has the shape of a part, the shape of the whole."""
+        return {}
 
     def prepare(self) -> None:
         """Make what the strategy needs of its own; the model and `self.step` are there."""

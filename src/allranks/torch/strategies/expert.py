@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.expert_parallel.exchange import ExpertExchange
 from allranks.torch.expert_parallel.mixture import OF_EXPERTS, MixtureOfExperts
 from allranks.torch.optimizers.asked import Asked
-from allranks.torch.optimizers.elementwise import check_elementwise
+from allranks.torch.optimizers.elementwise import Cut, check_elementwise
 from allranks.torch.reducers.buckets import Buckets
 from allranks.torch.reducers.mean import Mean
 from allranks.torch.sharding.dtensors import Replicate, Shard, dtensor, mesh_of
@@ -105,6 +106,10 @@ class Experts(Strategy):
         self.cut = {id(part) for part in done.values()}
         self.exchange.room = max(mixture.experts for mixture in mixtures)
 
+    def whole_shapes(self) -> dict[int, torch.Size]:
+        held = dict(self.model.named_parameters())
+        return {id(held[name]): whole.shape for name, whole in self.whole.items()}
+
     def prepare(self) -> None:
         if self.whole:
             self.step.forward = self._forward
@@ -113,7 +118,10 @@ class Experts(Strategy):
 
     def _check_updates(self) -> None:
         if self.whole and self.asked.is_new():
-            check_elementwise(self.step.optimizer, NAME)
+            parts = partial(Along(0).parts, self.axis(EXPERT).size)
+            held, whole = dict(self.model.named_parameters()), self.whole.items()
+            cuts = {id(held[name]): Cut(tuple(one.shape), parts) for name, one in whole}
+            check_elementwise(self.step.optimizer, NAME, cuts)
 
     def lay_out(self) -> None:
         """Gradients of experts are summed over their copies, those of the rest over all ranks."""

@@ -28,6 +28,7 @@ from allranks.strategies.reduction_tree import Span
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.optimizers.elementwise import check_fused, check_no_step_hooks
 from allranks.torch.optimizers.layerwise import Layerwise
 from allranks.torch.reducers.mean import Mean
 from allranks.torch.reducers.tree import Tree
@@ -166,10 +167,14 @@ class FSDP(Single):
             return device_mesh(axes[0][1], SHARD)
         return mesh_of(axes, self.comm.size, {REPLICATE: "gradients"})
 
+    def whole_shapes(self) -> dict[int, torch.Size]:
+        return self.cut.whole_shapes(self.model)
+
     def prepare(self) -> None:
         if not self.is_cut:
             return
         optimizer, asked = self.step.optimizer, f"--strategy {self.name}"
+        check_fused(optimizer, asked)
         named = self.model.named_parameters()
         cut = {name: Divided(p, p.shape) for name, p in named if isinstance(p, DTensor)}
         if self.two_axes is not None:
@@ -185,9 +190,11 @@ class FSDP(Single):
         if not self.is_cut:
             return
         if self.two_axes is not None:
-            self.two_axes.check_updates(self.step.optimizer, f"--strategy {self.name}:tensor")
+            self._check_updates(self.two_axes)
         elif self.shard_alone or not isinstance(self.step.optimizer, Layerwise):
             self.kept_whole = self.wholes.find()  # those see whole lengths, but not bit for bit
+        else:
+            check_no_step_hooks(self.step.optimizer, f"--strategy {self.name}")
         if self.exchange.comm.rank > 0:
             names = zip(self.step.names, self.step.parameters, strict=True)
             self.copies = {id(p) for name, p in names if name not in self.cut.dims}
@@ -195,6 +202,9 @@ class FSDP(Single):
         self.sums.lay_out(step.names, step.parameters)
         apart = {id(p) for p in self.passes.see_positions(step.names, step.parameters)}
         self.beside = Beside(self.reducer, step.layout, step.parameters, self.copies - apart)
+
+    def _check_updates(self, two_axes: TwoAxes) -> None:
+        two_axes.check_updates(self.step.optimizer, self.model, f"--strategy {self.name}:tensor")
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         if self.is_cut:
@@ -262,7 +272,7 @@ class FSDP(Single):
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
         self.sums.before_update(gradients)
         if self.two_axes is not None:
-            self.two_axes.check_updates(self.step.optimizer, f"--strategy {self.name}:tensor")
+            self._check_updates(self.two_axes)
         return self.wholes.gathered() if self.is_cut else super().updating(gradients)
 
     def messages(self) -> tuple[int, ...]:

@@ -105,10 +105,14 @@ class ThreeAxes(Pipeline):
             raise no_sequences(asked, f"no block of {type(model).__name__} in one stage")
         return blocks
 
+    def whole_shapes(self) -> dict[int, torch.Size]:
+        return self.cut.whole_shapes(self.model)
+
     def check_updates(self) -> None:
         super().check_updates()
         if self.cut.dims:
-            check_elementwise(self.step.optimizer, ASKED)
+            cuts = self.cut.cuts(self.model, self.exchange.comm.size)
+            check_elementwise(self.step.optimizer, ASKED, cuts)
 
     # --- a step ---------------------------------------------------------------------------
 

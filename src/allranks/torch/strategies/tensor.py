@@ -68,6 +68,9 @@ class Tensors(Strategy):
             self.device_mesh = mesh_of(axes, self.comm.size)
         return model
 
+    def whole_shapes(self) -> dict[int, torch.Size]:
+        return self.cut.whole_shapes(self.model)
+
     def prepare(self) -> None:
         self.step.forward = self._forward
         named = dict(self.model.named_parameters())

@@ -65,6 +65,7 @@ class ZeRO1(Strategy):
         return model
 
     def prepare(self) -> None:
+        self._cut_kept()
         summed = load(REDUCERS[self.context.options["reduce"]])
         self.summed: Reducer = summed(self.comm, self.task.shards)
         sections = TreeSections if self.shard_alone else MeanSections
@@ -72,6 +73,13 @@ class ZeRO1(Strategy):
         cut = {n: Divided(p, self._like[n].shape) for n, p in self._with_rows.items()}
         asked = f"--strategy {self.name}"
         self.wholes = WholeUpdates(self.comm, self.step.optimizer, cut, asked)
+
+    def _cut_kept(self) -> None:
+        """What the optimizer keeps from the start was made for whole weights: own rows are left."""
+        for parameter, kept in self.step.optimizer.state.items():
+            for name, value in kept.items():
+                if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
+                    kept[name] = self._own(value).clone()
 
     def lay_out(self) -> None:
         """What has rows is cut; a parameter of no dimension is summed whole, beside the tally."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from allranks.errors import RequestError
 from allranks.job.placement import Placed
 from allranks.torch.model.layers import own_kind
 from allranks.torch.model.shard_dropout import ShardDropout
+from allranks.torch.optimizers.elementwise import Cut
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.task import Task
 from allranks.torch.tensor_parallel.attention import HeadsOfAttention, HeadsOutput
@@ -70,6 +72,19 @@ class CutModel:
         """What this rank holds of a whole parameter: all of one that is not cut."""
         along = self.dims.get(name)
         return whole if along is None else exchange.own(whole, along).contiguous()
+
+    def cuts(self, model: nn.Module, ranks: int) -> dict[int, Cut]:
+        """How the parameters of a model are cut, by their `id`."""
+        held = dict(model.named_parameters())
+        return {
+            id(held[name]): Cut(tuple(self.shapes[name]), partial(along.parts, ranks))
+            for name, along in self.dims.items()
+        }
+
+    def whole_shapes(self, model: nn.Module) -> dict[int, torch.Size]:
+        """Those of the parameters of a model that are cut, by the `id` of what is held."""
+        held = dict(model.named_parameters())
+        return {id(held[name]): self.shapes[name] for name in self.dims}
 
     def placed(self, rows: Iterable[Placed]) -> list[Placed]:
         """What this rank holds, where it is a part with the shape of the whole."""

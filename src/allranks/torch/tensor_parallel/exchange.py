@@ -46,6 +46,15 @@ class Along(NamedTuple):
         sizes = part_sizes(whole.shape[dim], ranks)
         return whole.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
+    def held(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
+        """The part of a `rank` in the dimensions of the whole; a view where it is one run."""
+        part = self.own(whole, ranks, rank)
+        return part if self.runs == 1 else part.flatten(self.dim, self.dim + 1)
+
+    def parts(self, ranks: int, whole: Tensor) -> list[Tensor]:
+        """Those of all ranks, as each holds its own."""
+        return [self.held(whole, ranks, rank) for rank in range(ranks)]
+
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     """The sum of as many tensors as a power of 2, in pairs, in pairs of pairs, and so on."""
@@ -130,8 +139,7 @@ class Exchange:
     def own(self, whole: Tensor, along: int | Along) -> Tensor:
         """This rank's part of a tensor; a view where it is one run."""
         along = along if isinstance(along, Along) else Along(along)
-        part = along.own(whole, self.comm.size, self.comm.rank)
-        return part if along.runs == 1 else part.flatten(along.dim, along.dim + 1)
+        return along.held(whole, self.comm.size, self.comm.rank)
 
     def copied(self, input: Tensor) -> Tensor:
         """The input of layers of which each rank computes a part."""

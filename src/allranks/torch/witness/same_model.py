@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.errors import RequestError
@@ -23,6 +24,13 @@ WHY = "weights and gradients are exchanged by their position, so they would be m
 DO = (
     "build it alike in every process: sort what comes out of a set or a folder, and read the same "
     "files everywhere"
+)
+WHY_GROUPS = (
+    "gradients are exchanged by their position, and each rank updates with the values of its groups"
+)
+DO_GROUPS = (
+    f"{DO}; take no rate from the numbers of a weight, of which a rank may have a part, or "
+    "--strategy ddp"
 )
 DRAWN = (
     "draw from torch's, NumPy's and Python's own generators, which the job seeds; or --strategy ddp"
@@ -50,13 +58,24 @@ def check_same_weights(digests: Mapping[str, str], comm: Comm) -> None:
 
 
 def check_same_groups(model: nn.Module, optimizer: Optimizer, comm: Comm) -> None:
-    """The same for the parameters of an optimizer, group by group, and the names of its values."""
+    """The same for the parameters of an optimizer, group by group, and for its values."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     rows = [f"{type(optimizer).__name__} of {len(optimizer.param_groups)} groups"]
     for number, group in enumerate(optimizer.param_groups):
         rows += [f"group {number}: {names.get(id(p), 'another tensor')}" for p in group["params"]]
-        rows.append(f"group {number}: {', '.join(sorted(map(str, group)))}")
-    _compare("optimizer(self, model) of the task", "parameter", rows, comm)
+        rows += [f"group {number}: {said}" for said in sorted(map(_said, group.items()))]
+    _compare("optimizer(self, model) of the task", "row", rows, comm, WHY_GROUPS, DO_GROUPS)
+
+
+def _said(item: tuple[str, Any]) -> str:
+    """The name of a value of a group, and what it is, where that is a number or a text."""
+    name, value = item
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    plain = (bool, int, float, str)
+    several = value if isinstance(value, (tuple, list)) else [value]
+    is_plain = name != "params" and all(isinstance(one, plain) for one in several)
+    return f"{name}={value!r}" if is_plain else name
 
 
 def _compare(
