@@ -182,7 +182,8 @@ class FSDP(Single):
         if not self.is_cut:
             return
         optimizer, asked = self.step.optimizer, f"--strategy {self.name}"
-        self.guard.is_on = lambda: self._evaluates or self.step.apart.is_on
+        if self.passes.blocks is None:  # their proofs look at weights in a pass
+            self.guard.is_on = lambda: self._evaluates or self.step.apart.is_on
         named = self.model.named_parameters()
         cut = {name: Divided(p, p.shape) for name, p in named if isinstance(p, DTensor)}
         if self.two_axes is not None:
@@ -233,7 +234,8 @@ class FSDP(Single):
         if not self.is_cut:
             return super().forward_backward(batch)
         if self.steps == 0:  # the optimizer, or a callback, may have put some there
-            check_no_hooks(self.model, f"--strategy {self.name}", engine=self._watching)
+            engine = (*self._watching, *self.step.sparse.hooks)
+            check_no_hooks(self.model, f"--strategy {self.name}", engine=engine)
         self.step.changes.begin()
         if self.step.changes.late:
             raise unfrozen_on_the_way(self.name)
