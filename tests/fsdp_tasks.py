@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
@@ -21,6 +22,7 @@ from allranks.torch.checkpoint.tree import local
 from allranks.torch.optimizers.lamb import LAMB
 from allranks.torch.optimizers.lars import LARS
 from allranks.torch.sharding.dtensors import mesh_over
+from allranks.training.callback import Callback
 
 OPTIMIZERS = {
     "adamw": AdamW,
@@ -171,7 +173,18 @@ class Refused(Deep):
             model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
         elif self.what == "transposed":
             model.gru.weight_ih_l0 = nn.Parameter(torch.randn(5, 15).t())
+        elif self.what == "scripted":
+            model.out = torch.jit.script(nn.Linear(5, 13))
+        elif self.what == "shared":
+            model.blocks[0].up.weight = nn.Parameter(model.blocks[1].down.weight.detach().t())
+        elif self.what == "hook":
+            model.out.weight.register_hook(torch.clone)
         return model
+
+    def optimizer(self, model: Any) -> Optimizer:
+        if self.what == "late hook":
+            model.blocks[0].up.weight.register_hook(torch.clone)
+        return super().optimizer(model)
 
     def fsdp_units(self, model: nn.Module) -> Iterable[nn.Module] | None:
         held: Any = model
@@ -234,3 +247,174 @@ def cuts_twice(store: str) -> None:
         assert doubled.device_mesh.get_group().group_name == mesh.get_group().group_name
         assert doubled.full_tensor().sum().item() == 30.0
         dist.destroy_process_group()
+
+
+class _Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.a(x))
+
+
+class _Looked(nn.Module):
+    """Blocks, layers beside them, and `act`, which does with their weights what it likes."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.first, self.teacher, self.last = nn.Linear(6, 16), nn.Linear(6, 16), nn.Linear(16, 3)
+        self.teacher.requires_grad_(False)
+        self.blocks = nn.ModuleList(_Step() for _ in range(3))
+        self.kept = [self.blocks[0].a.bias]
+        self.act, self.steps = act, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        h = self.act(self, self.first(x) + self.teacher(x))
+        for block in self.blocks:
+            h = block(h)
+        out: Tensor = self.last(h)
+        return out
+
+
+def _ensemble(model: Any, x: Tensor) -> Tensor:
+    each = [dict(block.named_parameters()) for block in model.blocks]
+    stacked = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+    out: Tensor = torch.vmap(lambda p: functional_call(model.blocks[0], p, (x,)))(stacked).mean(0)
+    return out
+
+
+def _made_by_another(model: Any, x: Tensor) -> Tensor:
+    made = {name: x.mean() + torch.zeros_like(p) for name, p in model.first.named_parameters()}
+    made = {"a.weight": made["weight"].mean() + x.new_zeros(16, 16), "a.bias": made["bias"]}
+    out: Tensor = functional_call(model.blocks[0], made, (x,))
+    return out
+
+
+def _from(step: int, write: Any) -> Any:
+    """From a step on, `write` under `no_grad`."""
+
+    @torch.no_grad()
+    def act(model: Any, x: Tensor) -> Tensor:
+        if model.training and model.steps >= step:
+            write(model)
+        return x
+
+    return lambda model, x: act(model, x.detach()) * 0 + x
+
+
+def _assign(model: Any) -> None:
+    model.teacher.weight = nn.Parameter(model.teacher.weight * 0.9, requires_grad=False)
+
+
+def _set_data(model: Any) -> None:
+    model.teacher.weight.data = model.teacher.weight.data * 0.9
+
+
+def _by_numpy(model: Any) -> None:
+    model.teacher.weight.detach().numpy()[:] *= 0.9
+
+
+def _in_evaluation(model: Any, x: Tensor) -> Tensor:
+    if not model.training:
+        model.teacher.weight.mul_(0.9)
+    return x
+
+
+def _sizes(model: Any, x: Tensor) -> Tensor:
+    kind, weights = next(model.blocks.parameters()).dtype, list(model.parameters())
+    return x.to(kind) * len(weights) / 10 * model.blocks[1].a.weight.shape[0] / 16
+
+
+IN_FORWARD: dict[str, Any] = {
+    "reads a block": lambda m, x: F.linear(x, m.blocks[0].a.weight),
+    "sums up blocks": lambda m, x: x * (1 + sum(p.pow(2).sum() for p in m.blocks.parameters())),
+    "ensemble": _ensemble,
+    "hypernetwork": _made_by_another,
+    "kept from before": lambda m, x: x + m.kept[0],
+    "lerp": _from(1, lambda m: m.teacher.weight.lerp_(m.first.weight, 0.1)),
+    "late lerp": _from(4, lambda m: m.teacher.weight.lerp_(m.first.weight, 0.1)),
+    "late data": _from(4, lambda m: m.teacher.weight.data.mul_(0.9)),
+    "late other data": _from(4, _set_data),
+    "late assignment": _from(4, _assign),
+    "late unfreezing": _from(4, lambda m: m.teacher.requires_grad_(True)),
+    "numpy": _from(1, _by_numpy),
+    "in evaluation": _in_evaluation,
+    "sizes": _sizes,
+    "reads data": lambda m, x: x * (1 + 0.1 * float(m.first.weight.data.norm())),
+    "another layer's weights": lambda m, x: (
+        x + functional_call(m.last, {"weight": m.last.weight * 0.5}, (x,)).mean(1, keepdim=True)
+    ),
+}
+
+
+STARTS: dict[str, Any] = {
+    "transposed": lambda: torch.randn(16, 16).t(),
+    "orthogonal": lambda: torch.linalg.qr(torch.randn(16, 16))[0],
+    "a slice": lambda: torch.randn(16, 32)[:, ::2],
+}
+
+
+@dataclass(kw_only=True)
+class Looks(Task):
+    """User code that reads and writes weights, in forward and elsewhere."""
+
+    batch_size: int = 22
+    epochs: int = 100
+    what: str = "nothing"
+    start: str = "usual"
+    units: str = "found"
+
+    def fsdp_units(self, model: nn.Module) -> Iterable[nn.Module] | None:
+        return None if self.units == "found" else []
+
+    def model(self) -> nn.Module:
+        self.net = _Looked(IN_FORWARD.get(self.what, lambda model, x: x))
+        weight: Any = STARTS.get(self.start)
+        if weight is not None:
+            self.net.blocks[1].a.weight = nn.Parameter(weight())
+        if self.start == "empty":
+            self.net.blocks[0].nothing = nn.Parameter(torch.zeros(0, 16))
+            self.net.nothing = nn.Parameter(torch.zeros(16, 0))
+        return self.net
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.1)
+
+    def train_data(self) -> Any:
+        rows = torch.randn(101, 6, generator=torch.Generator().manual_seed(1))
+        return rows, (rows[:, 0] > 0).long()
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+    def inputs(self, batch: Any) -> Any:
+        return batch[0] * self.net.last.weight.norm() if self.what == "inputs" else batch[0]
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        losses = F.cross_entropy(output, batch[1], reduction="none")
+        read = {"loss of a block": self.net.blocks[0].a, "loss": self.net.last}.get(self.what)
+        return losses if read is None else losses + 0.1 * read.weight.norm()
+
+    def metrics(self, output: Tensor, batch: Any) -> Any:
+        read = {"metrics of a block": self.net.blocks[0].a, "metrics": self.net.last}
+        if self.what not in read:
+            return {}
+        return {"norm": (read[self.what].weight.norm() * len(output), len(output))}
+
+    def callbacks(self) -> list[Callback]:
+        return [_Changes(self.what)]
+
+
+class _Changes(Callback):
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    @torch.no_grad()
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        model = trainer.strategy.model
+        if self.what == "unfreezes" and batch.index == 3:
+            model.teacher.requires_grad_(True)
+        if self.what == "moves its teacher":
+            model.teacher.weight.lerp_(model.first.weight, 0.1)

@@ -239,7 +239,10 @@ def test_equal_bits_over_a_tensor_axis_are_refused(train: Train) -> None:
     ("what", "found"),
     [
         ("complex", "complex weights"),
-        ("transposed", "a weight that is no piece of memory"),
+        ("scripted", "a scripted module, 'out'"),
+        ("shared", r"'blocks\.0\.up\.weight' and 'blocks\.1\.down\.weight', which share memory"),
+        ("hook", r"a hook on the parameter 'embedding\.weight'"),
+        ("late hook", r"a hook on the parameter 'blocks\.0\.up\.weight'"),
         ("tied", "shares a weight with the rest"),
         ("stranger", "no part of the model"),
         ("list", "which is never called"),
@@ -250,3 +253,99 @@ def test_equal_bits_over_a_tensor_axis_are_refused(train: Train) -> None:
 def test_what_cannot_be_cut_is_refused(what: str, found: str, train: Train) -> None:
     with pytest.raises(RequestError, match=found):
         train("fsdp_tasks:Refused", f"what={what}", strategy="fsdp", ranks=2, steps=2)
+
+
+USED = r"'blocks\.0\.a\.weight' is used outside of the forward of its block 'blocks\.0'"
+WRITTEN = r"forward or loss writes the weight 'teacher\.weight'"
+
+
+@pytest.mark.slow(but=4)
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("ensemble", USED),
+        ("lerp", WRITTEN),
+        ("late data", WRITTEN),
+        ("unfreezes", "other parameters than the strategy has laid out"),
+        ("reads a block", USED),
+        ("sums up blocks", USED),
+        ("hypernetwork", r"another tensor in the place of the weight 'blocks\.0\.a\.weight'"),
+        ("kept from before", r"was the weight 'blocks\.0\.a\.bias' before it was cut"),
+        ("late lerp", WRITTEN),
+        ("late other data", WRITTEN),
+        ("late assignment", WRITTEN),
+        ("numpy", WRITTEN),
+        ("in evaluation", WRITTEN),
+        ("late unfreezing", "other parameters than the strategy has laid out"),
+        ("inputs", r"'last\.weight' is used outside of the forward of the model"),
+        ("loss of a block", USED),
+        ("metrics of a block", USED),
+    ],
+)
+def test_a_weight_that_is_no_whole_one_is_neither_read_nor_written(
+    what: str, found: str, train: Train
+) -> None:
+    with pytest.raises(AllranksError, match=found):
+        train("fsdp_tasks:Looks", f"what={what}", strategy="fsdp", ranks=2, steps=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp:tensor=2", "hsdp:shard=2", "fsdp:offload=cpu"])
+@pytest.mark.parametrize(
+    ("what", "found"), [("reads a block", USED), ("late lerp", WRITTEN), ("late data", WRITTEN)]
+)
+def test_so_it_is_on_other_axes(what: str, found: str, strategy: str, train: Train) -> None:
+    with pytest.raises(AllranksError, match=found):
+        train("fsdp_tasks:Looks", f"what={what}", strategy=strategy, ranks=4, steps=6)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("what", "strategy"),
+    [
+        ("loss", "fsdp"),
+        ("loss", "fsdp:tensor=2"),
+        ("metrics", "fsdp"),
+        ("metrics", "fsdp:tensor=2"),
+        ("sizes", "fsdp"),
+        ("sizes", "fsdp:tensor=2"),
+        ("reads data", "fsdp"),
+        ("another layer's weights", "fsdp"),
+        ("moves its teacher", "fsdp"),
+        ("moves its teacher", "fsdp:tensor=2"),
+    ],
+)
+def test_what_user_code_may_do_with_weights(what: str, strategy: str, train: Train) -> None:
+    common: dict[str, Any] = {"steps": 6, "eval_every": "3", **FP64}
+    wanted = train("fsdp_tasks:Looks", f"what={what}", strategy="single", **common)
+    found = train("fsdp_tasks:Looks", f"what={what}", strategy=strategy, ranks=2, **common)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+    assert found.summary["eval"] == pytest.approx(wanted.summary["eval"], rel=1e-10)
+
+
+@pytest.mark.slow
+def test_as_one_unit_an_ensemble_trains(train: Train) -> None:
+    settings = "what=ensemble", "units=none"
+    wanted = train("fsdp_tasks:Looks", *settings, strategy="single", steps=6, **FP64)
+    found = train("fsdp_tasks:Looks", *settings, strategy="fsdp", ranks=2, steps=6, **FP64)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp:shard=2", "fsdp:tensor=2"])
+@pytest.mark.parametrize("start", ["transposed", "empty", "orthogonal", "a slice"])
+def test_weights_of_any_layout_train_as_in_one_process(
+    start: str, strategy: str, train: Train
+) -> None:
+    setting = f"start={start}"
+    wanted = train("fsdp_tasks:Looks", setting, strategy="single", steps=6, **FP64)
+    found = train("fsdp_tasks:Looks", setting, strategy=strategy, ranks=4, steps=6, **FP64)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+
+
+def test_bits_of_a_transposed_weight_are_not_promised(train: Train) -> None:
+    with pytest.raises(RequestError, match=r"'blocks\.1\.a\.weight', which is not contiguous"):
+        train("fsdp_tasks:Looks", "start=transposed", strategy="fsdp", ranks=2, bitwise=True)

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import contract_tasks
@@ -55,6 +56,36 @@ class KeepsItsWeights(nn.Module):
         hidden = self.again(torch.relu(self.inner(self.lstm(inputs.unsqueeze(2))[0][:, -1])))
         out: Tensor = self.out(hidden) + sum(bias.sum() for bias in self.listed)
         return out
+
+
+class Noted(nn.Parameter):
+    """A class of its own, as libraries have one."""
+
+    def doubled(self) -> Tensor:
+        return self * 2
+
+
+class Hooked(nn.Module):
+    """Hooks without state on modules, a parametrization, and what is noted on a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(4, 4), weight_norm(nn.Linear(4, 1))
+        self.weight: Any = Noted(torch.eye(4))
+        self.weight.gain = 0.5
+        self.inner.register_forward_hook(lambda module, inputs, output: output * 2)
+        self.inner.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
+        self.inner.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
+        self.out.register_forward_pre_hook(self.note)
+        self.seen: list[Tensor] = []
+
+    def note(self, module: nn.Module, inputs: Any) -> None:
+        self.seen.append(inputs[0])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inner(inputs.requires_grad_() * 1))
+        out: Tensor = self.out(hidden @ self.weight.doubled() * self.weight.gain)
+        return out + self.seen.pop().sum(1, keepdim=True)
 
 
 class Changing(contract_tasks.Plain):
@@ -98,6 +129,7 @@ class Few(contract_tasks.Images):
         pytest.param(trainer_tasks.Blocks(), {"activation_checkpointing": True}, id="recomputed"),
         pytest.param(trainer_tasks.Blocks(frozen=True), {"channels_last": True}, id="frozen"),
         pytest.param(with_model(KeepsItsWeights), {}, id="weights that a module keeps"),
+        pytest.param(with_model(Hooked), {}, id="hooks of modules"),
     ],
 )
 def test_equal_to_one_process(task: Any, job: dict[str, Any]) -> None:
@@ -258,9 +290,72 @@ def no_rows(self: Any, samples: list[Any]) -> Any:
     return torch.stack(inputs), torch.stack(targets), torch.zeros(3)
 
 
+class Keeping(nn.Linear):
+    """Its hook keeps what it sees: by a closure, or in an object beside the model."""
+
+    def __init__(self, kept: Any = None) -> None:
+        super().__init__(4, 1)
+        self.kept: list[Tensor] = []
+        keeps = lambda module, inputs, output: self.kept.append(output)  # noqa: E731
+        self.register_forward_hook(keeps if kept is None else kept)
+
+
+class Recorder:
+    def note(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.last = output
+
+
+@dataclass(kw_only=True)
+class Clamped(contract_tasks.Plain):
+    """A hook on a parameter, which is not linear."""
+
+    when: str = ""
+
+    def model(self) -> nn.Module:
+        model = nn.Linear(4, 1)
+        if self.when == "before":
+            model.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        if self.when == "accumulated":
+            model.weight.register_post_accumulate_grad_hook(lambda weight: None)
+        return model
+
+    def optimizer(self, model: Any) -> torch.optim.Optimizer:
+        if self.when == "late":
+            model.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class GradientPenalty(contract_tasks.Plain):
+    def inputs(self, batch: Any) -> Tensor:
+        rows: Tensor = batch[0].requires_grad_()
+        return rows
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        losses = super().loss(output, batch)
+        if not torch.is_grad_enabled():
+            return losses
+        (slope,) = torch.autograd.grad(output.sum(), batch[0].requires_grad_(), create_graph=True)
+        return losses + slope.pow(2).sum(1)
+
+
+@pytest.mark.parametrize("strategy", [DP, "model-parallel:by=size,split=4"])
+def test_a_gradient_by_an_input_is_refused_in_loss(strategy: str) -> None:
+    with pytest.raises(RequestError, match="the gradient of an output by an input"):
+        trained(GradientPenalty(), 1, strategy=strategy)
+
+
+@pytest.mark.parametrize("when", ["before", "accumulated", "late"])
+def test_a_hook_on_a_parameter_is_refused(when: str) -> None:
+    with pytest.raises(RequestError, match="a hook on the parameter 'weight'"):
+        trained(Clamped(when=when), 1, strategy=DP)
+    trained(Clamped(when=when), 1, strategy="dp:replicas=1")
+
+
 @pytest.mark.parametrize(
     ("task", "job", "found"),
     [
+        (with_model(Keeping), {}, "a hook on the module '' that keeps something of its own"),
+        (with_model(lambda: Keeping(Recorder().note)), {}, "that keeps something of its own"),
         (with_model(RunsAgain), {}, "such a layer ran again during backward"),
         (with_model(lambda: NoCopy(4, 1)), {}, "TypeError: there is one of me"),
         (

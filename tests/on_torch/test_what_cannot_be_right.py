@@ -32,6 +32,13 @@ class OwnNorm(nn.BatchNorm1d):
     """A subclass, as many model libraries have one."""
 
 
+class Frozen(nn.BatchNorm1d):
+    """Which `train()` leaves in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Any:
+        return super().train(False)
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -50,6 +57,11 @@ def with_model(make: Callable[[], nn.Module]) -> Any:
     ("make", "job", "match"),
     [
         (lambda: nn.Sequential(nn.Linear(4, 8), OwnNorm(8), nn.Linear(8, 1)), {}, "OwnNorm"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 8), Frozen(8, track_running_stats=False)),
+            {},
+            "Frozen",
+        ),
         (Checkpointed, {}, "checkpointing"),
         (lambda: nn.Sequential(nn.Linear(4, 8), spectral_norm(nn.Linear(8, 1))), {}, None),
         (
@@ -65,6 +77,17 @@ def test_models_that_follow_the_ranks(make: Any, job: dict[str, Any], match: str
             first_step(with_model(make), **job)
     else:
         assert any("_u" in name for name in first_step(with_model(make), **job).user_buffers)
+
+
+def test_a_frozen_batchnorm_is_trained_as_it_is() -> None:
+    made: list[Frozen] = []
+
+    def make() -> nn.Module:
+        made.append(Frozen(8))
+        return nn.Sequential(nn.Linear(4, 8), made[0], nn.Linear(8, 1))
+
+    assert first_step(with_model(make), bitwise=True).witness.testimony.found == []
+    assert torch.equal(made[0].running_mean, torch.zeros(8))
 
 
 def test_batchnorm_with_shards_of_one_sample_is_refused() -> None:

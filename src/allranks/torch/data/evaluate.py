@@ -165,7 +165,7 @@ def _pairs(task: Task, strategy: Strategy, data: Any, samples: int) -> dict[str,
     precision = strategy.context.precision
     data = precision.to_device(data)
     pairs: dict[str, tuple[Any, Any]] = {}
-    with precision.autocast():
+    with precision.autocast(), strategy.evaluation_pass():
         output = strategy.eval_step(data, lambda model, batch: forward(task, model, batch))
         if task.loss_over == "sample":
             losses, weights = weighted_losses(task, output, data, samples)

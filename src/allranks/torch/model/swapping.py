@@ -49,6 +49,8 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
             names["dropout"].append(name)
         elif isinstance(module, MixtureOfExperts):
             module.__class__ = swapped_kind(ShardMixture, kind)
+        elif isinstance(module, _BatchNorm) and _stays_in_evaluation(module):
+            continue  # it reads its statistics, and writes none
         elif isinstance(module, _BatchNorm) or (
             isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
         ):
@@ -64,6 +66,17 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
             continue
         module.scope, module.index = scope, index
     return names
+
+
+def _stays_in_evaluation(norm: _BatchNorm) -> bool:
+    """Whether a norm is frozen: `train()` of its class puts it into evaluation mode, where it is
+    left."""
+    was_training = norm.training
+    norm.train()
+    if not norm.training and norm.running_mean is not None:
+        return True
+    norm.training = was_training
+    return False
 
 
 def _draws_by_itself(module: nn.Module) -> bool:

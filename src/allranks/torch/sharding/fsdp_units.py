@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.torch.keras.shards import is_keras
@@ -111,20 +113,71 @@ def check_units(units: list[nn.Module], blocks: Mapping[str, nn.Module], asked: 
 
 def check_can_be_cut(model: nn.Module, name: str) -> None:
     """Raise `RequestError` for a model whose weights torch's `fully_shard` cannot cut."""
-    found = ""
+    found, do = "", "--strategy ddp"
+    scripted = [path for path, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if any(is_keras(module) for module in model.modules()):
         found = "a Keras model, which keeps its weights in variables of its own"
+    elif scripted:
+        found = f"a scripted module, {scripted[0]!r}, which takes no hooks and no other weights"
+        do = "leave out torch.jit.script and torch.jit.trace, or --strategy ddp"
     elif any(parameter.is_complex() for parameter in model.parameters()):
         found = "complex weights, which torch's fully_shard does not sum"
-    elif not all(parameter.is_contiguous() for parameter in model.parameters()):
-        found = "a weight that is no piece of memory (--channels-last makes such, or a transpose)"
+    elif any(_is_channels_last(parameter) for parameter in model.parameters()):
+        found = "weights in the order of --channels-last"
+    elif shared := _sharing_memory(model):
+        found = f"the weights {shared[0]!r} and {shared[1]!r}, which share memory"
+        do = "use one parameter in both places, or --strategy ddp"
     if found:
         raise RequestError(
             asked=f"--strategy {name}",
             found=found,
             why="every weight is cut along its first axis and put together again in each pass",
-            do="--strategy ddp",
+            do=do,
         )
+
+
+def make_contiguous(model: nn.Module, asked: str, *, bitwise: bool) -> None:
+    """Let every weight lie in one piece of memory, row by row: a transpose does not.
+
+    Products with it are rounded otherwise then: raises `RequestError` where bits are promised.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_contiguous():
+            continue
+        if bitwise:
+            raise RequestError(
+                asked=f"{asked} with equal bits on any ranks",
+                found=f"the weight {name!r}, which is not contiguous (a transpose, a slice)",
+                why="it is gathered row by row, and products with it are rounded otherwise then",
+                do="give the parameter .contiguous() in model()",
+            )
+        parameter.data = parameter.data.contiguous()
+
+
+def _is_channels_last(parameter: Tensor) -> bool:
+    if parameter.is_contiguous():
+        return False
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    order = orders.get(parameter.ndim)
+    return order is not None and parameter.is_contiguous(memory_format=order)
+
+
+def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
+    """Two weights whose numbers may lie in the same memory: an update of one is one of both."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel():
+            steps = zip(parameter.shape, parameter.stride(), strict=True)
+            first = int(parameter.storage_offset())
+            last = first + sum((int(size) - 1) * int(step) for size, step in steps)
+            memory = parameter.untyped_storage()._cdata
+            spans.setdefault(memory, []).append((first, last, name))
+    for rows in spans.values():
+        rows.sort()
+        for (_, last, one), (first, _, other) in pairwise(rows):
+            if first <= last:
+                return one, other
+    return None
 
 
 def rows_apart(name: str) -> RequestError:

@@ -7,11 +7,14 @@ leaves and does not clear is refused: it would count once for each micro-batch o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
+
+UNRELATED = re.compile("[Dd]ifferentiated Tensor")
 
 
 class Apart:
@@ -55,4 +58,15 @@ def _left(parameter: nn.Parameter) -> RequestError:
         found=f"a backward pass in them left a gradient, of shape {tuple(parameter.shape)}",
         why="it would count once for each micro-batch of each rank, and not with the mean",
         do="return it with the loss, or clear it: model.zero_grad(), or torch.autograd.grad",
+    )
+
+
+def unrelated_input(asked: str) -> RequestError:
+    """What to say where rows of a batch are copied before they go through the model."""
+    return RequestError(
+        asked=asked,
+        found="loss asks for the gradient of an output by an input",
+        why="the rows that go through the model are copies of those in the batch that loss sees",
+        do="ask for it in forward of the model, by the rows that it is given, and return it with "
+        "the output; or --strategy ddp",
     )

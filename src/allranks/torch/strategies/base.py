@@ -267,6 +267,10 @@ class Strategy(Traits, ABC):
         """The output of the model for evaluation data of this rank alone. No communication."""
         return forward(self.step.call, data)
 
+    def evaluation_pass(self) -> AbstractContextManager[None]:
+        """Around `eval_step` and what loss and metrics make of its output."""
+        return NOTHING
+
     def messages(self) -> tuple[int, ...]:
         """The sizes in bytes of what is summed over the ranks in a step, the tally included."""
         layout = self.step.layout

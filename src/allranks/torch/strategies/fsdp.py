@@ -38,10 +38,16 @@ from allranks.torch.sharding.call_trail import THE_SUM, CallTrail
 from allranks.torch.sharding.dtensors import device_mesh, mesh_of
 from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, sizes_of, watch
 from allranks.torch.sharding.fsdp_outputs import Outputs
-from allranks.torch.sharding.fsdp_units import check_can_be_cut, check_units, rows_apart, units_of
+from allranks.torch.sharding.fsdp_units import (
+    check_can_be_cut,
+    check_units,
+    make_contiguous,
+    rows_apart,
+    units_of,
+)
 from allranks.torch.sharding.gradient_parts import SomeCut
 from allranks.torch.sharding.parameters import check_no_hooks
-from allranks.torch.sharding.slots import Slots
+from allranks.torch.sharding.slots import Slots, WeightGuard, is_cut
 from allranks.torch.sharding.two_axes import TwoAxes
 from allranks.torch.sharding.unit_sums import UnitSums
 from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
@@ -76,7 +82,7 @@ class FSDP(Single):
             self.can_run_ahead = False
             self.policy = CPUOffloadPolicy(pin_memory=on_gpu)
             self.builds_deferred = self.is_cut and not on_gpu  # assumed, not run on a GPU
-        self.most_passes, self.steps = 1, 0
+        self.most_passes, self.steps, self._evaluates = 1, 0, False
         self.units: list[Any] = []
         self.held: list[list[nn.Parameter]] = []  # by each unit, the root last
         self.order = CallOrder(f"--strategy {self.name}")
@@ -91,31 +97,37 @@ class FSDP(Single):
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         check_can_be_cut(model, self.name)
-        numbers = [p for p in model.parameters() if not p.ndim]  # they cannot be cut
+        ignored = {p for p in model.parameters() if not is_cut(p)}
         axes, options = (self.axis(SHARD), self.axis(REPLICATE)), self.context.options
         across = self.name == HSDP.name
         self.sums = UnitSums(options["reduce"], self.comm, self.task.shards, axes, across=across)
         self.can_run_ahead &= not self.sums.keeps_residuals  # a step that is made again has others
         if not self.is_cut:
-            self.held = [[p for p in model.parameters() if p.ndim]]
+            self.held = [[p for p in model.parameters() if is_cut(p)]]
             return model
         check_no_hooks(model, f"--strategy {self.name}")
         units = [*units_of(self.task, model), model]
         self._cut_layers(model, units)
-        self.slots = Slots(model)
+        self.slots, shards = Slots(model), self.axis(SHARD)
+        self.guard = WeightGuard(model, self.name, shards.rank, shards.size)
+        if self.two_axes is not None:  # what is seen of a cut layer is gathered over that axis
+            exchange = cast(Any, self.exchange)
+            exchange.whole_weight = self.guard.watched(exchange.whole_weight)
         self.reducer = (Tree if self.shard_alone else Mean)(self.comm, self.task.shards)
+        make_contiguous(model, f"--strategy {self.name}", bitwise=self.shard_alone)
         told = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         reshard, how = options["reshard"], dict[str, Any](offload_policy=self.policy)
-        how |= {"mesh": self._device_mesh(), "ignored_params": set(numbers)}
+        how |= {"mesh": self._device_mesh(), "ignored_params": ignored}
         names = {id(module): name for name, module in model.named_modules()}
         for unit in units:
             again = reshard and unit is not model  # backward begins with what forward ended with
             name = repr(names[id(unit)]) if unit is not model else "the rest of the model"
             outputs = Outputs(unit, name, f"--strategy {self.name}")
-            self._hooks.append(outputs.show())
+            self._hooks += [outputs.show(), self.guard.before_free(unit)]
             fully_shard(unit, reshard_after_forward=again, **how)
             self._take_over(unit, name)
             self._hooks += [outputs.give_back(), *self.passes.entered(unit)]
+            self._hooks.append(self.guard.before_gathering(unit))
         for name, parameter in model.named_parameters():  # others than before
             vars(parameter).update(told[name])  # what a task has noted on them
         self._hooks.append(model.register_forward_hook(self._let_go))
@@ -140,7 +152,7 @@ class FSDP(Single):
     def _take_over(self, unit: Any, name: str) -> None:
         """Let a unit sum instead of average, through `Comm`."""
         known = {id(parameter) for held in self.held for parameter in held}
-        own = [p for p in unit.parameters() if p.ndim and id(p) not in known]
+        own = [p for p in unit.parameters() if is_cut(p) and id(p) not in known]
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         shards, kind = self.axis(SHARD), lambda: self.exchange.kind
@@ -175,6 +187,8 @@ class FSDP(Single):
             return
         optimizer, asked = self.step.optimizer, f"--strategy {self.name}"
         check_fused(optimizer, asked)
+        if self.passes.blocks is None:  # their proofs look at weights in a pass
+            self.guard.is_on = lambda: self._evaluates or self.step.apart.is_on
         named = self.model.named_parameters()
         cut = {name: Divided(p, p.shape) for name, p in named if isinstance(p, DTensor)}
         if self.two_axes is not None:
@@ -218,15 +232,23 @@ class FSDP(Single):
         if not self.is_cut:
             return super().watch_gradients(parameters, mark)
         places = self.slots.gathered(self.units, self.held, self.fillings)
+        self.guard.lay_out(self.slots, self.units, self.held, places)
         tables = tables_of(self.model) if self.shard_alone else []
         seen = [places.get(id(parameter), parameter) for parameter in parameters]
-        return watch(seen, mark, {id(places[id(table)]) for table in tables})
+        self._watching = watch(seen, mark, {id(places[id(table)]) for table in tables})
+        return self._watching
 
     # --- a step ---------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch) -> Tally:
         if not self.is_cut:
             return super().forward_backward(batch)
+        if self.steps == 0:  # the optimizer, or a callback, may have put some there
+            engine = (*self._watching, *self.step.sparse.hooks)
+            check_no_hooks(self.model, f"--strategy {self.name}", engine=engine)
+        self.step.changes.begin()
+        if self.step.changes.late:
+            raise unfrozen_on_the_way(self.name)
         for parameter in self.step.parameters:
             parameter.grad = None
         self.beside.begin()
@@ -239,6 +261,8 @@ class FSDP(Single):
             self.step.accumulate(batch, lambda leaf: tally, partial(self._leaf_done, batch))
             self.passes.sum_over_positions(self.step.names, self.step.parameters)
         self.sums.end()
+        self.guard.check()
+        self.guard.compares = False
         self.steps += 1
         return tally
 
@@ -266,7 +290,7 @@ class FSDP(Single):
             unread = self.step.rows is not None and self.step.rows.is_on
             self.beside.sum_up((last.start, last.stop), self.order, self.comm.size, unread=unread)
         holders = self.axis(SHARD) if self.two_axes is None else self.comm
-        own = {id(p) for p in self.step.parameters if p.ndim} - self.copies
+        own = {id(p) for p in self.step.parameters if is_cut(p)} - self.copies
         return local, SomeCut(self.step.parameters, holders, own, exact=self.shard_alone)
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
@@ -309,11 +333,31 @@ class FSDP(Single):
         self.order.check_on_all(self.comm)
         return output
 
+    @contextmanager
+    def evaluation_pass(self) -> Iterator[None]:
+        if not self.is_cut:
+            yield
+            return
+        self._evaluates = True
+        try:
+            with self.exchange.opened("control"):
+                yield
+            self.guard.check()
+        finally:
+            self._evaluates = False
+            self._free()
+
     def _let_go(self, *_: Any) -> None:
-        """What was gathered without gradients, the root above all, is not looked at again."""
-        if not torch.is_grad_enabled():
-            for unit in self.units:
-                unit.reshard()
+        """What was gathered without gradients, the root above all, is not looked at again.
+
+        But by loss and metrics in an evaluation.
+        """
+        if not (self._evaluates or torch.is_grad_enabled()):
+            self._free()
+
+    def _free(self) -> None:
+        for unit in self.units:
+            unit.reshard()
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -355,6 +399,7 @@ class FSDP(Single):
         for hook in self._hooks:
             hook.remove()
         if self.is_cut:
+            self.guard.close()
             self.passes.close()
         super().close()
 

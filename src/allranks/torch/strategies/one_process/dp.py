@@ -17,6 +17,7 @@ threads in no fixed order: it is not the same from run to run, and the engine ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import allranks.torch.accelerator as accelerator
+from allranks.errors import explained
 from allranks.job.placement import GATHERED, Placed
 from allranks.strategies.shards import Micro
 from allranks.torch.data.batch import Batch
@@ -41,6 +43,8 @@ from allranks.torch.data.shares import (
 )
 from allranks.torch.model.layers import Scope, computed_again
 from allranks.torch.model.placement import held, row
+from allranks.torch.sharding.parameters import check_no_hooks
+from allranks.torch.step.apart import UNRELATED, unrelated_input
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.step import SharedStep
@@ -50,7 +54,9 @@ from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.one_process.model_copy import copy_of, follow
 
 NAME = "inputs and outputs of a micro-batch"
-CUT = Cut("--strategy dp", "the replicas")
+ASKED = "--strategy dp"
+CUT = Cut(ASKED, "the replicas")
+SEES_ROWS = "each replica has a gradient of its rows alone, and the hook expects that of all"
 
 
 @dataclass
@@ -99,6 +105,17 @@ class DP(Strategy):
         super().__init__(context)
         self._unchecked = check_first_batch(self.task, CUT)  # before data is opened
 
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        if self.context.options["replicas"] > 1:
+            check_no_hooks(model, ASKED, SEES_ROWS)
+        return model
+
+    def watch_gradients(
+        self, parameters: list[nn.Parameter], mark: Callable[[int], None]
+    ) -> list[RemovableHandle]:
+        self._watching = super().watch_gradients(parameters, mark)
+        return self._watching
+
     def prepare(self) -> None:
         count, device = self.context.options["replicas"], self.comm.device
         devices = [device] * count
@@ -140,7 +157,11 @@ class DP(Strategy):
         for replica in self.copies:
             replica.forget()
         self._weights_are_out = False
-        return super().forward_backward(batch)
+        if self.copies:  # an optimizer, or a callback, may have put some there
+            engine = (*self._watching, *self.step.sparse.hooks)
+            check_no_hooks(self.model, ASKED, SEES_ROWS, engine)
+        with explained(UNRELATED, lambda _: unrelated_input(ASKED)):
+            return super().forward_backward(batch)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         for replica in self.copies:

@@ -44,6 +44,7 @@ from allranks.torch.model.activation_checkpointing import Recomputed, recomputed
 from allranks.torch.model.block_costs import seconds_of
 from allranks.torch.model.device_map import DeviceMap, balanced, by_hand, units_of
 from allranks.torch.model.layers import OfShard, Scope, every_layer, own_kind
+from allranks.torch.step.apart import UNRELATED, unrelated_input
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
@@ -214,7 +215,10 @@ class ModelParallel(Single):
             self.step.forward = self._in_pieces
 
     def forward_backward(self, batch: Batch) -> Tally:
-        with explained(TWO_DEVICES, _on_two_devices):
+        with (
+            explained(TWO_DEVICES, _on_two_devices),
+            explained(UNRELATED, lambda _: unrelated_input(f"--strategy {self.name}")),
+        ):
             return super().forward_backward(batch)
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
