@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -216,6 +218,151 @@ def _across(shared: Any, rank: int, size: int) -> None:
     assert future.then(lambda done: done.value()[0] * 2).wait().tolist() == [2.0 * size] * 3
 
 
+def every_form(argument: None) -> None:
+    """The methods of the group, called as torch's own can be: each gives what Gloo's gives."""
+    with job("gloo") as (rank, size):
+        shared = dist.new_group(backend=backend.BACKEND, timeout=TIMEOUT)
+        forms = zip(_forms(shared, rank, size), _forms(dist.group.WORLD, rank, size), strict=True)
+        for (name, found), (_, wanted) in forms:
+            for one, other in zip(found, wanted, strict=True):
+                assert torch.equal(one.to_dense(), other.to_dense()), (name, one, other)
+        for call in (shared.barrier, partial(shared.broadcast, torch.ones(1))):
+            with pytest.raises(TypeError, match="was called with"):
+                call("all")
+        with pytest.raises(ValueError, match="the root is rank 7"):
+            shared.broadcast(torch.ones(1), root=7)
+        with pytest.raises(RuntimeError, match="int32"):
+            shared.allgather([torch.ones(3) for _ in range(size)], torch.ones(3).int())
+
+
+def _forms(group: Any, rank: int, size: int) -> Iterator[tuple[str, list[Tensor]]]:
+    """What each form of a call leaves in the tensors that it was given."""
+    seconds, at_root = timedelta(seconds=50), rank == 1
+
+    def one(*shape: int) -> Tensor:
+        return torch.arange(4.0).repeat(*shape or (1,)) + rank
+
+    def each() -> list[Tensor]:
+        return [one() for _ in range(size)]
+
+    reduced: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("allreduce", (OP.MAX, seconds), {}),
+        ("allreduce", (), {"op": OP.MIN, "timeout": seconds}),
+        ("broadcast", (1, seconds), {}),
+        ("broadcast", (), {"root": 1}),
+        ("reduce", (1, OP.MAX, seconds), {}),
+        ("reduce", (), {"root": 1, "op": OP.PRODUCT}),
+    ]
+    for name, given, named in reduced:
+        tensor = one()
+        getattr(group, name)(tensor, *given, **named).wait()
+        yield f"{name}{given}{named}", [tensor] if name != "reduce" or at_root else []
+    listed, named_one = one(), one()
+    group.allreduce([listed], op=OP.MAX).wait()
+    group.broadcast(tensor=named_one, root=1).wait()
+    yield "lists and names", [listed, named_one]
+    several = [one(), one()]
+    group.allreduce(several).wait()
+    yield "several tensors are added up", several
+    sparse = torch.sparse_coo_tensor([[rank, 3]], [1.0, 2.0], (5,), check_invariants=True)
+    yield "sparse", group.allreduce([sparse]).get_future().wait()
+    parts, whole, cut = each(), one(size), one()
+    group.allgather(parts, one(), seconds).wait()
+    group.alltoall_base(whole, one(size), [], [], timeout=seconds).wait()
+    group.reduce_scatter(cut, each(), OP.MAX, seconds).wait()
+    yield "for each rank", [*parts, whole, cut]
+    gathered, part = each() if at_root else [], one()
+    group.gather(gathered, one(), root=1, timeout=seconds).wait()
+    group.scatter(part, each() if at_root else [], root=1).wait()
+    yield "of a root", [*gathered, part]
+    group.barrier(timeout=seconds).wait()
+    group.barrier().wait()
+    group.monitored_barrier(seconds, wait_all_ranks=True)
+
+
+def overlapping(argument: None) -> None:
+    """Tensors of one call that share memory are read before anything is written, as on Gloo."""
+    with job("gloo") as (rank, size):
+        shared = dist.new_group(backend=backend.BACKEND, timeout=TIMEOUT)
+        for found, wanted in zip(
+            _overlaps(shared, rank, size), _overlaps(dist.group.WORLD, rank, size), strict=True
+        ):
+            assert torch.equal(found, wanted), (found, wanted)
+        for dims in ((4,), (3, 4)):  # Gloo writes behind its memory
+            expanded = torch.full((1,), rank + 1.0).expand(dims)
+            shared.allreduce([expanded]).wait()
+            assert expanded.unique().tolist() == [sum(range(1, size + 1))]
+        rows = torch.arange(2.0 * size).view(size, 2) + 10 * rank
+        given = rows.clone()
+        shared.alltoall(list(rows), list(rows.flip(0))).wait()
+        apart, before = torch.empty(size, 2), list(given.flip(0))
+        dist.all_to_all_single(apart, torch.stack(before))
+        assert torch.equal(rows, apart)
+        sums = torch.arange(2.0 * size)
+        shared.reduce_scatter([sums[1:3]], [list(sums.view(size, 2))]).wait()
+        assert sums[1:3].tolist() == [size * 2.0 * rank, size * (2.0 * rank + 1)]
+
+
+def _overlaps(group: Any, rank: int, size: int) -> Iterator[Tensor]:
+    for first, second in ((slice(0, 4), slice(0, 4)), (slice(0, 3), slice(2, 4))):
+        tensor = torch.arange(4.0) + rank
+        group.allreduce_coalesced([tensor[first], tensor[second]]).wait()
+        yield tensor
+    whole = torch.zeros(size * 50_000)
+    whole[:50_000] = rank + 1.0  # what rank 0 gives lies where all others take it, too
+    group.allgather([list(whole.view(size, -1))], [whole[:50_000]]).wait()
+    yield whole
+    once = torch.zeros(2)
+    group.gather([[once] * size] if rank == 0 else [], [torch.full((2,), rank + 1.0)]).wait()
+    yield once
+
+
+def what_torch_asks(argument: None) -> None:
+    """Torch's own functions ask a group for its parts, or for Gloo by its name."""
+    with job() as (rank, size):
+        group: Any = dist.group.WORLD
+        dist.monitored_barrier(timeout=TIMEOUT, wait_all_ranks=True)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=50))
+        assert group.seconds == 50.0
+        assert group._get_backend(torch.device("cpu")).size() == size
+        assert group.get_group_store() is not None
+        before = group._get_sequence_number_for_group()
+        dist.all_reduce(torch.ones(1))
+        assert group._get_sequence_number_for_group() == before + 1
+        boxed = dist.all_reduce(torch.ones(1), async_op=True).boxed()
+        assert dist.Work.unbox(boxed).wait()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            dist.all_reduce(torch.ones(1))
+        names = {event.name: event for event in seen.events()}
+        assert "c10d::allreduce_" in names and names["shared_memory:all_reduce"].is_async
+        model = DistributedDataParallel(nn.Linear(4, 1))
+        with model.join(divide_by_initial_world_size=False):
+            for _ in range(2 + rank):
+                model(torch.ones(2, 4)).sum().backward()
+        assert model.module.bias.grad.item() == 2.0 * (2 + rank)
+
+
+def compiled(argument: None) -> None:
+    """`torch.compile` traces no method of the group: it is called as that of Gloo."""
+    with job() as (rank, size):
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        model = torch.compile(DistributedDataParallel(net), backend="aot_eager")
+        for step in range(2):
+            model(torch.ones(8, 4) * (rank + step)).sum().backward()
+
+        def twice(tensor: Tensor) -> Tensor:
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work is not None
+            work.wait()
+            dist.barrier()
+            return tensor * 2
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            total = torch.compile(twice, backend="aot_eager")(torch.ones(3))
+        assert total.tolist() == [2.0 * size] * 3
+
+
 def _sub_groups(rank: int, size: int) -> None:
     """Pairs of neighbours, each rank in two of them, with collectives under way in both."""
     pairs = [tuple(sorted((first, (first + 1) % size))) for first in range(size)]
@@ -325,7 +472,7 @@ def a_wait_ends(argument: None) -> None:
         if rank == 0:
             work = dist.all_reduce(tensor, async_op=True)
             begun = time.monotonic()
-            with pytest.raises(RuntimeError, match="timed out"):
+            with pytest.raises(RuntimeError, match="Timed out"):
                 work.wait(timedelta(seconds=0.3))
             assert time.monotonic() - begun < ENDS_WITHIN_S
             assert not work.is_completed()

@@ -12,8 +12,16 @@ import allranks.torch.accelerator as accelerator
 from allranks.torch.witness.gauges import RecordGauges, gauges_of
 
 
+class NVMLError(Exception):
+    """As that of the package, which is an error of its own kind."""
+
+
 def refuses(device: Any) -> int:
     raise ModuleNotFoundError("pynvml does not seem to be installed")
+
+
+def is_not_supported(device: Any) -> int:
+    raise NVMLError("Not Supported")
 
 
 def trainer_on(device: str, step: int = 1) -> Any:
@@ -23,7 +31,10 @@ def trainer_on(device: str, step: int = 1) -> Any:
 
 def test_what_cannot_be_asked_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = SimpleNamespace(
-        utilization=lambda d: 80, power_draw=lambda d: 250_000, temperature=refuses
+        utilization=lambda d: 80,
+        power_draw=lambda d: 250_000,
+        temperature=refuses,
+        device_memory_used=is_not_supported,
     )
     monkeypatch.setattr(accelerator, "module_of", lambda device: shown)
     found = gauges_of(torch.device("cuda"))

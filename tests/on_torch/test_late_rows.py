@@ -15,7 +15,7 @@ from ahead_workers import Ahead, Unfreezes, Words, check_the_same, numbers_read,
 from allranks.errors import BadStep
 from allranks.job.job import Job
 from allranks.torch import Trainer
-from allranks.torch.ahead.rows import can_be_held_back
+from allranks.torch.ahead.rows import Rows, can_be_held_back
 from allranks.torch.ahead.steps import Steps
 from allranks.training.progress import Asked
 
@@ -35,6 +35,19 @@ OVERFLOWS = {"precision": "fp16", "loss_scale": "dynamic:initial=1e9,every=2"}
 )
 def test_what_is_read_late_is_what_is_read_at_once(task: Any, how: dict[str, Any]) -> None:
     check_the_same(task, **how)
+
+
+def test_a_fused_optimizer_takes_the_flag_whatever_the_default_type_is() -> None:
+    default, weight = torch.get_default_dtype(), torch.ones(3, requires_grad=True)
+    weight.grad = torch.ones(3)
+    optimizer: Any = AdamW([weight], fused=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        optimizer.found_inf, optimizer.grad_scale = Rows(torch.device("cpu")).held, None
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(default)
+    assert weight.detach().lt(1.0).all()
 
 
 def until(trainer: Trainer, bad: int) -> None:

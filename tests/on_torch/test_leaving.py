@@ -21,7 +21,7 @@ from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.world import World
 from allranks.torch import Trainer, joining
 from allranks.torch.comm import CPU, Comm
-from allranks.torch.groups import lent
+from allranks.torch.groups import counting, lent
 from allranks.torch.groups.pending import TIMEOUT
 from allranks.torch.model.layers import Swapped
 
@@ -82,6 +82,22 @@ def test_a_group_within_a_job_on_nccl_is_made_at_once_and_split_from_none(
     finally:
         world.bound_device_id = None
         monkeypatch.undo()
+        dist.destroy_process_group()
+
+
+def test_a_counting_group_within_a_job_on_nccl_is_asked_for_no_device() -> None:
+    """Torch would ask it, a group of Python, for its part of the device of the job."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world: Any = dist.group.WORLD
+    try:
+        world.bound_device_id = torch.device("cuda", 0)
+        watch: Any = SimpleNamespace(begin=lambda sent, meets: None)
+        group = counting.counting_group(world, [0], watch, TIMEOUT)
+        assert dist.get_backend(group) == counting.BACKEND
+        assert world.bound_device_id == torch.device("cuda", 0)
+        counting.leave_counting_group(group)
+    finally:
+        world.bound_device_id = None
         dist.destroy_process_group()
 
 

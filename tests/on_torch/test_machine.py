@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +22,26 @@ from allranks.launcher.world import World
 from allranks.torch import worker
 from allranks.torch.machine import (
     DECIDES_BITS,
+    TRIED,
     check_devices,
     check_own_device,
     device_of,
     facts,
     flip_one_bit,
+    notes_on_torch,
 )
 from allranks.training.resume_checks import differing
+
+
+def test_a_torch_that_was_not_tried_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no upper bound: a release may be right, and nobody has looked yet."""
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    (tried,) = re.findall(r"^TORCHES := (.*)$", makefile, re.MULTILINE)
+    assert {version.rpartition(".")[0] for version in tried.split()} <= set(TRIED)
+    for version, said in (("2.13.0+cpu", False), ("2.15.1", False), ("3.1.0a0", True)):
+        monkeypatch.setattr(torch, "__version__", version)
+        notes = notes_on_torch()
+        assert bool(notes) == said and all(version in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ from allranks.job.run_folder import read_rows
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
-def run(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, script: str, *flags: str, words: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "allranks.cli.main", "run", "--ranks", "2", *flags]
     return subprocess.run(
-        [*command, "--run-dir", str(folder), str(SCRIPTS / script)],
+        [*command, "--run-dir", str(folder), "--", *(words or (str(SCRIPTS / script),))],
         capture_output=True,
         text=True,
         check=False,
@@ -54,6 +56,36 @@ def test_without_a_name_it_is_that_of_a_cpu(tmp_path: Path) -> None:
     )
     done = run(tmp_path / "run", str(script), "--shared-memory")
     assert done.stdout == "shared_memory gloo\n", done.stderr
+
+
+@pytest.mark.slow
+def test_the_script_imports_torch_itself_and_its_children_as_well(tmp_path: Path) -> None:
+    """What it sets for torch before it imports it is heard; a shell may start it."""
+    script = tmp_path / "sets.py"
+    script.write_text(
+        "import os, sys\nassert 'torch' not in sys.modules\nos.environ['OMP_NUM_THREADS'] = '2'\n"
+        "import torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "print(torch.get_num_threads(), dist.get_backend())\ndist.destroy_process_group()\n"
+    )
+    done = run(
+        tmp_path / "run", "", "--shared-memory", words=("sh", "-c", f"{sys.executable} {script}")
+    )
+    assert done.stdout == "2 shared_memory\n", done.stderr
+
+
+@pytest.mark.slow
+def test_a_python_without_hooks_is_refused_and_one_without_allranks_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "says.py"
+    script.write_text("import sys\nprint('at work')\n")
+    done = run(tmp_path / "run", "", "--shared-memory", words=(sys.executable, "-I", str(script)))
+    assert done.returncode == 2 and "do:    leave -I away" in done.stderr
+    (tmp_path / "torch.py").write_text("")
+    (tmp_path / "allranks.py").write_text("")
+    script.write_text("import torch\n")
+    done = run(tmp_path / "other", str(script), "--shared-memory")
+    assert (
+        "collectives: gloo, because" in done.stderr and "'allranks' is not a package" in done.stderr
+    )
 
 
 def test_it_is_of_torch(tmp_path: Path) -> None:

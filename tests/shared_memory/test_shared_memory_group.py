@@ -26,6 +26,16 @@ def test_every_collective_gives_what_gloo_gives(on_ranks: Callable[..., Any], ra
     on_ranks(ranks, "shared_memory_workers:every_collective", None)
 
 
+@pytest.mark.parametrize("what", ["every_form", "overlapping", "what_torch_asks"])
+def test_torch_calls_it_as_it_calls_gloo(on_ranks: Callable[..., Any], what: str) -> None:
+    on_ranks(2, f"shared_memory_workers:{what}", None)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_calls_it_untraced(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(2, "shared_memory_workers:compiled", None)
+
+
 def test_two_threads_call_at_once(on_ranks: Callable[..., Any]) -> None:
     on_ranks(2, "shared_memory_workers:two_threads", None)
 

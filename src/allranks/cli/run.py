@@ -54,7 +54,7 @@ from allranks.launcher.scripts.run import (
 from allranks.launcher.scripts.topology import DEFAULT_ROLE, parse_roles
 from allranks.launcher.scripts.torchrun import FLAGS, Asked, processes_from, understand
 from allranks.launcher.scripts.variables import DEFAULT_FAMILIES, parse_families
-from allranks.launcher.scripts.warm import check_warm, modules_for
+from allranks.launcher.scripts.warm import check_start, modules_for
 from allranks.launcher.start import new_run_dir
 from allranks.launcher.world import Visible
 
@@ -95,7 +95,8 @@ def torchrun_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--shared-memory",
     is_flag=True,
-    help="Torch's collectives in memory, between ranks of one host, in place of Gloo.",
+    help="Torch's collectives in memory, between ranks of one host, in place of Gloo. "
+    "dist.get_backend() says shared_memory then.",
 )
 @click.option(
     "--hang-timeout",
@@ -282,7 +283,7 @@ def _local_rank_argument(text: str) -> str:
 
 
 def _warm(text: str, shared_memory: bool) -> str:
-    """The framework that is imported before the fork; shared memory needs that of torch."""
+    """The framework that is imported before the fork; shared memory is that of torch."""
     if text and text not in WARM:
         raise RequestError(
             asked=f"--warm {text}",
@@ -297,7 +298,7 @@ def _warm(text: str, shared_memory: bool) -> str:
             why="it is torch whose collectives can go through shared memory",
             do="leave one of the two away",
         )
-    return "torch" if shared_memory else text
+    return text
 
 
 def _shown(text: str) -> str:
@@ -329,7 +330,7 @@ def command_watcher(output: RankOutput) -> CommandWatcher:
 
 def _print_plan(request: CommandRequest, wanted: NodeRequest, as_object: bool) -> None:
     """What would run; ports, and addresses of nodes still to come, are chosen at a start."""
-    check_warm(request)
+    check_start(request)
     foreseen = foreseen_hosts(find_place(wanted.place, wanted.rendezvous).seats(wanted))
     with nullcontext(foreseen) if foreseen else this_host(request)() as found:
         plan = plan_command(request, found, os.environ, "RUN")

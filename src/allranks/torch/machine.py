@@ -17,6 +17,7 @@ from allranks.torch.checkpoint.tree import local
 
 OF_THE_HOST = ("torch", "cpu_capability", "threads", "deterministic")
 DECIDES_BITS = (*OF_THE_HOST, *accelerator.DECIDES_BITS)
+TRIED = ("2.11", "2.13", "2.14", "2.15")  # releases of torch that ran the core tests
 
 
 def device_of(job: Job, world: World) -> torch.device:
@@ -90,6 +91,17 @@ def check_devices(job: Job, local_size: int) -> None:
             why=f"every {'rank' if replicas == 1 else what} needs a device of its own",
             do=f"--device {job.device} {fits}" if found else "--device cpu",
         )
+
+
+def notes_on_torch() -> list[str]:
+    """What to say where no release like this torch has run the tests."""
+    version = str(torch.__version__)
+    if ".".join(version.split(".")[:2]) in TRIED:
+        return []
+    return [
+        f"torch {version} was not tried with this allranks: {', '.join(TRIED)} were; "
+        "`allranks check` shows whether its results are equal"
+    ]
 
 
 @torch.no_grad()

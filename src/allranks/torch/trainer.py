@@ -32,7 +32,7 @@ from allranks.torch.joining import join
 from allranks.torch.keras.task import torch_task
 from allranks.torch.limits import check_limits
 from allranks.torch.loop import check_own_loop, no_batch, nothing_left, tell_ignored
-from allranks.torch.machine import device_of, flip_one_bit
+from allranks.torch.machine import device_of, flip_one_bit, notes_on_torch
 from allranks.torch.meetings import AT_THE_END, EVALUATE
 from allranks.torch.model.compiling import compile_passes
 from allranks.torch.model.flops import Meter, peak_of
@@ -334,7 +334,7 @@ class Trainer(OnSteps):
         if whole is not None:
             taken.left_by(whole.leave)
         self.model_notes = notes_on(self.strategy.model, task, self.built.why_whole)
-        self.model_notes += notes_on_backend(self.comm.of_torch, job.backend)
+        self.model_notes += notes_on_backend(self.comm.of_torch, job.backend) + notes_on_torch()
         self.guard = guard_of(self.strategy.learner, job, self.world.rank)
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
         self.faults.leave_out = self.comm.leave_out_one

@@ -24,6 +24,7 @@ from allranks.launcher.processes.process import Exit, Process, Stand
 from allranks.launcher.processes.stacks import stacks_of
 
 CLOSE_TIMEOUT_S = 10.0
+OF_A_SCRIPT = ("ALLRANKS_IN_PLACE_OF_GLOO",)  # of a job around this one, whose scripts it changes
 _servers = itertools.count(1)
 
 
@@ -81,7 +82,8 @@ class ForkServer:
             pass_fds=[control.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **environment},
+            env={name: os.environ[name] for name in os.environ if name not in OF_A_SCRIPT}
+            | environment,
         )
 
     def spawn(

@@ -15,6 +15,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from allranks.launcher.scripts.on_path import path_with_hooks
+
 NOT_FOUND, NOT_RUNNABLE = 127, 126
 VARIABLES_OF_AN_OUTER_JOB = (
     "ALLRANKS_STORE",
@@ -62,9 +64,9 @@ def prepare(argument: dict[str, Any]) -> None:
     """The environment of a process that was not started by us; and no core file of a hang.
 
     `restored` holds variables as they were before the fork server changed them (`None`: not
-    there); `defaults` are set unless this node's environment says something else. In a step of
-    Slurm `step` is what Slurm would say to this process,
-    and of what a process manager says only `own`.
+    there); `defaults` are set unless this node's environment says something else. With `hooks` its
+    Python looks for those of `on_path`. In a step of Slurm `step` is what Slurm would say to this
+    process, and of what a process manager says only `own`.
     """
     for name, value in argument["restored"].items():
         os.environ.pop(name, None)
@@ -77,6 +79,8 @@ def prepare(argument: dict[str, Any]) -> None:
         os.environ.update(argument["step"])
     for name in VARIABLES_OF_AN_OUTER_JOB:  # of a job of ours around this one
         os.environ.pop(name, None)
+    if argument["hooks"]:
+        os.environ["PYTHONPATH"] = path_with_hooks(os.environ)
     for name, value in argument["defaults"].items():
         os.environ.setdefault(name, value)
     if argument["without_core"]:

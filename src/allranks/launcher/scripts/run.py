@@ -55,7 +55,14 @@ from allranks.launcher.scripts.supervise import (
 )
 from allranks.launcher.scripts.topology import Host
 from allranks.launcher.scripts.variables import step_variables
-from allranks.launcher.scripts.warm import argument_of, check_warm, modules_for, outcome_in
+from allranks.launcher.scripts.warm import (
+    OUTCOME,
+    OUTCOME_IN,
+    argument_of,
+    check_start,
+    modules_for,
+    outcome_in,
+)
 from allranks.launcher.start import new_run_dir, recorded_environment
 from allranks.launcher.supervisor import NEVER
 
@@ -125,7 +132,7 @@ def run_command(
         run_dir = Path(run_dir_of(request))
         with hosts() as found:  # raises for what cannot be, before there is a folder
             plan = plan_command(request, found, os.environ, run_dir.name)
-            check_warm(request)
+            check_start(request)
         folder = RunFolder(run_dir, resumes=_is_of(request, run_dir))
         stack.callback(folder.close)
         if server is None:
@@ -297,9 +304,13 @@ def _process(
         "own": [name for name in one.environment if name.startswith(("PMI_", "PMIX_"))],
         "restored": {name: os.environ.get(name) for name in SERVER_VARIABLES},
         "without_core": request.hang_timeout_s > 0,
+        "hooks": request.shared_memory and not request.warm,
     }
     if not request.warm:
-        return Process(rank, COMMAND, argument, one.environment, log)
+        environment = dict(one.environment)
+        if request.shared_memory:
+            environment[OUTCOME_IN] = str(run_dir / OUTCOME)
+        return Process(rank, COMMAND, argument, environment, log)
     argument |= argument_of(request, one, run_dir)
     return Process(rank, WARM_SCRIPT, argument, one.environment, log)
 

@@ -1,7 +1,8 @@
-"""What `--warm` and `--shared-memory` ask of a command: a Python script, in the fork of a server.
+"""What `--warm` and `--shared-memory` ask of a command: a fork of a server, a hook in its Python.
 
-The fork server has imported the framework, so a script starts in milliseconds; and what stands
-between it and the framework can be put there before its first line, with the script unchanged.
+With `--warm` the fork server has imported the framework, so a script starts in milliseconds. With
+`--shared-memory` something is put between the script and the framework, with the script unchanged:
+in a fork before its first line, else once the script itself has imported the framework.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from allranks.launcher.scripts.plan import WARM, CommandRequest, RankCommand, sc
 IN_SCRIPTS = "allranks.torch.shared_memory.in_scripts"
 IN_PLACE_OF_GLOO = f"{IN_SCRIPTS}:in_place_of_gloo"
 WATCHER, WATCHED_IN = "allranks.tools.watching.install:watch_here", "ALLRANKS_WATCHED"
-OUTCOME = "collectives.json"
+OUTCOME, OUTCOME_IN = "collectives.json", "ALLRANKS_IN_PLACE_OF_GLOO"
+WITHOUT_HOOKS = "IES"  # options of Python with which it reads no PYTHONPATH, or no sitecustomize
 
 
 def modules_for(request: CommandRequest) -> tuple[str, ...]:
     """What the fork server imports before it starts the first rank."""
-    return WARM.get(request.warm, ()) + ((IN_SCRIPTS,) if request.shared_memory else ())
+    hooks = (IN_SCRIPTS,) if request.shared_memory and request.warm else ()
+    return WARM.get(request.warm, ()) + hooks
 
 
-def check_warm(request: CommandRequest) -> None:
-    """Raise `RequestError` for a command that cannot run in the fork of a warm server.
+def check_start(request: CommandRequest) -> None:
+    """Raise `RequestError` for a command that cannot be started as it was asked for.
 
-    It must be started by this very Python, because the server is one.
+    In the fork of a warm server it must be a script of this very Python, because the server is one.
     """
     if not request.warm:
+        _check_hooks(request)
         return
     python = shutil.which(request.command[0]) or request.command[0]
     is_ours = os.path.dirname(os.path.abspath(python)) == os.path.dirname(sys.executable)
@@ -41,11 +45,26 @@ def check_warm(request: CommandRequest) -> None:
     odd = [word for word in options if word not in ("-u", "-m")]
     if not name.startswith("python") or not is_ours or odd or len(request.command) < 2:
         raise RequestError(
-            asked="--shared-memory" if request.shared_memory else f"--warm {request.warm}",
+            asked=f"--warm {request.warm}",
             found=" ".join([python, *odd]),
             why=f"a script that runs in a fork of {sys.executable} is started by it, "
             "with no options",
             do="allranks run --warm torch … -- train.py, or leave the option away",
+        )
+
+
+def _check_hooks(request: CommandRequest) -> None:
+    """A Python that reads no `sitecustomize` would stay on Gloo, and nobody would hear of it."""
+    options = request.command[1 : script_position(request.command)]
+    letters = {word: word[1:] for word in options if word[:1] == "-" and word[:2] != "--"}
+    odd = [word for word, of in letters.items() if set(of) & set(WITHOUT_HOOKS)]
+    if request.shared_memory and odd:
+        raise RequestError(
+            asked="--shared-memory",
+            found=" ".join([request.command[0], *odd]),
+            why="a Python that is started so imports no sitecustomize, which puts the process "
+            "group there",
+            do=f"leave {' and '.join(odd)} away",
         )
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
+from allranks.launcher.scripts.on_path import path_with_hooks
 from allranks.launcher.scripts.plan import CommandRequest
 from allranks.launcher.scripts.warm import WATCHED_IN
-from allranks.tools.watching import on_path
 
 FACTS = "facts"
 
@@ -20,11 +20,9 @@ def watched_request(
 
     `given` is the environment that they inherit; what its PYTHONPATH names still stands there.
     """
-    assert on_path.__file__ is not None
-    folders = [os.path.dirname(on_path.__file__), given.get("PYTHONPATH", "")]
     environment = (
         *request.environment,
-        ("PYTHONPATH", os.pathsep.join(folder for folder in folders if folder)),
+        ("PYTHONPATH", path_with_hooks(given)),
         (WATCHED_IN, os.path.join(run_dir, FACTS)),
     )
     return dataclasses.replace(request, run_dir=run_dir, environment=environment)

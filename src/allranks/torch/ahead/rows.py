@@ -51,7 +51,7 @@ class Rows:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_on = device, False
-        self.held = torch.zeros((), device=device)
+        self.held = torch.zeros((), dtype=torch.float32, device=device)  # as fused kernels want it
         self._slots: list[Tensor] = []
         self._turn = 0
 

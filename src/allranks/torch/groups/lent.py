@@ -38,14 +38,14 @@ def new_group(
     Where the group of the job is bound to a device torch would split it, and NCCL asks all ranks of
     it for that: those that are not in the new group never come.
     """
-    with _not_split() as device:
+    with not_split() as device:
         is_nccl = (backend or dist.get_backend()) == "nccl"
         bound = {"device_id": device} if device is not None and is_nccl else {}
         return dist.new_group(list(ranks), timeout=timeout, backend=backend, **bound, **more)
 
 
 @contextmanager
-def _not_split() -> Iterator[Any]:
+def not_split() -> Iterator[Any]:
     """Within, the group of the job is bound to no device; gives the one that it is bound to."""
     of_job: Any = dist.group.WORLD
     device, of_job.bound_device_id = of_job.bound_device_id, None

@@ -162,10 +162,16 @@ def set_kernels(job: Job) -> Callable[[], None]:
     `bitwise` kernels are deterministic and run on one thread. Deterministic mode also fills all
     memory that is handed out, to show reads of unwritten memory; that costs up to a tenth of a
     step and decides no bit, so it is left out.
+
+    cuBLAS reads its variable in its first product, once in a process: it is set for every job on a
+    device and stays, so that a job under `bitwise` can follow one without.
     """
+    if job.device != "cpu":
+        for name, value in WORKSPACE_OF_CUBLAS.items():
+            os.environ.setdefault(name, value)
     undo = [_set_tf32(job.precision == "tf32")]
     if job.bitwise:
-        undo.append(_set_deterministic(job.device))
+        undo.append(_set_deterministic())
 
     def put_back() -> None:
         for one in undo:
@@ -210,17 +216,12 @@ def _allow_tf32_in_cudnn(on: bool) -> None:
     torch.backends.cudnn.allow_tf32 = on
 
 
-def _set_deterministic(device: str) -> Callable[[], None]:
-    """Sums in one order. cuDNN may not choose kernels by time, nor cuBLAS where they are reduced.
-
-    cuBLAS reads its variable in its first product, so a script sets it here or never.
-    """
+def _set_deterministic() -> Callable[[], None]:
+    """Sums in one order: neither cuDNN nor cuBLAS chooses a kernel whose sums vary."""
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     searched = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
-    added = [name for name in WORKSPACE_OF_CUBLAS if device != "cpu" and name not in os.environ]
-    os.environ.update({name: WORKSPACE_OF_CUBLAS[name] for name in added})
     filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False
@@ -231,7 +232,5 @@ def _set_deterministic(device: str) -> Callable[[], None]:
         memory.fill_uninitialized_memory = filled
         torch.set_num_threads(before[1])
         torch.backends.cudnn.benchmark = searched
-        for name in added:
-            os.environ.pop(name, None)
 
     return undo

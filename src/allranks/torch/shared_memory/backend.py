@@ -7,12 +7,17 @@ the memory cannot be had, all use Gloo, and `outcome_of` says why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from allranks.torch.shared_memory import attaching
@@ -21,7 +26,7 @@ from allranks.torch.shared_memory.cards import Card, exchanged, hosts_of, own_ca
 from allranks.torch.shared_memory.group import SharedMemoryGroup
 from allranks.torch.shared_memory.hierarchical import HierarchicalGroup
 from allranks.torch.shared_memory.library import NOT_BUILT, library
-from allranks.torch.shared_memory.posting import BACKEND
+from allranks.torch.shared_memory.posting import BACKEND, Named
 
 SHARED, HIERARCHICAL, GLOO = BACKEND, "hierarchical", "gloo"
 
@@ -46,6 +51,65 @@ def register(given: int = attaching.NOT_GIVEN) -> None:
     attaching.hand_over(given)
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
+        replace(c10d, "monitored_barrier", _monitored_barrier)
+        replace(c10d, "_set_pg_timeout", _set_pg_timeout)
+        if hasattr(c10d, "_maybe_attach_flight_recorder"):  # since torch 2.15
+            replace(c10d, "_maybe_attach_flight_recorder", _attach_flight_recorder)
+        _keep_works_for(torch._C._distributed_c10d.Reducer)
+
+
+def replace(module: Any, name: str, by: Callable[..., Any]) -> None:
+    """Put a function in the place of one of torch's, wherever its modules have it by name.
+
+    It is called with torch's own before the arguments.
+    """
+    own = getattr(module, name)
+    new = functools.wraps(own)(functools.partial(by, own))
+    for one in list(sys.modules.values()):
+        if getattr(one, "__dict__", {}).get(name) is own:
+            setattr(one, name, new)
+
+
+def _monitored_barrier(
+    own: Callable[..., Any],
+    group: Any = None,
+    timeout: timedelta | None = None,
+    wait_all_ranks: bool = False,
+) -> Any:
+    """Torch's asks for Gloo by its name, though a group of ours has one, too."""
+    of = group or dist.group.WORLD
+    if isinstance(of, Named):
+        return of.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
+    return own(group, timeout, wait_all_ranks)
+
+
+def _set_pg_timeout(own: Callable[..., Any], timeout: timedelta, group: Any = None) -> None:
+    """Torch's sets that of Gloo and NCCL alone."""
+    of = group or dist.group.WORLD
+    if isinstance(of, Named):
+        of.set_timeout(timeout)
+    else:
+        own(timeout, group)
+
+
+def _attach_flight_recorder(own: Callable[..., Any], pg: Any, *args: Any, **named: Any) -> None:
+    """Torch's asks the half of a group in C++ for its name, and ours has none there."""
+    if not isinstance(pg, Named):
+        own(pg, *args, **named)
+
+
+def _keep_works_for(reducer: Any) -> None:
+    """The works that DDP gives to C++ are kept for as long as it may ask them, until the next.
+
+    C++ holds its own half of a work alone: the other would go with the last reference of Python.
+    """
+    own = reducer._set_forward_pass_work_handle
+
+    def set_handle(self: Any, work: Any, *args: Any, **named: Any) -> None:
+        _works[self] = work
+        own(self, work, *args, **named)
+
+    reducer._set_forward_pass_work_handle = set_handle
 
 
 def outcome_of(group: Any = None) -> Outcome | None:
@@ -162,3 +226,4 @@ def _attached(
 
 
 _outcomes: dict[str, Outcome] = {}
+_works: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

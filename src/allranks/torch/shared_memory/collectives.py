@@ -3,56 +3,68 @@
 Torch's own declarations of these methods are narrower than what it calls them with.
 """
 
-# mypy: disable-error-code="override, assignment"
+# mypy: disable-error-code="override, assignment, attr-defined"
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from allranks.torch.shared_memory.operands import (
     Call,
+    check_parts,
     codes,
     is_reducible,
     listed,
     numbers_in,
     operation_of,
+    overlap,
     root_of,
+    write,
 )
-from allranks.torch.shared_memory.posting import Posting
+from allranks.torch.shared_memory.posting import Posting, collective
 
 
 class Collectives(Posting):
-    """Methods as torch calls them: lists of tensors, one per device, hence of one."""
+    """Methods as torch calls them: lists of tensors, one per device, hence of one.
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    A list of several, where torch takes none per call, goes to Gloo, which adds them up or refuses.
+    """
+
+    @collective("all_reduce", 1, c10d.AllreduceOptions)
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
         tensors, operation = listed(tensors), operation_of(opts)
-        if not all(is_reducible(tensor, operation) for tensor in tensors):
+        if len(tensors) != 1 or not is_reducible(tensors[0], operation):
             return self.gloo().allreduce(tensors, opts)
         call = Call()
+        self._sum_into(call, tensors[0], operation)
+        return self._posted(call, tensors, opts)
+
+    @collective("allreduce_coalesced", 1, c10d.AllreduceCoalescedOptions)
+    def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
+        tensors, operation = listed(tensors), operation_of(opts)
+        if not all(is_reducible(tensor, operation) for tensor in tensors):
+            return self.gloo().allreduce_coalesced(tensors, opts)
+        call = Call(copies=overlap(tensors))
         for tensor in tensors:
             self._sum_into(call, tensor, operation)
         return self._posted(call, tensors, opts)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        if not all(is_reducible(tensor, operation_of(opts)) for tensor in tensors):
-            return self.gloo().allreduce_coalesced(tensors, opts)
-        return self.allreduce(tensors, opts)
-
-    def reduce(self, tensors: Any, opts: Any = None) -> Any:
-        """The sum lies in the `tensors` of the root alone; the others keep their values."""
+    @collective("reduce", 1, c10d.ReduceOptions)
+    def reduce(self, tensors: Any, opts: Any) -> Any:
+        """The sum lies in the tensor of the root alone; the others keep their values."""
         tensors, operation = listed(tensors), operation_of(opts)
-        if not all(is_reducible(tensor, operation) for tensor in tensors):
+        if len(tensors) != 1 or not is_reducible(tensors[0], operation):
             return self.gloo().reduce(tensors, opts)
-        call = Call()
-        for tensor in tensors:
-            if self.own == root_of(opts):
-                self._sum_into(call, tensor, operation)
-            else:
-                target = call.scratch(tensor, tensor.numel())
-                self._sum(call, call.given(tensor), target, operation)
+        call, (tensor,) = Call(), tensors
+        if self.own == root_of(opts, self.count):
+            self._sum_into(call, tensor, operation)
+        else:
+            target = call.scratch(tensor, tensor.numel())
+            self._sum(call, call.given(tensor), target, operation)
         return self._posted(call, tensors, opts)
 
     def _sum_into(self, call: Call, tensor: Tensor, operation: str) -> None:
@@ -65,39 +77,66 @@ class Collectives(Posting):
             addresses = source.data_ptr(), target.data_ptr()
             call.ops.append(self.library_group.all_reduce(*addresses, count, *kinds))
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        tensors, root, call = listed(tensors), root_of(opts), Call()
-        for tensor in tensors:
-            memory = call.given(tensor) if self.own == root else call.taken(tensor)
-            if nbytes := memory.nbytes:
-                address = memory.data_ptr()
-                call.ops.append(self.library_group.broadcast(address, nbytes, root))
+    @collective("broadcast", 1, c10d.BroadcastOptions)
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        tensors, root, call = listed(tensors), root_of(opts, self.count), Call()
+        if len(tensors) != 1:
+            return self.gloo().broadcast(tensors, opts)
+        memory = call.given(tensors[0]) if self.own == root else call.taken(tensors[0])
+        if nbytes := memory.nbytes:
+            call.ops.append(self.library_group.broadcast(memory.data_ptr(), nbytes, root))
         return self._posted(call, tensors, opts)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.allgather_into_tensor_coalesced([output], [input], opts)
+    @collective("_all_gather_base", 2, c10d.AllgatherOptions)
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        return self._gathered([output], [input], opts)
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        call = Call()
+    @collective("allgather_into_tensor_coalesced", 2, c10d.AllgatherOptions)
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        return self._gathered(outputs, inputs, opts)
+
+    def _gathered(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        call = Call(copies=self._must_copy(outputs, inputs))
         for whole, part in zip(outputs, inputs, strict=True):
             self._check_cut(whole, part)
             self._gather(call, call.taken(whole), part)
         return self._posted(call, list(outputs), opts)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @collective("all_gather", 2, c10d.AllgatherOptions)
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         if isinstance(inputs, Tensor):  # torch has a short form, too
             outputs, inputs = [outputs], [inputs]
-        call = Call()
+        return self._gathered_apart(outputs, inputs, opts)
+
+    @collective("all_gather", 2, c10d.AllgatherOptions)
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """`outputs` has one list per rank: what that rank gave, tensor by tensor."""
+        return self._gathered_apart(list(zip(*outputs, strict=True)), inputs, opts)
+
+    def _gathered_apart(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        every = [tensor for wholes in outputs for tensor in wholes]
+        not_own = [
+            part
+            for wholes, part in zip(outputs, inputs, strict=True)
+            if len(wholes) <= self.own or wholes[self.own].data_ptr() != part.data_ptr()
+        ]
+        call = Call(copies=overlap(every, not_own))
         for wholes, part in zip(outputs, inputs, strict=True):
             self._gather_apart(call, wholes, part)
-        return self._posted(call, [tensor for wholes in outputs for tensor in wholes], opts)
+        return self._posted(call, every, opts)
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """`outputs` has one list per rank: what that rank gave, tensor by tensor."""
-        call = Call()
-        for index, part in enumerate(inputs):
-            self._gather_apart(call, [of_rank[index] for of_rank in outputs], part)
-        return self._posted(call, [tensor for of_rank in outputs for tensor in of_rank], opts)
+    def _must_copy(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
+        """Whether tensors overlap, but for a part that lies at its place of its whole."""
+        if len(parts) == 1 and parts[0].is_contiguous() and wholes[0].is_contiguous():
+            (whole,), (part,) = wholes, parts
+            begins, nbytes = part.data_ptr() - whole.data_ptr(), part.nbytes
+            return begins != self.own * nbytes and -nbytes < begins < whole.nbytes
+        apart = [
+            part
+            for whole, part in zip(wholes, parts, strict=True)
+            if part.data_ptr() != whole.data_ptr() + self.own * part.nbytes
+        ]
+        return overlap(wholes, apart)
 
     def _gather(self, call: Call, whole: Tensor, part: Tensor) -> None:
         if nbytes := part.nbytes:
@@ -105,34 +144,38 @@ class Collectives(Posting):
             call.ops.append(self.library_group.all_gather(*addresses, nbytes))
 
     def _gather_apart(self, call: Call, wholes: Sequence[Tensor], part: Tensor) -> None:
-        if len(wholes) != self.count or any(one.nbytes != part.nbytes for one in wholes):
-            sizes = [one.numel() for one in wholes]
-            raise RuntimeError(
-                f"all_gather: {self.count} ranks give {part.numel()} values each, "
-                f"and what takes them has {sizes}"
-            )
+        check_parts("all_gather", wholes, part, self.count)
         if part.nbytes:
             self._gather(call, call.apart(wholes), part)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+    @collective("_reduce_scatter_base", 2, c10d.ReduceScatterOptions)
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        return self._cut_sums([output], [input], opts)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        operation, call = operation_of(opts), Call()
+    @collective("reduce_scatter_tensor_coalesced", 2, c10d.ReduceScatterOptions)
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        return self._cut_sums(outputs, inputs, opts)
+
+    def _cut_sums(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        operation = operation_of(opts)
         if not all(is_reducible(tensor, operation) for tensor in inputs):
             return self.gloo().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        call = Call(copies=self._must_copy(inputs, outputs))
         for part, whole in zip(outputs, inputs, strict=True):
             self._check_cut(whole, part)
             self._sum_cut(call, part, call.given(whole), operation)
         return self._posted(call, list(outputs), opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @collective("reduce_scatter", 2, c10d.ReduceScatterOptions)
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Each rank gives one tensor per rank; they may be of several sizes."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        operation, call = operation_of(opts), Call()
-        if not all(is_reducible(tensor, operation) for parts in inputs for tensor in parts):
+        operation = operation_of(opts)
+        every = [tensor for parts in inputs for tensor in parts]
+        if not all(is_reducible(tensor, operation) for tensor in every):
             return self.gloo().reduce_scatter(outputs, inputs, opts)
+        call = Call(copies=overlap(outputs) or any(overlap([one], outputs) for one in every))
         for part, parts in zip(outputs, inputs, strict=True):
             sizes = [one.numel() for one in parts]
             whole = call.together(parts)
@@ -157,7 +200,8 @@ class Collectives(Posting):
                 f"and all together {whole.numel()} of {whole.dtype}"
             )
 
-    def barrier(self, opts: Any = None) -> Any:
+    @collective("barrier", 0, c10d.BarrierOptions)
+    def barrier(self, opts: Any) -> Any:
         return self._posted(Call([self.library_group.barrier()]), [], opts)
 
     if hasattr(dist.ProcessGroup, "all_gather_single"):  # since torch 2.13
@@ -168,4 +212,4 @@ class Collectives(Posting):
 
 
 def _copying(to: Tensor, values: Tensor) -> Callable[[], object]:
-    return lambda: to.detach().copy_(values.view(to.shape))
+    return lambda: write(to, values)

@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from allranks.torch.shared_memory.collectives import Collectives
 from allranks.torch.shared_memory.messages import Messages
+from allranks.torch.shared_memory.posting import Named, Posting, untraced_methods
+from allranks.torch.shared_memory.work import SharedMemoryWork
 
 
 class SharedMemoryGroup(Collectives, Messages):
     """The ranks of a group in one host, as torch knows a group."""
+
+
+for _class in (SharedMemoryWork, Named, Posting, Collectives, Messages):
+    untraced_methods(_class)

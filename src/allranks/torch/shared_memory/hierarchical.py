@@ -9,7 +9,7 @@ The two levels follow each other, so one thread of the group makes them, call by
 of the program; torch waits for it. Sums are those of the hosts, in the order in which Gloo adds.
 """
 
-# mypy: disable-error-code="override, assignment"
+# mypy: disable-error-code="override, assignment, attr-defined"
 from __future__ import annotations
 
 import queue
@@ -24,21 +24,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch.distributed import PrefixStore, ReduceOp  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ReduceOp
 
 from allranks.torch.shared_memory.futures import future_of
 from allranks.torch.shared_memory.group import SharedMemoryGroup
 from allranks.torch.shared_memory.operands import (
+    check_parts,
     flat,
     is_reducible,
     listed,
     of_truth,
     operation_of,
     root_of,
+    write,
 )
-from allranks.torch.shared_memory.posting import Named, gloo_group
-from allranks.torch.shared_memory.work import FOR_EVER, SAYS
+from allranks.torch.shared_memory.posting import (
+    Named,
+    collective,
+    gloo_group,
+    untraced_methods,
+)
+from allranks.torch.shared_memory.work import FOR_EVER, SAYS, begin_event
 
 LEADER = 0  # of the ranks of a host, counted there
 
@@ -57,7 +65,7 @@ class StagedWork(dist.Work):
         except NotYet:
             if self._done.done():
                 raise
-            raise RuntimeError(f"{SAYS}timed out waiting {seconds:g} s; it goes on") from None
+            raise RuntimeError(f"{SAYS}Timed out waiting {seconds:g} s; it goes on") from None
         return True
 
     def drive(self, seconds: float) -> bool:
@@ -83,6 +91,11 @@ class StagedWork(dist.Work):
 
     def get_future(self) -> Any:
         return future_of(self, self.result)
+
+    def record(self, title: str) -> None:
+        """Show it to the profiler from now on until it is over."""
+        end = begin_event(title)
+        self._done.add_done_callback(lambda _: end())
 
 
 class _Line:
@@ -148,6 +161,7 @@ class HierarchicalGroup(Named):
     ) -> None:
         size = sum(len(host) for host in hosts)
         super().__init__(rank, size)  # type: ignore[call-arg]
+        self._store = store
         self.inside, self.hosts, self.seconds = inside, hosts, timeout.total_seconds()
         self.host = next(i for i, host in enumerate(hosts) if rank in host)
         self.own, self.count = rank, size
@@ -174,11 +188,12 @@ class HierarchicalGroup(Named):
             options.rootRank = root
             self.inside.broadcast([tensor], options).wait()
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    @collective("all_reduce", 1, c10d.AllreduceOptions)
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
         tensors, operation = listed(tensors), operation_of(opts)
-        if not all(is_reducible(tensor, operation) for tensor in tensors):
+        if len(tensors) != 1 or not is_reducible(tensors[0], operation):
             return self.gloo.allreduce(tensors, opts)
-        return self._staged([partial(self._sum, t, operation) for t in tensors], tensors)
+        return self._staged([partial(self._sum, tensors[0], operation)], tensors)
 
     def _sum(self, tensor: Tensor, operation: str) -> None:
         memory = flat(tensor)
@@ -195,11 +210,14 @@ class HierarchicalGroup(Named):
         if operation == "mean":
             memory.div_(self.count)
         if memory.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(memory.view(tensor.dtype))
+            write(tensor, memory.view(tensor.dtype))
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        tensors, root = listed(tensors), root_of(opts)
-        return self._staged([partial(self._tell_all, t, root) for t in tensors], tensors)
+    @collective("broadcast", 1, c10d.BroadcastOptions)
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        tensors, root = listed(tensors), root_of(opts, self.count)
+        if len(tensors) != 1:
+            return self.gloo.broadcast(tensors, opts)
+        return self._staged([partial(self._tell_all, tensors[0], root)], tensors)
 
     def _tell_all(self, tensor: Tensor, root: int) -> None:
         memory = flat(tensor)
@@ -213,24 +231,32 @@ class HierarchicalGroup(Named):
         if host != self.host:
             self._tell_host(memory)
         if memory.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(memory)
+            write(tensor, memory)
 
-    def barrier(self, opts: Any = None) -> Any:
+    @collective("barrier", 0, c10d.BarrierOptions)
+    def barrier(self, opts: Any) -> Any:
         came = torch.zeros(1)
         return self._staged([partial(self._sum, came, "sum")], [])
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+    @collective("_all_gather_base", 2, c10d.AllgatherOptions)
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         gather = partial(self._gather, output.view(self.count, -1), input)
         return self._staged([gather], [output])
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @collective("all_gather", 2, c10d.AllgatherOptions)
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        if len(inputs) != 1:
+            return self.gloo.allgather(outputs, inputs, opts)
         (wholes,), (part,) = outputs, inputs
+        check_parts("all_gather", wholes, part, self.count)
 
         def gather() -> None:
             rows = part.new_empty(self.count, part.numel())
             self._gather(rows, part)
             for whole, row in zip(wholes, rows, strict=True):
-                whole.detach().copy_(row.view(whole.shape))
+                write(whole, row)
 
         return self._staged([gather], list(wholes))
 
@@ -260,10 +286,12 @@ class HierarchicalGroup(Named):
             return self.inside, host.index(rank)
         return self.gloo, rank
 
+    @collective("send", 3)
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
         group, to = self._way_to(dstRank)
         return group.send(tensors, to, tag)
 
+    @collective("recv", 3)
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         group, source = self._way_to(srcRank)
         return group.recv(tensors, source, tag)
@@ -273,6 +301,14 @@ class HierarchicalGroup(Named):
             f"{SAYS}a message of any rank may come through memory or over the network, and this "
             "group waits for one of them: name the rank that sends"
         )
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.seconds = timeout.total_seconds()
+        for group in (self.inside, self.leaders, self.gloo):
+            if group is not None:
+                group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
         if self._is_left:
@@ -305,3 +341,5 @@ for _name in OF_GLOO:
         setattr(HierarchicalGroup, _name, _of_gloo(_name))
 if hasattr(dist.ProcessGroup, "all_gather_single"):  # since torch 2.13
     HierarchicalGroup.all_gather_single = HierarchicalGroup._allgather_base
+for _class in (StagedWork, HierarchicalGroup):
+    untraced_methods(_class)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.shared_memory.backend import outcome_of, register
+from allranks.torch.shared_memory.backend import outcome_of, register, replace
 from allranks.torch.shared_memory.posting import BACKEND
 
 GLOO = ("gloo", "cpu:gloo")
@@ -25,23 +26,21 @@ GLOO = ("gloo", "cpu:gloo")
 def in_place_of_gloo(outcome: str) -> None:
     """Put it there, before the script begins; rank 0 writes what was made into a file `outcome`."""
     register()
-    own = dist.init_process_group
+    replace(c10d, "init_process_group", functools.partial(_init_process_group, outcome))
 
-    @functools.wraps(own)
-    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
-        if not _is_meant(backend, kwargs):
-            own(backend, *args, **kwargs)
-            return
-        own(BACKEND, *args, **kwargs)
-        made = outcome_of()
-        if dist.get_rank() == 0 and made is not None:
-            with open(f"{outcome}.part", "w") as file:
-                json.dump(made.to_data(), file)
-            os.replace(f"{outcome}.part", outcome)
 
-    for module in list(sys.modules.values()):  # parts of torch have it by its name already
-        if getattr(module, "__dict__", {}).get("init_process_group") is own:
-            module.init_process_group = init_process_group  # type: ignore[attr-defined]
+def _init_process_group(
+    outcome: str, own: Callable[..., Any], backend: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    if not _is_meant(backend, kwargs):
+        own(backend, *args, **kwargs)
+        return
+    own(BACKEND, *args, **kwargs)
+    made = outcome_of()
+    if dist.get_rank() == 0 and made is not None:
+        with open(f"{outcome}.part", "w") as file:
+            json.dump(made.to_data(), file)
+        os.replace(f"{outcome}.part", outcome)
 
 
 def _is_meant(backend: Any, more: dict[str, Any]) -> bool:

@@ -6,19 +6,28 @@ no user has, and that counts such collectives: all ranks of a group make them in
 Torch's own declarations of these methods are narrower than what it calls them with.
 """
 
-# mypy: disable-error-code="override, assignment"
+# mypy: disable-error-code="override, assignment, attr-defined"
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from allranks.torch.shared_memory.operands import Call, flat, listed, root_of
-from allranks.torch.shared_memory.posting import Posting
+from allranks.torch.shared_memory.operands import (
+    Call,
+    check_parts,
+    listed,
+    overlap,
+    root_of,
+    write,
+)
+from allranks.torch.shared_memory.posting import Posting, collective
 from allranks.torch.shared_memory.work import SAYS
 
 OUR_TAGS = 1 << 61
@@ -30,18 +39,23 @@ class Messages(Posting):
 
     _turn = 0
 
+    @collective("send", 3)
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
         (tensor,), call = listed(tensors), Call()
         self._send(call, tensor, dstRank, tag, even_nothing=True)
         return self._posted(call, [tensor])
 
+    @collective("recv", 3)
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         (tensor,), call = listed(tensors), Call()
         self._receive(call, tensor, srcRank, tag, even_nothing=True)
         return self._posted(call, [tensor])
 
+    @collective("recvAnySource", 2)
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self.recv(tensors, ANY_RANK, tag)
+        (tensor,), call = listed(tensors), Call()
+        self._receive(call, tensor, ANY_RANK, tag, even_nothing=True)
+        return self._posted(call, [tensor])
 
     def _send(
         self, call: Call, tensor: Tensor, to: int, tag: int, *, even_nothing: bool = False
@@ -64,37 +78,40 @@ class Messages(Posting):
             self._turn += 1
             return OUR_TAGS + self._turn
 
-    def _exchange(self, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Call:
+    def _exchange(self, call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         """Send each of `given` to the rank of its place, and fill `taken` by what they send."""
-        call, tag = Call(), self._tag_of_turn()
-        taken[self.own].detach().copy_(given[self.own])
+        tag = self._tag_of_turn()
         for distance in range(1, self.count):  # all begin with the next: none is asked by all
             source = (self.own - distance) % self.count
             self._receive(call, taken[source], source, tag)
             to = (self.own + distance) % self.count
             self._send(call, given[to], to, tag)
-        return call
+        write(taken[self.own], given[self.own])
 
-    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+    @collective("all_to_all", 2, c10d.AllToAllOptions)
+    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Any:
         if not len(output_tensors) == len(input_tensors) == self.count:
             raise RuntimeError(f"all_to_all: one tensor for each of {self.count} ranks")
-        call = self._exchange(output_tensors, input_tensors)
+        call = Call(copies=any(overlap([one], output_tensors) for one in input_tensors))
+        given = [call.given(tensor) for tensor in input_tensors]
+        self._exchange(call, output_tensors, given)
         return self._posted(call, list(output_tensors), opts)
 
+    @collective("all_to_all", 4, c10d.AllToAllOptions)
     def alltoall_base(
         self,
         output: Tensor,
         input: Tensor,
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
-        opts: Any = None,
+        opts: Any,
     ) -> Any:
         """Cut along the first dimension: evenly, or as the sizes say."""
-        whole = Call()
-        target, source = whole.taken(output), flat(input)
+        whole = Call(copies=overlap([output], [input]))
+        target, source, call = whole.taken(output), whole.given(input), Call()
         taken = self._cut(target, output_split_sizes)
-        call = self._exchange(taken, self._cut(source, input_split_sizes))
-        call.kept += [whole.kept, source]
+        self._exchange(call, taken, self._cut(source, input_split_sizes))
+        call.kept += whole.kept
         call.afterwards += whole.afterwards
         return self._posted(call, [output], opts)
 
@@ -108,36 +125,49 @@ class Messages(Posting):
             )
         return list(tensor.split(sizes)) if tensor.dim() else [tensor]
 
-    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+    @collective("gather", 2, c10d.GatherOptions)
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Any:
         """The root has one tensor per rank in `output_tensors[0]`; the others have none."""
-        (part,), root = listed(input_tensors), root_of(opts)
-        call, tag = Call(), self._tag_of_turn()
+        if isinstance(input_tensors, Tensor):
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+        (part,), root, tag = input_tensors, root_of(opts, self.count), self._tag_of_turn()
+        call = Call()
         if self.own != root:
             self._send(call, part, root, tag)
             return self._posted(call, [], opts)
         (wholes,) = output_tensors
+        check_parts("gather", wholes, part, self.count)
+        is_there = wholes[root].data_ptr() == part.data_ptr()
+        call.copies = overlap(wholes, [] if is_there else [part])
         for rank, whole in enumerate(wholes):
-            if rank == root:
-                whole.detach().copy_(part)
-            else:
+            if rank != root:
                 self._receive(call, whole, rank, tag)
+            elif call.copies:
+                call.afterwards.append(partial(write, whole, part.clone()))
+            else:
+                write(whole, part)
         return self._posted(call, list(wholes), opts)
 
-    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+    @collective("scatter", 2, c10d.ScatterOptions)
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Any:
         """The root has one tensor per rank in `input_tensors[0]`; the others have none."""
-        (part,), root = listed(output_tensors), root_of(opts)
-        call, tag = Call(), self._tag_of_turn()
+        if isinstance(output_tensors, Tensor):
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+        (part,), root, tag = output_tensors, root_of(opts, self.count), self._tag_of_turn()
+        call = Call()
         if self.own != root:
             self._receive(call, part, root, tag)
             return self._posted(call, [part], opts)
         (parts,) = input_tensors
+        check_parts("scatter", parts, part, self.count)
+        call.copies = any(overlap([part], [one]) for one in parts)
         for rank, one in enumerate(parts):
-            if rank == root:
-                part.detach().copy_(one)
-            else:
+            if rank != root:
                 self._send(call, one, rank, tag)
+        write(part, parts[root])
         return self._posted(call, [part], opts)
 
+    @collective("monitored_barrier", 0)
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
@@ -158,7 +188,7 @@ class Messages(Posting):
         if missing:
             names = ", ".join(str(self.ranks[rank]) for rank in missing)
             raise RuntimeError(
-                f"{SAYS}timed out: ranks {names} did not come to the barrier within "
+                f"{SAYS}Timed out: ranks {names} did not come to the barrier within "
                 f"{patience.total_seconds():g} s"
             )
         call = Call()

@@ -1,13 +1,20 @@
-"""What a tensor is to the library: an address of flat memory, a type, and how to get it there."""
+"""What a tensor is to the library: an address of flat memory, a type, and how to get it there.
+
+Torch's own groups take what a call says besides its tensors in several forms: an object of options,
+or an operation, a root and a time, by name or by place. Here each becomes an object of options.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 TYPES = {
     torch.float32: "float32",
@@ -29,22 +36,70 @@ _OPERATIONS = {
     "PRODUCT": "product",
 }
 _OF_TRUTH = {"sum": "max", "max": "max", "product": "min", "min": "min"}
+_IN_OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
+_KINDS = (
+    (type(ReduceOp.SUM), "op"),
+    (ReduceOp, "op"),
+    (timedelta, "timeout"),
+    (int, "root"),
+)
+
+
+def in_one_form(
+    kind: Any, count: int, given: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The first `count` arguments of a call of torch, and one object of options of that `kind`.
+
+    `given` are all arguments by place, `named` those by name. Raises `TypeError` for one that
+    torch does not know either.
+    """
+    first, said = dict(enumerate(given[:count])), dict[str, Any]()
+    options = None
+    for value in given[count:]:
+        if isinstance(value, kind):
+            options = value
+        elif value is not None:
+            said[next((name for of, name in _KINDS if isinstance(value, of)), "")] = value
+    for name, value in named.items():
+        if name == "opts":
+            options = value
+        elif name in _IN_OPTIONS:
+            said[name] = value
+        else:
+            first[_place_of(name)] = value
+    said = {name: value for name, value in said.items() if value is not None}
+    made = options or kind()
+    is_known = all(hasattr(made, _IN_OPTIONS.get(name, "")) for name in said)
+    if sorted(first) != list(range(count)) or not is_known:
+        raise TypeError(
+            f"a collective of {count} arguments and {kind.__name__} was called with "
+            f"{[type(one).__name__ for one in given]} and {sorted(named)}"
+        )
+    for name, value in said.items():
+        setattr(made, _IN_OPTIONS[name], value)
+    return (*(first[place] for place in range(count)), made)
+
+
+def _place_of(name: str) -> int:
+    """Where an argument stands that torch calls by this name, in one version or another."""
+    if name.endswith("split_sizes"):
+        return 2 + name.startswith("input")
+    if name in ("tensor", "tensors") or name.startswith("output"):
+        return 0
+    return 1 if name.startswith("input") else -1
 
 
 def operation_of(options: Any) -> str:
-    """The library's name of the operation of these options, or of a `ReduceOp`; "" if it has none.
-
-    Without options it is the sum, as for torch.
-    """
-    if options is None:
-        return "sum"
-    asked = getattr(options, "reduceOp", options)
-    kind = getattr(asked, "op", asked)
-    return _OPERATIONS.get(getattr(kind, "name", ""), "")
+    """The library's name of the operation of these options; "" if it has none."""
+    return _OPERATIONS.get(options.reduceOp.op.name, "")
 
 
-def root_of(options: Any) -> int:
-    return int(getattr(options, "rootRank", options if isinstance(options, int) else 0))
+def root_of(options: Any, ranks: int) -> int:
+    """The root that these options name; raises `ValueError` if no rank of the group is it."""
+    root = int(options.rootRank)
+    if not 0 <= root < ranks:
+        raise ValueError(f"the root is rank {root}, and the group has ranks 0 to {ranks - 1}")
+    return root
 
 
 def seconds_of(options: Any, default: float) -> float:
@@ -106,27 +161,36 @@ def _check_memory(tensor: Tensor) -> None:
 
 @dataclass
 class Call:
-    """One call of torch as it is posted: the library's ops, the memory they use, what follows."""
+    """One call of torch as it is posted: the library's ops, the memory they use, what follows.
+
+    With `copies` its tensors overlap: each is read before anything is written, and written at the
+    end, one after another.
+    """
 
     ops: list[Any] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     afterwards: list[Callable[[], object]] = field(default_factory=list)
+    copies: bool = False
 
     def given(self, tensor: Tensor) -> Tensor:
         """The values of a tensor, flat, kept until the call is over."""
-        tensor = flat(tensor)
+        tensor = flat(tensor).clone() if self.copies else flat(tensor)
         self.kept.append(tensor)
         return tensor
 
     def taken(self, tensor: Tensor, *, reads: bool = False) -> Tensor:
         """Flat memory that becomes the content of `tensor`; with `reads` it begins as that."""
-        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        is_flat = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if is_flat and not self.copies:
             _check_memory(tensor)
             self.kept.append(tensor)
             return tensor
-        memory = flat(tensor) if reads else torch.empty(tensor.shape, dtype=tensor.dtype)
+        if reads:
+            memory = flat(tensor).clone() if self.copies else flat(tensor)
+        else:
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype)
         self.kept.append(memory)
-        self.afterwards.append(lambda: tensor.detach().copy_(memory))
+        self.afterwards.append(lambda: write(tensor, memory))
         return memory
 
     def scratch(self, like: Tensor, count: int) -> Tensor:
@@ -136,7 +200,7 @@ class Call:
 
     def together(self, tensors: Sequence[Tensor]) -> Tensor:
         """The values of tensors one after another in one piece; that which they lie in, if so."""
-        there = in_one_piece(tensors)
+        there = None if self.copies else in_one_piece(tensors)
         if there is None:
             there = torch.cat([flat(tensor).reshape(-1) for tensor in tensors])
         self.kept += [there, tensors]
@@ -144,7 +208,7 @@ class Call:
 
     def apart(self, tensors: Sequence[Tensor]) -> Tensor:
         """One piece of memory that becomes the content of these tensors, one after another."""
-        there = in_one_piece(tensors)
+        there = None if self.copies else in_one_piece(tensors)
         if there is None:
             there = self.scratch(tensors[0], sum(tensor.numel() for tensor in tensors))
             self.afterwards.append(lambda: _dealt_out(there, tensors))
@@ -169,4 +233,40 @@ def in_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def _dealt_out(whole: Tensor, tensors: Sequence[Tensor]) -> None:
     for tensor, part in zip(tensors, whole.split([t.numel() for t in tensors]), strict=True):
-        tensor.detach().copy_(part.view(tensor.shape))
+        write(tensor, part)
+
+
+def write(tensor: Tensor, values: Tensor) -> None:
+    """Make `values` the content of a tensor; what is expanded is written where it lies, once."""
+    tensor, values = tensor.detach(), values.reshape(tensor.shape)
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dim) > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
+
+
+def check_parts(what: str, parts: Sequence[Tensor], part: Tensor, ranks: int) -> None:
+    """Raise `RuntimeError` unless there is a tensor like `part` for each of so many ranks."""
+    if len(parts) != ranks or any(
+        one.nbytes != part.nbytes or one.dtype != part.dtype for one in parts
+    ):
+        sizes = [f"{one.numel()} of {one.dtype}" for one in parts]
+        raise RuntimeError(
+            f"{what}: {ranks} ranks have {part.numel()} values of {part.dtype} each, "
+            f"and the list of their tensors {sizes}"
+        )
+
+
+def overlap(*lists: Sequence[Tensor]) -> bool:
+    """Whether two of all these tensors lie in the same memory, in part at least."""
+    spans = sorted((one.data_ptr(), _end_of(one)) for tensors in lists for one in tensors)
+    return any(one[1] > other[0] for one, other in itertools.pairwise(spans))
+
+
+def _end_of(tensor: Tensor) -> int:
+    """The address behind the last value of a tensor."""
+    if not tensor.numel() or tensor.is_contiguous():
+        return tensor.data_ptr() + tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+import torch.autograd.profiler as profiler
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from allranks.torch.shared_memory import attaching
 from allranks.torch.shared_memory.attaching import Attached
-from allranks.torch.shared_memory.operands import Call, seconds_of
+from allranks.torch.shared_memory.operands import Call, in_one_form, seconds_of
 from allranks.torch.shared_memory.work import SharedMemoryWork
 
 BACKEND = "shared_memory"
@@ -32,10 +35,66 @@ def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return group
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def untraced(method: Method) -> Method:
+    """A method that `torch.compile` calls as it calls one of C++: neither traced nor compiled.
+
+    As `torch.compiler.disable` does it, but without a function around it, and without the import
+    of the compiler.
+    """
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    method._torchdynamo_disable_msg = "a process group"  # type: ignore[attr-defined]
+    frames = torch._C._dynamo.eval_frame
+    never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(method.__code__, never)
+    return method
+
+
+def untraced_methods(of: type) -> type:
+    """A class none of whose methods is traced."""
+    for value in vars(of).values():
+        if isinstance(value, types.FunctionType):
+            untraced(value)
+    return of
+
+
+def collective(title: str, count: int, kind: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """A method as torch calls it: `count` arguments, and what it says besides in any form.
+
+    The method gets an object of options of that `kind` as its last argument; without a kind, what
+    it was called with. `title` is what the profiler shows while one runs.
+    """
+    usual = kind and kind()
+
+    def made(method: Callable[..., Any]) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **named: Any) -> Any:
+            if kind is not None and (named or len(args) <= count or type(args[count]) is not kind):
+                only_tensors = len(args) == count and not named
+                args = (*args, usual) if only_tensors else in_one_form(kind, count, args, named)
+                named = {}
+            self.calls += 1
+            if not profiler._is_profiler_enabled:
+                return method(self, *args, **named)
+            with profiler.record_function(f"c10d::{method.__name__.rstrip('_')}_"):
+                work = method(self, *args, **named)
+            if hasattr(work, "record"):
+                work.record(f"{BACKEND}:{title}")
+            return work
+
+        return untraced(call)
+
+    return made
+
+
 class Named(dist.ProcessGroup):
-    """What torch asks of a group: its name, devices and backend."""
+    """What torch asks of a group: its name, devices, backend, store, and count of calls."""
 
     _name = _desc = ""
+    _store: Any = None
+    calls = 0
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # torch's own asks for a backend
@@ -57,6 +116,23 @@ class Named(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # torch calls it so
         return BACKEND
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """What does the work for a device: this group itself."""
+        if device.type != "cpu":
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        self.calls = 0
 
 
 class Posting(Named):
@@ -119,6 +195,8 @@ class Posting(Named):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.seconds = timeout.total_seconds()
+        if self._gloo is not None:
+            self._gloo.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 

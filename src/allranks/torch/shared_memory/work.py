@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -43,6 +44,23 @@ def rank_lost(lost: Any, ranks: Sequence[int]) -> RankLost:
     return RankLost(SAYS + message, rank, job_rank, reason)
 
 
+def begin_event(title: str) -> Callable[[], object]:
+    """An event of torch's profiler that begins now; what is returned ends it.
+
+    It ends in a thread of its own: so the profiler takes it for one beside the thread that began
+    it, and not for one that encloses what that does meanwhile.
+    """
+    event = torch.ops.profiler._record_function_enter_new(title, None)
+
+    def end() -> None:
+        leave = torch.ops.profiler._record_function_exit._RecordFunction
+        thread = threading.Thread(target=leave, args=(event,))
+        thread.start()
+        thread.join()
+
+    return end
+
+
 class SharedMemoryWork(dist.Work):
     """One call of torch under way: the `ops` of the library that it takes, and what follows them.
 
@@ -51,6 +69,8 @@ class SharedMemoryWork(dist.Work):
     `seconds` is how long a wait lasts that says nothing else. The group holds every work until it
     is over: to drop one neither stops it nor frees its memory.
     """
+
+    _end_event: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -80,7 +100,7 @@ class SharedMemoryWork(dist.Work):
             seconds = timeout.total_seconds() or self.seconds
             if not self.drive(seconds):
                 raise RuntimeError(
-                    f"{SAYS}timed out waiting {seconds:g} s for a collective; it goes on"
+                    f"{SAYS}Timed out waiting {seconds:g} s for a collective; it goes on"
                 )
         if self._error is not None:
             raise self._error
@@ -122,6 +142,17 @@ class SharedMemoryWork(dist.Work):
             self._error, self._is_over = error, True
             self.ops, self.kept, self.afterwards = (), (), ()
             self.group.under_way.discard(self)
+            if self._end_event is not None:
+                self._end_event()
+
+    def record(self, title: str) -> None:
+        """Show it to the profiler from now on until it is over."""
+        end = begin_event(title)
+        with self._lock:
+            if not self._is_over:
+                self._end_event = end
+                return
+        end()
 
     def is_completed(self) -> bool:
         return self._is_over or self.drive(0)
@@ -150,3 +181,8 @@ class SharedMemoryWork(dist.Work):
     def get_future(self) -> Any:
         """A future of the tensors; its callbacks run in the thread that completes futures."""
         return future_of(self, self.result)
+
+    def boxed(self) -> Any:
+        """As an object of TorchScript, which does not hold this one: it holds the future."""
+        c10d: Any = torch._C._distributed_c10d
+        return c10d._create_work_from_future(self.get_future()).boxed()

@@ -1,1 +1,0 @@
-"""What stands on PYTHONPATH in a watched script, so that Python imports it first."""
