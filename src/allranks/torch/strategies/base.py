@@ -241,6 +241,10 @@ class Strategy(Traits, ABC):
         """The output of the model for evaluation data of this rank alone. No communication."""
         return forward(self.step.call, data)
 
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Within, loss and metrics of evaluation data are computed from the output."""
+        return NOTHING
+
     def messages(self) -> tuple[int, ...]:
         """The sizes in bytes of what is summed over the ranks in a step, the tally included."""
         layout = self.step.layout

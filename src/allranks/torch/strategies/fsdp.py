@@ -53,7 +53,6 @@ from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.single import Single
 from allranks.torch.tensor_parallel.cutting import CutModel, cut_layers
-from allranks.torch.tensor_parallel.layers import shown_whole
 from allranks.torch.tensor_parallel.passes import CutPasses, exchange_of
 
 
@@ -124,6 +123,7 @@ class FSDP(Single):
         """Leave this rank with its part of each layer; what is cut by rows is that part."""
         context, sequence = self.context, bool(self.context.options.get("sequence"))
         self.exchange = exchange_of(self.axis(TENSOR), self.name, sequence=sequence)
+        self.exchange.gathers_at_once = True  # a unit may let go of its weights in between
         self.copies: set[int] = set()  # what the first rank of the axis counts in a norm
         blocks: dict[str, nn.Module] = {}
         if self.exchange.comm.size > 1:
@@ -234,6 +234,7 @@ class FSDP(Single):
 
     def _note(self, number: int, *_: Any) -> None:
         self.order.note(number)
+        self.exchange.refuses_parts = True  # torch itself looks at parts before its first pass
 
     def _leaf_done(self, batch: Batch, leaf: Leaf) -> None:
         self.beside.take_gradients()
@@ -291,6 +292,9 @@ class FSDP(Single):
         self.order.check_on_all(self.comm)
         return output
 
+    def evaluated(self) -> AbstractContextManager[None]:
+        return self.exchange.opened("control") if self.is_cut else super().evaluated()
+
     def _let_go(self, *_: Any) -> None:
         """What was gathered without gradients, the root above all, is not looked at again."""
         if not torch.is_grad_enabled():
@@ -303,7 +307,7 @@ class FSDP(Single):
         if not self.is_cut:
             yield
             return
-        with self.slots.whole(self.comm.device), shown_whole(self.cut.layers, self.exchange):
+        with self.slots.whole(self.comm.device), self.exchange.opened("control"):
             yield
 
     def place(self, name: str, held: Tensor, whole: Tensor) -> None:

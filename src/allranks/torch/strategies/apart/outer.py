@@ -228,6 +228,9 @@ class Outer(Strategy):
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         return self.inner.eval_step(data, forward)
 
+    def evaluated(self) -> AbstractContextManager[None]:
+        return self.inner.evaluated()
+
     def placement(self, *, updated: bool) -> list[Placed]:
         """Beside what `inner` has: the global weights, what is sent of them, and their momentum."""
         keeps = self.made_optimizer().keeps
