@@ -445,6 +445,16 @@ class Looks(Stack):
         return []
 
 
+class LooksInForward(Looks):
+    """Nothing but forward reads weights."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return Stack.loss(self, output, batch)
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
+        return {}
+
+
 class Deriving(nn.Module):
     """Gradients within forward, of inputs and weights, by autograd and by torch.func."""
 
@@ -460,7 +470,7 @@ class Deriving(nn.Module):
             energy = self.last(self.body(at)).square().sum(1)
             (force,) = torch.autograd.grad(energy.sum(), at, create_graph=True)
             names, weights = zip(*self.last.named_parameters(), strict=True)
-            some = self.last(torch.ones(1, OUT)).square().sum()
+            some = self.last(x.new_ones(1, OUT)).square().sum()
             found = torch.autograd.grad(some, weights, create_graph=True)
             fast = {n: w - 0.1 * g for n, w, g in zip(names, weights, found, strict=True)}
             moved = torch.func.functional_call(self.last, fast, (self.body(x),))

@@ -122,6 +122,7 @@ class Strategy(Traits, ABC):
             whole_weights=self.whole_weights,
             updating=self.updating,
             after_backward=self.after_backward,
+            held_weights=self.held_weights,
             equal_passes=self.equal_passes,
             counts_samples=self.mesh.is_first_of_its_data(self.comm.rank),
             shard_alone=self.shard_alone,
@@ -190,6 +191,10 @@ class Strategy(Traits, ABC):
     def whole_weights(self) -> AbstractContextManager[None]:
         """Within, the parameters of the model are whole, for a loss that every rank computes."""
         return nullcontext()
+
+    def held_weights(self) -> AbstractContextManager[None]:
+        """Within, also in a pass, the parameters of the model are what this rank holds of them."""
+        return NOTHING
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Within, the model has the weights that are evaluated: their average, if one is kept."""

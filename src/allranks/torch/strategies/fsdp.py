@@ -292,6 +292,9 @@ class FSDP(Single):
         self.order.check_on_all(self.comm)
         return output
 
+    def held_weights(self) -> AbstractContextManager[None]:
+        return self.exchange.closed() if self.is_cut else super().held_weights()
+
     def evaluated(self) -> AbstractContextManager[None]:
         return self.exchange.opened("control") if self.is_cut else super().evaluated()
 

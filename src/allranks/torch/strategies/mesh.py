@@ -162,6 +162,9 @@ class ThreeAxes(Pipeline):
         with self.exchange.opened("control"):
             return super().eval_step(data, forward)
 
+    def held_weights(self) -> AbstractContextManager[None]:
+        return self.exchange.closed()
+
     def evaluated(self) -> AbstractContextManager[None]:
         return self.exchange.opened("control")
 

@@ -110,6 +110,9 @@ class Tensors(Strategy):
         with self.exchange.opened("control"):
             return self.passes.passed(partial(super().eval_step, data, forward))
 
+    def held_weights(self) -> AbstractContextManager[None]:
+        return self.exchange.closed()
+
     def evaluated(self) -> AbstractContextManager[None]:
         return self.exchange.opened("control")
 

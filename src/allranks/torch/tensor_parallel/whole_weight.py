@@ -24,10 +24,10 @@ GRAD: Any = torch.autograd.grad
 
 
 class WholeWeight(Tensor):
-    """The whole of a weight, or a view of it. `gather` gives its numbers; nobody writes to them."""
+    """The whole of a weight, or a view of it. `collect` gives its numbers; nobody writes to them."""
 
     if TYPE_CHECKING:
-        gather: Callable[[], Tensor]
+        collect: Callable[[], Tensor]
         part: Tensor | None
         exchange: Exchange
         along: Along
@@ -37,25 +37,25 @@ class WholeWeight(Tensor):
     __torch_function__: Any = _disabled_torch_function_impl
 
     @classmethod
-    def of(cls, shape: Sequence[int], like: Tensor, gather: Callable[[], Tensor]) -> WholeWeight:
+    def of(cls, shape: Sequence[int], like: Tensor, collect: Callable[[], Tensor]) -> WholeWeight:
         """One with the type and on the device of another tensor."""
         make: Any = Tensor._make_wrapper_subclass
         found: WholeWeight = make(cls, shape, dtype=like.dtype, device=like.device)
-        found.gather, found.numbers, found.part = gather, None, None
+        found.collect, found.numbers, found.part = collect, None, None
         return found
 
     def gathered(self) -> Tensor:
         """The numbers. The ranks compute alike, so all of them ask for it at the same point."""
         if self.numbers is None:
-            self.numbers = self.gather()
+            self.numbers = self.collect()
         return self.numbers
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy, as an array."""
-        return self.detach().gathered().clone().numpy(force=force)
+        return self.gathered().detach().clone().numpy(force=force)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for argument, value in zip(function._schema.arguments, args, strict=False):
