@@ -405,8 +405,9 @@ class HookedWeight(Stack):
 class Looking(nn.Module):
     """A stack, a single layer and attention, whose weights forward meets in every way there is."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, state: bool = True) -> None:
         super().__init__()
+        self.state = state
         self.scale = nn.Parameter(torch.tensor(0.7))  # of no dimension
         self.body = nn.Sequential(nn.Linear(IN, 8), nn.Tanh(), nn.Linear(8, OUT))
         self.attention = nn.MultiheadAttention(OUT, 2, batch_first=True)
@@ -419,7 +420,12 @@ class Looking(nn.Module):
         hidden = torch.tanh(F.linear(F.linear(hidden, *first.parameters()), self.body[2].weight))
         squares = sum(p.square().sum() * (1 + self.scale) for p in self.parameters())
         size = torch.nn.utils.parameters_to_vector(self.last.parameters()).abs().sum()
-        held = self.body.state_dict(keep_vars=True)["2.weight"].norm()
+        both = (
+            self.body.state_dict(keep_vars=True)
+            if self.state
+            else dict(self.body.named_parameters())
+        )
+        held = both["2.weight"].norm()
         raw = dict(self.last._parameters)["weight"].norm() * self.get_parameter("last.bias").norm()
         scaled = {name: p * self.scale for name, p in self.last.named_parameters()}
         made = torch.func.functional_call(self.last, scaled, (hidden,))
@@ -446,7 +452,11 @@ class Looks(Stack):
 
 
 class LooksInForward(Looks):
-    """Nothing but forward reads weights."""
+    """Nothing but forward reads weights, and makes no state, for which fsdp lets go of them."""
+
+    def model(self) -> nn.Module:
+        self.seen = Looking(state=False)
+        return self.seen
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return Stack.loss(self, output, batch)

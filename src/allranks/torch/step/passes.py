@@ -217,15 +217,14 @@ class Passes:
     def close_leaf(self, batch: Batch, leaf: Leaf, tally: Tally) -> None:
         """The passes of a leaf are over; `used` are the parameters that they used."""
         with self.parts.held_weights():
-            changed = self.changes.leaf_done(leaf)
-        tally.close(
-            batch.index,
-            self.used,
-            self.asked,
-            changed=changed,
-            regularizer=self.regularizers.was,
-            touched=self.sparse.touched,
-        )
+            tally.close(
+                batch.index,
+                self.used,
+                self.asked,
+                changed=self.changes.leaf_done(leaf),
+                regularizer=self.regularizers.was,
+                touched=self.sparse.touched,
+            )
 
     def begin(self, batch: Batch) -> None:
         """Before the passes of a step: nothing of the last one is counted in it."""

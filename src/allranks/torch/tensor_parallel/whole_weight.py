@@ -24,7 +24,7 @@ GRAD: Any = torch.autograd.grad
 
 
 class WholeWeight(Tensor):
-    """The whole of a weight, or a view of it. `collect` gives its numbers; nobody writes to them."""
+    """The whole of a weight, or a view of it. `collect` gives its numbers; nobody writes them."""
 
     if TYPE_CHECKING:
         collect: Callable[[], Tensor]
