@@ -400,3 +400,156 @@ class HookedWeight(Stack):
         model = super().model()
         model.get_parameter("0.weight").register_hook(lambda gradient: 3 * gradient)
         return model
+
+
+class Looking(nn.Module):
+    """A stack, a single layer and attention, whose weights forward meets in every way there is."""
+
+    def __init__(self, *, state: bool = True) -> None:
+        super().__init__()
+        self.state = state
+        self.scale = nn.Parameter(torch.tensor(0.7))  # of no dimension
+        self.body = nn.Sequential(nn.Linear(IN, 8), nn.Tanh(), nn.Linear(8, OUT))
+        self.attention = nn.MultiheadAttention(OUT, 2, batch_first=True)
+        self.last = nn.Linear(OUT, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.body[0]
+        hidden = self.body(x)
+        hidden = hidden + self.attention(hidden[:, None], hidden[:, None], hidden[:, None])[0][:, 0]
+        hidden = torch.tanh(F.linear(F.linear(hidden, *first.parameters()), self.body[2].weight))
+        squares = sum(p.square().sum() * (1 + self.scale) for p in self.parameters())
+        size = torch.nn.utils.parameters_to_vector(self.last.parameters()).abs().sum()
+        both = (
+            self.body.state_dict(keep_vars=True)
+            if self.state
+            else dict(self.body.named_parameters())
+        )
+        held = both["2.weight"].norm()
+        raw = dict(self.last._parameters)["weight"].norm() * self.get_parameter("last.bias").norm()
+        scaled = {name: p * self.scale for name, p in self.last.named_parameters()}
+        made = torch.func.functional_call(self.last, scaled, (hidden,))
+        assert next(self.attention.parameters()).shape == (3 * OUT, OUT)
+        return (self.last(hidden) + made) / (1 + 0.01 * (squares + size + held + raw))
+
+
+class Looks(Stack):
+    """Forward, loss and metrics read cut weights; the last two of the model that was kept."""
+
+    def model(self) -> nn.Module:
+        self.seen = Looking()
+        return self.seen
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        penalty: Tensor = self.seen.last.weight.norm()
+        return super().loss(output, batch) + 0.1 * penalty
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
+        return {"length": (sum(p.norm() for p in self.seen.parameters()), 1)}
+
+    def fsdp_units(self, model: nn.Module) -> list[nn.Module]:
+        return []
+
+
+class LooksInForward(Looks):
+    """Nothing but forward reads weights, and makes no state, for which fsdp lets go of them."""
+
+    def model(self) -> nn.Module:
+        self.seen = Looking(state=False)
+        return self.seen
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return Stack.loss(self, output, batch)
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
+        return {}
+
+
+class Deriving(nn.Module):
+    """Gradients within forward, of inputs and weights, by autograd and by torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(IN, 8), nn.Tanh(), nn.Linear(8, OUT))
+        self.last = nn.Linear(OUT, 8)
+        self.members = nn.ModuleList(nn.Linear(8, OUT) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            energy = self.last(self.body(at)).square().sum(1)
+            (force,) = torch.autograd.grad(energy.sum(), at, create_graph=True)
+            names, weights = zip(*self.last.named_parameters(), strict=True)
+            some = self.last(x.new_ones(1, OUT)).square().sum()
+            found = torch.autograd.grad(some, weights, create_graph=True)
+            fast = {n: w - 0.1 * g for n, w, g in zip(names, weights, found, strict=True)}
+            moved = torch.func.functional_call(self.last, fast, (self.body(x),))
+        each = [dict(member.named_parameters()) for member in self.members]
+        stacked = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+
+        def member(p: dict[str, Tensor]) -> Tensor:
+            found: Tensor = torch.func.functional_call(self.members[0], p, (torch.tanh(moved),))
+            return found
+
+        def energy_of(sample: Tensor) -> Tensor:
+            found: Tensor = self.last(self.body(sample)).square().sum()
+            return found
+
+        slopes = torch.func.vmap(torch.func.grad(energy_of))(x)
+        along = torch.func.jvp(self.body, (x,), (torch.ones_like(x),))[1]
+        return torch.vmap(member)(stacked).mean(0) + force + 0.3 * slopes + 0.1 * along
+
+
+class Derives(Stack):
+    def model(self) -> nn.Module:
+        return Deriving()
+
+    def fsdp_units(self, model: nn.Module) -> list[nn.Module]:
+        return []
+
+
+class Padding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.first, self.last = nn.Linear(1, 8), nn.Linear(8, OUT)
+        self.body = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (2 + 2 * x[:, 0].abs()).long().clamp(1, IN)
+        is_padding = torch.arange(IN) >= lengths[:, None]
+        hidden = self.body(self.first(x[:, :, None]), src_key_padding_mask=is_padding)
+        return self.last(hidden.mean(1))  # type: ignore[no-any-return]
+
+
+class Padded(Stack):
+    """Torch makes a nested tensor in evaluation, and zeros of what is padding."""
+
+    def model(self) -> nn.Module:
+        return Padding()
+
+
+@dataclass(kw_only=True)
+class WritesAWeight(Stack):
+    """A teacher that forward moves, by its parameters."""
+
+    how: str = "data"
+
+    def model(self) -> nn.Module:
+        how = self.how
+
+        class Net(nn.Sequential):
+            def forward(self, input: Any) -> Any:
+                weight = next(self.parameters())
+                if how == "data":
+                    weight.data[0].mul_(0.9)
+                elif how == "in place":
+                    with torch.no_grad():
+                        weight.mul_(0.9)
+                else:
+                    self.first.weight = nn.Parameter(torch.ones(3, IN))
+                return super().forward(input)
+
+        net = Net()
+        net.first, net.act, net.last = nn.Linear(IN, 8), nn.Softmax(-1), nn.Linear(8, OUT)
+        return net

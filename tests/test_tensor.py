@@ -52,6 +52,52 @@ def test_what_is_between_gets_what_it_needs(
     assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
 
 
+CUT_EVERYWHERE = [
+    ("tensor", 2),
+    ("tensor", 3),
+    ("tensor:exact=yes", 2),
+    ("fsdp:tensor=2", 4),
+    ("mesh:data=2,tensor=2", 4),
+    ("tensor:data=2", 4),
+]
+
+
+@pytest.mark.slow(but=4)
+@pytest.mark.parametrize(("strategy", "ranks"), CUT_EVERYWHERE)
+@pytest.mark.parametrize("task", ["Looks", "Derives", "Padded"])
+def test_user_code_meets_whole_weights_whichever_way_it_takes(
+    task: str, strategy: str, ranks: int, train: Train, references: dict[str, Any]
+) -> None:
+    """In forward, loss and metrics, in training and evaluation, differentiated twice."""
+    if strategy.startswith("fsdp") and task == "Looks":
+        task = "LooksInForward"
+    wanted, weights = reference_for(task, train, references, "tensor_tasks")
+    result = train(
+        f"tensor_tasks:{task}", strategy=strategy, ranks=ranks, precision="fp64", steps=STEPS
+    )
+    assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
+    assert result.summary["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-10)
+    assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
+
+
+def test_loss_of_an_evaluation_is_refused_weights_that_fsdp_has_let_go_of(train: Train) -> None:
+    with pytest.raises(RequestError, match="whose unit of fsdp has let go of its weights"):
+        train("tensor_tasks:Looks", strategy="fsdp:tensor=2", ranks=4, precision="fp64", steps=1)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("data", "a cut weight in forward or loss"),
+        ("in place", "it is written there, by"),
+        ("another", "it takes its part of a whole weight"),
+    ],
+)
+def test_forward_may_not_write_a_cut_weight(how: str, message: str, train: Train) -> None:
+    with pytest.raises(RequestError, match=message):
+        train("tensor_tasks:WritesAWeight", f"how={how}", strategy="tensor", ranks=2, steps=1)
+
+
 def test_a_block_is_a_plain_chain_that_nobody_looks_into() -> None:
     def blocks(model: nn.Module) -> set[str | None]:
         return {cut.block for cut in default_plan(model, 2).cuts.values()} - {None}

@@ -73,7 +73,8 @@ class CutBlocks:
 
     def weights(self) -> Iterator[nn.Parameter]:
         """All of the blocks, which may share some."""
-        return (weight for block in self.blocks.values() for weight in block.parameters())
+        with self.exchange.closed():
+            yield from (w for block in self.blocks.values() for w in block.parameters())
 
     def check_own_weights(self, is_summed: Callable[[nn.Parameter], bool]) -> None:
         """Raise `RequestError` for a weight that blocks share with what is beside them, where a
@@ -98,7 +99,8 @@ class CutBlocks:
 
         What is proved holds for the weights that are trained: others may be let in later.
         """
-        trained = (weight.requires_grad for weight in self.model.parameters())
+        with self.exchange.closed():
+            trained = [weight.requires_grad for weight in self.model.parameters()]
         mode = stage, (self.model.training, *trained)
         calls = self.calls.get(mode)
         if calls is None:

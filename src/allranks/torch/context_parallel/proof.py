@@ -113,7 +113,7 @@ class Proof:
             given, own, whole_hidden, hidden = map_arguments(
                 exact, (given, own, whole_hidden, hidden.detach())
             )
-            with _without_zeros(block.module):
+            with _without_zeros(self._weights(block.module)):
                 whole = self._ran(block, None, given, whole_hidden, span)
                 cut = self._ran(block, span, own, hidden, span)
         self._compare(block, span, whole, cut)
@@ -144,7 +144,7 @@ class Proof:
             gradient = _drawn(output, lies)
             if span is not None:
                 gradient = span.own_part(gradient, POSITIONS)
-            weights, strangers = _weights(block.module), self._strangers(block.module)
+            weights, strangers = self._weights(block.module), self._strangers(block.module)
             asked = [leaf, *weights, *others, *strangers.values()]
             found = torch.autograd.grad(output, asked, gradient.to(output), allow_unused=True)
         grads = [
@@ -162,12 +162,18 @@ class Proof:
         arguments = grads[1 + len(weights) :][: len(others)]
         return Ran(hidden, output.detach(), grads[0], own, arguments)
 
+    def _weights(self, block: nn.Module) -> list[nn.Parameter]:
+        """The trained weights of a block, as this rank holds them."""
+        with self.exchange.closed():
+            return [weight for weight in block.parameters() if _is_trained(weight)]
+
     def _strangers(self, block: nn.Module) -> dict[str, nn.Parameter]:
         """The weights that a block must not use, by name: of which nobody sums the gradients."""
         if self.exchange.cuts_arguments:
             return {}
-        own = {id(weight) for weight in block.parameters()}
-        named = self.model.named_parameters()
+        with self.exchange.closed():
+            own = {id(weight) for weight in block.parameters()}
+            named = list(self.model.named_parameters())
         return {name: one for name, one in named if id(one) not in own and _is_trained(one)}
 
     def _compare(self, block: CutBlock, span: Span, whole: Ran, cut: Ran) -> None:
@@ -182,7 +188,8 @@ class Proof:
         wanted = span.own_part(whole.of_input, POSITIONS)
         passed = span.own_part(_drawn(whole.output, span), POSITIONS)
         add("the gradient of its input", cut.of_input, wanted, _square(wanted), passed)
-        named = [(n, one) for n, one in block.module.named_parameters() if _is_trained(one)]
+        with self.exchange.closed():
+            named = [(n, one) for n, one in block.module.named_parameters() if _is_trained(one)]
         with self.exchange.opened("control"):
             sums = [
                 self.exchange.sum_(part.contiguous().clone())
@@ -289,18 +296,14 @@ def _is_trained(weight: nn.Parameter) -> bool:
     return weight.requires_grad and weight.is_floating_point()
 
 
-def _weights(block: nn.Module) -> list[nn.Parameter]:
-    return [weight for weight in block.parameters() if _is_trained(weight)]
-
-
 @contextmanager
-def _without_zeros(block: nn.Module) -> Iterator[None]:
+def _without_zeros(weights: list[nn.Parameter]) -> Iterator[None]:
     """Within, weights that are all zero are drawn: a branch behind one shows no gradient.
 
     Every rank draws the same for what is not cut.
     """
     generator, held = torch.Generator(), []
-    for number, weight in enumerate(_weights(block)):
+    for number, weight in enumerate(weights):
         if not weight.any():
             drawn = torch.randn(weight.shape, generator=generator.manual_seed(number))
             held.append((weight, weight.data))

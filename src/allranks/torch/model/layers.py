@@ -155,7 +155,7 @@ class Swapped:
 OF_SWAPPED = frozenset(
     {
         *("left", "scope", "index", "shared_dims", "slot", "adds_no_loss", "part_of"),
-        *("exchange", "region", "regions", "between", "dims", "sizes"),
+        *("exchange", "region", "regions", "between", "dims", "sizes", "lengths"),
     }
 )
 """What swapped layers carry beside what their owner gave them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -74,6 +74,7 @@ class StepParts:
     whole_weights: Callable[[], AbstractContextManager[None]]
     updating: Callable[[Gradients], AbstractContextManager[None]]
     after_backward: Callable[[], None]
+    held_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     equal_passes: bool = False
     counts_samples: bool = True
     shard_alone: bool = False
@@ -215,32 +216,35 @@ class Passes:
 
     def close_leaf(self, batch: Batch, leaf: Leaf, tally: Tally) -> None:
         """The passes of a leaf are over; `used` are the parameters that they used."""
-        tally.close(
-            batch.index,
-            self.used,
-            self.asked,
-            changed=self.changes.leaf_done(leaf),
-            regularizer=self.regularizers.was,
-            touched=self.sparse.touched,
-        )
+        with self.parts.held_weights():
+            tally.close(
+                batch.index,
+                self.used,
+                self.asked,
+                changed=self.changes.leaf_done(leaf),
+                regularizer=self.regularizers.was,
+                touched=self.sparse.touched,
+            )
 
     def begin(self, batch: Batch) -> None:
         """Before the passes of a step: nothing of the last one is counted in it."""
         if self.probe is not None:
-            self.probe.begin(batch)
+            with self.parts.held_weights():
+                self.probe.begin(batch)
         if self._poison_next:
             self._poisoned_at.add(batch.index)
             self._poison_next = False
         self._poisoned = batch.index in self._poisoned_at  # also where it is made again
         self.user_buffers.begin()
-        self.changes.begin()
+        with self.parts.held_weights():
+            self.changes.begin()
         self.apart.late, self._rows = self.changes.late, self.sparse
         for marks in self.scope.looked_up.values():
             marks.zero_()
         if self.scope.whole is not None:
             self.scope.whole.begin(batch.own_samples)
         self.for_others.begin(batch)
-        self.reached("begin")
+        self.reach("begin")
 
     def end(self, batch: Batch) -> None:
         """The passes of a step are over, also those for other ranks."""
@@ -248,7 +252,12 @@ class Passes:
         self.for_others.finish(batch, uses)
         self.scope.leave()
         self.user_buffers.end(batch)
-        self.reached("end")
+        self.reach("end")
+
+    def reach(self, where: str) -> None:
+        """Tell who watches the step; it looks at what this rank holds."""
+        with self.parts.held_weights():
+            self.reached(where)
 
     @contextmanager
     def recomputing(self, probe: Probe) -> Iterator[None]:
@@ -266,12 +275,12 @@ class Passes:
 
     def output(self, batch: Batch, micro: MicroBatch) -> Any:
         """The output of the model for a micro-batch of a step; the same whenever it is computed."""
-        self.reached("enter")
+        self.reach("enter")
         self.scope.enter(batch.index, micro.pieces, micro.samples, self.stage)
-        self.reached("entered")
+        self.reach("entered")
         with self.precision.autocast():
             output = (self.forward or partial(forward, self.task, self.call))(micro.data)
-        self.reached("forward")
+        self.reach("forward")
         if self._poisoned and (self._batch_loss is not None or not self.has_loss):
             return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
         return output

@@ -129,6 +129,7 @@ class Strategy(Traits, ABC):
             whole_weights=self.whole_weights,
             updating=self.updating,
             after_backward=self.after_backward,
+            held_weights=self.held_weights,
             equal_passes=self.equal_passes,
             counts_samples=self.mesh.is_first_of_its_data(self.comm.rank),
             shard_alone=self.shard_alone,
@@ -208,6 +209,10 @@ class Strategy(Traits, ABC):
         """Within, the parameters of the model are whole, for a loss that every rank computes."""
         return nullcontext()
 
+    def held_weights(self) -> AbstractContextManager[None]:
+        """Within, also in a pass, the parameters of the model are what this rank holds of them."""
+        return NOTHING
+
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Within, the model has the weights that are evaluated: their average, if one is kept."""
         if self.two_modes is not None:
@@ -269,6 +274,10 @@ class Strategy(Traits, ABC):
 
     def evaluation_pass(self) -> AbstractContextManager[None]:
         """Around `eval_step` and what loss and metrics make of its output."""
+        return NOTHING
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Within, loss and metrics of evaluation data are computed from the output."""
         return NOTHING
 
     def messages(self) -> tuple[int, ...]:

@@ -60,7 +60,6 @@ from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.single import Single
 from allranks.torch.tensor_parallel.cutting import CutModel, cut_layers
-from allranks.torch.tensor_parallel.layers import shown_whole
 from allranks.torch.tensor_parallel.passes import CutPasses, exchange_of
 
 
@@ -137,6 +136,7 @@ class FSDP(Single):
         """Leave this rank with its part of each layer; what is cut by rows is that part."""
         context, sequence = self.context, bool(self.context.options.get("sequence"))
         self.exchange = exchange_of(self.axis(TENSOR), self.name, sequence=sequence)
+        self.exchange.gathers_at_once = True  # a unit may let go of its weights in between
         self.copies: set[int] = set()  # what the first rank of the axis counts in a norm
         blocks: dict[str, nn.Module] = {}
         if self.exchange.comm.size > 1:
@@ -276,6 +276,7 @@ class FSDP(Single):
 
     def _note(self, number: int, *_: Any) -> None:
         self.order.note(number)
+        self.exchange.refuses_parts = True  # torch itself looks at parts before its first pass
 
     def _leaf_done(self, batch: Batch, leaf: Leaf) -> None:
         self.beside.take_gradients()
@@ -333,6 +334,9 @@ class FSDP(Single):
         self.order.check_on_all(self.comm)
         return output
 
+    def held_weights(self) -> AbstractContextManager[None]:
+        return self.exchange.closed() if self.is_cut else super().held_weights()
+
     @contextmanager
     def evaluation_pass(self) -> Iterator[None]:
         if not self.is_cut:
@@ -365,7 +369,7 @@ class FSDP(Single):
         if not self.is_cut:
             yield
             return
-        with self.slots.whole(self.comm.device), shown_whole(self.cut.layers, self.exchange):
+        with self.slots.whole(self.comm.device), self.exchange.opened("control"):
             yield
 
     def place(self, name: str, held: Tensor, whole: Tensor) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -168,6 +169,12 @@ class ThreeAxes(Pipeline):
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         with self.exchange.opened("control"):
             return super().eval_step(data, forward)
+
+    def held_weights(self) -> AbstractContextManager[None]:
+        return self.exchange.closed()
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        return self.exchange.opened("control")
 
     def close(self) -> None:
         self.cut_passes.close()

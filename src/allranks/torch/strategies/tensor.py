@@ -37,7 +37,6 @@ from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.tensor_parallel.cutting import CutModel, cut_layers
-from allranks.torch.tensor_parallel.layers import shown_whole
 from allranks.torch.tensor_parallel.passes import CutPasses, exchange_of
 
 
@@ -118,9 +117,15 @@ class Tensors(Strategy):
         with self.exchange.opened("control"):
             return self.passes.passed(partial(super().eval_step, data, forward))
 
+    def held_weights(self) -> AbstractContextManager[None]:
+        return self.exchange.closed()
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        return self.exchange.opened("control")
+
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        with shown_whole(self.cut.layers, self.exchange):
+        with self.exchange.opened("control"):
             yield
 
     def messages(self) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ BATCHED = 3  # dimensions of (sample, position, feature)
 HEADS_DIM = 1  # of (sample, head, query, key)
 
 
-class HeadsOutput(RowLinear, NonDynamicallyQuantizableLinear):  # type: ignore[override]
+class HeadsOutput(RowLinear, NonDynamicallyQuantizableLinear):
     """`out_proj`: the columns of this rank's heads. Closes the region that the heads are in."""
 
 
@@ -64,26 +64,6 @@ class HeadsOfAttention(CutLayer, nn.MultiheadAttention):
     def _qkv_same_embed_dim(self) -> bool:
         """`False`, so that no layer of torch hands whole weights to a kernel in evaluation."""
         return False
-
-    @property
-    def in_proj_weight(self) -> Any:  # type: ignore[override]
-        return self.shown("in_proj_weight")
-
-    @property
-    def in_proj_bias(self) -> Any:  # type: ignore[override]
-        return self.shown("in_proj_bias")
-
-    @property
-    def q_proj_weight(self) -> Any:  # type: ignore[override]
-        return self.shown("q_proj_weight")
-
-    @property
-    def k_proj_weight(self) -> Any:  # type: ignore[override]
-        return self.shown("k_proj_weight")
-
-    @property
-    def v_proj_weight(self) -> Any:  # type: ignore[override]
-        return self.shown("v_proj_weight")
 
     def forward(
         self,
@@ -124,11 +104,11 @@ class HeadsOfAttention(CutLayer, nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[list[Tensor]]:
         """Queries, keys and values of this rank's heads, once for each leaf of them."""
-        packed, bias = self.held("in_proj_weight"), self.held("in_proj_bias")
+        packed, bias = self.part("in_proj_weight"), self.part("in_proj_bias")
         if packed is not None and query is key and key is value:
             return [list(p.chunk(3, -1)) for p in self._products(query, packed, bias, runs=3)]
         if packed is None:
-            weights: Sequence[Any] = [self.held(f"{name}_proj_weight") for name in "qkv"]
+            weights: Sequence[Any] = [self.part(f"{name}_proj_weight") for name in "qkv"]
         else:
             weights = packed.chunk(3)
         biases: Sequence[Tensor | None] = [None] * 3 if bias is None else bias.chunk(3)

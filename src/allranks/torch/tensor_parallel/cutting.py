@@ -30,8 +30,10 @@ from allranks.torch.tensor_parallel.layers import (
     ColumnLinear,
     CutLayer,
     OpenChain,
+    PaddedEncoderLayer,
     Region,
     RowLinear,
+    ShownWhole,
     VocabularyEmbedding,
 )
 from allranks.torch.tensor_parallel.plan import ELEMENTWISE, Plan, default_plan, given_plan
@@ -142,7 +144,7 @@ def cut_model(
             for name, along in DIMS[cut.way].items()
             if module._parameters.get(name) is not None
         }
-        module.dims, module.sizes = dims, {}
+        module.dims, module.sizes, module.lengths = dims, {}, {}
         for name, along in dims.items():
             own = names[module, name]
             if own not in found.dims:
@@ -151,10 +153,13 @@ def cut_model(
                 for holder, attribute in slots[own]:
                     holder._parameters[attribute] = part
             module.sizes[name] = found.shapes[own][along.dim]
+            module.lengths[name] = module._parameters[name].shape[along.dim]
         module.exchange, module.region = exchange, region
         module.__class__ = KINDS[cut.way, own_kind(module)]
+        module._parameters = ShownWhole(module)
         found.layers.append(module)
     _tell_what_is_between(model, plan, regions, exchange)
+    _pad_encoder_layers(model)
     found.regions = list(regions.values())
     return found
 
@@ -209,6 +214,18 @@ def _tell_what_is_between(
         elif kind in ELEMENTWISE and exchange.leaves:
             inner.exchange, inner.between = exchange, where
             inner.__class__ = type(f"{kind.__name__}ByLeaves", (ByLeaves, kind), {})
+
+
+def _pad_encoder_layers(model: nn.Module) -> None:
+    """Let no layer that is cut meet a nested tensor: what it sends must have one shape."""
+    for module in model.modules():
+        kind = own_kind(module)
+        own: Any = getattr(kind, "forward", None)
+        if own is not nn.TransformerEncoderLayer.forward or "forward" in vars(module):
+            continue
+        if any(isinstance(layer, CutLayer) for layer in module.modules()):
+            bases = PaddedEncoderLayer, kind
+            module.__class__ = type(f"Padded{kind.__name__}", bases, {})
 
 
 def _open_within(chain: Any, region: Region) -> None:

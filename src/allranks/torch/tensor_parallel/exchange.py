@@ -7,18 +7,20 @@
     this rank's part (`own_part`)    all-gather of the gradient
 
 Every rank of the axis goes through the model with the same samples, so all call these alike, and
-what is not cut is the same on all of them. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
+what is not cut is the same on all of them. Each function is the backward of another one, so all can
+be differentiated as often as user code likes, and transformed by `torch.func`. Shoeybi et al. 2019,
+Megatron-LM, arXiv 1909.08053.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch._C import _are_functorch_transforms_active
 
 from allranks.torch.comm import Comm
 
@@ -77,6 +79,9 @@ class Exchange:
         self.comm, self.leaves = comm, leaves
         self.is_open, self.kind = False, "control"
         self.reduced = self.gathered = 0
+        self.weights: dict[Any, Tensor] = {}  # that a pass has shown whole
+        self.refuses_parts = False  # of parts on another axis, too, which user code asks for
+        self.gathers_at_once = False  # where parts do not stay in memory for as long as a pass
         self._weights: dict[int, Tensor] | None = None
 
     @contextmanager
@@ -84,10 +89,21 @@ class Exchange:
         """Within, passes go through the model; what they send is of that kind."""
         before = self.is_open, self.kind
         self.is_open, self.kind = True, kind
+        self.weights.clear()
         try:
             yield
         finally:
             self.is_open, self.kind = before
+            self.weights.clear()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Within, the engine looks at the parts that this rank holds."""
+        before, self.is_open = self.is_open, False
+        try:
+            yield
+        finally:
+            self.is_open = before
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
@@ -147,6 +163,8 @@ class Exchange:
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum over the ranks, in place of `part`, which nobody else may hold."""
+        if _are_functorch_transforms_active():
+            return _call(_SummedAnew, self, part)  # they know no writes in place
         return _call(_Summed, self, part)
 
     def copied_leaves(self, input: Tensor) -> tuple[Tensor, ...]:
@@ -169,9 +187,9 @@ class Exchange:
             self._weights[id(part)] = self.whole(part, along, size)
         return self._weights[id(part)]
 
-    def own_part(self, whole: Tensor, dim: int) -> Tensor:
+    def own_part(self, whole: Tensor, along: int | Along) -> Tensor:
         """This rank's part of what all hold."""
-        return _call(_OwnPart, self, whole, dim)
+        return _call(_OwnPart, self, whole, along)
 
 
 def _call(function: Any, *arguments: Any) -> Tensor:
@@ -179,55 +197,131 @@ def _call(function: Any, *arguments: Any) -> Tensor:
     return found
 
 
+def _batched(info: Any, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors with what `vmap` goes over in front of all other dimensions."""
+    pairs = zip(tensors, dims, strict=True)
+    return [
+        tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in pairs
+    ]
+
+
+def _behind_batch(along: int | Along) -> Along:
+    """The same dimension of a tensor with one more in front."""
+    dim, runs = along if isinstance(along, Along) else (along, 1)
+    return Along(dim + (dim >= 0), runs)
+
+
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, input: Tensor) -> Tensor:
-        ctx.exchange = exchange
+    def forward(exchange: Exchange, input: Tensor) -> Tensor:
         return input.view_as(input)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.exchange = inputs[0]
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.exchange.sum_(gradient.clone(memory_format=torch.contiguous_format))
+        own = gradient.clone(memory_format=torch.contiguous_format)
+        return None, (ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(own)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, exchange: Exchange, input: Tensor) -> tuple[Tensor, int]:
+        return exchange.copied(*_batched(info, dims[1:], [input])), 0
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, part: Tensor) -> Tensor:
-        if not part.is_contiguous():
-            return exchange.sum_(part.contiguous())
-        ctx.mark_dirty(part)
-        return exchange.sum_(part)
+    def forward(exchange: Exchange, part: Tensor) -> Tensor:
+        return exchange.sum_(part.contiguous())
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.exchange = inputs[0]
+        if output is inputs[1]:
+            ctx.mark_dirty(output)
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, gradient
+        return None, ctx.exchange.copied(gradient) if torch.is_grad_enabled() else gradient
+
+
+class _SummedAnew(torch.autograd.Function):
+    """The sum in memory of its own."""
+
+    @staticmethod
+    def forward(exchange: Exchange, part: Tensor) -> Tensor:
+        return exchange.sum_(part.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.exchange = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, ctx.exchange.copied(gradient)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
+        return _call(_SummedAnew, ctx.exchange, tangent)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, exchange: Exchange, part: Tensor) -> tuple[Tensor, int]:
+        return _call(_SummedAnew, exchange, *_batched(info, dims[1:], [part])), 0
 
 
 class _CopiedLeaves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, input: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
+    def forward(exchange: Exchange, input: Tensor) -> tuple[Tensor, ...]:
         return tuple(input.view_as(input) for _ in range(exchange.leaves))
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.exchange = inputs[0]
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return None, ctx.exchange.summed_leaves(gradients)
         return None, ctx.exchange.tree_sum(gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tangent.view_as(tangent) for _ in range(ctx.exchange.leaves))
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, exchange: Exchange, input: Tensor) -> Any:
+        return exchange.copied_leaves(*_batched(info, dims[1:], [input])), (0,) * exchange.leaves
 
 
 class _SummedLeaves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, *parts: Tensor) -> Tensor:
-        ctx.exchange = exchange
+    def forward(exchange: Exchange, *parts: Tensor) -> Tensor:
         return exchange.tree_sum(parts)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.exchange = inputs[0]
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         gradient = gradient.contiguous()
+        if torch.is_grad_enabled():
+            return None, *ctx.exchange.copied_leaves(gradient)
         return None, *[gradient] * ctx.exchange.leaves
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
+        return cast("Exchange", ctx.exchange).summed_leaves(tangents)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, exchange: Exchange, *parts: Tensor) -> tuple[Tensor, int]:
+        return exchange.summed_leaves(_batched(info, dims[1:], parts)), 0
 
 
 class Joined(torch.autograd.Function):
@@ -236,39 +330,75 @@ class Joined(torch.autograd.Function):
     A product rounds by the shapes and strides of what it is given.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.count = len(parts)
+    def forward(*parts: Tensor) -> Tensor:
         return torch.cat(parts, -1)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.count = len(inputs)
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         parts = gradient.chunk(ctx.count, -1)
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return torch.cat(tangents, -1)
+
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, exchange: Exchange, part: Tensor, along: int | Along, size: int
-    ) -> Tensor:
-        ctx.exchange, ctx.along = exchange, along
+    def forward(exchange: Exchange, part: Tensor, along: int | Along, size: int) -> Tensor:
         return exchange.all(part, along, size)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.exchange, _, ctx.along, ctx.size = inputs
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return None, ctx.exchange.own_part(gradient, ctx.along), None, None
         return None, ctx.exchange.own(gradient, ctx.along).contiguous(), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
+        return cast("Exchange", ctx.exchange).whole(tangent, ctx.along, ctx.size)
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: Any, exchange: Exchange, part: Tensor, along: int | Along, size: int
+    ) -> tuple[Tensor, int]:
+        (part,) = _batched(info, dims[1:2], [part])
+        return exchange.whole(part, _behind_batch(along), size), 0
 
 
 class _OwnPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, whole: Tensor, dim: int) -> Tensor:
-        ctx.exchange, ctx.dim, ctx.size = exchange, dim, whole.shape[dim]
-        return exchange.own(whole, dim).contiguous()
+    def forward(exchange: Exchange, whole: Tensor, along: int | Along) -> Tensor:
+        return exchange.own(whole, along).contiguous()
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.exchange, whole, ctx.along = inputs
+        ctx.size = whole.shape[ctx.along.dim if isinstance(ctx.along, Along) else ctx.along]
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.exchange.all(gradient, ctx.dim, ctx.size), None
+        gather = ctx.exchange.whole if torch.is_grad_enabled() else ctx.exchange.all
+        return None, gather(gradient, ctx.along, ctx.size), None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
+        return cast("Exchange", ctx.exchange).own_part(tangent, ctx.along)
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: Any, exchange: Exchange, whole: Tensor, along: int | Along
+    ) -> tuple[Tensor, int]:
+        (whole,) = _batched(info, dims[1:2], [whole])
+        return exchange.own_part(whole, _behind_batch(along)), 0

@@ -8,28 +8,28 @@ Between the columns and the row of a `Region` activations stay cut, and one all-
 and one in backward is all that a block sends. Elsewhere a column gathers its output, and a row
 takes its part of the whole input. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
 
-A weight that user code looks at within a pass (`F.linear(x, embedding.weight)`) is shown whole: it
-is gathered for that, and its gradient finds the way back. So is every one that a regularizer asks
-`model.parameters()` for.
+A weight that user code looks at within a pass is shown whole (`.whole_weight`). A layer that is
+given whole weights in place of its own, as by `torch.func.functional_call`, takes its part of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from allranks.errors import RequestError
 from allranks.torch.context_parallel.exchange import POSITIONS
-from allranks.torch.model.layers import Swapped
+from allranks.torch.model.layers import Swapped, own_kind
 from allranks.torch.model.shard_dropout import Part
 from allranks.torch.tensor_parallel.exchange import Along, Exchange, Joined, part_sizes
 from allranks.torch.tensor_parallel.scattered import AllRows, ScatteredExchange
+from allranks.torch.tensor_parallel.whole_weight import WholeWeight, shown
 
 ATTENTION_DIMS = 4  # (sample, head, position, feature or position)
 
@@ -136,6 +136,7 @@ class CutLayer(Swapped):
     region: Region | None
     dims: dict[str, Along]
     sizes: dict[str, int]
+    lengths: dict[str, int]
     _parameters: dict[str, nn.Parameter | None]
 
     @property
@@ -144,16 +145,37 @@ class CutLayer(Swapped):
         region = self.region
         return region if region is not None and region.is_active else None
 
+    @property
+    def kind(self) -> str:
+        """What the layer's own class is called."""
+        layer: Any = self
+        return own_kind(layer).__name__
+
     def held(self, name: str) -> nn.Parameter | None:
         """What this rank holds of a parameter."""
         return dict.__getitem__(self._parameters, name)
 
+    def part(self, name: str) -> Tensor | None:
+        """What this rank computes with: what it holds, or its part of what somebody put there."""
+        held, along = self.held(name), self.dims.get(name)
+        if held is None or along is None or held.shape[along.dim] == self.lengths[name]:
+            return held
+        if held.shape[along.dim] != self.sizes[name]:
+            raise _not_a_weight(self, name, held)
+        return self.exchange.own_part(held, along)
+
     def shown(self, name: str) -> Tensor | None:
         """A parameter as user code sees it: whole in a pass, elsewhere what this rank holds."""
-        held = self.held(name)
-        if held is None or name not in self.dims or not self.exchange.is_open:
+        held, along = self.held(name), self.dims.get(name)
+        if held is None or along is None or not self.exchange.is_open:
             return held
-        return self.exchange.whole_weight(held, self.dims[name], self.sizes[name])
+        if isinstance(held, DTensor):  # in parts on another axis, too
+            if self.exchange.refuses_parts:
+                raise _not_gathered(self, name)
+            return held
+        if held.shape[along.dim] != self.lengths[name]:
+            return held  # somebody has put it there
+        return shown(self.exchange, held, along, self.sizes[name])
 
 
 def aligned(leaf: Tensor) -> Tensor:
@@ -179,8 +201,25 @@ class ByLeaves(Swapped, nn.Module):
         return output
 
 
+class PaddedEncoderLayer(Swapped, nn.TransformerEncoderLayer):
+    """An encoder layer with cut layers in it: a nested tensor goes through it padded.
+
+    `nn.TransformerEncoder` makes one of what its padding mask leaves, in evaluation.
+    """
+
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not src.is_nested:
+            return super().forward(src, *args, **kwargs)
+        lengths = [len(sample) for sample in src.unbind()]
+        padded = src.to_padded_tensor(0.0)  # (sample, position, feature)
+        positions = torch.arange(padded.shape[1], device=padded.device)
+        is_padding = positions >= torch.tensor(lengths, device=padded.device)[:, None]
+        found = super().forward(padded, src_key_padding_mask=is_padding)
+        return torch._nested_tensor_from_mask(found, ~is_padding, mask_check=False)
+
+
 class ShownWhole(dict[str, Any]):
-    """The parameters of a cut layer for who iterates over them; each is gathered when it is met."""
+    """The parameters of a cut layer, as `CutLayer.shown` gives them to all but the layer itself."""
 
     def __init__(self, layer: CutLayer) -> None:
         super().__init__(layer._parameters)
@@ -189,25 +228,21 @@ class ShownWhole(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self.layer.shown(name)
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        part = value.part if isinstance(value, WholeWeight) else None
+        super().__setitem__(name, value if part is None else part)
+
+    def __iter__(self) -> Iterator[str]:  # so that dict(…) asks for each of them
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if super().__contains__(name) else default
+
     def items(self) -> Any:
         return ((name, self[name]) for name in self)
 
     def values(self) -> Any:
         return (self[name] for name in self)
-
-
-@contextmanager
-def shown_whole(layers: Iterable[CutLayer], exchange: Exchange) -> Iterator[None]:
-    """Within, all parameters of the model are whole, and each is gathered once at most."""
-    with exchange.opened("control"), exchange.remembered():
-        held = [(layer, layer._parameters) for layer in layers]
-        for layer, _ in held:
-            layer._parameters = ShownWhole(layer)
-        try:
-            yield
-        finally:
-            for layer, parameters in held:
-                layer._parameters = parameters
 
 
 class CutLinear(CutLayer):
@@ -216,20 +251,12 @@ class CutLinear(CutLayer):
     in_features: int
     out_features: int
 
-    @property
-    def weight(self) -> Any:
-        return self.shown("weight")
 
-    @property
-    def bias(self) -> Any:
-        return self.shown("bias")
-
-
-class ColumnLinear(CutLinear, nn.Linear):  # type: ignore[override]
+class ColumnLinear(CutLinear, nn.Linear):
     """Rows of the weight and of the bias: some of the output's features. Input: whole."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.held("weight"), self.held("bias")
+        weight, bias = self.part("weight"), self.part("bias")
         assert weight is not None
         block, exchange = self.block, self.exchange
         if isinstance(exchange, ScatteredExchange) and exchange.lies_along(self, input):
@@ -239,7 +266,7 @@ class ColumnLinear(CutLinear, nn.Linear):  # type: ignore[override]
         enter = partial(copies_of, self.exchange) if block is None else block.enter
         copies = enter(input)
         if self.exchange.leaves:
-            output = self._by_leaves(copies)
+            output = self._by_leaves(copies, weight, bias)
         else:
             output = F.linear(copies[0], weight, bias)
         return output if block else self.exchange.whole(output, -1, self.out_features)
@@ -248,21 +275,19 @@ class ColumnLinear(CutLinear, nn.Linear):  # type: ignore[override]
         """All features of this rank's positions."""
         return exchange.own_part(exchange.whole(output, -1, self.out_features), POSITIONS)
 
-    def _by_leaves(self, copies: tuple[Tensor, ...]) -> Tensor:
+    def _by_leaves(self, copies: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None) -> Tensor:
         """A product for each leaf of features, of one shape on any number of ranks."""
-        weight, bias = self.held("weight"), self.held("bias")
-        assert weight is not None
         weights = [aligned(rows) for rows in weight.chunk(len(copies))]
         biases = [None] * len(copies) if bias is None else bias.chunk(len(copies))
         output: Tensor = Joined.apply(*map(F.linear, copies, weights, biases))  # type: ignore[no-untyped-call]
         return output
 
 
-class RowLinear(CutLinear, nn.Linear):  # type: ignore[override]
+class RowLinear(CutLinear, nn.Linear):
     """Columns of the weight: a part of every sum. The bias is whole, and added once."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.held("weight"), self.held("bias")
+        weight, bias = self.part("weight"), self.part("bias")
         assert weight is not None
         block, exchange = self.block, self.exchange
         scatters = False
@@ -299,12 +324,8 @@ class VocabularyEmbedding(CutLayer, nn.Embedding):
     A token that no row is for is the first rank's, or the last one's, where torch refuses it.
     """
 
-    @property
-    def weight(self) -> Any:  # type: ignore[override]
-        return self.shown("weight")
-
     def forward(self, input: Tensor) -> Tensor:
-        weight, comm = self.held("weight"), self.exchange.comm
+        weight, comm = self.part("weight"), self.exchange.comm
         assert weight is not None
         sizes = part_sizes(self.num_embeddings, comm.size)
         start, rows = sum(sizes[: comm.rank]), sizes[comm.rank]
@@ -319,6 +340,27 @@ class VocabularyEmbedding(CutLayer, nn.Embedding):
             padding = None
         found = F.embedding(own.masked_fill(elsewhere, 0), weight, padding)
         return self.exchange.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+def _not_gathered(layer: CutLayer, name: str) -> RequestError:
+    return RequestError(
+        asked=f"{name!r} of a {layer.kind}, in forward, loss or metrics",
+        found="a layer whose unit of fsdp has let go of its weights",
+        why="each rank holds a part of a part of it outside of the forward of its unit",
+        do="let fsdp_units(model) return a module that does all of this within its forward, or [] "
+        "(then loss in training may read weights, too), or --strategy tensor",
+    )
+
+
+def _not_a_weight(layer: CutLayer, name: str, found: Tensor) -> RequestError:
+    dim, size = layer.dims[name].dim, layer.sizes[name]
+    return RequestError(
+        asked=f"a {layer.kind} that is cut over the ranks",
+        found=f"{name!r} of shape {tuple(found.shape)} in the place of its own",
+        why=f"it takes its part of a whole weight, with {size} along dimension {dim}",
+        do="give it a whole weight (parameters() has them within forward and loss), or leave the "
+        "layer out of tensor_plan()",
+    )
 
 
 def _not_cut(layer: RowLinear, input: Tensor) -> RequestError:

@@ -65,6 +65,7 @@ class CutPasses:
 
         def begun() -> Any:
             self.cut.begin_pass()
+            self.exchange.weights.clear()
             return run()
 
         if self.blocks is None or (self.stages is not None and stage not in self.stages):

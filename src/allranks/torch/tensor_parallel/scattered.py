@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch._C import _are_functorch_transforms_active
 from torch.nn import functional as F
 
 from allranks.torch.checkpoint.tree import local
@@ -111,11 +111,15 @@ class ScatteredExchange(SequenceExchange):
     def rows_of_all(self, own: Tensor) -> AllRows:
         """The positions of all ranks, for columns; one all-gather."""
         assert self.span is not None
+        if _are_functorch_transforms_active():
+            raise self.refusal("a layer within vmap, grad or another transform of torch.func")
         return AllRows(self, own, self.span.whole)
 
     def own_sum(self, parts: Tensor, name: str) -> Tensor:
         """This rank's positions of the sum over the ranks; one reduce-scatter."""
         assert self.span is not None
+        if _are_functorch_transforms_active():
+            raise self.refusal("a layer within vmap, grad or another transform of torch.func")
         if parts.ndim != DIMS or parts.shape[POSITIONS] != self.span.whole:
             raise self.refusal(
                 f"a row-parallel Linear in {name!r} that gives activations of shape "
@@ -184,10 +188,19 @@ class _Again:
 
     def __init__(self, exchange: ScatteredExchange, length: int) -> None:
         self.exchange, self.length = exchange, length
-        self.users, self.whole = 0, None
+        self.users, self.whole = 0, cast("Tensor | None", None)
 
     def gathered(self, own: Tensor) -> Tensor:
         return self.exchange.all(own, POSITIONS, self.length)
+
+    def gathered_once(self, own: Tensor) -> Tensor:
+        """For all columns; for each by itself where its gradient is differentiated, too."""
+        if torch.is_grad_enabled():
+            found: Tensor = _AllRows.apply(self, own)  # type: ignore[no-untyped-call]
+            return found
+        if self.whole is None:
+            self.whole = self.gathered(own)
+        return self.whole
 
 
 class _AllRows(torch.autograd.Function):
@@ -197,9 +210,11 @@ class _AllRows(torch.autograd.Function):
         return again.gathered(own)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.again.exchange.scatter(gradient)
+        exchange = ctx.again.exchange
+        if torch.is_grad_enabled():
+            return None, _OwnSum.apply(exchange, gradient)  # type: ignore[no-untyped-call]
+        return None, exchange.scatter(gradient)
 
 
 class _Linear(torch.autograd.Function):
@@ -213,7 +228,6 @@ class _Linear(torch.autograd.Function):
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         own, weight = ctx.saved_tensors
         again, (_, _, of_whole, of_weight, of_bias) = ctx.again, ctx.needs_input_grad
@@ -222,9 +236,7 @@ class _Linear(torch.autograd.Function):
         if of_whole:
             found[0] = gradient @ weight
         if of_weight:
-            if again.whole is None:
-                again.whole = again.gathered(own)
-            found[1] = flat.t() @ again.whole.flatten(0, -2)
+            found[1] = flat.t() @ again.gathered_once(own).flatten(0, -2)
         if of_bias:
             found[2] = flat.sum(0)
         again.users -= 1
@@ -240,6 +252,8 @@ class _OwnSum(torch.autograd.Function):
         return exchange.scatter(parts)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            again = _Again(ctx.exchange, ctx.length)
+            return None, _AllRows.apply(again, gradient)  # type: ignore[no-untyped-call]
         return None, ctx.exchange.all(gradient, POSITIONS, ctx.length)

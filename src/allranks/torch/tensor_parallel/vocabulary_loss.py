@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch._C import _are_functorch_transforms_active
 from torch.nn import functional as F
 
 from allranks.errors import RequestError
@@ -39,7 +39,9 @@ def cross_entropy(
         return whole.view(target.shape)
     if head.block is not None:
         raise _within_a_block(head)
-    weight, bias = head.held("weight"), head.held("bias")
+    if _are_functorch_transforms_active():
+        raise _first_order("it is called within vmap, grad or another transform of torch.func")
+    weight, bias = head.part("weight"), head.part("bias")
     assert weight is not None, "a Linear without one is not cut"
     logits = F.linear(copies_of(head.exchange, hidden)[0], weight, bias).flatten(0, -2)
     if logits.itemsize < 4:  # as torch's own does under autocast
@@ -75,13 +77,23 @@ class _OverClasses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise _first_order("its gradient is differentiated, as by create_graph=True")
         probabilities, at, is_here, is_ignored = ctx.saved_tensors
         each = gradient.masked_fill(is_ignored, 0)[:, None]
         found = probabilities * each
         found.scatter_add_(1, at, -each * is_here[:, None])
         return None, found, None, None, None
+
+
+def _first_order(found: str) -> RequestError:
+    return RequestError(
+        asked="cross_entropy(head, …) of allranks.torch, with a head that is cut over its classes",
+        found=found,
+        why="no rank has all logits, and its gradient is made for one backward pass",
+        do="torch.nn.functional.cross_entropy(head(hidden), target), or --strategy ddp",
+    )
 
 
 def _within_a_block(head: ColumnLinear) -> RequestError:
