@@ -64,7 +64,7 @@ def check_same_groups(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Non
     for number, group in enumerate(optimizer.param_groups):
         rows += [f"group {number}: {names.get(id(p), 'another tensor')}" for p in group["params"]]
         rows += [f"group {number}: {said}" for said in sorted(map(_said, group.items()))]
-    _compare("optimizer(self, model) of the task", "row", rows, comm, WHY_GROUPS, DO_GROUPS)
+    _compare("optimizer(self, model) of the task", "parameter", rows, comm, WHY_GROUPS, DO_GROUPS)
 
 
 def _said(item: tuple[str, Any]) -> str:
