@@ -109,24 +109,26 @@ def map_to_device(
     It knows which of its tensors stay on the host, as the lengths of a packed sequence do. `pin`
     asks for its `pin_memory` first.
     """
+    if type(value) is tuple:  # as most batches are
+        items = []
+        for item in value:  # a comprehension would have cells for all these arguments
+            is_tensor = isinstance(item, Tensor)
+            moved = (
+                change(item) if is_tensor else map_to_device(change, cast, item, device, pin=pin)
+            )
+            items.append(moved)
+        return tuple(items)
     if isinstance(value, Tensor):
         return change(value)
-    if type(value) is tuple:  # as most batches are
-        return tuple(
-            [
-                change(item)
-                if isinstance(item, Tensor)
-                else map_to_device(change, cast, item, device, pin=pin)
-                for item in value
-            ]
-        )
     if type(value) is dict:
-        return {
-            key: change(item)
-            if isinstance(item, Tensor)
-            else map_to_device(change, cast, item, device, pin=pin)
-            for key, item in value.items()
-        }
+        changed = {}
+        for key, item in value.items():
+            is_tensor = isinstance(item, Tensor)
+            moved = (
+                change(item) if is_tensor else map_to_device(change, cast, item, device, pin=pin)
+            )
+            changed[key] = moved
+        return changed
     return DATA.map(change, value, partial(_moved_and_cast, cast, device, pin))
 
 

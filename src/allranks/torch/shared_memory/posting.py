@@ -149,6 +149,12 @@ class Named(dist.ProcessGroup):
         self.calls = 0
 
 
+class _Coalesced(threading.local):
+    """The works of this thread since `_start_coalescing`, if it is between that and the end."""
+
+    works: list[Any] | None = None
+
+
 class Posting(Named):
     """The ranks of a group in one host. `library_group` is the library's, for direct calls.
 
@@ -168,7 +174,7 @@ class Posting(Named):
         self.seconds = timeout.total_seconds()
         self._store, self._pid, self._is_left = store, os.getpid(), False
         self._gloo: Any = None
-        self._lock, self._coalesced = threading.Lock(), threading.local()
+        self._lock, self._coalesced = threading.Lock(), _Coalesced()
         _alive.add(self)
 
     def _posted(self, call: Call, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -181,7 +187,7 @@ class Posting(Named):
             call.afterwards,
             seconds_of(opts, self.seconds),
         )
-        if (together := getattr(self._coalesced, "works", None)) is not None:
+        if (together := self._coalesced.works) is not None:
             together.append(work)
         return work
 
@@ -190,7 +196,7 @@ class Posting(Named):
 
     def _end_coalescing(self, device: torch.device) -> Any:
         """One work for all calls of this thread since `_start_coalescing`."""
-        works, self._coalesced.works = self._coalesced.works, None
+        works, self._coalesced.works = self._coalesced.works or [], None
         call = Call(
             [op for work in works for op in work.ops],
             works,
