@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,12 +53,19 @@ tensors_of_arguments = ARGUMENTS.arrays_in
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same structure with `change` applied to every tensor; anything else is kept as it is."""
+    if type(value) is tuple:  # as most batches are
+        return tuple(
+            [
+                change(item) if isinstance(item, Tensor) else map_tensors(change, item)
+                for item in value
+            ]
+        )
     if isinstance(value, Tensor):
         return change(value)
-    if type(value) is tuple:  # as most batches are
-        return tuple([map_tensors(change, item) for item in value])
     if type(value) is dict:
         return {key: map_tensors(change, item) for key, item in value.items()}
+    if type(value) is list:
+        return [map_tensors(change, item) for item in value]
     return DATA.map(change, value)
 
 
@@ -101,20 +109,39 @@ def map_to_device(
     It knows which of its tensors stay on the host, as the lengths of a packed sequence do. `pin`
     asks for its `pin_memory` first.
     """
-
-    def replace(item: Any) -> Any:
-        if not _moves_itself(item):
-            return None
-        tensors = list(tensors_in(item))
-        if not tensors or any(tensor.device != device for tensor in tensors):
-            item = _moved(item, device, pin=pin)
-        return DATA.map(cast, item)
-
-    if type(value) is tuple:
-        return tuple([map_to_device(change, cast, item, device, pin=pin) for item in value])
+    if type(value) is tuple:  # as most batches are
+        items = []
+        for item in value:  # a comprehension would have cells for all these arguments
+            is_tensor = isinstance(item, Tensor)
+            moved = (
+                change(item) if is_tensor else map_to_device(change, cast, item, device, pin=pin)
+            )
+            items.append(moved)
+        return tuple(items)
     if isinstance(value, Tensor):
         return change(value)
-    return DATA.map(change, value, replace)
+    if type(value) is dict:
+        changed = {}
+        for key, item in value.items():
+            is_tensor = isinstance(item, Tensor)
+            moved = (
+                change(item) if is_tensor else map_to_device(change, cast, item, device, pin=pin)
+            )
+            changed[key] = moved
+        return changed
+    return DATA.map(change, value, partial(_moved_and_cast, cast, device, pin))
+
+
+def _moved_and_cast(
+    cast: Callable[[Tensor], Tensor], device: torch.device, pin: bool, value: Any
+) -> Any:
+    """An object with a `to` on the device; `None` for what has none."""
+    if not _moves_itself(value):
+        return None
+    tensors = list(tensors_in(value))
+    if not tensors or any(tensor.device != device for tensor in tensors):
+        value = _moved(value, device, pin=pin)
+    return DATA.map(cast, value)
 
 
 def _moves_itself(value: Any) -> bool:

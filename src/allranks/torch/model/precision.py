@@ -55,11 +55,11 @@ class Precision:
 
     def to_device(self, data: Any) -> Any:
         """A collated batch on the device, its floating-point tensors as the parameters are."""
-        device, keeps_layout = self.device, not self.channels_last
+        device, parameters, keeps_layout = self.device, self.parameters, not self.channels_last
 
         def place(tensor: Tensor) -> Tensor:
             kind = tensor.dtype
-            is_so = kind is self.parameters or kind in WHOLE
+            is_so = kind is parameters or kind in WHOLE
             if is_so and keeps_layout and tensor.device == device:
                 return tensor
             if not tensor.is_floating_point():

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from allranks.torch.shared_memory.operands import (
     Call,
+    are_reducible,
     check_parts,
     codes,
+    in_one_piece,
     is_reducible,
     listed,
     numbers_in,
@@ -46,7 +48,7 @@ class Collectives(Posting):
     @collective("allreduce_coalesced", 1, c10d.AllreduceCoalescedOptions)
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
         tensors, operation = listed(tensors), operation_of(opts)
-        if not all(is_reducible(tensor, operation) for tensor in tensors):
+        if not are_reducible(tensors, operation):
             return self.gloo().allreduce_coalesced(tensors, opts)
         call = Call(copies=overlap(tensors))
         for tensor in tensors:
@@ -114,23 +116,30 @@ class Collectives(Posting):
         return self._gathered_apart(list(zip(*outputs, strict=True)), inputs, opts)
 
     def _gathered_apart(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        every = [tensor for wholes in outputs for tensor in wholes]
-        not_own = [
-            part
-            for wholes, part in zip(outputs, inputs, strict=True)
-            if len(wholes) <= self.own or wholes[self.own].data_ptr() != part.data_ptr()
-        ]
+        if len(inputs) == 1:
+            (wholes,), (part,) = outputs, inputs
+            check_parts("all_gather", wholes, part, self.count)
+            there = in_one_piece(wholes)
+            if there is not None and part.is_contiguous() and self._fits(there, part):
+                call = Call(kept=(there, wholes))
+                self._gather(call, there, part)
+                return self._posted(call, list(wholes), opts)
+        every, not_own = list[Tensor](), list[Tensor]()
+        for wholes, part in zip(outputs, inputs, strict=True):
+            check_parts("all_gather", wholes, part, self.count)
+            every += wholes
+            if wholes[self.own].data_ptr() != part.data_ptr():
+                not_own.append(part)
         call = Call(copies=overlap(every, not_own))
         for wholes, part in zip(outputs, inputs, strict=True):
-            self._gather_apart(call, wholes, part)
+            if part.nbytes:
+                self._gather(call, call.apart(wholes), part)
         return self._posted(call, every, opts)
 
     def _must_copy(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
         """Whether tensors overlap, but for a part that lies at its place of its whole."""
         if len(parts) == 1 and parts[0].is_contiguous() and wholes[0].is_contiguous():
-            (whole,), (part,) = wholes, parts
-            begins, nbytes = part.data_ptr() - whole.data_ptr(), part.nbytes
-            return begins != self.own * nbytes and -nbytes < begins < whole.nbytes
+            return not self._fits(wholes[0], parts[0])
         apart = [
             part
             for whole, part in zip(wholes, parts, strict=True)
@@ -138,15 +147,18 @@ class Collectives(Posting):
         ]
         return overlap(wholes, apart)
 
+    def _fits(self, whole: Tensor, part: Tensor) -> bool:
+        """Whether a part lies outside of its whole or at its place; both without gaps.
+
+        `whole` begins where it does, and is as long as the parts of all ranks.
+        """
+        begin, nbytes = part.data_ptr() - whole.data_ptr(), part.nbytes
+        return not -nbytes < begin < nbytes * self.count or begin == self.own * nbytes
+
     def _gather(self, call: Call, whole: Tensor, part: Tensor) -> None:
         if nbytes := part.nbytes:
             addresses = call.given(part).data_ptr(), whole.data_ptr()
             call.ops.append(self.library_group.all_gather(*addresses, nbytes))
-
-    def _gather_apart(self, call: Call, wholes: Sequence[Tensor], part: Tensor) -> None:
-        check_parts("all_gather", wholes, part, self.count)
-        if part.nbytes:
-            self._gather(call, call.apart(wholes), part)
 
     @collective("_reduce_scatter_base", 2, c10d.ReduceScatterOptions)
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
@@ -158,7 +170,7 @@ class Collectives(Posting):
 
     def _cut_sums(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         operation = operation_of(opts)
-        if not all(is_reducible(tensor, operation) for tensor in inputs):
+        if not are_reducible(inputs, operation):
             return self.gloo().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         call = Call(copies=self._must_copy(inputs, outputs))
         for part, whole in zip(outputs, inputs, strict=True):
@@ -173,9 +185,11 @@ class Collectives(Posting):
             outputs, inputs = [outputs], [inputs]
         operation = operation_of(opts)
         every = [tensor for parts in inputs for tensor in parts]
-        if not all(is_reducible(tensor, operation) for tensor in every):
+        if not are_reducible(every, operation):
             return self.gloo().reduce_scatter(outputs, inputs, opts)
-        call = Call(copies=overlap(outputs) or any(overlap([one], outputs) for one in every))
+        call = Call()
+        if overlap(outputs, every):  # which may overlap each other: they are only read
+            call.copies = overlap(outputs) or any(overlap([one], outputs) for one in every)
         for part, parts in zip(outputs, inputs, strict=True):
             sizes = [one.numel() for one in parts]
             whole = call.together(parts)

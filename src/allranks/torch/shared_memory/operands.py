@@ -6,9 +6,7 @@ or an operation, a root and a time, by name or by place. Here each becomes an ob
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -91,7 +89,10 @@ def _place_of(name: str) -> int:
 
 def operation_of(options: Any) -> str:
     """The library's name of the operation of these options; "" if it has none."""
-    return _OPERATIONS.get(options.reduceOp.op.name, "")
+    operation = options.reduceOp
+    if operation == ReduceOp.SUM:  # to ask for a name takes longer
+        return "sum"
+    return _OPERATIONS.get(operation.op.name, "")
 
 
 def root_of(options: Any, ranks: int) -> int:
@@ -104,9 +105,10 @@ def root_of(options: Any, ranks: int) -> int:
 
 def seconds_of(options: Any, default: float) -> float:
     """How long a call may take: what its options say, or the group's own time."""
-    timeout = getattr(options, "timeout", None)
-    seconds = 0.0 if timeout is None else float(timeout.total_seconds())
-    return seconds if seconds > 0 else default
+    timeout: timedelta | None = getattr(options, "timeout", None)
+    if timeout is None or timeout.days < 0:  # what is not set is negative
+        return default
+    return timeout.total_seconds() or default
 
 
 def listed(tensors: Any) -> list[Tensor]:
@@ -115,14 +117,25 @@ def listed(tensors: Any) -> list[Tensor]:
 
 def is_reducible(tensor: Tensor, operation: str) -> bool:
     """Whether the library can reduce this: dense numbers of its types; complex ones in sums."""
-    if not operation or tensor.layout != torch.strided or tensor.is_quantized:
+    if not operation or tensor.layout is not torch.strided:
         return False
-    if tensor.is_complex():
-        return operation in ("sum", "mean") and tensor.real.dtype in TYPES
-    if tensor.dtype == torch.bool:
+    dtype = tensor.dtype
+    if dtype is torch.float32:  # most are
+        return True
+    if dtype.is_complex:
+        return operation in ("sum", "mean") and dtype.to_real() in TYPES
+    if dtype is torch.bool:
         return operation in _OF_TRUTH
-    is_mean_of_integers = operation == "mean" and not tensor.is_floating_point()
-    return tensor.dtype in TYPES and not is_mean_of_integers
+    is_mean_of_integers = operation == "mean" and not dtype.is_floating_point
+    return dtype in TYPES and not is_mean_of_integers
+
+
+def are_reducible(tensors: Sequence[Tensor], operation: str) -> bool:
+    """Whether the library can reduce each of these."""
+    for tensor in tensors:  # noqa: SIM110  # a generator takes longer
+        if not is_reducible(tensor, operation):
+            return False
+    return True
 
 
 def of_truth(operation: str) -> str:
@@ -132,15 +145,17 @@ def of_truth(operation: str) -> str:
 
 def codes(library: Any, tensor: Tensor, operation: str) -> tuple[int, int]:
     """(type, operation) as the library counts them; sums of truth values are `or`."""
-    dtype = tensor.real.dtype if tensor.is_complex() else tensor.dtype
-    if dtype == torch.bool:
+    dtype = tensor.dtype
+    if dtype.is_complex:
+        dtype = dtype.to_real()
+    elif dtype is torch.bool:
         operation = of_truth(operation)
     return library.TYPES[TYPES[dtype]], library.OPS[operation]
 
 
 def numbers_in(tensor: Tensor) -> int:
     """How many real numbers: a complex one is two."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
+    return tensor.numel() * (2 if tensor.dtype.is_complex else 1)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -152,6 +167,11 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
+def is_flat(tensor: Tensor) -> bool:
+    """Whether its values lie in one piece of memory, as they are."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def _check_memory(tensor: Tensor) -> None:
     """Raise `TypeError` for a tensor that only stands for others: the library needs an address."""
     if not tensor.data_ptr() and tensor.numel():
@@ -159,7 +179,6 @@ def _check_memory(tensor: Tensor) -> None:
         raise TypeError(f"a collective of a {found}, which has no memory of its own: to_local()")
 
 
-@dataclass
 class Call:
     """One call of torch as it is posted: the library's ops, the memory they use, what follows.
 
@@ -167,21 +186,32 @@ class Call:
     end, one after another.
     """
 
-    ops: list[Any] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)
-    afterwards: list[Callable[[], object]] = field(default_factory=list)
-    copies: bool = False
+    __slots__ = ("afterwards", "copies", "kept", "ops")
+
+    def __init__(
+        self,
+        ops: Iterable[Any] = (),
+        kept: Iterable[Any] = (),
+        afterwards: Iterable[Callable[[], object]] = (),
+        copies: bool = False,
+    ) -> None:
+        self.ops, self.kept, self.afterwards = [*ops], [*kept], [*afterwards]
+        self.copies = copies
 
     def given(self, tensor: Tensor) -> Tensor:
         """The values of a tensor, flat, kept until the call is over."""
-        tensor = flat(tensor).clone() if self.copies else flat(tensor)
+        if self.copies:
+            tensor = flat(tensor).clone()
+        elif is_flat(tensor):
+            _check_memory(tensor)
+        else:
+            tensor = flat(tensor)
         self.kept.append(tensor)
         return tensor
 
     def taken(self, tensor: Tensor, *, reads: bool = False) -> Tensor:
         """Flat memory that becomes the content of `tensor`; with `reads` it begins as that."""
-        is_flat = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        if is_flat and not self.copies:
+        if not self.copies and is_flat(tensor):
             _check_memory(tensor)
             self.kept.append(tensor)
             return tensor
@@ -220,12 +250,13 @@ def in_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
     """The first of tensors that follow each other in one storage without a gap, else `None`."""
     first = tensors[0]
     here = first.data_ptr()
-    if not here:
+    if not here or not is_flat(first):
         return None
-    for tensor in tensors:
-        fits = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (fits and same and tensor.data_ptr() == here and tensor.dtype == first.dtype):
+    here += first.nbytes
+    for tensor in tensors[1:]:
+        if tensor.data_ptr() != here or tensor.dtype != first.dtype or not is_flat(tensor):
+            return None
+        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
         here += tensor.nbytes
     return first
@@ -247,9 +278,11 @@ def write(tensor: Tensor, values: Tensor) -> None:
 
 def check_parts(what: str, parts: Sequence[Tensor], part: Tensor, ranks: int) -> None:
     """Raise `RuntimeError` unless there is a tensor like `part` for each of so many ranks."""
-    if len(parts) != ranks or any(
-        one.nbytes != part.nbytes or one.dtype != part.dtype for one in parts
-    ):
+    nbytes, dtype = part.nbytes, part.dtype
+    is_right = len(parts) == ranks
+    for one in parts:
+        is_right = is_right and one.dtype is dtype and one.nbytes == nbytes
+    if not is_right:
         sizes = [f"{one.numel()} of {one.dtype}" for one in parts]
         raise RuntimeError(
             f"{what}: {ranks} ranks have {part.numel()} values of {part.dtype} each, "
@@ -259,14 +292,24 @@ def check_parts(what: str, parts: Sequence[Tensor], part: Tensor, ranks: int) ->
 
 def overlap(*lists: Sequence[Tensor]) -> bool:
     """Whether two of all these tensors lie in the same memory, in part at least."""
-    spans = sorted((one.data_ptr(), _end_of(one)) for tensors in lists for one in tensors)
-    return any(one[1] > other[0] for one, other in itertools.pairwise(spans))
+    spans = []
+    for tensors in lists:
+        for one in tensors:
+            begin = one.data_ptr()
+            spans.append((begin, begin + one.nbytes if one.is_contiguous() else _end_of(one)))
+    spans.sort()
+    before = 0
+    for begin, end in spans:
+        if begin < before:
+            return True
+        before = end
+    return False
 
 
 def _end_of(tensor: Tensor) -> int:
     """The address behind the last value of a tensor."""
-    if not tensor.numel() or tensor.is_contiguous():
-        return tensor.data_ptr() + tensor.nbytes
+    if not tensor.numel():
+        return tensor.data_ptr()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
     return tensor.data_ptr() + (last + 1) * tensor.element_size()

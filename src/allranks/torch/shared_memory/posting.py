@@ -64,14 +64,28 @@ def collective(title: str, count: int, kind: Any = None) -> Callable[[Callable[.
     """A method as torch calls it: `count` arguments, and what it says besides in any form.
 
     The method gets an object of options of that `kind` as its last argument; without a kind, what
-    it was called with. `title` is what the profiler shows while one runs.
+    it was called with. `title` is what the profiler shows while one runs. The form that `dist` uses
+    is tried first, as every step pays for what comes before the method.
     """
-    usual = kind and kind()
+    usual, most = kind and kind(), count + 1
 
     def made(method: Callable[..., Any]) -> Any:
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **named: Any) -> Any:
-            if kind is not None and (named or len(args) <= count or type(args[count]) is not kind):
+        def call(self: Any, *args: Any, opts: Any = None, **named: Any) -> Any:
+            if not (named or profiler._is_profiler_enabled):
+                if opts is None:
+                    if len(args) == most and type(args[-1]) is kind:
+                        self.calls += 1
+                        return method(self, *args)
+                elif len(args) == count and type(opts) is kind:
+                    self.calls += 1
+                    return method(self, *args, opts)
+            if opts is not None:
+                named["opts"] = opts
+            return in_any_form(self, args, named)
+
+        def in_any_form(self: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            if kind is not None:
                 only_tensors = len(args) == count and not named
                 args = (*args, usual) if only_tensors else in_one_form(kind, count, args, named)
                 named = {}
@@ -135,6 +149,12 @@ class Named(dist.ProcessGroup):
         self.calls = 0
 
 
+class _Coalesced(threading.local):
+    """The works of this thread since `_start_coalescing`, if it is between that and the end."""
+
+    works: list[Any] | None = None
+
+
 class Posting(Named):
     """The ranks of a group in one host. `library_group` is the library's, for direct calls.
 
@@ -154,7 +174,7 @@ class Posting(Named):
         self.seconds = timeout.total_seconds()
         self._store, self._pid, self._is_left = store, os.getpid(), False
         self._gloo: Any = None
-        self._lock, self._coalesced = threading.Lock(), threading.local()
+        self._lock, self._coalesced = threading.Lock(), _Coalesced()
         _alive.add(self)
 
     def _posted(self, call: Call, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -167,7 +187,7 @@ class Posting(Named):
             call.afterwards,
             seconds_of(opts, self.seconds),
         )
-        if (together := getattr(self._coalesced, "works", None)) is not None:
+        if (together := self._coalesced.works) is not None:
             together.append(work)
         return work
 
@@ -176,7 +196,7 @@ class Posting(Named):
 
     def _end_coalescing(self, device: torch.device) -> Any:
         """One work for all calls of this thread since `_start_coalescing`."""
-        works, self._coalesced.works = self._coalesced.works, None
+        works, self._coalesced.works = self._coalesced.works or [], None
         call = Call(
             [op for work in works for op in work.ops],
             works,

@@ -71,6 +71,8 @@ class SharedMemoryWork(dist.Work):
     """
 
     _end_event: Callable[[], object] | None = None
+    _error: BaseException | None = None
+    _source = -1
 
     def __init__(
         self,
@@ -84,8 +86,6 @@ class SharedMemoryWork(dist.Work):
         super().__init__()
         self.group, self.ops, self.tensors, self.kept = group, ops, tensors, kept
         self.afterwards, self.seconds = afterwards, seconds
-        self._error: BaseException | None = None
-        self._source = -1
         self._is_over = not ops and not afterwards
         self._lock = threading.Lock()
         if not self._is_over:
@@ -97,7 +97,7 @@ class SharedMemoryWork(dist.Work):
         After that it goes on, and can be waited for again.
         """
         if not self._is_over:
-            seconds = timeout.total_seconds() or self.seconds
+            seconds = timeout.total_seconds() if timeout else self.seconds
             if not self.drive(seconds):
                 raise RuntimeError(
                     f"{SAYS}Timed out waiting {seconds:g} s for a collective; it goes on"
