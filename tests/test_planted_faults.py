@@ -244,8 +244,8 @@ FAULTS = {
     ),
     "a lost tensor reduction": Fault(
         "torch/tensor_parallel/exchange.py",
-        "ctx.exchange.sum_(gradient.clone(memory_format=torch.contiguous_format))",
-        "gradient",
+        "(ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(own)",
+        "own",
         step=0,
         stage="gradient",
         tensor="0.bias",
@@ -266,8 +266,8 @@ FAULTS = {
     ),
     "a lost tensor reduction before a scattered one": Fault(
         "torch/tensor_parallel/exchange.py",
-        "ctx.exchange.sum_(gradient.clone(memory_format=torch.contiguous_format))",
-        "gradient",
+        "(ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(own)",
+        "own",
         step=0,
         stage="gradient",
         tensor="0.bias",

@@ -67,6 +67,7 @@ Safety:
   spike = None
   verify_every = None
   witness = warn
+  first_check = auto
   inject = 
 
 Looking:

@@ -71,5 +71,5 @@ class _Watch(TorchDispatchMode):
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse, or of a subclass without one
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, or of a lazy layer
         return None

@@ -220,8 +220,8 @@ class Writes:
 
     def __init__(self, tensor: Tensor, kind: type[Tensor]) -> None:
         self.tensor: Any = tensor
-        self.tensor.__class__, vars(tensor)["views"] = kind, []
         self.memory, self.version = tensor.detach(), tensor._version
+        self.tensor.__class__, vars(tensor)["views"] = kind, []
 
     def have_come(self) -> bool:
         tensor = self.tensor

@@ -81,6 +81,10 @@ class StepParts:
     tally_type: torch.dtype | None = None
 
 
+def unwatched(where: str) -> None:
+    """Nobody watches the step."""
+
+
 class Passes:
     """The passes of one rank through the model, and what it must know of its parameters.
 
@@ -107,7 +111,7 @@ class Passes:
         self.scope, self.precision = scope, precision
         self.loss_scale: LossScale | None = None
         self.probe: Probe | None = None
-        self.reached: Callable[[str], None] = lambda where: None
+        self.reached: Callable[[str], None] = unwatched
         self.asked = NOTHING
         self.on_gradient: Callable[[int], None] | None = None
         self.parts, self.comm = parts, parts.comm
@@ -244,7 +248,7 @@ class Passes:
         if self.scope.whole is not None:
             self.scope.whole.begin(batch.own_samples)
         self.for_others.begin(batch)
-        self.reach("begin")
+        self.tell("begin")
 
     def end(self, batch: Batch) -> None:
         """The passes of a step are over, also those for other ranks."""
@@ -252,18 +256,19 @@ class Passes:
         self.for_others.finish(batch, uses)
         self.scope.leave()
         self.user_buffers.end(batch)
-        self.reach("end")
+        self.tell("end")
 
-    def reach(self, where: str) -> None:
+    def tell(self, where: str) -> None:
         """Tell who watches the step; it looks at what this rank holds."""
-        with self.parts.held_weights():
-            self.reached(where)
+        if self.reached is not unwatched:
+            with self.parts.held_weights():
+                self.reached(where)
 
     @contextmanager
     def recomputing(self, probe: Probe) -> Iterator[None]:
         """Within, passes belong to no step, and `probe` alone sees them."""
         before = self.probe, self.reached, self._unweighted
-        self.probe, self.reached, self._unweighted = probe, lambda where: None, NotCompared()
+        self.probe, self.reached, self._unweighted = probe, unwatched, NotCompared()
         try:
             yield
         finally:
@@ -275,12 +280,12 @@ class Passes:
 
     def output(self, batch: Batch, micro: MicroBatch) -> Any:
         """The output of the model for a micro-batch of a step; the same whenever it is computed."""
-        self.reach("enter")
+        self.tell("enter")
         self.scope.enter(batch.index, micro.pieces, micro.samples, self.stage)
-        self.reach("entered")
+        self.tell("entered")
         with self.precision.autocast():
             output = (self.forward or partial(forward, self.task, self.call))(micro.data)
-        self.reach("forward")
+        self.tell("forward")
         if self._poisoned and (self._batch_loss is not None or not self.has_loss):
             return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
         return output

@@ -33,6 +33,7 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.loaders import WholeLoader
 from allranks.torch.data.sources import TensorSource
+from allranks.torch.step.passes import unwatched
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.joint_look import JointLook, why_none
 from allranks.torch.witness.observed import (
@@ -213,7 +214,7 @@ class Witness:
         if not self.is_on:
             return
         self.steps += 1
-        self.strategy.step.reached = lambda where: None
+        self.strategy.step.reached = unwatched
         if self.steps <= OBSERVED_STEPS and not self._looked_before:
             verify(self.strategy, self._causes(EARLY_CAUSES))
 
@@ -235,7 +236,7 @@ class Witness:
             with self._unseen_if_it_fails():
                 self._observer.reached(where)
             return
-        self.strategy.step.reached = lambda where: None  # a bad step is looked at again after this
+        self.strategy.step.reached = unwatched  # a bad step is looked at again after this
         own, self._read = {**self._read, **self._observer.found}, {}
         gather = self.strategy.comm.gather_texts
         alike = told_alike(own, gather)
