@@ -5,7 +5,7 @@ READY := .venv/ready
 SCRIPTS := .venv/scripts
 NATIVE := $(wildcard src/allranks/torch/native/*.h src/allranks/torch/*/native/*)
 AT_ONCE ?= 3  # tests, on two processors: some of them wait
-TORCHES := 2.11.0 2.14.1
+TORCHES := 2.11.0 2.15.0
 CORE := tests/test_every_strategy.py $(addprefix tests/on_torch/test_,step.py single.py layers.py \
 	precision.py state.py changes.py leaving.py machine.py replicas.py checkpoint_save.py)
 

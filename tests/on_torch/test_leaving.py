@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import contract_tasks
 from allranks.launcher.processes.ports import Reservation
@@ -83,6 +85,33 @@ def test_a_group_within_a_job_on_nccl_is_made_at_once_and_split_from_none(
         world.bound_device_id = None
         monkeypatch.undo()
         dist.destroy_process_group()
+
+
+def test_a_group_has_one_name_on_all_its_ranks_however_many_others_each_is_in() -> None:
+    """They find each other by it, and would wait for ever."""
+    everybody, ends, middle = (0, 1, 2, 3), ((0, 1), (2, 3)), (1, 2)
+
+    def names(rank: int) -> dict[Any, list[str]]:
+        made: dict[Any, list[str]] = {}
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            for ranks in (*ends, middle, everybody, middle):
+                if rank in ranks:
+                    of_some = lent.borrow(ranks, TIMEOUT)
+                    watch: Any = SimpleNamespace()
+                    counting_one = counting.counting_group(of_some, list(ranks), watch, TIMEOUT)
+                    of_all = [lent.new_group(ranks, TIMEOUT)] if ranks == everybody else []
+                    groups = (of_some, counting_one, *of_all)
+                    made.setdefault(ranks, []).extend(group.group_name for group in groups)
+        finally:
+            dist.destroy_process_group()
+        return made
+
+    of_ranks = [names(rank) for rank in range(4)]
+    assert of_ranks[1][middle] == of_ranks[2][middle]
+    assert all(one[everybody] == of_ranks[0][everybody] for one in of_ranks)
+    made = [name for names in of_ranks[1].values() for name in names]
+    assert len(made) == len(set(made)) == 9  # 2 of an end, 4 of the middle, 3 of all
 
 
 def test_a_counting_group_within_a_job_on_nccl_is_asked_for_no_device() -> None:
@@ -158,7 +187,7 @@ def test_a_rank_that_failed_aborts_what_nccl_waits_for(
     monkeypatch.setattr(
         dist, "destroy_process_group", lambda group: did.append(("destroyed", group))
     )
-    monkeypatch.setattr(lent, "_abort_process_group", lambda group: did.append(("aborted", group)))
+    monkeypatch.setattr(c10d, "_abort_process_group", lambda group: did.append(("aborted", group)))
     own = Group()  # of some of the ranks: the process may be in others that are not ours
     Comm(size=2, owns_group=True, group=own).leave(failed=failed)
     assert did == [(wanted, own)]

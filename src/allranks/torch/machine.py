@@ -17,7 +17,7 @@ from allranks.torch.checkpoint.tree import local
 
 OF_THE_HOST = ("torch", "cpu_capability", "threads", "deterministic")
 DECIDES_BITS = (*OF_THE_HOST, *accelerator.DECIDES_BITS)
-TRIED = ("2.11", "2.13", "2.14")  # releases of torch that ran the core tests
+TRIED = ("2.11", "2.13", "2.14", "2.15")  # releases of torch that ran the core tests
 
 
 def device_of(job: Job, world: World) -> torch.device:

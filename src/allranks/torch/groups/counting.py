@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.groups.lent import not_split
+from allranks.torch.groups.lent import new_group
 
 BACKEND = "allranks-counting"
 
@@ -191,10 +191,7 @@ def counting_group(inner: Any, ranks: list[int], watch: Watch, timeout: timedelt
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make, devices=["cpu", *accelerator.kinds()])
     _next.append(CountingGroup(inner, watch))
-    with not_split():  # torch would ask this group for NCCL's own part of it
-        return dist.new_group(
-            ranks, timeout=timeout, backend=BACKEND, use_local_synchronization=True
-        )
+    return new_group(ranks, timeout, BACKEND, use_local_synchronization=True)
 
 
 def leave_counting_group(group: CountingGroup) -> None:

@@ -1,13 +1,16 @@
 """Process groups of some ranks of a job, made once and lent again.
 
-Torch names such a group by its ranks and by how many groups there are, and its ranks find each
-other under that name in the store of the job. One that is made after another was destroyed would
-find the addresses of that one, and hang. So a group that is left is kept for the next that asks for
-the same ranks, for as long as the process group of the job is there.
+The ranks of such a group find each other under its name in the store of the job. Torch counts all
+groups of a process in that name, and ranks that are in more groups than others would count further,
+and hang. So each is named here by its ranks and by how many groups of the same ranks there were. A
+group that is left is kept for the next that asks for the same ranks, for as long as the process
+group of the job is there.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -15,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _abort_process_group
+import torch.distributed.distributed_c10d as c10d
 
 Key = tuple[tuple[int, ...], str | None]
 
@@ -38,14 +41,33 @@ def new_group(
     Where the group of the job is bound to a device torch would split it, and NCCL asks all ranks of
     it for that: those that are not in the new group never come.
     """
-    with not_split() as device:
+    with _named_by_ranks(), _not_split() as device:
         is_nccl = (backend or dist.get_backend()) == "nccl"
         bound = {"device_id": device} if device is not None and is_nccl else {}
         return dist.new_group(list(ranks), timeout=timeout, backend=backend, **bound, **more)
 
 
 @contextmanager
-def not_split() -> Iterator[Any]:
+def _named_by_ranks() -> Iterator[None]:
+    """Within, torch gives a new group the name that `_name` makes."""
+    torchs: Any = c10d
+    own, torchs._process_group_name = torchs._process_group_name, _name
+    try:
+        yield
+    finally:
+        torchs._process_group_name = own
+
+
+def _name(ranks: Sequence[int], use_hashed_name: bool) -> str:
+    """The same on all `ranks`: each makes the groups of these ranks in the same order."""
+    made = _made.setdefault(dist.group.WORLD, Counter())
+    made[tuple(ranks)] += 1
+    text = "_".join(map(str, (*ranks, made[tuple(ranks)])))
+    return "allranks-" + hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+@contextmanager
+def _not_split() -> Iterator[Any]:
     """Within, the group of the job is bound to no device; gives the one that it is bound to."""
     of_job: Any = dist.group.WORLD
     device, of_job.bound_device_id = of_job.bound_device_id, None
@@ -76,10 +98,11 @@ def end(group: Any, *, failed: bool) -> None:
     """
     if failed and dist.get_backend(group) == "nccl":
         with suppress(RuntimeError, ValueError):  # the failure itself is what counts
-            _abort_process_group(group)
+            c10d._abort_process_group(group)
     else:
         dist.destroy_process_group(group)
 
 
+_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 _kept: WeakKeyDictionary[Any, dict[Key, list[Any]]] = WeakKeyDictionary()
 _lent: WeakKeyDictionary[Any, tuple[ref[Any], Key]] = WeakKeyDictionary()
