@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -191,6 +191,12 @@ class CountedTensor(Counted, Tensor):
     __torch_function__ = COMPUTES_AS_TENSORS
 
 
+@cache
+def _counted(kind: type[Tensor]) -> type[Tensor]:
+    """A tensor of a class of its own, whose operations stay those of that class."""
+    return type(f"Counted{kind.__name__}", (Counted, kind), {})
+
+
 class Guarded(dict[str, Any]):
     """The parameters of a module, of which user code sees no parts."""
 
@@ -221,7 +227,9 @@ class Writes:
     def __init__(self, tensor: Tensor, kind: type[Tensor]) -> None:
         self.tensor: Any = tensor
         self.memory, self.version = tensor.detach(), tensor._version
-        self.tensor.__class__, vars(tensor)["views"] = kind, []
+        plain = type(tensor) in (Tensor, nn.Parameter)
+        self.tensor.__class__ = kind if plain else _counted(type(tensor))
+        vars(tensor)["views"] = []
 
     def have_come(self) -> bool:
         tensor = self.tensor
