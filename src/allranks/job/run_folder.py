@@ -162,8 +162,8 @@ class RunFolder:
 
 def _taken(path: Path) -> RequestError:
     in_use = is_in_use(path)
-    is_run = not in_use and (path / "job.toml").is_file()
-    if is_run and not any(committed(path / FOLDER)):
+    is_training = not in_use and (path / "metrics.jsonl").is_file()
+    if is_training and not any(committed(path / FOLDER)):
         return RequestError(
             asked=f"--run-dir {path}",
             found="a run that kept no checkpoint to go on from",
