@@ -329,6 +329,20 @@ def test_bad_requests_are_refused_before_anything_runs(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("text", [None, "x = 1\n"])
+def test_a_program_without_a_task_is_refused_before_the_machine_is_measured(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allranks.cli.bench.machine_facts", lambda: pytest.fail("measured"))
+    program = tmp_path / "nope.py"
+    if text is not None:
+        program.write_text(text)
+    said = CliRunner().invoke(bench, [str(program), "--run-dir", str(tmp_path / "bench")])
+    assert isinstance(said.exception, RequestError) and "nope.py" in str(said.exception)
+    assert not (tmp_path / "bench").exists()
+
+
+@pytest.mark.slow
 def test_a_bench_of_digits(host: Host, tmp_path: Path) -> None:
     """A combination that fails is named, the others are measured; what was counted is promised."""
     words = ("bench", "digits", "--strategy", "single", "--strategy", "ddp", "--ranks", "1,2")

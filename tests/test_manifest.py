@@ -137,6 +137,8 @@ CHUNK = ("tensors", W, "chunks", 0)
         set_in(*CHUNK, "offsets", []),
         set_in(*CHUNK, "file", "rank-001-of-001.a0.safetensors"),
         set_in("tensors", W, "chunks", [{"file": FILE, "offsets": [0], "sizes": [1]}] * 2),
+        set_in("tensors", W, "shape", [2, 2**62, 0]),
+        lambda values: values["tensors"].update(other=values["tensors"][W]),
         set_in("job", []),
         set_in("metrics", "loss", []),
         lambda values: values.pop("files"),
@@ -150,6 +152,50 @@ def test_a_sealed_manifest_is_checked_too(
     reseal(folder, change)
     with pytest.raises(BadCheckpoint, match=NAME):
         read_manifest(folder)
+
+
+class Counted(int):
+    """A size, of which sums are counted."""
+
+    added = 0
+
+    def __radd__(self, other: int) -> int:
+        Counted.added += 1
+        return int(self) + other
+
+    __add__ = __radd__
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_the_parts_of_a_tensor_are_held_against_it_in_time_linear_in_them(across: bool) -> None:
+    """Each against each other one would be a quarter of an hour for 500 ranks."""
+    counts = []
+    for parts in (8, 64):
+        Counted.added = 0
+        cut = [
+            ((0, i), (3, Counted(1))) if across else ((i, 0), (Counted(1), 3)) for i in range(parts)
+        ]
+        chunks = tuple(Chunk(FILE, *box) for box in cut)
+        shape = (3, parts) if across else (parts, 3)
+        assert manifest._filled(SavedTensor("F32", shape, chunks))
+        counts.append(Counted.added)
+    assert counts[1] == 8 * counts[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("boxes", "fill"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], True),
+        ([((0, 0), (4, 1)), ((0, 1), (1, 2)), ((1, 1), (3, 2))], True),
+        ([((0, 0), (2, 3)), ((0, 0), (2, 3))], False),
+        ([((0, 0), (2, 3)), ((1, 0), (2, 3))], False),
+        ([((0, 0), (3, 2)), ((2, 1), (2, 2)), ((0, 2), (2, 1))], False),
+        ([((0, 0), (4, 3)), ((4, 0), (0, 3))], True),
+    ],
+)
+def test_boxes_fill_a_tensor_once(boxes: list[Any], fill: bool) -> None:
+    chunks = tuple(Chunk(FILE, *box) for box in boxes)
+    assert manifest._filled(SavedTensor("F32", (4, 3), chunks)) is fill
 
 
 @pytest.mark.parametrize("text", [b"[]", b"1", b"[" * 100_000, b"\xff{", b"{} "])

@@ -190,7 +190,7 @@ def test_a_finished_run_asked_again_reports_the_same(train: Train, half: Result)
 def test_a_finished_run_without_checkpoints_is_refused(train: Train, folder: Path) -> None:
     train(TASK, run_dir="run", steps=2)
     refusal = refuse(train, folder, "", run_dir="run", steps=4)
-    assert refusal.found == "something is there already"
+    assert refusal.found == "a run that kept no checkpoint to go on from"
 
 
 def test_never_refuses_a_folder_that_is_there(train: Train, folder: Path, half: Result) -> None:

@@ -71,8 +71,10 @@ def resumes(argument: dict[str, Any]) -> None:
         *(task_of(job, Task), job, ALONE, held, 1, lambda point, step: None),
         lambda event, **values: told.append((event, values)),
     )
-    state = saving.load()
-    assert state is not None and state["step"] == state["progress"]["batch_index"] == 3
+    states: list[dict[str, Any]] = []
+    assert saving.load(states.append) == 3
+    (state,) = states
+    assert state["step"] == state["progress"]["batch_index"] == 3
     assert held.values["model"].keys() == state["model"].keys() != set()
     ((event, values),) = told
     assert event == "resumed" and values["changes"] == argument["changes"], values

@@ -120,6 +120,15 @@ def test_the_command_line_refuses(
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.parametrize("words", ["show", "report", "checkpoints list", "train digits --job"])
+def test_a_name_that_no_file_system_takes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: str
+) -> None:
+    code, text = door(monkeypatch, capfd, *words.split(), "a" * 300)
+    assert code == 2
+    assert FOUR_PARTS.match(text), text
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "do"),
     [

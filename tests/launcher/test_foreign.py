@@ -6,6 +6,7 @@ import pytest
 
 from allranks.errors import BadStep, FaultKind, PeerLost, PlaceError, ProgramError, RequestError
 from allranks.launcher.processes.foreign import classify, is_said
+from allranks.training.record.failure import failure_of
 
 LOST = "shared memory: peer lost: rank 2 has left the group"
 OTHERS = "shared memory: collective mismatch: rank 2 makes another collective than this rank"
@@ -30,6 +31,27 @@ SIZES = "data size (800) doesn't match expected size (400)"
 )
 def test_every_failure_has_a_kind(error: BaseException, kind: FaultKind) -> None:
     assert classify(error) is kind
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_an_error_without_a_text_is_told_by_its_kind() -> None:
+    told = failure_of(Wordless(), 0, 3)
+    assert told["kind"] == "Wordless" and "its __str__ raises ZeroDivisionError" in told["message"]
+    assert "Wordless" in told["traceback"]
+
+
+def test_what_an_error_says_has_a_bound_and_keeps_both_ends() -> None:
+    try:
+        raise ValueError(f"first {'x' * 20_000_000} last")
+    except ValueError as error:
+        told = failure_of(error, 0, 3)
+    assert told["message"].startswith("first x") and told["message"].endswith("x last")
+    assert "in test_what_an_error_says" in told["traceback"]
+    assert len(str(told)) < 50_000
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from allranks.checkpoint.about import About
 from allranks.checkpoint.manifest import NAME, digest, read_manifest, step_folder
 from allranks.checkpoint.newest import Loaded
 from allranks.checkpoint.tensor_file import read_layout
 from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.torch import Task, Trainer
 from allranks.torch.checkpoint.checkpointer import Checkpointer
 from allranks.torch.comm import Comm
 from checkpoint_workers import check, own, state
@@ -216,3 +221,124 @@ def test_no_pickle_is_read_or_written(folder: Path, monkeypatch: pytest.MonkeyPa
     assert {path.name for path in step_folder(folder, 2).iterdir()} == {FILE, NAME}
     loaded, _ = load(folder)
     assert loaded is not None and loaded.step == 2
+
+
+@dataclass(kw_only=True)
+class Small(Task):
+    batch_size: int = 16
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 2)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train_data(self) -> Any:
+        return torch.ones(64, 4), torch.zeros(64, dtype=torch.long)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output, batch[1], reduction="none")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with checkpoints of steps 2 and 4."""
+    path = tmp_path_factory.mktemp("run") / "made"
+    with Trainer(Small(), Job(run_dir=str(path), checkpoint_every=2, steps=4)) as trainer:
+        for batch in trainer.batches():
+            trainer.save_if_due(trainer.step(batch))
+    return path
+
+
+def set_in(*keys: Any) -> Callable[[Any], None]:
+    def change(values: Any) -> None:
+        for key in keys[:-2]:
+            values = values[key]
+        values[keys[-2]] = keys[-1]
+
+    return change
+
+
+def reseal(manifest: Path, change: Callable[[Any], None]) -> None:
+    values = json.loads(manifest.read_text())
+    del values["blake2b"]
+    change(values)
+    body = json.dumps(values)[:-1].encode()
+    manifest.write_bytes(body + b',"blake2b":"' + digest(body).encode() + b'"}\n')
+
+
+def huge(values: Any) -> None:
+    tensor = values["tensors"]["common/model/bias"]
+    tensor["shape"] = [1 << 40]
+    tensor["chunks"][0] |= {"offsets": [0], "sizes": [1 << 40]}
+
+
+COMMON = ("values", "common")
+LIES = {
+    "a shape": huge,
+    "moments": set_in(*COMMON, "optimizer", "state", "bias", 7),
+    "no parameter": set_in(*COMMON, "optimizer", "state", {"nobody": {}}),
+    "guard": set_in(*COMMON, "guard", 7),
+    "norms": set_in(*COMMON, "guard", "norms", ["abc"]),
+    "course": set_in(*COMMON, "course", []),
+    "scores": set_in(*COMMON, "course", "found", {"accuracy": "abc"}),
+    "trained": set_in(*COMMON, "trained", "now", {}),
+    "model": set_in(*COMMON, "model", None),
+    "updates": set_in(*COMMON, "progress", "updates", "abc"),
+    "fewer than none": set_in(*COMMON, "progress", "samples_seen", -1),
+    "another step": set_in(*COMMON, "progress", "batch_index", 3),
+    "streams": set_in("values", "own", 0, "random", "numpy_position", 7),
+    "job": set_in("job", "strategy", 0.5),
+}
+
+
+def resumed(folder: Path) -> int | None:
+    with Trainer(Small(), Job(run_dir=str(folder), checkpoint_every=2, steps=4)) as trainer:
+        return trainer.resume()
+
+
+@pytest.mark.filterwarnings("ignore:Job.checkpoint_every")
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_under_a_digest_that_holds_is_passed_over(
+    run: Path, lie: str, tmp_path: Path
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    checkpoints = tmp_path / "run/checkpoints"
+    reseal(step_folder(checkpoints, 4) / NAME, LIES[lie])
+    assert resumed(tmp_path / "run") == 2
+    assert (checkpoints / "step-00000004.bad-1").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Job.checkpoint_every")
+def test_where_no_state_can_be_taken_up_nothing_starts_anew_or_is_set_aside(
+    run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    checkpoints = tmp_path / "run/checkpoints"
+    for step in (2, 4):
+        reseal(step_folder(checkpoints, step) / NAME, LIES["guard"])
+    with pytest.raises(RequestError, match=r"step-00000004\nfound: its state cannot be taken up"):
+        resumed(tmp_path / "run")
+    assert {path.name for path in checkpoints.iterdir()} == {"step-00000002", "step-00000004"}
+
+
+@pytest.mark.filterwarnings("ignore:Job.checkpoint_every")
+def test_weights_of_another_type_of_number_are_refused(run: Path, tmp_path: Path) -> None:
+    """As those of another shape are: `load_state_dict` would round them without a word."""
+    shutil.copytree(run, tmp_path / "run")
+    folder = step_folder(tmp_path / "run/checkpoints", 4)
+    file = folder / FILE
+    length = len(read_layout(file).header)
+    header = file.read_bytes()[:length]
+    entries = json.loads(header[8:])
+    entries["common/model/bias"]["dtype"] = "I32"
+    text = json.dumps(entries, separators=(",", ":")).encode().ljust(length - 8)
+    file.write_bytes(header[:8] + text + file.read_bytes()[length:])
+
+    def lie(values: Any) -> None:
+        values["tensors"]["common/model/bias"]["dtype"] = "I32"
+        values["files"][FILE]["blake2b"] = digest(file.read_bytes())
+
+    reseal(folder / NAME, lie)
+    with pytest.raises(RequestError, match=r"other types of number: bias is torch.float32, was "):
+        resumed(tmp_path / "run")

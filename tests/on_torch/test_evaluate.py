@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import allranks.torch.accelerator as accelerator
+from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
 from evaluation_workers import SAMPLES, Words
@@ -61,3 +62,14 @@ def test_the_host_waits_for_a_device_once_and_not_in_each_chunk(
             torch.Tensor, "item", lambda tensor: (asked.append("item"), item(tensor))[1]
         )
         assert trainer.evaluate() == there and asked == []
+
+
+def test_a_metric_of_a_negative_count_is_refused_before_the_first_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Words, "metrics", lambda *given: {"hits": (1.0, -5)})
+    with (
+        Trainer(Words(batch_size=8), Job(threads=1)) as trainer,
+        pytest.raises(RequestError, match="hits with a count of -5"),
+    ):
+        trainer.rehearse()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import contract_tasks
+from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
 from guard_tasks import Counting
@@ -163,3 +165,22 @@ def test_what_no_rank_used_has_no_gradient_where_gradients_lie_in_buckets() -> N
         steps(trainer, 3)
         assert all(torch.equal(model.get_parameter(name), was) for name, was in never.items())
         assert all(model.get_parameter(name).grad is None for name in never)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda losses: losses.detach(), "a tensor without a gradient"),
+        (lambda losses: losses.long(), "whole numbers"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused(
+    spoil: Callable[[Tensor], Tensor], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by torch, in frames that are none of the user's."""
+    loss = contract_tasks.Plain.loss
+    monkeypatch.setattr(contract_tasks.Plain, "loss", lambda *given: spoil(loss(*given)))
+    with Trainer(contract_tasks.Plain()) as trainer:
+        batch = next(iter(trainer.batches()))
+        with pytest.raises(RequestError, match=found):
+            trainer.step(batch)

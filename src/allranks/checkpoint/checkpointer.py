@@ -112,17 +112,24 @@ class Checkpointer:
         self._done_step = step if self._committed else self._done_step
         return self._committed
 
-    def load(self, sources: list[Path], templates: Any = None) -> Loaded | None:
+    def load(
+        self,
+        sources: list[Path],
+        templates: Any = None,
+        take: Callable[[Loaded], None] = nothing,
+    ) -> Loaded | None:
         """The newest checkpoint that is whole, of the first source that has one. All ranks call it.
 
         A source is a folder of checkpoints, or a single one. What is not whole is reported, and
         set aside if it lies in this run's own folder. `templates` are tensors, by path, to be
-        filled in place, where the engine can. None if there is no checkpoint.
+        filled in place, where the engine can. `take` goes on from what was read; where it fails
+        the one before is tried. None if there is no checkpoint.
         """
         self.wait()
         ranks = self._ready()
         reader = self._copies.reader(ranks, templates)
-        loaded = Search(ranks, self._rules.folder, reader, self._rules.report).newest(sources)
+        search = Search(ranks, self._rules.folder, reader, self._rules.report, take)
+        loaded = search.newest(sources)
         if loaded is not None:
             here = step_folder(self._rules.folder, loaded.step)
             self._done_step = loaded.step if here.resolve() == loaded.path.resolve() else -1

@@ -14,10 +14,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from allranks.checkpoint.tensor_file import ITEM_BYTES
 SCHEMA = 1
 NAME = "manifest.json"
 DIGEST_BYTES = 32
+LARGEST = 2**60  # elements of a tensor: no shape has more
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
 RANK_FILE = re.compile(r"rank-([0-9]{3,})-of-([0-9]{3,})\.a[0-9]+\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -232,7 +233,21 @@ def _check(manifest: Manifest) -> None:
     for path, tensor in manifest.tensors.items():
         _claim(tensor.dtype in ITEM_BYTES, f"{path}: an unknown type of number {tensor.dtype!r}")
         _claim(all(c.file in manifest.files for c in tensor.chunks), f"{path}: an unknown file")
+        most = math.prod(max(length, 1) for length in tensor.shape)
+        _claim(most < LARGEST, f"{path}: a shape that no memory holds: {tensor.shape}")
         _claim(_filled(tensor), f"{path}: its chunks do not fill it once")
+    for name, count in _bytes_in(manifest.tensors.values()).items():
+        there = manifest.files[name].bytes
+        _claim(count <= there, f"{name}: {count} bytes of tensors in a file of {there}")
+
+
+def _bytes_in(tensors: Iterable[SavedTensor]) -> dict[str, int]:
+    """The bytes of all chunks in each file, before anyone takes memory for them."""
+    counts: dict[str, int] = defaultdict(int)
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            counts[chunk.file] += ITEM_BYTES[tensor.dtype] * math.prod(chunk.sizes)
+    return counts
 
 
 def _claim(holds: Any, otherwise: str) -> None:
@@ -248,12 +263,34 @@ def _filled(tensor: SavedTensor) -> bool:
         ends = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
         if any(offset + size > length for offset, size, length in ends):
             return False
-    if any(_overlap(one, other) for one, other in combinations(tensor.chunks, 2)):
-        return False
     filled = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-    return bool(tensor.chunks) and filled == math.prod(tensor.shape)
+    if not tensor.chunks or filled != math.prod(tensor.shape):
+        return False
+    return not _any_overlap([chunk for chunk in tensor.chunks if 0 not in chunk.sizes])
 
 
-def _overlap(one: Chunk, other: Chunk) -> bool:
-    boxes = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in boxes)
+def _any_overlap(chunks: Sequence[Chunk], axis: int = 0) -> bool:
+    """Whether two boxes have an element in common, none of them empty.
+
+    A line across `axis` sweeps over them. Those whose edges are the same along it are looked at
+    along the next axis alone, so that a grid of boxes costs what it has boxes, and not the square.
+    """
+    if len(chunks) < 2:
+        return False
+    if axis == len(chunks[0].sizes):
+        return True
+    rows: dict[tuple[int, int], list[Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        rows[chunk.offsets[axis], chunk.sizes[axis]].append(chunk)
+    reached: list[tuple[int, list[Chunk]]] = []
+    for (start, size), row in sorted(rows.items(), key=_edges):
+        reached = [(end, others) for end, others in reached if end > start]
+        together = [chunk for _, others in reached for chunk in others]
+        if _any_overlap([*together, *row], axis + 1):
+            return True
+        reached.append((start + size, row))
+    return False
+
+
+def _edges(row: tuple[tuple[int, int], list[Chunk]]) -> tuple[int, int]:
+    return row[0]

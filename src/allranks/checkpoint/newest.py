@@ -1,7 +1,11 @@
 """Loading: the newest checkpoint whose digests hold, found and verified by all ranks together.
 
 Every decision is taken on every rank from the same exchanged words, so that no rank ever loads
-another checkpoint than the others. How the tensors are read is the engine's (`read`).
+another checkpoint than the others. How the tensors are read is the engine's (`read`), and how a
+training goes on from them (`take`).
+
+A digest says that a file is as it was written, not that the state in it is one: what fails while a
+state is read or taken up is a checkpoint that does not hold, and the one before is tried.
 """
 
 from __future__ import annotations
@@ -13,10 +17,28 @@ from pathlib import Path
 from typing import Any
 
 from allranks.checkpoint import folder as checkpoint_folder
-from allranks.checkpoint.commit import Ranks
+from allranks.checkpoint.commit import Ranks, named
 from allranks.checkpoint.folder import candidates, verify_files
-from allranks.checkpoint.manifest import NAME, BadCheckpoint, Manifest, read_manifest, seal
+from allranks.checkpoint.manifest import (
+    NAME,
+    BadCheckpoint,
+    Manifest,
+    nothing,
+    read_manifest,
+    seal,
+)
 from allranks.checkpoint.manifest import digest as digest_of
+from allranks.errors import AllranksError, RequestError
+
+NOT_AS_EXPECTED = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
+Read = Callable[[Path, Manifest], Any]
 
 
 @dataclass(frozen=True)
@@ -35,24 +57,51 @@ class Search:
     """Looks for one rank. `own_folder` is where bad checkpoints may be set aside.
 
     `read(folder, manifest)` loads one whose digests hold; it raises `BadCheckpoint` for one that
-    is not what its manifest says.
+    is not what its manifest says. `take(loaded)` goes on from what was read, on all ranks.
     """
 
     ranks: Ranks
     own_folder: Path
     read: Callable[[Path, Manifest], Loaded]
     report: Callable[..., None]
+    take: Callable[[Loaded], None] = nothing
 
     def newest(self, sources: list[Path]) -> Loaded | None:
-        """The first candidate that all ranks find whole; every rank calls this."""
+        """The first candidate that all ranks find whole and go on from; every rank calls this.
+
+        One that is whole and cannot be taken up may be the program's fault: it is set aside only
+        where an older one can be. Raises `RequestError` where none can, for what the training
+        holds by then is of no checkpoint.
+        """
         listed = json.dumps([str(path) for source in sources for path in candidates(source)])
+        unfit: list[tuple[Path, list[str]]] = []
         for name in json.loads(self.ranks.gather_texts(listed)[0]):
             loaded, problems = self._try(Path(name))
-            if loaded is not None:
-                return loaded
-            if self.ranks.rank == 0:
+            if loaded is None:
                 self._skip(Path(name), problems)
+                continue
+            problems = self._taken_up(loaded)
+            if not problems:
+                for folder, found in unfit:
+                    self._skip(folder, found)
+                return loaded
+            unfit.append((Path(name), problems))
+        if unfit:
+            raise _none_fits(*unfit[0])
         return None
+
+    def _taken_up(self, loaded: Loaded) -> list[str]:
+        """Go on from it; what went wrong with that on any rank."""
+        if self.take is nothing:
+            return []
+        problems = []
+        try:
+            self.take(loaded)
+        except (AllranksError, OSError, MemoryError):
+            raise
+        except Exception as error:
+            problems = [f"its state cannot be taken up: {named(error)}"]
+        return self._agreed(problems, "")
 
     def _try(self, folder: Path) -> tuple[Loaded | None, list[str]]:
         problems: list[str] = []
@@ -67,7 +116,7 @@ class Search:
         loaded = None
         if not problems and manifest is not None:
             try:
-                loaded = self.read(folder, manifest)
+                loaded = read_as(self.read, folder, manifest)
             except BadCheckpoint as error:
                 problems = [str(error)]
             problems = self._agreed(problems, seen)
@@ -93,6 +142,8 @@ class Search:
         return mine
 
     def _skip(self, folder: Path, problems: list[str]) -> None:
+        if self.ranks.rank != 0:
+            return
         own = folder.parent.resolve() == self.own_folder.resolve()
         step = checkpoint_folder.step_of(folder)
         aside = None
@@ -101,6 +152,24 @@ class Search:
         self.report(
             "checkpoint_skipped", step=step, path=str(folder), problems=problems, set_aside=aside
         )
+
+
+def _none_fits(folder: Path, problems: list[str]) -> RequestError:
+    return RequestError(
+        asked=f"to resume from {folder}",
+        found="; ".join(problems),
+        why="its digests hold, so it is as it was written: by another version, or for a program "
+        "that is another one by now; and no older checkpoint can be taken up",
+        do="resume with the version and the program that wrote it, or start anew in another folder",
+    )
+
+
+def read_as(read: Read, folder: Path, manifest: Manifest) -> Any:
+    """What `read` makes of a checkpoint; raises `BadCheckpoint` where it is no such state."""
+    try:
+        return read(folder, manifest)
+    except NOT_AS_EXPECTED as error:
+        raise BadCheckpoint(f"{NAME}: its state cannot be read: {named(error)}") from error
 
 
 def values_of(manifest: Manifest) -> tuple[Any, list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,12 +10,17 @@ from typing import Any
 
 import click
 
+from allranks.catalog import preload_for
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.bench_table import BenchTable
 from allranks.cli.display.say import say
 from allranks.cli.train import job_of
 from allranks.errors import Interrupted, ProgramError, RequestError
+from allranks.job.engines import check_installed
 from allranks.job.job import Job
+from allranks.launcher.preparing.describing import describe
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.resources import LocalMachine
 from allranks.launcher.scripts.plan import redacted_words
 from allranks.launcher.start import new_run_dir
 from allranks.strategies.resolve import strategy_spec
@@ -77,6 +83,7 @@ def bench(
         return
     if folder.exists() and any(folder.iterdir()):
         raise _refused(f"--run-dir {folder}", "a folder with something in it", "a new folder")
+    _look_at_program(next(iter(jobs.values())))
     machine = machine_facts()
     largest = max(jobs.values(), key=lambda job: job.ranks)
     machine["all_reduce_bytes_per_s"] = all_reduce_bytes_per_s(largest)
@@ -147,6 +154,13 @@ def _plan(
     if problem is not None and not jobs:
         raise problem
     return plan, jobs, refused
+
+
+def _look_at_program(job: Job) -> None:
+    """Load the task once, as `train` does: one that is none is refused before anything is timed."""
+    check_installed(job.engine, job.program)
+    with ForkServer(preload_for(job.program, job.engine)) as server:
+        describe(LocalMachine(server), dataclasses.replace(job, device="cpu"))
 
 
 def _words(words: Sequence[str], ranks: int, until: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from allranks import __version__
 from allranks.catalog import VERBS, load
 from allranks.cli.display.say import say
 from allranks.errors import (
+    EXIT_BAD_REQUEST,
     EXIT_INTERRUPTED,
     EXIT_PLACE_FAILED,
     AllranksError,
@@ -68,6 +69,15 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
+def _too_long(name: str) -> RequestError:
+    return RequestError(
+        asked=name,
+        found=f"a path of {len(os.fsencode(name))} bytes",
+        why="the file system takes no name as long as that",
+        do="check the path: a name between two slashes has 255 bytes at most",
+    )
+
+
 def _run() -> None:
     signal.signal(signal.SIGTERM, _interrupt)  # before and after a job, which notes it by itself
     try:
@@ -85,6 +95,9 @@ def _run() -> None:
         say(text)
         sys.exit(error.exit_code)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            say(f"allranks: this cannot be done\n{_too_long(str(error.filename))}")
+            sys.exit(EXIT_BAD_REQUEST)
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from allranks.checkpoint.files import as_json, write_whole
+from allranks.checkpoint.folder import FOLDER, committed
 from allranks.checkpoint.room import give_back, reserve
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
@@ -161,6 +162,14 @@ class RunFolder:
 
 def _taken(path: Path) -> RequestError:
     in_use = is_in_use(path)
+    is_training = not in_use and (path / "metrics.jsonl").is_file()
+    if is_training and not any(committed(path / FOLDER)):
+        return RequestError(
+            asked=f"--run-dir {path}",
+            found="a run that kept no checkpoint to go on from",
+            why="a job never writes over what another one left",
+            do="name a folder that does not exist yet; with --checkpoint-every N it can be resumed",
+        )
     return RequestError(
         asked=f"--run-dir {path}",
         found="a run folder in use by a running job" if in_use else "something is there already",

@@ -19,6 +19,7 @@ import tensorflow as tf
 from allranks.checkpoint.array_snapshot import ArrayCopies, flatten
 from allranks.checkpoint.checkpointer import Checkpointer
 from allranks.checkpoint.commit import Ranks
+from allranks.checkpoint.newest import Loaded
 from allranks.checkpoint.writers import LeaderAlone
 from allranks.errors import RequestError
 from allranks.job.job import Job
@@ -77,20 +78,25 @@ class Saving:
     def prepare(self, rest: dict[str, Any]) -> None:
         """Nothing: the first save takes the memory that all use."""
 
-    def load(self) -> dict[str, Any] | None:
-        """Take up the newest good checkpoint; returns its state with its `step`, if there is one.
+    def load(self, load_rest: Callable[[dict[str, Any]], None]) -> int | None:
+        """Take up the newest good checkpoint; returns its step, if there is one.
 
         Raises `RequestError` if it is of another job.
         """
-        loaded = self.checkpointer.load(self.saved.sources)
-        changes = self.saved.changes(loaded)
-        if loaded is None or changes is None:
+
+        def take(loaded: Loaded) -> None:
+            self.saved.check(loaded)
+            self.state.load(loaded.common)
+            load_rest({**loaded.common, "step": loaded.step})
+
+        loaded = self.checkpointer.load(self.saved.sources, take=take)
+        if loaded is None:
+            self.saved.check_not_asked_for()
             return None
         if self.comm.rank == 0:
             has_streams = "random" in loaded.common
-            self.saved.resumed(loaded, changes, random_streams_restored=has_streams)
-        self.state.load(loaded.common)
-        return {**loaded.common, "step": loaded.step}
+            self.saved.resumed(loaded, random_streams_restored=has_streams)
+        return loaded.step
 
 
 def facts(job: Job) -> dict[str, Any]:

@@ -83,27 +83,30 @@ class Saving:
             return state, own
         return {}, {**own, **state}
 
-    def load(self) -> dict[str, Any] | None:
-        """Load the newest good checkpoint; returns the rest of the state, or `None`.
+    def load(self, load_rest: Callable[[dict[str, Any]], None]) -> int | None:
+        """Load the newest good checkpoint; returns its step, or `None`.
 
         That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
         the job is another one.
         """
-        loaded = self.checkpointer.load(self.saved.sources, self._templates())
-        changes = self.saved.changes(loaded)
-        if loaded is None or changes is None:
+
+        def take(loaded: Loaded) -> None:
+            self.saved.check(loaded)
+            state, own = self._state_in(loaded), loaded.own or {}
+            self.strategy.load_state(state)
+            self.strategy.load_own_state(own.get("strategy", {}))
+            load_rest({**state, OF_RANK: own.get(OF_RANK), "step": loaded.step})
+            if (random := own.get("random")) is not None:
+                set_random_streams(random, self.strategy.comm.device)
+
+        loaded = self.checkpointer.load(self.saved.sources, self._templates(), take)
+        if loaded is None:
+            self.saved.check_not_asked_for()
             return None
-        state = self._state_in(loaded)
-        self.strategy.load_state(state)
-        own = loaded.own or {}
-        self.strategy.load_own_state(own.get("strategy", {}))
-        random = own.get("random")
-        if random is not None:
-            set_random_streams(random, self.strategy.comm.device)
         if self.strategy.comm.rank == 0:
-            has_streams = random is not None
-            self.saved.resumed(loaded, changes, random_streams_restored=has_streams)
-        return {**state, OF_RANK: own.get(OF_RANK), "step": loaded.step}
+            has_streams = (loaded.own or {}).get("random") is not None
+            self.saved.resumed(loaded, random_streams_restored=has_streams)
+        return loaded.step
 
     def _templates(self) -> dict[str, Tensor]:
         """By path, where this rank's part of each tensor goes that not every rank holds whole.

@@ -87,6 +87,11 @@ def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
     _check_same(
         "tensors", {n: _shape(v) for n, v in own.items()}, {n: _shape(v) for n, v in state.items()}
     )
+    _check_same(
+        "types of number",
+        {n: _dtype(v) for n, v in own.items()},
+        {n: _dtype(state[n]) for n in own},
+    )
     persistent = model.state_dict().keys()
     model.load_state_dict({name: value for name, value in state.items() if name in persistent})
     with torch.no_grad():
@@ -251,6 +256,10 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
 
 def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _dtype(value: Any) -> Any:
+    return value.dtype if isinstance(value, Tensor) else None
 
 
 def _check_same(what: str, now: dict[str, Any], was: dict[str, Any]) -> None:

@@ -92,13 +92,16 @@ class EvaluationPlan:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up what `state` returned."""
-        self.found, self.found_at = dict(state["found"]), int(state["found_at"])
+        self.found = {name: float(score) for name, score in state["found"].items()}
+        self.found_at = int(state["found_at"])
         self.is_best = False
         for own, was in ((self._best, state["best"]), (self._stop, state["stop"])):
             if own is not None and was is not None:
                 own.load_state(was)
         rule, reached_at = state.get("until") or ("", None)
-        self.reached_at = reached_at if rule == self.job.until else None
+        self.reached_at = None
+        if rule == self.job.until and reached_at is not None:
+            self.reached_at = int(reached_at)
         if self._plateau is not None and state.get("plateau") is not None:
             self._plateau.load_state(state["plateau"])
 
@@ -159,4 +162,8 @@ class Best:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` returned, if it is of the same rule."""
         if state["rule"] == self.rule:
-            self.value, self.in_vain = state["value"], int(state["in_vain"])
+            value = state["value"]
+            self.value, self.in_vain = (
+                None if value is None else float(value),
+                int(state["in_vain"]),
+            )

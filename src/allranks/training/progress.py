@@ -23,6 +23,16 @@ class Progress:
     loss_sum: float = 0.0
     weight_sum: float = 0.0
 
+    @staticmethod
+    def of(state: dict[str, Any]) -> Progress:
+        """That of a state; raises `TypeError` for what counts nothing."""
+        progress = Progress(**state)
+        for name, value in state.items():
+            is_sum = name in ("loss_sum", "weight_sum") and type(value) is float
+            if not (is_sum or (type(value) is int and value >= 0)):
+                raise TypeError(f"progress.{name} is {value!r}")
+        return progress
+
     def after(self, result: StepResult, epoch: int, step_in_epoch: int) -> Progress:
         """The progress once the step with number `step_in_epoch` of `epoch` has given `result`."""
         if not result.is_read:

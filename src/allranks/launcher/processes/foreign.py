@@ -55,11 +55,19 @@ def is_of_transport(text: str) -> bool:
     return is_collective and is_said(FaultKind.PEER_LOST, text)
 
 
+def words_of(error: BaseException) -> str:
+    """The text of an error; of one whose text cannot be made, why."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"(no text: its __str__ raises {type(other).__name__})"
+
+
 def classify(error: BaseException) -> FaultKind:
     """The kind of a failure: an error of ours has one, of another its words tell."""
     if isinstance(error, AllranksError) and error.fault_kind != FaultKind.PROGRAM:
         return error.fault_kind
-    return kind_said_in(f"{type(error).__name__}: {error}")
+    return kind_said_in(f"{type(error).__name__}: {words_of(error)}")
 
 
 def kind_said_in(text: str) -> FaultKind:

@@ -7,6 +7,7 @@ copy in memory and no more; the buffer is kept from save to save.
 from __future__ import annotations
 
 import mmap
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 import allranks.torch.accelerator as accelerator
 from allranks.checkpoint.manifest import BadCheckpoint, SavedTensor, piece_name
 from allranks.checkpoint.tensor_file import PAIR, as_written, lay_out
-from allranks.torch.checkpoint.parts import Part
+from allranks.torch.checkpoint.parts import Part, Read
 from allranks.torch.checkpoint.plan import load_plan
 from allranks.torch.checkpoint.tree import DTYPES
 from allranks.torch.model.reals import reals
@@ -79,19 +80,20 @@ def read_files(folder: Path, saved: dict[str, SavedTensor], targets: dict[str, T
 
     Raises `BadCheckpoint` if a file is not what the manifest says; the digests are not read.
     """
-    reads = load_plan(saved, targets)
-    for file in sorted({read.chunk.file for read in reads}):
+    by_file: dict[str, list[Read]] = defaultdict(list)
+    for read in load_plan(saved, targets):
+        by_file[read.chunk.file].append(read)
+    for file, reads in sorted(by_file.items()):
         try:
             with safe_open(str(folder / file), framework="pt") as there:
                 for read in reads:
-                    if read.chunk.file == file:
-                        tensor, sizes = saved[read.path], read.chunk.sizes
-                        name = piece_name(read.path, tensor.shape, read.chunk.offsets, sizes)
-                        whole = there.get_tensor(name)
-                        if tensor.dtype in PAIR and whole.shape == (*sizes, 2):
-                            whole = torch.view_as_complex(whole.clone())  # aligned to 16 bytes
-                        _check(file, name, whole, tensor.dtype, sizes)
-                        read.target.copy_(whole[read.part])
+                    tensor, sizes = saved[read.path], read.chunk.sizes
+                    name = piece_name(read.path, tensor.shape, read.chunk.offsets, sizes)
+                    whole = there.get_tensor(name)
+                    if tensor.dtype in PAIR and whole.shape == (*sizes, 2):
+                        whole = torch.view_as_complex(whole.clone())  # aligned to 16 bytes
+                    _check(file, name, whole, tensor.dtype, sizes)
+                    read.target.copy_(whole[read.part])
         except (SafetensorError, OSError) as error:
             raise BadCheckpoint(f"{file}: {error}") from None
 

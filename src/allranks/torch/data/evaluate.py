@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import allranks.torch.accelerator as accelerator
-from allranks.errors import RequestError
+from allranks.errors import RequestError, printable
 from allranks.torch.comm import Comm
 from allranks.torch.data.copying import Copying
 from allranks.torch.data.nested import copied
@@ -70,7 +70,9 @@ def evaluate(
     _same_names_everywhere(comm, names)
     table = _table(rows, len(chunks), len(names)).to(comm.device)
     comm.all_reduce(table, "control").wait()
-    sums = table.cpu().cumsum(0)[-1].tolist() if names else []
+    table = table.cpu()
+    _check_counts(table, names)
+    sums = table.cumsum(0)[-1].tolist() if names else []
     means = {n: total / count for n, (total, count) in zip(names, sums, strict=True) if count}
     return task.finalize(means)
 
@@ -92,11 +94,14 @@ def try_evaluation(
     means = [name for name, (_, count) in pairs.items() if count == 1 and name != "loss"]
     if means and samples > 1:
         notes.append(
-            f"metrics() counts 1 for {samples} samples in {', '.join(means)}: that is the mean of "
+            f"metrics() counts 1 for {samples} samples in {printable(', '.join(means))}: that is "
+            "the mean of "
             f"the means of {samples} samples each, in which the last few count as much; return "
             "(sum, number of samples) where it is a mean over samples"
         )
-    numbers = zip(pairs, _table({0: list(pairs.values())}, 1, len(pairs))[0].tolist(), strict=True)
+    table = _table({0: list(pairs.values())}, 1, len(pairs))
+    _check_counts(table, list(pairs))
+    numbers = zip(pairs, table[0].tolist(), strict=True)
     found = {name: total / count for name, (total, count) in numbers if count}
     return {**dict.fromkeys(pairs, math.nan), **task.finalize(found)}
 
@@ -136,6 +141,18 @@ def _other_metrics(found: str) -> RequestError:
         why="sums are kept by name, so every batch must give the same metrics in one order",
         do="return every metric for every batch, with (0, 0) where there is nothing",
     )
+
+
+def _check_counts(table: Tensor, names: list[str]) -> None:
+    """Raise where a metric counts fewer than no samples; of the `loss` they are weights."""
+    for name, least in zip(names, table[:, :, 1].amin(0).tolist(), strict=True):
+        if least < 0 and name != "loss":
+            raise RequestError(
+                asked="metrics(output, batch) of the task",
+                found=f"{name} with a count of {least:g}",
+                why="a mean over fewer samples than none is none",
+                do="return for example {'accuracy': (hits.sum(), len(hits))}",
+            )
 
 
 def _table(rows: dict[int, list[Pair]], chunks: int, metrics: int) -> Tensor:

@@ -36,6 +36,8 @@ def weighted_losses(
     losses = task.loss(output, data)
     if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != samples:
         raise _not_per_sample(losses, samples)
+    if not losses.requires_grad and _is_learning(output):
+        raise _without_gradient(losses)
     if losses.dtype in (torch.float16, torch.bfloat16):
         losses = losses.float()  # they are summed over samples: 16 bits would not hold that
     weight = task.weight(data)
@@ -118,6 +120,21 @@ def _without_weight(found: str, why: str) -> RequestError:
         why=why,
         do="let weight(batch) return 1 for every value that counts and 0 for the rest, as in "
         "`return batch[1] != -100` (all ones if all of them count)",
+    )
+
+
+def _is_learning(output: Any) -> bool:
+    """Whether a gradient is wanted here, and the output of the model has one."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(output))
+
+
+def _without_gradient(losses: Tensor) -> RequestError:
+    found = "a tensor without a gradient" if losses.is_floating_point() else "whole numbers"
+    return RequestError(
+        asked="loss(output, batch) of the task",
+        found=f"{found} ({losses.dtype}), where the output of the model has one",
+        why="the weights are updated by the gradient of the loss",
+        do="compute it of `output` itself, without .detach(), .item(), torch.no_grad() or argmax",
     )
 
 

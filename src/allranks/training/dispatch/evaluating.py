@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from allranks.checkpoint.folder import committed, step_of, verify_files
 from allranks.checkpoint.manifest import NAME, BadCheckpoint, Manifest, digest, read_manifest
+from allranks.checkpoint.newest import read_as
 from allranks.job.resume import CHECKPOINTS
 from allranks.job.run_folder import JsonLines, rank_events_path, read_rows
 from allranks.launcher.heartbeat import Heartbeat
@@ -95,7 +96,7 @@ class Looks:
         problems = verify_files(folder, manifest, manifest.files)
         if problems:
             raise BadCheckpoint("; ".join(problems))
-        found = read(folder, manifest)
+        found: T = read_as(read, folder, manifest)
         self._done.add(judged)
         return [(judged, found)]
 

@@ -7,6 +7,8 @@ what each means to a user is said there. How a state is put away is the engine's
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from allranks.errors import RequestError
@@ -40,8 +42,11 @@ class Saves(Protocol):
         """Once, after a step that is not saved: take the memory that saves need."""
         ...
 
-    def load(self) -> dict[str, Any] | None:
-        """Take up what the engine holds; returns the rest with its `step`, if there is any."""
+    def load(self, load_rest: Callable[[dict[str, Any]], None]) -> int | None:
+        """Take up what the engine holds, and hand on the rest; returns its step, if there is any.
+
+        Where either fails, the checkpoint before is tried.
+        """
         ...
 
 
@@ -122,12 +127,9 @@ class BetweenSteps:
         _ = (
             trainer.task_data.batches
         )  # opening it seeds the streams that the checkpoint brings back
-        state = self.saving.load()
+        step = self.saving.load(partial(self.load_rest, trainer))
         trainer.heartbeat.enter(before)
-        if state is None:
-            return None
-        self.load_rest(trainer, state)
-        return int(state["step"])
+        return step
 
     def save_if_due(self, trainer: Trainer, result: StepResult) -> bool:
         """Save where the job or a signal asks for it after this step. Whether to stop now."""
@@ -166,7 +168,10 @@ class BetweenSteps:
     def load_rest(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Take up what `rest` returned."""
         self._callback_states.load_state(state)  # it may refuse: nothing was trained then
-        trainer.progress = Progress(**state["progress"])
+        trainer.progress = Progress.of(state["progress"])
+        done = trainer.progress.batch_index
+        if state.get("step", done) != done:
+            raise ValueError(f"progress.batch_index is {done} after step {state['step']}")
         self._guard.load_state(state["guard"])
         trainer.evaluation_plan.load_state(state["course"])
         if self._loss_scale is not None:

@@ -55,15 +55,17 @@ class SavedJob:
         """What a checkpoint says beside the state, the `rest` of which has the progress."""
         return about_of(self.task, self.job, rest["progress"], self.facts(self.job), metrics)
 
-    def changes(self, loaded: Loaded | None) -> Changes | None:
-        """What has changed; raises `RequestError` for another job, and for one that is missing."""
-        if loaded is None:
-            check_not_asked_for(self.job)
-            return None
+    def check(self, loaded: Loaded) -> Changes:
+        """What has changed since; raises `RequestError` for the checkpoint of another job."""
         return changes_since(loaded, self.task, self.job, self.facts(self.job), self.deciding)
 
-    def resumed(self, loaded: Loaded, changes: Changes, *, random_streams_restored: bool) -> None:
+    def check_not_asked_for(self) -> None:
+        """No checkpoint holds: raise `RequestError` if the job says to start from one."""
+        check_not_asked_for(self.job)
+
+    def resumed(self, loaded: Loaded, *, random_streams_restored: bool) -> None:
         """Tell that the training goes on; the leader calls this."""
+        changes = self.check(loaded)
         self.report(
             "resumed",
             step=loaded.step,
