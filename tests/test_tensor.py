@@ -81,7 +81,7 @@ def test_user_code_meets_whole_weights_whichever_way_it_takes(
 
 
 def test_loss_of_an_evaluation_is_refused_weights_that_fsdp_has_let_go_of(train: Train) -> None:
-    with pytest.raises(RequestError, match="used outside of the forward of the model"):
+    with pytest.raises(RequestError, match="whose unit of fsdp has let go of its weights"):
         train("tensor_tasks:Looks", strategy="fsdp:tensor=2", ranks=4, precision="fp64", steps=1)
 
 

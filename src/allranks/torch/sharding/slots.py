@@ -30,9 +30,7 @@ from allranks.torch.checkpoint.tree import local
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.sharding.fsdp_collectives import Filling
 from allranks.torch.step.changes import unfrozen_on_the_way
-from allranks.torch.tensor_parallel.exchange import Along
 
-WholeWeight = Callable[[Tensor, Along, int], Tensor]
 BASE: Any = torch._C.TensorBase
 COMPUTES_AS_TENSORS: Any = torch._C._disabled_torch_function_impl
 OF_DTENSORS = frozenset(("_local_tensor", "_spec", "_is_param"))  # their attributes
@@ -185,12 +183,6 @@ class CountedParameter(Counted, nn.Parameter):
     """A gathered weight."""
 
 
-class CountedTensor(Counted, Tensor):
-    """What is shown of a weight that a tensor axis has cut."""
-
-    __torch_function__ = COMPUTES_AS_TENSORS
-
-
 @cache
 def _counted(kind: type[Tensor]) -> type[Tensor]:
     """A tensor of a class of its own, whose operations stay those of that class."""
@@ -284,7 +276,6 @@ class WeightGuard:
         self._by_part: dict[int, Weight] = {}
         self._by_gathered: dict[int, Weight] = {}
         self._placeholders: dict[int, ShardPlaceholder] = {}
-        self._shown_whole: list[tuple[Tensor, Writes]] = []  # of a tensor axis
 
     # --- hooks ----------------------------------------------------------------------------
 
@@ -317,7 +308,7 @@ class WeightGuard:
         self._by_gathered = {id(w.gathered): w for w in self._by_part.values()}
         self._placeholders = {}
         for module, _ in slots:
-            if not isinstance(module._parameters, Guarded):
+            if type(module._parameters) is dict:  # a tensor axis guards those of its own layers
                 vars(module)["_parameters"] = Guarded(module._parameters, self)
         self._refuse_what_was_whole({id(p) for p in self.model.parameters()})
 
@@ -339,35 +330,12 @@ class WeightGuard:
             self._placeholders[id(part)] = made
         return self._placeholders[id(part)]
 
-    def watched(self, whole_weight: WholeWeight) -> WholeWeight:
-        """The same for what gathers a weight that a tensor axis has cut."""
-
-        def watched(held: Tensor, along: Along, size: int) -> Tensor:
-            weight = self._by_part.get(id(held))
-            if weight is not None and self.is_on():
-                shape = list(held.shape)
-                shape[along.dim] = size
-                return ShardPlaceholder.of(held, shape, lambda: self._outside(weight))
-            whole = whole_weight(held, along, size)
-            if self.is_on():
-                self._shown_whole.append((held, Writes(whole, CountedTensor)))
-            return whole
-
-        return watched
-
     def check(self) -> None:
         """After the passes of a step, or one of an evaluation: nothing was written."""
         for weights in self._weights.values():
             for weight in weights:
                 if weight.writes.have_come():
                     raise self._written(weight)
-        self._check_shown()
-
-    def _check_shown(self) -> None:
-        shown, self._shown_whole = self._shown_whole, []
-        for held, writes in shown:
-            if writes.have_come():
-                raise self._written(self._by_gathered[id(held)])
 
     def _check_unit(self, unit: nn.Module) -> None:
         for weight in self._weights.get(unit, ()):
@@ -379,8 +347,6 @@ class WeightGuard:
                 self.compares and weight.differs(self.rank, self.ranks)
             ):
                 raise self._written(weight)
-        if unit is self.model:
-            self._check_shown()
 
     def _check_places(self, unit: nn.Module) -> None:
         for weight in self._weights.get(unit, ()):

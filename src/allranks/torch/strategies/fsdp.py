@@ -109,9 +109,6 @@ class FSDP(Single):
         self._cut_layers(model, units)
         self.slots, shards = Slots(model), self.axis(SHARD)
         self.guard = WeightGuard(model, self.name, shards.rank, shards.size)
-        if self.two_axes is not None:  # what is seen of a cut layer is gathered over that axis
-            exchange = cast(Any, self.exchange)
-            exchange.whole_weight = self.guard.watched(exchange.whole_weight)
         self.reducer = (Tree if self.shard_alone else Mean)(self.comm, self.task.shards)
         make_contiguous(model, f"--strategy {self.name}", bitwise=self.shard_alone)
         told = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
