@@ -248,8 +248,10 @@ def _counted(send: Any, sends: list[int]) -> Any:
 def bytes_and_memory(argument: dict[str, Any]) -> None:
     """The busiest of the ranks sends what the card says; a rank holds the weights of its stages.
 
-    One message for each micro-batch and direction, and two for each shape that is new.
+    One message for each micro-batch and direction, and two for each shape that is new. The witness
+    would make passes of its own.
     """
+    argument["job"]["witness"] = "off"
     with contract_workers._trainer(argument) as trainer:
         steps, sends, wanted = argument["job"]["steps"], list[int](), 0
         comm, strategy = trainer.comm, trainer.strategy

@@ -231,7 +231,8 @@ def test_what_loader_processes_of_the_dead_kept_is_found_by_the_notes_in_a_folde
 STARTS = """
 import sys
 from allranks.launcher.processes.fork_server_client import ForkServer
-print(ForkServer(("imports_for_ever",))._process.pid, flush=True)
+server = ForkServer(("imports_for_ever",))  # it ends as soon as nobody holds it
+print(server._process.pid, flush=True)
 sys.stdin.read()
 """
 
