@@ -295,7 +295,9 @@ def test_a_weight_that_is_no_whole_one_is_neither_read_nor_written(
     ("what", "found"), [("reads a block", USED), ("late lerp", WRITTEN), ("late data", WRITTEN)]
 )
 def test_so_it_is_on_other_axes(what: str, found: str, strategy: str, train: Train) -> None:
-    with pytest.raises(AllranksError, match=found):
+    """The layers that a tensor axis cuts say it in words of their own."""
+    by_cut_layer = "whose unit of fsdp has let go of its weights|found: it is written there"
+    with pytest.raises(AllranksError, match=f"{found}|{by_cut_layer}"):
         train("fsdp_tasks:Looks", f"what={what}", strategy=strategy, ranks=4, steps=6)
 
 

@@ -170,12 +170,20 @@ class CutLayer(Swapped):
         if held is None or along is None or not self.exchange.is_open:
             return held
         if isinstance(held, DTensor):  # in parts on another axis, too
-            if self.exchange.refuses_parts:
-                raise _not_gathered(self, name)
-            return held
+            return self._not_there(name, held) if self.exchange.refuses_parts else held
         if held.shape[along.dim] != self.lengths[name]:
             return held  # somebody has put it there
         return shown(self.exchange, held, along, self.sizes[name])
+
+    def _not_there(self, name: str, held: Tensor) -> Tensor:
+        """Shape, type and device of the whole; an operation on it is refused."""
+        shape = list(held.shape)
+        shape[self.dims[name].dim] = self.sizes[name]
+
+        def collect() -> Tensor:
+            raise _not_gathered(self, name)
+
+        return WholeWeight.of(shape, held, collect)
 
 
 def aligned(leaf: Tensor) -> Tensor:
