@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -87,8 +87,12 @@ def try_evaluation(
     """
     samples = min(chunk, len(source))
     (data,) = source.batches([(0, np.arange(samples))])
-    with suppress(RequestError):  # samples that collate hands on are evaluated again
-        data = copied(data)
+    try:
+        data = copied(data)  # collate may hand on samples that are evaluated again
+    except RequestError as error:
+        notes.append(
+            f"the first samples of an evaluation go through the model once before it: {error.found}"
+        )
     with _evaluating(task, strategy.model):
         pairs = _pairs(task, strategy, data, samples)
     means = [name for name, (_, count) in pairs.items() if count == 1 and name != "loss"]
