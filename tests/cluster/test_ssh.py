@@ -62,6 +62,6 @@ def test_a_host_that_ssh_does_not_reach_is_named(hosts: SlurmHere) -> None:
     before = set(os.listdir(hosts.work))
     words = ("--hosts", "hosts", "--nodes", "2", "--ranks", "2")
     code, _, err = ask(hosts, "train", "digits", *words)
-    assert code == 3
+    assert code == 3, err
     assert "n9 could not be started" in err and "Could not resolve hostname n9" in err
     assert set(os.listdir(hosts.work)) == before

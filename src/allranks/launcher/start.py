@@ -199,8 +199,8 @@ def run_job(
         except RequestError:
             folder.remove()
             raise
-        proved = {} if proof is None else {"proof": proof.to_data()}
-        return Result(folder.path, {"run_dir": str(folder.path), **summary, **proved})
+        told = {"run_dir": str(folder.path), **summary}
+        return Result(folder.path, {**told, "proof": None if proof is None else proof.to_data()})
 
 
 def _record_start(
