@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from allranks.catalog import BY_HAND, PLACES, load
-from allranks.errors import RequestError
+from allranks.errors import PlaceError, RequestError
 from allranks.job.config import resolve
 from allranks.job.faults import parse
 from allranks.launcher.nodes.cluster import gathered
 from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.nodes.ticket import Ticket
 from allranks.launcher.places.agents import AGENT, Agents, listen_to_all, ticket_for
 from allranks.launcher.places.base import (
     AgentPlace,
@@ -205,3 +206,13 @@ def test_a_new_place_is_a_class_and_a_row(beside: None, server: ForkServer, tmp_
 def test_the_names_are_those_of_the_table(beside: None) -> None:
     with pytest.raises(RequestError, match="local, hosts, simulated, slurm, beside"):
         find_place("besides")
+
+
+def test_a_command_that_ends_before_it_reads_its_ticket_is_named() -> None:
+    """The ticket is larger than a pipe holds, so the end of the command meets the write."""
+    long = Ticket(addresses=(), port=0, key="", node=0, program="p" * 2**20)
+    with Agents() as agents:
+        agents.start("n9", ["sh", "-c", "exec <&-; exit 7"], long)
+        agents._all[0][1].wait()
+        with pytest.raises(PlaceError, match=r"n9 could not be started: .* code 7"):
+            agents.check()

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, suppress
 from typing import IO
 
 from allranks.errors import PlaceError
@@ -81,7 +81,7 @@ class Agents:
         )
         assert process.stdin is not None
         self._all.append((name, process, output))
-        with closing(process.stdin) as pipe:
+        with suppress(BrokenPipeError), process.stdin as pipe:  # `check` says how it ended
             pipe.write(ticket.to_line().encode())
 
     def check(self) -> None:
