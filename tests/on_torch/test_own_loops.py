@@ -4,6 +4,7 @@ and what to do."""
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,24 @@ def test_what_is_trained_already_needs_no_steps() -> None:
 def test_what_only_the_command_does_is_refused(job: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(job))):
         Trainer(contract_tasks.Plain(), Job(**job))
+
+
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}])
+def test_one_process_of_several_tasks_is_told_of_srun(
+    step: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch script is one process whatever was asked; a step of one task was asked so."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
+    of_step = {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    of_task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    for name, value in {**job, **(of_step | of_task | step if step else {})}.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True, action="always") as said:
+        Trainer(contract_tasks.Plain()).close()
+    assert [str(one.message) for one in said if "8 tasks" in str(one.message)] == [
+        "this process trains alone, and this job of Slurm asked for 8 tasks: "
+        "`srun python SCRIPT` starts one process for each"
+    ] * (not step)
 
 
 def test_what_the_loop_never_did_is_said() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from allranks.errors import RequestError
@@ -118,6 +119,19 @@ def standard_variables(environment: Environment) -> dict[str, str]:
         variables["LOCAL_WORLD_SIZE"] = str(launched.local_size)
     variables["GROUP_RANK"] = str(-1 if launched.node is None else launched.node)
     return variables
+
+
+def tasks_not_started(environment: Environment) -> int:
+    """So many tasks a job of Slurm asked for, where nobody started them: this process is alone.
+
+    1 for a process that has a rank, and outside of Slurm.
+    """
+    if "RANK" in environment or launched_by(environment) is not None:
+        return 1
+    with suppress(RequestError):  # a shell of Slurm of which one cannot say more
+        if (allocation := Allocation.from_environment(environment)) is not None:
+            return allocation.size
+    return 1
 
 
 def missing_master_address(environment: Environment) -> dict[str, str]:

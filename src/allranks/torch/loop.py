@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence, Set
 from typing import Any
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
+from allranks.launcher.other_launchers import tasks_not_started
 from allranks.launcher.world import Visible
 from allranks.training.progress import Progress
 
@@ -36,6 +38,16 @@ def check_own_loop(job: Job, ranks: int) -> None:
             found="a loop of one's own",
             why="these files are written by the loop of `allranks train` and allranks.launch",
             do="write what step(batch) returns, on the leader: trainer.world.is_leader",
+        )
+
+
+def tell_alone() -> None:
+    """Warn of a process that trains alone in a job of Slurm which asked for several tasks."""
+    if (tasks := tasks_not_started(os.environ)) > 1:
+        warnings.warn(
+            f"this process trains alone, and this job of Slurm asked for {tasks} tasks: "
+            "`srun python SCRIPT` starts one process for each",
+            stacklevel=3,
         )
 
 

@@ -31,7 +31,13 @@ from allranks.torch.data.task_data import TaskData
 from allranks.torch.joining import join
 from allranks.torch.keras.task import torch_task
 from allranks.torch.limits import check_limits
-from allranks.torch.loop import check_own_loop, no_batch, nothing_left, tell_ignored
+from allranks.torch.loop import (
+    check_own_loop,
+    no_batch,
+    nothing_left,
+    tell_alone,
+    tell_ignored,
+)
 from allranks.torch.machine import device_of, flip_one_bit, notes_on_torch
 from allranks.torch.meetings import AT_THE_END, EVALUATE
 from allranks.torch.model.compiling import compile_passes
@@ -81,6 +87,8 @@ class Trainer(OnSteps):
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.world = World.from_environment() if world is None else world
+        if world is None:
+            tell_alone()
         if world is None and job is not None:
             check_own_loop(job, self.world.size)
         self.job = job_for(job or Job(), self.world)
