@@ -188,12 +188,11 @@ def _pairs(task: Task, strategy: Strategy, data: Any, samples: int) -> dict[str,
     pairs: dict[str, tuple[Any, Any]] = {}
     with precision.autocast(), strategy.evaluation_pass():
         output = strategy.eval_step(data, lambda model, batch: forward(task, model, batch))
-        with strategy.evaluated():
-            if task.loss_over == "sample":
-                losses, weights = weighted_losses(task, output, data, samples)
-                count = losses.numel() if weights is None else weights.sum()
-                pairs["loss"] = (losses.sum(), count)
-            found = task.metrics(output, data)
+        if task.loss_over == "sample":
+            losses, weights = weighted_losses(task, output, data, samples)
+            count = losses.numel() if weights is None else weights.sum()
+            pairs["loss"] = (losses.sum(), count)
+        found = task.metrics(output, data)
     for name, pair in found.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise RequestError(

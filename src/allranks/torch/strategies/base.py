@@ -275,10 +275,6 @@ class Strategy(Traits, ABC):
         """Around `eval_step` and what loss and metrics make of its output."""
         return NOTHING
 
-    def evaluated(self) -> AbstractContextManager[None]:
-        """Within, loss and metrics of evaluation data are computed from the output."""
-        return NOTHING
-
     def messages(self) -> tuple[int, ...]:
         """The sizes in bytes of what is summed over the ranks in a step, the tally included."""
         layout = self.step.layout

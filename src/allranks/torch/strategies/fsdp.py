@@ -326,8 +326,7 @@ class FSDP(Single):
             return super().eval_step(data, forward)
         self.order.begin()
         self.trail.begin()
-        with self.exchange.opened("control"):
-            output = self.passes.passed(partial(super().eval_step, data, forward))
+        output = self.passes.passed(partial(super().eval_step, data, forward))
         self.order.check_on_all(self.comm)
         return output
 

@@ -166,14 +166,10 @@ class ThreeAxes(Pipeline):
                 total[at] = part.view_as(total[at])
         return total
 
-    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        with self.exchange.opened("control"):
-            return super().eval_step(data, forward)
-
     def held_weights(self) -> AbstractContextManager[None]:
         return self.exchange.closed()
 
-    def evaluated(self) -> AbstractContextManager[None]:
+    def evaluation_pass(self) -> AbstractContextManager[None]:
         return self.exchange.opened("control")
 
     def close(self) -> None:

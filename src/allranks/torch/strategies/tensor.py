@@ -114,13 +114,12 @@ class Tensors(Strategy):
         return tally, gradients
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        with self.exchange.opened("control"):
-            return self.passes.passed(partial(super().eval_step, data, forward))
+        return self.passes.passed(partial(super().eval_step, data, forward))
 
     def held_weights(self) -> AbstractContextManager[None]:
         return self.exchange.closed()
 
-    def evaluated(self) -> AbstractContextManager[None]:
+    def evaluation_pass(self) -> AbstractContextManager[None]:
         return self.exchange.opened("control")
 
     @contextmanager

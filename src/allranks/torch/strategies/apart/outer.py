@@ -231,9 +231,6 @@ class Outer(Strategy):
     def evaluation_pass(self) -> AbstractContextManager[None]:
         return self.inner.evaluation_pass()
 
-    def evaluated(self) -> AbstractContextManager[None]:
-        return self.inner.evaluated()
-
     def placement(self, *, updated: bool) -> list[Placed]:
         """Beside what `inner` has: the global weights, what is sent of them, and their momentum."""
         keeps = self.made_optimizer().keeps
