@@ -38,6 +38,7 @@ from allranks.torch.shared_memory.operands import (
     of_truth,
     operation_of,
     root_of,
+    seconds_in,
     write,
 )
 from allranks.torch.shared_memory.posting import (
@@ -58,8 +59,8 @@ class StagedWork(dist.Work):
         super().__init__()
         self._done, self.tensors, self.seconds = done, tensors, seconds
 
-    def wait(self, timeout: timedelta = FOR_EVER) -> bool:
-        seconds = timeout.total_seconds() or self.seconds
+    def wait(self, timeout: timedelta | float = FOR_EVER) -> bool:
+        seconds = seconds_in(timeout) or self.seconds
         try:
             self._done.result(seconds)
         except NotYet:
@@ -302,8 +303,14 @@ class HierarchicalGroup(Named):
             "group waits for one of them: name the rank that sends"
         )
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.seconds = timeout.total_seconds()
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        seconds = self.seconds if timeout is None else seconds_in(timeout)
+        self.gloo.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks)
+
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        self.seconds = seconds_in(timeout)
         for group in (self.inside, self.leaders, self.gloo):
             if group is not None:
                 group.set_timeout(timeout)
@@ -334,7 +341,7 @@ OF_GLOO = (
     *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
     *("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single"),
     *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-    *("alltoall", "alltoall_base", "all_to_all_single", "monitored_barrier"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
 )
 for _name in OF_GLOO:
     if hasattr(dist.ProcessGroup, _name):  # torch renames them from version to version
