@@ -116,8 +116,7 @@ class Strategy(Traits, ABC):
         lies on meta: it is cut first, and no rank ever holds it whole.
         """
         model = self.model = take_up(self, model, recorded)
-        with self.owned():  # what it keeps from the start is of what this rank updates
-            optimizer = self.make_optimizer(make_optimizer)
+        optimizer = self.make_optimizer(make_optimizer)
         if TwoModes.are_in(optimizer):
             self.two_modes = TwoModes(optimizer, self.owned)
         context, one_training = self.context, self.agreement.is_one_training
