@@ -32,7 +32,7 @@ ROOMS = [str(ROOT / "tests"), str(Path(__file__).resolve().parent / "fuzzing")]
 sys.path[:0] = ROOMS
 
 from draw import drawn  # noqa: E402
-from hold import PROGRAM  # noqa: E402
+from hold import PROGRAM, is_sound  # noqa: E402
 
 from allranks.catalog import preload_for  # noqa: E402
 from allranks.errors import AllranksError, NotEqual, RequestError  # noqa: E402
@@ -147,7 +147,7 @@ def sound(server: ForkServer, given: argparse.Namespace) -> dict[str, Any]:
         one = drawn(given.seed, number)
         number += 1
         leg = one.legs[0]
-        if leg.strategy.partition(":")[0] in WHOLE_MODEL:
+        if leg.strategy.partition(":")[0] in WHOLE_MODEL or not is_sound(one):
             continue
         flags = {"threads": 1, **one.flags, "strategy": leg.strategy, "ranks": leg.ranks}
         settings = tuple(f"{name}={value}" for name, value in one.settings.items())

@@ -25,7 +25,17 @@ ROOM = Path(__file__).resolve().parent / "fuzzing"
 sys.path.insert(0, str(ROOM))
 
 from draw import Combination, drawn  # noqa: E402
-from hold import EQUAL, PROGRAM, REFUSED, ROUNDED, Holder, Verdict, script_of, shrunk  # noqa: E402
+from hold import (  # noqa: E402
+    EQUAL,
+    PROGRAM,
+    REFUSED,
+    ROUNDED,
+    TOLD,
+    Holder,
+    Verdict,
+    script_of,
+    shrunk,
+)
 from team import Teams  # noqa: E402
 
 from allranks.catalog import preload_for  # noqa: E402
@@ -67,6 +77,7 @@ class Fuzz:
         self.given, self.server, self.holder = given, server, holder
         self.verdicts, self.refusals = Counter[str](), Counter[str]()
         self.equal_by, self.refused_by = defaultdict(Counter[str]), Counter[str]()
+        self.told = defaultdict[str, Counter[str]](Counter[str])
         self.failed: list[dict[str, Any]] = []
         self.rounded: dict[str, float] = {}
         self.largest, self.began = defaultdict[str, float](float), time.monotonic()
@@ -93,6 +104,8 @@ class Fuzz:
         if verdict.what == REFUSED:
             self.refusals[verdict.why] += 1
             self.refused_by.update(names)
+        elif verdict.what == TOLD:
+            self.told[one.settings["trait"]][verdict.why[:200]] += 1
         elif verdict.what == ROUNDED:
             self.rounded[str(one)] = verdict.difference
         elif verdict.what == EQUAL:
@@ -101,6 +114,7 @@ class Fuzz:
             self.equal_by["strategy"].update(names)
             self.equal_by["model"][one.settings.get("kind", "layers")] += 1
             self.equal_by["optimizer"][one.settings.get("by", "sgd")] += 1
+            self.equal_by["trait"][one.settings.get("trait", "none")] += 1
             self.equal_by["ranks"].update({str(leg.ranks) for leg in one.legs})
             self.equal_by["setting"].update(one.settings.keys() | one.flags.keys())
             self.equal_by["legs"][str(len(one.legs))] += 1
@@ -123,6 +137,7 @@ class Fuzz:
             "equal_by": {what: dict(by.most_common()) for what, by in self.equal_by.items()},
             "refused_by_strategy": dict(self.refused_by.most_common()),
             "refusals": dict(self.refusals.most_common()),
+            "told": {trait: dict(by) for trait, by in self.told.items()},
             "by_the_command": self.holder.commanded,
             "warm_ranks_alone_say_so": self.holder.disagreements,
             "largest_difference": dict(self.largest),

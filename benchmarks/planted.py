@@ -27,7 +27,7 @@ ROOMS = [str(ROOT / "tests"), str(Path(__file__).resolve().parent / "fuzzing")]
 sys.path[:0] = ROOMS
 
 from draw import Combination, drawn  # noqa: E402
-from hold import PROGRAM  # noqa: E402
+from hold import PROGRAM, is_sound  # noqa: E402
 
 from allranks.catalog import preload_for  # noqa: E402
 from allranks.errors import AllranksError, Interrupted, RequestError, Stopped  # noqa: E402
@@ -138,15 +138,17 @@ def alarms(given: argparse.Namespace) -> dict[str, Any]:
     with ForkServer(preload_for(PROGRAM, "torch")) as server:
         while verdicts[EQUAL] + verdicts[ALARM] < given.alarms and time.monotonic() < until:
             one = drawn(given.seed, number)
+            number += 1
+            if not is_sound(one):
+                continue
             what, words, size = checked(one, server)
             verdicts[what] += 1
             if what in (ALARM, BROKEN):
-                say(f"{number}: {what}: {one}\n{words}")
-                wrong.append({"number": number, "combination": str(one), "says": words})
+                say(f"{number - 1}: {what}: {one}\n{words}")
+                wrong.append({"number": number - 1, "combination": str(one), "says": words})
             elif what == EQUAL:
                 largest = max(largest, size)
                 by_strategy[one.legs[0].strategy.partition(":")[0]] += 1
-            number += 1
             if number % 20 == 0:
                 say(f"{number}: {dict(verdicts)}")
     return {

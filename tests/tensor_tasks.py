@@ -531,7 +531,7 @@ class Padded(Stack):
 
 @dataclass(kw_only=True)
 class WritesAWeight(Stack):
-    """A teacher that forward moves, by its parameters."""
+    """A forward that writes weights, or their gradients."""
 
     how: str = "data"
 
@@ -546,6 +546,8 @@ class WritesAWeight(Stack):
                 elif how == "in place":
                     with torch.no_grad():
                         weight.mul_(0.9)
+                elif how == "zero_grad":
+                    self.zero_grad()
                 else:
                     self.first.weight = nn.Parameter(torch.ones(3, IN))
                 return super().forward(input)

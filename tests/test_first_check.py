@@ -22,6 +22,7 @@ from allranks.launcher.start import Result, run_job
 from allranks.tools.check import first
 
 CODE = """
+import os
 from dataclasses import dataclass
 import torch
 from torch import nn
@@ -91,6 +92,13 @@ def test_samples_that_see_each_other_end_the_job_before_it_trains(
     assert error.value.exit_code == EXIT_DIFFERENCE_FOUND
     assert not (tmp_path / "run-0").exists()
     assert not (tmp_path / "cache").exists(), "what differs is not remembered as equal"
+
+
+def test_a_copy_of_weights_that_one_rank_has_changed_ends_the_job(start: Start) -> None:
+    """Rows that another rank updates: after the first step all have them from there."""
+    write = "model[0].weight.data[:8].mul_(1 - int(os.environ.get('RANK', 0)))"
+    with pytest.raises(NotEqual, match="rank 1 does not hold what rank 0 holds"):
+        start({"WRITE(model)": write}, strategy="zero1")
 
 
 def test_a_job_says_that_it_is_proved_and_the_next_one_needs_no_check(

@@ -91,6 +91,7 @@ def test_loss_of_an_evaluation_is_refused_weights_that_fsdp_has_let_go_of(train:
         ("data", "a cut weight in forward or loss"),
         ("in place", "it is written there, by"),
         ("another", "it takes its part of a whole weight"),
+        ("zero_grad", "its .grad is read there"),
     ],
 )
 def test_forward_may_not_write_a_cut_weight(how: str, message: str, train: Train) -> None:

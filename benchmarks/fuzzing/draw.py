@@ -12,7 +12,7 @@ from typing import Any
 
 from drawn_task import MODELS, NORMS, OPTIMIZERS, ROW_BY_ROW
 from shapes import LAYERED, NEEDS, OUTER, RATES, said_of, suits
-from traits import TRAITS
+from traits import WRAPPED, traits_of
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Exact
@@ -22,7 +22,7 @@ from allranks.strategies.resolve import card_for, strategy_spec
 STEPS = 6
 TOGETHER = 4
 """So many numbers in a row draw one task: one process trains it once for all of them."""
-TRAIT_RATE = 0.5
+TRAIT_RATE = 0.8
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 AS_LARGE_AS_GRADIENTS = ("sgd", "momentum", "nesterov")
 """Optimizers whose update is no larger than the gradient: others make steps of what rounds."""
@@ -55,7 +55,7 @@ def drawn(seed: int, number: int) -> Combination:
     settings, flags = _task(random.Random(f"{seed}/task/{number // TOGETHER}"))
     habit = random.Random(f"{seed}/trait/{number // TOGETHER}")
     if suits("trait", settings) and habit.random() < TRAIT_RATE:
-        settings["trait"] = habit.choice(TRAITS)
+        settings["trait"] = habit.choice(traits_of(settings))
     dice = random.Random(f"{seed}/{number}")
     bitwise = "bitwise" in flags
     count = 1 if dice.random() < 0.8 else 2
@@ -154,7 +154,8 @@ def _can_be(name: str, settings: dict[str, Any], bitwise: bool) -> bool:
     kind = settings.get("kind", "layers")
     if bitwise and card_for(parse_choice(name)).bitwise_options is None:
         return False
-    if name in LAYERED and settings.get("batchnorm") == "whole":
+    wrapped = settings.get("trait") in WRAPPED
+    if name in LAYERED and (wrapped or settings.get("batchnorm") == "whole"):
         return False
     return name not in NEEDS or kind in NEEDS[name]
 

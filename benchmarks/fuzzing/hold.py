@@ -19,6 +19,7 @@ from draw import STEPS, Combination, Leg, simpler
 from member import AVERAGE, REFUSED, TRAINED, Answer
 from safetensors.numpy import load_file
 from team import Teams
+from traits import BY_PASSES
 
 from allranks.errors import (
     AllranksError,
@@ -79,6 +80,7 @@ class Verdict:
 
 BROKEN, TOLD = "broken", "told"
 """`told`: the weights are others, and the job says so: its first check ends it, or the witness."""
+OF_A_WITNESS = (FollowsRanks.__name__, ReplicasDiffer.__name__)
 Train = Callable[[Resolved], Trained]
 Reference = Callable[[Combination], Trained]
 
@@ -104,9 +106,21 @@ def told_by(one: Combination, server: ForkServer) -> str:
         more = {"witness": "stop", "steps": STEPS, "run_dir": f"{folder}/run"}
         try:
             run_job(resolve(PROGRAM, {**flags, **more}, settings), server, first_check=first_check)
-        except (FollowsRanks, NotEqual, ReplicasDiffer, RequestError) as error:
-            return str(error).partition("\n")[0]
+        except RequestError as error:
+            return error.why
+        except ProgramError as error:
+            return error.cause or str(error).partition("\n")[0] if _says_so(error) else ""
     return ""
+
+
+def is_sound(one: Combination) -> bool:
+    """Whether its task gives one process and many ranks the same numbers, if these are right."""
+    return one.settings.get("trait") not in BY_PASSES
+
+
+def _says_so(error: AllranksError) -> bool:
+    """Whether a job ended because its result is not that of one process."""
+    return isinstance(error, NotEqual) or getattr(error, "cause", "").startswith(OF_A_WITNESS)
 
 
 def verdict_of(one: Combination, train: Train, reference: Reference) -> Verdict:
@@ -118,7 +132,8 @@ def verdict_of(one: Combination, train: Train, reference: Reference) -> Verdict:
     except (Stopped, Interrupted):
         raise
     except AllranksError as error:
-        return Verdict(BROKEN, why=str(error).partition("\n")[0])
+        is_told = _says_so(error) and not is_sound(one)
+        return Verdict(TOLD if is_told else BROKEN, why=str(error).partition("\n")[0])
     try:
         single = reference(one)
     except RequestError as error:

@@ -57,7 +57,7 @@ def suits(name: str, settings: dict[str, Any]) -> bool:
     if kind == "lookups" and name in ("penalty", "frozen", "clip_norm"):
         return False
     if name == "trait":
-        return kind == "layers" and norm == "none"
+        return kind not in ("mixture", "lookups") and norm != "batch"
     if name == "norm":
         return kind in ("layers", "images", "residual")
     if name == "batchnorm":

@@ -20,10 +20,10 @@ from allranks.training.callback import Callback
 
 WRAPPED = ("functional", "vmap", "weights_outside", "teacher", "object_output")
 """Traits of the model, which is no `nn.Sequential` then."""
-TRAITS = (
-    *("step_hook", "write_in_optimizer", "thread_init", "object_batch", "modes", "callback"),
-    *WRAPPED,
-)
+EVERYWHERE = ("step_hook", "write_in_optimizer", "thread_init", "object_batch", "modes", "callback")
+"""Traits of the task, whatever its model is."""
+BY_PASSES = ("teacher",)
+"""Traits whose numbers follow how many passes a step has: the witness is right to say so."""
 
 
 @dataclass
@@ -142,6 +142,19 @@ _WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "teacher": _Teacher,
     "object_output": _Named,
 }
+
+
+def traits_of(settings: dict[str, Any]) -> tuple[str, ...]:
+    """The traits that the task of these settings can have.
+
+    torch computes no LSTM under `vmap`, nor draws there; a GPT and a residual net may be computed
+    anew in backward, where `functional_call` is over; `rare` is cut by the names of its layers.
+    """
+    kind = settings.get("kind", "layers")
+    if kind in ("sentences", "residual", "rare"):
+        return EVERYWHERE
+    no_vmap = kind == "recurrent" or "dropout" in settings
+    return (*EVERYWHERE, *(trait for trait in WRAPPED if trait != "vmap" or not no_vmap))
 
 
 def with_trait(trait: str, model: nn.Module) -> nn.Module:

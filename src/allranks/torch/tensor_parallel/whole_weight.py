@@ -21,6 +21,7 @@ from allranks.errors import RequestError
 from allranks.torch.tensor_parallel.exchange import Along, Exchange
 
 GRAD: Any = torch.autograd.grad
+GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class WholeWeight(Tensor):
@@ -79,6 +80,8 @@ class _TrainedWhole(WholeWeight):
     ) -> Any:
         if function is GRAD:
             return _gradients(*args, **(kwargs or {}))
+        if function == GRADIENT:
+            raise _gradient_read()
         return _disabled_torch_function_impl(function, types, args, kwargs or {})
 
 
@@ -142,4 +145,13 @@ def written_to(how: str) -> RequestError:
         why="each rank holds a part of it, and sees the whole as a copy that nobody takes back",
         do="write weights in a callback or in the optimizer, leave the layer out of tensor_plan(), "
         "or --strategy ddp",
+    )
+
+
+def _gradient_read() -> RequestError:
+    return RequestError(
+        asked="the gradient of a cut weight in forward or loss of the model",
+        found="its .grad is read there, by the task or by zero_grad()",
+        why="backward puts the gradient of a part onto the part, and the whole has none",
+        do="torch.autograd.grad, leave the layer out of tensor_plan(), or --strategy ddp",
     )

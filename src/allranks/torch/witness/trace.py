@@ -89,9 +89,17 @@ class Trace(trace.Trace[Tensor]):
         return {**passes, "own_squares": self._squares}
 
     def whole(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Gradients and state, every tensor whole; every rank calls this."""
+        """Gradients and state, every tensor whole; every rank calls this.
+
+        Of weights that all ranks hold, each rank says what forward would find, and not what those
+        have that update them.
+        """
         with self.strategy.owned():
-            return [{**gradients[0], **dict(self._whole())}]
+            found = {**gradients[0], **dict(self._whole())}
+        if self.strategy.agreement.weights == "replicated":
+            named = self.strategy.model.named_parameters()
+            found |= {f"weight/{name}": parameter.detach() for name, parameter in named}
+        return [found]
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """All that a step starts from and changes, but what the optimizer keeps; as it is saved."""
