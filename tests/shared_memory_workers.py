@@ -246,10 +246,10 @@ def _forms(group: Any, rank: int, size: int) -> Iterator[tuple[str, list[Tensor]
         return [one() for _ in range(size)]
 
     reduced: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
-        ("allreduce", (OP.MAX, seconds), {}),
+        ("allreduce", (OP.MAX, 50.0), {}),
         ("allreduce", (), {"op": OP.MIN, "timeout": seconds}),
         ("broadcast", (1, seconds), {}),
-        ("broadcast", (), {"root": 1}),
+        ("broadcast", (), {"root": 1, "timeout": 50.0}),
         ("reduce", (1, OP.MAX, seconds), {}),
         ("reduce", (), {"root": 1, "op": OP.PRODUCT}),
     ]
@@ -278,6 +278,8 @@ def _forms(group: Any, rank: int, size: int) -> Iterator[tuple[str, list[Tensor]
     group.barrier(timeout=seconds).wait()
     group.barrier().wait()
     group.monitored_barrier(seconds, wait_all_ranks=True)
+    group.monitored_barrier(50.0)
+    group.barrier().wait(50.0)
 
 
 def overlapping(argument: None) -> None:
@@ -322,7 +324,8 @@ def what_torch_asks(argument: None) -> None:
     with job() as (rank, size):
         group: Any = dist.group.WORLD
         dist.monitored_barrier(timeout=TIMEOUT, wait_all_ranks=True)
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=50))
+        for timeout in (timedelta(seconds=40), 50.0):
+            dist.distributed_c10d._set_pg_timeout(timeout)
         assert group.seconds == 50.0
         assert group._get_backend(torch.device("cpu")).size() == size
         assert group.get_group_store() is not None
@@ -340,6 +343,39 @@ def what_torch_asks(argument: None) -> None:
             for _ in range(2 + rank):
                 model(torch.ones(2, 4)).sum().backward()
         assert model.module.bias.grad.item() == 2.0 * (2 + rank)
+
+
+def barriers_that_fail(argument: None) -> None:
+    """Rank 1 of 3 does not come, or none but rank 0: the errors say it in the words of Gloo."""
+    with job("gloo") as (rank, _):
+        for name in ("gloo", backend.BACKEND):
+            failed = dist.new_group(backend=name, timeout=TIMEOUT)
+            if rank == 0:
+                with pytest.raises(RuntimeError, match="Rank 1 failed to pass monitoredBarrier"):
+                    dist.monitored_barrier(failed, timedelta(seconds=0.3))
+            elif rank == 2:
+                says = "Rank 2 successfully reached monitoredBarrier, but received errors"
+                with pytest.raises(RuntimeError, match=f"{says} .* from rank 0"):
+                    dist.monitored_barrier(failed, timedelta(seconds=0.3))
+            dist.barrier()
+            alone: Any = dist.new_group(backend=name, timeout=TIMEOUT)
+            if rank == 0:
+                with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier"):
+                    alone.monitored_barrier(timedelta(0))
+                with pytest.raises(RuntimeError, match="Ranks 1, 2 failed to pass monitoredBar"):
+                    alone.monitored_barrier(0.1, wait_all_ranks=True)
+            dist.barrier()
+        lost: Any = dist.new_group(backend=backend.BACKEND, timeout=TIMEOUT)
+        if rank == 1:
+            lost.shutdown()
+        elif rank == 0:
+            with pytest.raises(RankLost, match=r"Rank 1 failed to pass .* has left the group"):
+                lost.monitored_barrier(wait_all_ranks=True)
+            lost.shutdown()
+        else:
+            with pytest.raises(RankLost, match=r"Rank 2 successfully .* has left the group"):
+                lost.monitored_barrier()
+        dist.barrier()
 
 
 def compiled(argument: None) -> None:
@@ -608,6 +644,9 @@ def several_hosts(argument: None) -> None:
         group.allreduce([truth]).wait()
         assert truth.tolist() == [True, False]
         dist.barrier(group)
+        dist.monitored_barrier(group)
+        group._set_default_timeout(50.0)
+        group.barrier().wait(50.0)
         with pytest.raises(RuntimeError, match="name the rank"):
             dist.recv(torch.ones(1), group=group)
     with job(turn=1) as (rank, size):

@@ -31,6 +31,12 @@ def test_torch_calls_it_as_it_calls_gloo(on_ranks: Callable[..., Any], what: str
     on_ranks(2, f"shared_memory_workers:{what}", None)
 
 
+def test_a_monitored_barrier_says_who_did_not_come_as_gloo_says_it(
+    on_ranks: Callable[..., Any],
+) -> None:
+    on_ranks(3, "shared_memory_workers:barriers_that_fail", None)
+
+
 @pytest.mark.slow
 def test_a_compiled_model_calls_it_untraced(on_ranks: Callable[..., Any]) -> None:
     on_ranks(2, "shared_memory_workers:compiled", None)

@@ -73,7 +73,7 @@ def replace(module: Any, name: str, by: Callable[..., Any]) -> None:
 def _monitored_barrier(
     own: Callable[..., Any],
     group: Any = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> Any:
     """Torch's asks for Gloo by its name, though a group of ours has one, too."""
@@ -83,11 +83,11 @@ def _monitored_barrier(
     return own(group, timeout, wait_all_ranks)
 
 
-def _set_pg_timeout(own: Callable[..., Any], timeout: timedelta, group: Any = None) -> None:
+def _set_pg_timeout(own: Callable[..., Any], timeout: timedelta | float, group: Any = None) -> None:
     """Torch's sets that of Gloo and NCCL alone."""
     of = group or dist.group.WORLD
     if isinstance(of, Named):
-        of.set_timeout(timeout)
+        of.set_timeout(timeout)  # type: ignore[arg-type]  # torch's own: a `timedelta`
     else:
         own(timeout, group)
 

@@ -38,6 +38,7 @@ from allranks.torch.shared_memory.operands import (
     of_truth,
     operation_of,
     root_of,
+    seconds_in,
     write,
 )
 from allranks.torch.shared_memory.posting import (
@@ -58,8 +59,8 @@ class StagedWork(dist.Work):
         super().__init__()
         self._done, self.tensors, self.seconds = done, tensors, seconds
 
-    def wait(self, timeout: timedelta = FOR_EVER) -> bool:
-        seconds = timeout.total_seconds() or self.seconds
+    def wait(self, timeout: timedelta | float = FOR_EVER) -> bool:
+        seconds = seconds_in(timeout) or self.seconds
         try:
             self._done.result(seconds)
         except NotYet:
@@ -302,8 +303,8 @@ class HierarchicalGroup(Named):
             "group waits for one of them: name the rank that sends"
         )
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.seconds = timeout.total_seconds()
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        self.seconds = seconds_in(timeout)
         for group in (self.inside, self.leaders, self.gloo):
             if group is not None:
                 group.set_timeout(timeout)

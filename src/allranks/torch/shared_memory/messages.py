@@ -9,6 +9,7 @@ Torch's own declarations of these methods are narrower than what it calls them w
 # mypy: disable-error-code="override, assignment, attr-defined"
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -25,6 +26,7 @@ from allranks.torch.shared_memory.operands import (
     listed,
     overlap,
     root_of,
+    seconds_in,
     write,
 )
 from allranks.torch.shared_memory.posting import Posting, collective
@@ -169,38 +171,67 @@ class Messages(Posting):
 
     @collective("monitored_barrier", 0)
     def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Return when all ranks came; rank 0 raises and names the first, or all, that did not."""
-        patience = timeout or timedelta(seconds=self.seconds)
+        """Return when all ranks came; rank 0 raises and names the first, or all, that did not.
+
+        Its errors begin as those of Gloo do: scripts look for these words.
+        """
+        seconds = self.seconds if timeout is None else seconds_in(timeout)
         came, tag = torch.zeros(1, dtype=torch.uint8), self._tag_of_turn()
         if self.own != 0:
-            self._told(came, 0, tag, patience)
+            self._come(came, tag, seconds)
             return
-        missing: list[int] = []
-        for rank in range(1, self.count):
-            call = Call()
-            self._receive(call, came, rank, tag)
-            if not self._posted(call, []).drive(0 if missing else patience.total_seconds()):
-                missing.append(rank)
-                if not wait_all_ranks:
-                    break
-        if missing:
-            names = ", ".join(str(self.ranks[rank]) for rank in missing)
-            raise RuntimeError(
-                f"{SAYS}Timed out: ranks {names} did not come to the barrier within "
-                f"{patience.total_seconds():g} s"
-            )
+        self._await_all(came, tag, seconds, wait_all_ranks)
         call = Call()
         for rank in range(1, self.count):
             self._send(call, came, rank, tag)
         self._posted(call, []).wait()
 
-    def _told(self, came: Tensor, root: int, tag: int, patience: timedelta) -> None:
+    def _await_all(self, came: Tensor, tag: int, seconds: float, wait_all_ranks: bool) -> None:
+        """Rank 0 hears of each other one, the first to the last, until the time is up."""
+        until, missing = time.monotonic() + seconds, list[int]()
+        took = f"{seconds * 1000:g} ms"
+        for rank in range(1, self.count):
+            call = Call()
+            self._receive(call, came, rank, tag)
+            work, remaining = self._posted(call, []), until - time.monotonic()
+            if work.drive(max(0.0, remaining)):
+                if (error := work.exception()) is None:
+                    continue
+                lost = getattr(error, "job_rank", self.ranks[rank])  # and the whole group with it
+                error.args = (f"{SAYS}Rank {lost} failed to pass monitoredBarrier: {error}",)
+                raise error
+            if remaining <= 0 and not wait_all_ranks:
+                there = ", ".join(str(self.ranks[one]) for one in range(1, rank)) or "none"
+                raise RuntimeError(
+                    f"{SAYS}Rank {self.ranks[0]} timed out in monitoredBarrier after {took}: "
+                    f"of the other ranks came {there}"
+                )
+            missing.append(rank)
+            if not wait_all_ranks:
+                break
+        if missing:
+            names = ", ".join(str(self.ranks[rank]) for rank in missing)
+            ranks = "Ranks" if len(missing) > 1 else "Rank"
+            raise RuntimeError(
+                f"{SAYS}{ranks} {names} failed to pass monitoredBarrier in {took}: Timed out"
+            )
+
+    def _come(self, came: Tensor, tag: int, seconds: float) -> None:
+        """Tell rank 0, and hear from it that all came."""
         call = Call()
-        self._send(call, came, root, tag)
-        self._receive(call, came.clone(), root, tag)
-        self._posted(call, []).wait(patience)
+        self._send(call, came, 0, tag)
+        self._receive(call, came.clone(), 0, tag)
+        try:
+            self._posted(call, []).wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            own, root = self.ranks[self.own], self.ranks[0]
+            error.args = (
+                f"{SAYS}Rank {own} successfully reached monitoredBarrier, but received errors "
+                f"while waiting for send/recv from rank {root}: {error}",
+            )
+            raise
 
     if hasattr(dist.ProcessGroup, "all_to_all_single"):  # since torch 2.13
         all_to_all_single = alltoall_base

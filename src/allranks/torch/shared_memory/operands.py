@@ -35,10 +35,10 @@ _OPERATIONS = {
 }
 _OF_TRUTH = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 _IN_OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
-_KINDS = (
+_KINDS: tuple[tuple[Any, str], ...] = (
     (type(ReduceOp.SUM), "op"),
     (ReduceOp, "op"),
-    (timedelta, "timeout"),
+    ((timedelta, float), "timeout"),
     (int, "root"),
 )
 
@@ -101,6 +101,11 @@ def root_of(options: Any, ranks: int) -> int:
     if not 0 <= root < ranks:
         raise ValueError(f"the root is rank {root}, and the group has ranks 0 to {ranks - 1}")
     return root
+
+
+def seconds_in(timeout: timedelta | float) -> float:
+    """A timeout in seconds: torch's C++ takes a number of them for a `timedelta`, too."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 def seconds_of(options: Any, default: float) -> float:

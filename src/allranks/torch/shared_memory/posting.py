@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 
 from allranks.torch.shared_memory import attaching
 from allranks.torch.shared_memory.attaching import Attached
-from allranks.torch.shared_memory.operands import Call, in_one_form, seconds_of
+from allranks.torch.shared_memory.operands import Call, in_one_form, seconds_in, seconds_of
 from allranks.torch.shared_memory.work import SharedMemoryWork
 
 BACKEND = "shared_memory"
@@ -213,8 +213,8 @@ class Posting(Named):
                 self._gloo = gloo_group(store, self.own, self.count, timeout)
             return self._gloo
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.seconds = timeout.total_seconds()
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        self.seconds = seconds_in(timeout)
         if self._gloo is not None:
             self._gloo.set_timeout(timeout)
 

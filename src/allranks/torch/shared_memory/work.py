@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from allranks.torch.shared_memory.futures import future_of
+from allranks.torch.shared_memory.operands import seconds_in
 
 FOR_EVER = timedelta(0)  # as torch says it; the group's own timeout holds then
 SAYS = "shared memory: "
@@ -91,13 +92,13 @@ class SharedMemoryWork(dist.Work):
         if not self._is_over:
             group.under_way.add(self)
 
-    def wait(self, timeout: timedelta = FOR_EVER) -> bool:
+    def wait(self, timeout: timedelta | float = FOR_EVER) -> bool:
         """Return when it is done; raises `RankLost`, or `RuntimeError` when the time is up.
 
         After that it goes on, and can be waited for again.
         """
         if not self._is_over:
-            seconds = timeout.total_seconds() if timeout else self.seconds
+            seconds = seconds_in(timeout) if timeout else self.seconds
             if not self.drive(seconds):
                 raise RuntimeError(
                     f"{SAYS}Timed out waiting {seconds:g} s for a collective; it goes on"
