@@ -303,12 +303,6 @@ class HierarchicalGroup(Named):
             "group waits for one of them: name the rank that sends"
         )
 
-    def monitored_barrier(
-        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        seconds = self.seconds if timeout is None else seconds_in(timeout)
-        self.gloo.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks)
-
     def set_timeout(self, timeout: timedelta | float) -> None:
         self.seconds = seconds_in(timeout)
         for group in (self.inside, self.leaders, self.gloo):
@@ -341,7 +335,7 @@ OF_GLOO = (
     *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
     *("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single"),
     *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-    *("alltoall", "alltoall_base", "all_to_all_single"),
+    *("alltoall", "alltoall_base", "all_to_all_single", "monitored_barrier"),
 )
 for _name in OF_GLOO:
     if hasattr(dist.ProcessGroup, _name):  # torch renames them from version to version
