@@ -126,11 +126,12 @@ def outcome(server: ForkServer, program: str, strategy: str) -> tuple[str, str]:
         except AllranksError as error:
             return BROKEN, str(error).splitlines()[0]
         proof = result.summary["proof"]
-        if not proof["proved"]:
-            return NAMED, proof["why"]
         alone = trained(server, one, program, **flags)
         size = difference(weights(alone), weights(result))
-        return (MISSED if size > EQUAL else PROVED), f"{size:.1e} after {STEPS} steps"
+        apart = f"{size:.1e} after {STEPS} steps"
+        if not proof["proved"]:
+            return NAMED, f"{apart}: {proof['why']}"
+        return (MISSED if size > EQUAL else PROVED), apart
 
 
 def weights(result: Result) -> dict[str, Any]:

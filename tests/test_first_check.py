@@ -94,6 +94,13 @@ def test_samples_that_see_each_other_end_the_job_before_it_trains(
     assert not (tmp_path / "cache").exists(), "what differs is not remembered as equal"
 
 
+def test_what_the_witness_names_is_looked_at_for_more_steps(start: Start) -> None:
+    counts = "vars(self).update(n=getattr(self, 'n', 0) + 1)"
+    later = {"DROP(x)": f"{counts} or x - (self.n > 4) * x.mean(0)"}
+    with pytest.raises(NotEqual, match="loss differs at step 3"):
+        start(later, strategy="zero1", steps=20)
+
+
 def test_a_copy_of_weights_that_one_rank_has_changed_ends_the_job(start: Start) -> None:
     """Rows that another rank updates: after the first step all have them from there."""
     write = "model[0].weight.data[:8].mul_(1 - int(os.environ.get('RANK', 0)))"

@@ -4,7 +4,8 @@ A strategy that cuts the model can compute something else in silence: a weight t
 as a part, a hook that sees a part of a gradient. `check` finds these, so a job makes a short check
 by itself before it starts: two steps on its own batches, in float64, with the witness on. What has
 passed is remembered by the program's files, its fields, the strategy, the options that decide the
-arithmetic, and the versions, so the next start costs nothing.
+arithmetic, and the versions, so the next start costs nothing. Where the witness names something and
+two steps agree, eight are compared: what it names may come later.
 
     --first-check auto   where one process can hold the model, and within `BUDGET_S`
     --first-check STEPS  so many steps, however long they take
@@ -54,6 +55,7 @@ from allranks.tools.check.plan import Plan as CheckPlan
 from allranks.tools.check.verdict import Look, Verdict
 
 STEPS = 2
+STEPS_OF_NAMED = 8  # are compared where the witness has named something that the first ones hide
 BUDGET_S = 30.0
 COPIES_IN_MEMORY = 6  # of the weights in float64: gradient, two moments, a copy, room for passes
 COPIES_ON_DISK = 16  # what two runs of two steps write down
@@ -104,14 +106,18 @@ def first_check(
         "(--first-check off leaves it out)"
     )
     deadline = time.monotonic() + BUDGET_S if auto else float("inf")
-    with (
-        _server(resources, job) as server,
-        tempfile.TemporaryDirectory(prefix="allranks-") as path_,
-    ):
-        check_plan = CheckPlan((ranks,), ranks, plan.shape.shards)
-        first = FirstCheck(resolved, job, steps, Path(path_), server, check_plan)
-        first.deadline, first.signals = deadline, signals
-        proof = first.proof()
+    check_plan = CheckPlan((ranks,), ranks, plan.shape.shards)
+
+    def check(count: int) -> tuple[Proof, bool]:
+        with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
+            first = FirstCheck(resolved, job, count, Path(folder), server, check_plan)
+            first.deadline, first.signals = deadline, signals
+            return first.proof(), bool(first.witnessed)
+
+    with _server(resources, job) as server:
+        proof, is_named = check(steps)
+        if auto and is_named and not proof.proved:
+            check(STEPS_OF_NAMED)  # for the difference that it may find
     if proof.proved:
         _remember(path, proof, steps)
     return proof
