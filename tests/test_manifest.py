@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from allranks.checkpoint.manifest import (
     write_manifest,
 )
 from allranks.checkpoint.tensor_file import Piece, lay_out, read_layout
+from counting import calls_of
 
 FILE = "rank-000-of-001.a0.safetensors"
 
@@ -180,6 +182,17 @@ def test_the_parts_of_a_tensor_are_held_against_it_in_time_linear_in_them(across
         assert manifest._filled(SavedTensor("F32", shape, chunks))
         counts.append(Counted.added)
     assert counts[1] == 8 * counts[0] > 0
+
+
+def test_a_tensor_more_costs_a_manifest_no_copies() -> None:
+    """A model may have tens of thousands: dataclasses.asdict calls 50 functions for each."""
+    sealed = {}
+    for count in (10, 110):
+        tensors = {
+            f"w{n}": SavedTensor("F32", (2,), (Chunk(FILE, (0,), (2,)),)) for n in range(count)
+        }
+        sealed[count] = calls_of(partial(seal, small(1, tensors=tensors)))
+    assert (sealed[110] - sealed[10]) / 100 <= 2
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+import tracemalloc
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +20,9 @@ import pytest
 from allranks.cli.main import main
 from allranks.job.run_folder import read_rows
 from allranks.launcher.start import Result
+from allranks.tools.report.charts import charts_of, constants_of
 from allranks.tools.report.curves import Series, thinned
+from allranks.tools.report.records import read_run
 from report_runs import DIGEST, event, job_toml, write_lines, write_phases, write_run
 
 Door = Callable[..., tuple[int, str, str]]
@@ -335,6 +338,30 @@ def test_a_thinned_curve_keeps_what_stands_out() -> None:
     assert (7_777, 99.0) in zip(thin.xs, thin.ys, strict=True)
     assert [x for x, y in zip(thin.xs, thin.ys, strict=True) if math.isnan(y)] == [12_345]
     assert (thin.xs[0], thin.xs[-1]) == (0, 19_999)
+
+
+def test_a_row_of_a_long_run_takes_few_bytes(tmp_path: Path) -> None:
+    peaks = {}
+    for count in (1_000, 21_000):
+        folder = write_run(tmp_path / str(count))
+        row = {"epoch": 0, "samples": 8, "learning_rate": 0.1}
+        rows = [
+            {**row, "step": n, "loss": 1 / (n + 1), "monotonic": float(n)} for n in range(count)
+        ]
+        for odd in rows[1::2]:
+            odd["grad_norm"] = float(odd["step"])
+        write_lines(folder / "metrics.jsonl", rows)
+        del rows
+        tracemalloc.start()
+        run = read_run(folder, "long")
+        charts = {chart.title: chart for chart in charts_of([run])}
+        assert constants_of([run]) == ["Learning rate: 0.1 at every step."]
+        peaks[count] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        (norms,) = charts["Gradient norm before clipping"].lines
+        assert (norms.series.xs[0], norms.series.ys[0]) == (2, 1.0)
+        assert (norms.series.xs[-1], norms.series.ys[-1]) == (count, count - 1.0)
+    assert (peaks[21_000] - peaks[1_000]) / 20_000 < 90, peaks
 
 
 def test_what_a_job_writes_is_what_a_report_reads(door: Door, train: Callable[..., Result]) -> None:

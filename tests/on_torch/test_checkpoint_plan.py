@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple, replace
+from functools import partial
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from allranks.checkpoint.commit import ALONE
 from allranks.errors import RequestError
 from allranks.torch.checkpoint import dcp
 from allranks.torch.checkpoint.parts import ELSEWHERE, Part
-from allranks.torch.checkpoint.plan import _global
+from allranks.torch.checkpoint.plan import Planner, _global
+from allranks.torch.checkpoint.storage import Snapshot
+from counting import calls_of
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -70,3 +76,26 @@ def test_what_ranks_hold_unlike_is_refused() -> None:
         planned([[whole("common/a", (2,))], [whole("common/a", (3,))]])
     with pytest.raises(RequestError, match="not on the other"):
         planned([[whole("common/a", (2,))], []])
+
+
+def _saved(planner: Planner, snapshot: Snapshot, step: int, tensors: dict[str, Tensor]) -> None:
+    snapshot.take(planner.plan(step, tensors)[1])
+
+
+def test_a_tensor_more_costs_a_save_few_calls() -> None:
+    """A model may have tens of thousands."""
+    first, again = {}, {}
+    for count in (10, 110):
+        tensors = {f"common/{n}": torch.full((2,), float(n)) for n in range(count)}
+        planner, snapshot = Planner(ALONE), Snapshot()
+        first[count] = calls_of(partial(_saved, planner, snapshot, 1, tensors))
+        again[count] = calls_of(partial(_saved, planner, snapshot, 2, tensors))
+        tensors["common/0"].fill_(7.0)
+        _saved(planner, snapshot, 3, tensors)
+        kept = torch.frombuffer(bytearray(snapshot.data), dtype=torch.float32)
+        pieces = snapshot.layout.pieces
+        assert {p: kept[pieces[p].begin // 4].item() for p in tensors} == {
+            path: tensor[0].item() for path, tensor in tensors.items()
+        }
+    assert (first[110] - first[10]) / 100 <= 30
+    assert (again[110] - again[10]) / 100 <= 12

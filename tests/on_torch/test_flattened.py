@@ -11,6 +11,7 @@ from torch import Tensor
 from allranks.torch import comm as communication
 from allranks.torch.comm import Comm
 from allranks.torch.groups import flattened
+from counting import calls_of
 
 
 class _Wire:
@@ -43,6 +44,17 @@ def odd_tensors(seed: int) -> list[Tensor]:
         torch.empty(0),
         torch.randn(5, dtype=torch.float64),
     ]
+
+
+def test_a_tensor_more_costs_a_broadcast_no_look_at_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each beside all that wait for the same message: 10,000 tensors are 50 million looks."""
+    tensors = [torch.ones(2) for _ in range(200)]
+    few, many = (calls_of(lambda n=n: list(flattened.messages_of(tensors[:n]))) for n in (20, 200))
+    assert many - few <= 2 * 180
+    monkeypatch.setattr(flattened, "MESSAGE_BYTES", 24)
+    assert [len(one) for one in flattened.messages_of(tensors[:8])] == [3, 3, 2]
 
 
 @pytest.mark.parametrize("most", [flattened.MESSAGE_BYTES, 24])

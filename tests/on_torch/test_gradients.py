@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from allranks.torch.step.gradients import norm_of, run_backward
+from allranks.torch.step.gradients import length_of_each, norm_of, run_backward
 
 
 def test_a_backward_pass_is_that_of_torch_to_the_bit() -> None:
@@ -49,3 +49,19 @@ def test_the_norm_of_a_long_gradient_is_that_of_doubles(in_flats: bool, laid_out
     parameter.grad = gradient
     norm = norm_of([parameter], [gradient] if in_flats else [], clips=False)
     assert norm == pytest.approx(float(gradient.double().square().sum()) ** 0.5, rel=1e-6)
+
+
+def test_the_norms_of_many_short_gradients_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, norm = [], torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda of: calls.append(len(of)) or norm(of))
+    rows = torch.sparse_coo_tensor([[0, 0]], [[3.0], [1.0]], (2, 1), check_invariants=True)
+    short = [torch.full((4,), float(n), dtype=torch.float64) for n in range(50)]
+    long = torch.ones(2**20)
+    assert length_of_each([None, *short, rows, long]) == [
+        0.0,
+        *(2.0 * n for n in range(50)),
+        4,
+        1024,
+    ]
+    assert sorted(calls) == [1, 50]
+    assert length_of_each([]) == []

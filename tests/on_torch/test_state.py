@@ -17,10 +17,12 @@ from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import flatten
 from allranks.torch.state import (
+    TrainedSet,
     hyper_parameters,
     kept_random_streams,
     load_model_state,
     load_optimizer_state,
+    load_trained_set,
     model_state,
     optimizer_state,
     random_streams,
@@ -67,6 +69,34 @@ def steps(model: nn.Module, optimizer: Optimizer, count: int, seed: int) -> None
         optimizer.zero_grad()
         model(torch.randn(5, 2, generator=generator)).square().sum().backward()
         optimizer.step()
+
+
+class Counted(str):
+    """A name that counts how often it is compared with another one."""
+
+    compared = 0
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_what_was_trained_is_found_by_name_in_time_linear_in_the_names() -> None:
+    """Each name against each other one is 10^8 comparisons for 10,000 parameters."""
+    counts = []
+    for count in (20, 160):
+        model = nn.ParameterDict({f"w{n}": nn.Parameter(torch.zeros(1)) for n in range(count)})
+        optimizer = SGD(model.parameters(), lr=0.1)
+        made = TrainedSet.of(model, optimizer)
+        names = [Counted(name) for name in made.free]
+        then = {"groups": made.groups, "free": names}
+        Counted.compared = 0
+        load_trained_set(model, optimizer, {"made": then, "now": {**then, "free": names[1:]}}, made)
+        counts.append(Counted.compared)
+        assert [p.requires_grad for p in model.parameters()] == [False] + [True] * (count - 1)
+    assert counts[1] < 16 * counts[0]
 
 
 # --- models ---------------------------------------------------------------------------------------

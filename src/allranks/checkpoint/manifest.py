@@ -16,7 +16,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -127,9 +127,16 @@ def seal(manifest: Manifest) -> bytes:
     """The text of manifest.json. A metric that is not finite is written as text."""
     scores = {name: float(score) for name, score in manifest.metrics.items()}
     metrics = {name: s if math.isfinite(s) else str(s) for name, s in scores.items()}
-    values = {"schema": manifest.schema, **asdict(manifest), "metrics": metrics}
-    body = json.dumps(values, allow_nan=False)[:-1].encode()
+    values = {"schema": manifest.schema, **vars(manifest), "metrics": metrics}
+    body = json.dumps(values, allow_nan=False, default=_fields)[:-1].encode()
     return body + _SEAL + digest(body).encode() + b'"}\n'
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """What JSON holds of a part of a manifest. There may be tens of thousands: none is copied."""
+    if isinstance(value, (SavedTensor, Chunk, SavedFile)):
+        return vars(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def unseal(text: bytes) -> dict[str, Any]:

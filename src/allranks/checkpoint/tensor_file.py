@@ -61,8 +61,8 @@ def lay_out(pieces: dict[str, Piece], metadata: dict[str, str] | None = None) ->
     placed, at = {}, 0
     for name in order:
         piece = pieces[name]
-        placed[name] = Piece(piece.dtype, piece.shape, at, at + piece.size)
-        at += piece.size
+        begin, at = at, at + piece.size
+        placed[name] = Piece(piece.dtype, piece.shape, begin, at)
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     entries |= {
         name: {"dtype": p.dtype, "shape": list(p.shape), "data_offsets": [p.begin, p.end]}

@@ -131,9 +131,10 @@ def load_trained_set(
     then, now = TrainedSet(**state["made"]), TrainedSet(**state["now"])
     _check_same("groups of parameters", _sorted(made.groups), _sorted(then.groups))
     parameters = dict(model.named_parameters())
+    free, was_made_free, was_free = set(made.free), set(then.free), set(now.free)
     for name, parameter in parameters.items():
-        if (name in made.free) == (name in then.free):
-            parameter.requires_grad_(name in now.free)
+        if (name in free) == (name in was_made_free):
+            parameter.requires_grad_(name in was_free)
     del optimizer.param_groups[len(now.groups) :]
     before = len(optimizer.param_groups)
     for group, names in zip(optimizer.param_groups, now.groups[:before], strict=True):

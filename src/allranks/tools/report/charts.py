@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from allranks.tools.report.curves import Series, column, evaluations, means, samples_per_s
 from allranks.tools.report.numbers import format_number
 from allranks.tools.report.plot import DOTS, FAINT, LINE, Chart, Line
-from allranks.tools.report.records import Run
+from allranks.tools.report.records import RATES, Run
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 COLOURS = 8
-RATES = (
-    ("learning_rate", "Learning rate"),
-    ("grad_norm", "Gradient norm before clipping"),
-    ("loss_scale", "Loss scale of fp16"),
-)
 NONE = Series("", (), ())
 
 
@@ -34,16 +30,22 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
 def constants_of(runs: Sequence[Run]) -> list[str]:
     """The rates that were the same at every step of all runs, in words: they need no chart."""
     told = []
-    for name, title in RATES:
-        values = _values([column(run, name) for run in runs])
+    for name, title in RATES.items():
+        values = _first_values([column(run, name) for run in runs])
         if len(values) == 1:
             told.append(f"{title}: {values.pop()} at every step.")
     return told
 
 
-def _values(series: Sequence[Series]) -> set[str]:
-    """The values as a person reads them: 0.003 is the same in 32 bits and in 64."""
-    return {format_number(y, 5) for one in series for y in one.ys}
+def _first_values(series: Sequence[Series]) -> set[str]:
+    """The value of all as a person reads it, or the first two: 0.003 is the same in 32 bits."""
+    found: set[str] = set()
+    for one in series:
+        for y, _ in groupby(one.ys):
+            found.add(format_number(y, 5))
+            if len(found) > 1:
+                return found
+    return found
 
 
 def _lines(
@@ -105,8 +107,8 @@ def _speed(runs: Sequence[Run]) -> Chart:
 
 def _rates(runs: Sequence[Run]) -> list[Chart]:
     charts = []
-    for name, title in RATES:
+    for name, title in RATES.items():
         series = [column(run, name) for run in runs]
-        if len(_values(series)) > 1:
+        if len(_first_values(series)) > 1:
             charts.append(Chart(title, tuple(_lines(runs, series, title))))
     return charts

@@ -7,6 +7,7 @@ leader wrote it down. What is not finite is kept as such: a plot shows where.
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ class Series:
     """Numbers by step; `window` is over how many steps each of them is a mean."""
 
     name: str
-    xs: tuple[float, ...]
-    ys: tuple[float, ...]
+    xs: Sequence[float]
+    ys: Sequence[float]
     window: int = 1
 
     def __bool__(self) -> bool:
@@ -44,8 +45,7 @@ class Series:
 
 def column(run: Run, name: str) -> Series:
     """A column of `metrics.jsonl`, of the steps that have it."""
-    found = [(row["step"] + 1, float(row[name])) for row in run.rows if row.get(name) is not None]
-    return _series(name, found)
+    return Series(name, *run.rows.column(name))
 
 
 def means(series: Series) -> Series:
@@ -53,7 +53,7 @@ def means(series: Series) -> Series:
     window = len(series.xs) // MEANS
     if len(series.xs) < MEAN_FROM_STEPS or window < 2:
         return Series(series.name, (), ())
-    sums = list(accumulate(series.ys, initial=0.0))
+    sums = array("d", accumulate(series.ys, initial=0.0))
     if not math.isfinite(sums[-1]):
         return Series(series.name, (), ())
     ends = range(window, len(series.xs) + 1, window)
@@ -70,7 +70,7 @@ def evaluations(run: Run) -> dict[str, Series]:
     for event in run.of("evaluated", 0):
         for name, value in event["metrics"].items():
             found.setdefault(str(name), {})[int(event["step"])] = float(value)
-    last = run.rows[-1]["step"] + 1 if run.rows else run.summary.get("steps")
+    last = run.rows.steps[-1] if run.rows else run.summary.get("steps")
     for name, value in run.summary.get("eval", {}).items():
         if last is not None:
             found.setdefault(str(name), {})[int(last)] = float(value)
@@ -84,16 +84,17 @@ def samples_per_s(run: Run) -> Series:
     has no step before it, is not; no window reaches over a restart.
     """
     per_call = int(run.job.get("steps_per_call") or 1)
-    window = max(LEAST_WINDOW, per_call, len(run.rows) // MEANS)
+    rows = run.rows
+    window = max(LEAST_WINDOW, per_call, len(rows) // MEANS)
     found, since, samples, steps = [], None, 0, 0
-    for row in run.rows:
-        if since is None or row["step"] in run.starts or row["monotonic"] < since:
-            since, samples, steps = row["monotonic"], 0, 0
+    for row in rows:
+        if since is None or row.step - 1 in run.starts or row.monotonic < since:
+            since, samples, steps = row.monotonic, 0, 0
             continue
-        samples, steps = samples + row["samples"], steps + 1
-        if steps >= window and row["monotonic"] > since:
-            found.append((row["step"] + 1, samples / (row["monotonic"] - since)))
-            since, samples, steps = row["monotonic"], 0, 0
+        samples, steps = samples + row.samples, steps + 1
+        if steps >= window and row.monotonic > since:
+            found.append((row.step, samples / (row.monotonic - since)))
+            since, samples, steps = row.monotonic, 0, 0
     return _series("samples/s", found, window)
 
 
@@ -101,7 +102,7 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
     """The same curve with fewer points: of each stretch, its lowest and its highest."""
     count = len(series.xs)
     if count <= most:
-        return series
+        return Series(series.name, tuple(series.xs), tuple(series.ys), series.window)
     kept = {0, count - 1}
     stretches = most // 2
     for number in range(stretches):

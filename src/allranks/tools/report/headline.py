@@ -80,7 +80,7 @@ def _figures(run: Run, timeline: Timeline) -> list[Figure]:
         loss = format_number(float(run.summary["train_loss"]))
         found.append(Figure("training loss", loss, "mean of the last epoch"))
     elif run.rows:
-        found.append(Figure("training loss", format_number(run.rows[-1]["loss"]), "last step"))
+        found.append(Figure("training loss", format_number(run.rows.loss[-1]), "last step"))
     speed = run.summary.get("samples_per_s")
     if speed:
         found.append(Figure("samples/s", f"{speed:,.0f}", "of all ranks, since the last start"))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from allranks.catalog import TENSORFLOW
 from allranks.checkpoint.folder import FOLDER as CHECKPOINTS
@@ -38,6 +40,62 @@ NEEDED = {
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 COMMAND = "run"  # the `kind` of a job that is a script of any framework
+NO_EPOCH = -1
+RATES = {
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm before clipping",
+    "loss_scale": "Loss scale of fp16",
+}
+"""What a row may have beside its loss, and what a chart calls it."""
+
+
+class Row(NamedTuple):
+    """One row of `metrics.jsonl`, without its rates; `step` steps are done with it."""
+
+    step: int
+    epoch: int | None
+    samples: int
+    loss: float
+    monotonic: float
+
+
+class Rows:
+    """The rows of `metrics.jsonl`, column by column: a long run has millions, of 70 bytes each."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
+        self.steps, self.samples, self._epochs = array("q"), array("q"), array("q")
+        self.loss, self.monotonic = array("d"), array("d")
+        self._rates = {name: (array("d"), bytearray()) for name in RATES}
+        for row in rows:
+            self._append(row)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Row]:
+        columns = self.steps, self._epochs, self.samples, self.loss, self.monotonic
+        for step, epoch, samples, loss, monotonic in zip(*columns, strict=True):
+            yield Row(step, None if epoch == NO_EPOCH else epoch, samples, loss, monotonic)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self.loss.append(float(row["loss"]))
+        self.monotonic.append(float(row["monotonic"]))
+        self.steps.append(int(row["step"]) + 1)
+        self.samples.append(int(row["samples"]))
+        self._epochs.append(int(row.get("epoch", NO_EPOCH)))
+        for name, (values, is_there) in self._rates.items():
+            value = row.get(name)
+            is_there.append(value is not None)
+            values.append(0.0 if value is None else float(value))
+
+    def column(self, name: str) -> tuple[Sequence[int], Sequence[float]]:
+        """The steps whose rows have this number, and the numbers."""
+        if name == "loss":
+            return self.steps, self.loss
+        values, is_there = self._rates[name]
+        if all(is_there):
+            return self.steps, values
+        return array("q", compress(self.steps, is_there)), array("d", compress(values, is_there))
 
 
 @dataclass(frozen=True)
@@ -49,7 +107,7 @@ class Run:
     job: dict[str, Any]
     outcome: Outcome
     events: tuple[Event, ...]
-    rows: tuple[dict[str, Any], ...]
+    rows: Rows
     placements: tuple[RankPlacement, ...]
     checkpoints: tuple[int, ...]
     phases: dict[int, tuple[dict[str, Any], ...]]
@@ -178,10 +236,7 @@ def _read(path: Path, label: str, job: dict[str, Any]) -> Run:
         event["time"] = float(event["time"])
         for name in NEEDED.get(str(event["event"]), ()):
             event[name]
-    rows = list(read_rows(path / "metrics.jsonl"))
-    for row in rows:
-        row["loss"], row["monotonic"] = float(row["loss"]), float(row["monotonic"])
-        row["step"], row["samples"] = int(row["step"]), int(row["samples"])
+    rows = Rows(read_rows(path / "metrics.jsonl"))
     task = redacted(job.get("task", {}))
     return Run(
         path=path,
@@ -189,7 +244,7 @@ def _read(path: Path, label: str, job: dict[str, Any]) -> Run:
         job={**redacted(job), "task": task},
         outcome=outcome_of(path, events, is_running),
         events=tuple(events),
-        rows=tuple(rows),
+        rows=rows,
         placements=tuple(read_placements(path, int(job["ranks"]))),
         checkpoints=tuple(sorted(step_of(one) for one in committed(path / CHECKPOINTS))),
         phases=_phases(path, int(job["ranks"])),

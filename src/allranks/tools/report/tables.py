@@ -94,7 +94,7 @@ def _beside(runs: Sequence[Run], rows: list[tuple[str, ...]], kind: str = RIGHT)
 
 def steps_of(run: Run) -> str:
     """Steps that were made, and of how many where it ended earlier."""
-    made = run.rows[-1]["step"] + 1 if run.rows else run.summary.get("steps")
+    made = run.rows.steps[-1] if run.rows else run.summary.get("steps")
     if made is None:
         return UNKNOWN
     starts = run.of("training", 0)

@@ -85,21 +85,21 @@ def _steps(
     """
     ahead_s, before, attempt = 0.0, None, 0
     for row in run.rows if run.starts else ():
-        start = run.starts.get(row["step"])
+        start = run.starts.get(row.step - 1)
         if start is not None:
             ahead_s, before = start["time"] - start["monotonic"], None
             attempt = int(start.get("attempt", 0))
-        at = timeline.at(row["monotonic"] + ahead_s)
-        is_new = (attempt, row["step"] + 1) not in known
+        at = timeline.at(row.monotonic + ahead_s)
+        is_new = (attempt, row.step) not in known
         if before is not None and at >= before and is_new:
             yield {
-                **_at("X", pid, 0, f"step {row['step'] + 1}", before),
+                **_at("X", pid, 0, f"step {row.step}", before),
                 "dur": _microseconds(at - before),
                 "cat": "step",
-                "args": {name: row.get(name) for name in ("epoch", "loss", "samples")},
+                "args": {"epoch": row.epoch, "loss": row.loss, "samples": row.samples},
             }
-        if math.isfinite(row["loss"]):
-            yield {**_at("C", pid, 0, "loss", at), "args": {"loss": row["loss"]}}
+        if math.isfinite(row.loss):
+            yield {**_at("C", pid, 0, "loss", at), "args": {"loss": row.loss}}
         before = at
 
 

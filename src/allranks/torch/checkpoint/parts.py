@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from allranks.checkpoint.manifest import Chunk
+from allranks.checkpoint.tensor_file import ITEM_BYTES
 
 WHOLE, SHARD, ELSEWHERE = "whole", "shard", "elsewhere"
 
@@ -25,6 +27,11 @@ class Part:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     kind: str = WHOLE
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of the tensor, not of the part."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ here is what that planner makes of whole tensors, without a second of imports.
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from allranks.catalog import PLANNER, load
 from allranks.checkpoint.commit import Ranks
 from allranks.checkpoint.manifest import Chunk, SavedTensor
-from allranks.checkpoint.tensor_file import Piece
 from allranks.checkpoint.tree import refused
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.parts import ELSEWHERE, SHARD, WHOLE, Part, Read, holds
@@ -63,7 +62,7 @@ class Planner:
         parts = _local_parts(tensors)
         looks = list(parts)
         if looks != self._looks:
-            self._text = json.dumps([astuple(part) for part in looks])
+            self._text = json.dumps([[*vars(part).values()] for part in looks])
             self._digest = blake2b(self._text.encode(), digest_size=16).hexdigest()
             self._looks = looks
         self._agree(step)
@@ -120,9 +119,9 @@ def _shared_out(ranks: list[list[Part]]) -> list[list[Part]]:
             holders.setdefault(part, []).append(rank)
     loads = [0] * len(ranks)
     chosen: list[list[Part]] = [[] for _ in ranks]
-    for part in sorted(holders, key=lambda p: (-Piece(p.dtype, p.shape).size, p.path)):
+    for part in sorted(holders, key=lambda p: (-p.whole_bytes, p.path)):
         rank = min(holders[part], key=lambda r: (loads[r], r))
-        loads[rank] += Piece(part.dtype, part.shape).size
+        loads[rank] += part.whole_bytes
         chosen[rank].append(part)
     return chosen
 

@@ -28,7 +28,8 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._places: dict[Part, Tensor] = {}
+        self._parts: list[Part] = []
+        self._places: list[Tensor] = []
         self.layout = lay_out({})
 
     @property
@@ -39,30 +40,32 @@ class Snapshot:
     def take(self, tensors: dict[Part, Tensor]) -> None:
         """Copy the tensors; returns when they may change again."""
         on_gpu = self.make_room(tensors)
-        for part, tensor in tensors.items():
+        for place, (part, tensor) in zip(self._places, tensors.items(), strict=True):
             written = reals(tensor) if part.dtype in PAIR else tensor
-            self._places[part].copy_(written, non_blocking=on_gpu)
+            place.copy_(written, non_blocking=on_gpu)
         accelerator.synchronize({tensor.device for tensor in tensors.values()})
 
     def make_room(self, tensors: dict[Part, Tensor]) -> bool:
         """Take the memory for copies of these tensors; returns whether any is on a GPU."""
         on_gpu = any(map(accelerator.holds, tensors.values()))
-        if tensors.keys() != self._places.keys():
-            self._lay_out(list(tensors), on_gpu)
+        parts = list(tensors)
+        if parts != self._parts:
+            self._lay_out(parts, on_gpu)
         return on_gpu
 
     def _lay_out(self, parts: list[Part], on_gpu: bool) -> None:
         named = {piece_name(p.path, p.shape, p.offsets, p.sizes): p for p in parts}
         self.layout = lay_out({name: as_written(p.dtype, p.sizes) for name, p in named.items()})
-        self._places = {}
+        self._parts, self._places = [], []
         if self._buffer.numel() < self.layout.data_bytes:
             size = self.layout.data_bytes
             self._buffer = _memory(size, pin=on_gpu)
             self._buffer[:: mmap.PAGESIZE] = 0  # a page that was never touched costs the first copy
-        for name, part in named.items():
+        for name in named:
             piece = self.layout.pieces[name]
             flat = self._buffer[piece.begin : piece.end].view(DTYPES[piece.dtype])
-            self._places[part] = flat.view(piece.shape)
+            self._places.append(flat.view(piece.shape))
+        self._parts = parts
 
 
 def _memory(size: int, *, pin: bool) -> Tensor:

@@ -7,6 +7,7 @@ instead of as many. What is large and lies in one piece is sent from where it is
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -18,15 +19,19 @@ MESSAGE_BYTES = 16 * 2**20
 def messages_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The tensors of each message: of one type, together no larger than a message, or alone."""
     waiting: dict[torch.dtype, list[Tensor]] = {}
+    waiting_bytes: dict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
         tensor = tensor.detach()
-        ahead = waiting.setdefault(tensor.dtype, [])
-        if ahead and sum(one.nbytes for one in ahead) + tensor.nbytes > MESSAGE_BYTES:
+        kind, size = tensor.dtype, tensor.nbytes
+        ahead = waiting.setdefault(kind, [])
+        if ahead and waiting_bytes[kind] + size > MESSAGE_BYTES:
             yield ahead
-            ahead = waiting[tensor.dtype] = []
+            ahead = waiting[kind] = []
+            waiting_bytes[kind] = 0
         ahead.append(tensor)
+        waiting_bytes[kind] += size
     yield from (ahead for ahead in waiting.values() if ahead)
 
 

@@ -211,6 +211,20 @@ def length(gradients: list[Tensor], kind: torch.dtype | None = None) -> float:
     return read(lengths(gradients, kind))
 
 
+def length_of_each(gradients: Sequence[Tensor | None]) -> list[float]:
+    """The norm of each by itself, 0.0 of none; of all short ones in one call."""
+    short = {
+        place: g
+        for place, g in enumerate(gradients)
+        if type(g) is Tensor and g.layout is torch.strided and not _is_long(g)
+    }
+    found = [0.0 if g is None or n in short else length([g]) for n, g in enumerate(gradients)]
+    norms = torch._foreach_norm([*short.values()]) if short else ()
+    for place, norm in zip(short, norms, strict=True):
+        found[place] = norm.item()
+    return found
+
+
 def lengths(gradients: list[Tensor], kind: torch.dtype | None = None) -> list[Tensor]:
     """Norms whose squares add up to that of all."""
     if not gradients:

@@ -23,7 +23,7 @@ from allranks.torch.checkpoint.tree import local
 from allranks.torch.data.batch import Batch, Leaf, MicroBatch
 from allranks.torch.data.batches import NO_IDS
 from allranks.torch.data.nested import copied, tensors_in
-from allranks.torch.step.gradients import length
+from allranks.torch.step.gradients import length_of_each
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.observed import digest_of
 from allranks.torch.witness.plain_state import Roots
@@ -156,13 +156,13 @@ class JointLook(SecondLook):
 
     def _compared(self, parts: Parts, most: int, *, exact: bool) -> str:
         together, rest = self._passes(parts.whole, 1)
-        sizes = [0.0 if g is None else length([g]) for g in rest]
+        sizes = length_of_each(rest)
         alone, gradients = self._passes(parts.alone, most)
         for position, gradient in enumerate(gradients):
             if gradient is not None:
                 before = rest[position]
                 rest[position] = -gradient if before is None else before.sub_(gradient)
-        off = [0.0 if left is None else length([left]) for left in rest]
+        off = length_of_each(rest)
         del rest, gradients
         row = {
             "reader": self.strategy.data.rank,

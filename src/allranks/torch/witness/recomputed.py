@@ -27,7 +27,7 @@ from allranks.torch.data.loaders import rows_between
 from allranks.torch.data.nested import tensors_in
 from allranks.torch.data.sources import MapSource, Source
 from allranks.torch.state import kept_random_streams
-from allranks.torch.step.gradients import length
+from allranks.torch.step.gradients import length, length_of_each
 from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.step.step import REGULARIZER, SharedStep
 from allranks.torch.step.user_buffers import put_back
@@ -116,7 +116,8 @@ class Recomputing:
         """What differs between `whole` and its `parts`, in words, and the chosen part's sketch."""
         together = self.run(whole, regularizer=True)
         rest = together.gradients  # less the gradient of each part
-        sizes = [0.0 if g is None else length([g]) for g in rest]
+        rest[:] = [None if g is None else g.clone() for g in rest]
+        sizes = length_of_each(rest)
         weight = loss = 0.0
         sketch: Sketch = {}
         added, outputs = None, []
@@ -136,8 +137,7 @@ class Recomputing:
             differs = self.sums_differ(words, together, weight, loss)
             if not differs and (bad := self._regularizer_differs(together.regularizer, added)):
                 differs = bad
-            off = [0.0 if left is None else length([left]) for left in rest]
-            return differs or self.gradients_differ(words, off, sizes)
+            return differs or self.gradients_differ(words, length_of_each(rest), sizes)
 
         differs = judged()
         if differs and self.loosen(self._coarsest_of(parts[0])):
@@ -208,7 +208,7 @@ class Recomputing:
             "loss": passed.loss,
             "size": passed.size,
             "outputs": [length([rows]) for rows in passed.outputs],
-            "gradients": [_three_numbers(g) for g in gradients] if passed.gradients else [],
+            "gradients": _three_numbers_of_each(gradients),
         }
 
     def sketches_differ(self, shard: int, own: Sketch, other: Sketch, exact: bool) -> str:
@@ -267,7 +267,7 @@ class Coarsest(TorchDispatchMode):
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach().clone()
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
 
 
 def _subtract(rest: list[Tensor | None], gradients: list[Tensor | None]) -> None:
@@ -277,11 +277,14 @@ def _subtract(rest: list[Tensor | None], gradients: list[Tensor | None]) -> None
             rest[position] = -gradient if before is None else before.sub_(gradient)
 
 
-def _three_numbers(gradient: Tensor) -> list[float]:
-    """The length of a gradient and two sums: two that are equal have the same."""
-    flat = gradient.reshape(-1)
-    sums = flat.sum(dtype=torch.float64), flat[::EVERY_THIRD].sum(dtype=torch.float64)
-    return [length([gradient]), *(float(value) for value in sums)]
+def _three_numbers_of_each(gradients: list[Tensor]) -> list[list[float]]:
+    """The length of each gradient and two sums: two that are equal have the same."""
+    found = []
+    for gradient, size in zip(gradients, length_of_each(gradients), strict=True):
+        flat = gradient.reshape(-1)
+        sums = flat.sum(dtype=torch.float64), flat[::EVERY_THIRD].sum(dtype=torch.float64)
+        found.append([size, *(float(value) for value in sums)])
+    return found
 
 
 # --- the samples of a part --------------------------------------------------------------------

@@ -28,6 +28,7 @@ SIDE_BY_SIDE, WORD = 1 << 13, 8
 """Columns of a sum over large tensors, which stay in a cache, and the bytes of a number there."""
 LARGE_BYTES = 1 << 14
 """From here on adding up a tensor takes less time than its digest."""
+_EMPTY: NDArray[np.uint64] = np.zeros(0, np.uint64)
 LOW_BITS = np.uint64(7)
 CAUSES = (
     "Memory or a chip of that machine may be failing, or the task writes to weights on some ranks "
@@ -108,10 +109,12 @@ def digest(*tensors: Tensor) -> str:
     turns signs, adds 2**63 each time, and four rows of that are nothing modulo 2**64.
     """
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    added = np.zeros((2, SIDE_BY_SIDE), np.uint64)
-    (sums, of_sums), high = added, np.empty(SIDE_BY_SIDE, np.uint64)
+    added = sums = of_sums = high = _EMPTY  # most tensors are small, and a model may have many
     for flat in map(_bytes_of, tensors):
         count = len(flat) // WORD if len(flat) >= LARGE_BYTES else 0
+        if count and not added.size:
+            added = np.zeros((2, SIDE_BY_SIDE), np.uint64)
+            (sums, of_sums), high = added, np.empty(SIDE_BY_SIDE, np.uint64)
         words = flat[: count * WORD].view(np.uint64)
         for start in range(0, count, SIDE_BY_SIDE):
             part = words[start : start + SIDE_BY_SIDE]
