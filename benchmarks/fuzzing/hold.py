@@ -141,6 +141,8 @@ def verdict_of(one: Combination, train: Train, reference: Reference) -> Verdict:
     if "bitwise" in one.flags:
         return compared(ours, single, None)
     precision = one.flags.get("precision", "fp64")
+    if precision == "fp64" and one.settings.get("trait") == "float32_part":
+        precision = "fp32"
     verdict = compared(ours, single, precision)
     if verdict.fails and verdict.difference < MOST_ROUNDED:
         rounded = ROUNDINGS * rounded_by_one(one, single, precision, reference)
@@ -164,7 +166,9 @@ def rounded_by_one(
 
 def plainest(one: Combination) -> Combination:
     """The same task in one process, which is told what changes numbers, and no more."""
-    told = OF_NUMBERS[: None if "bitwise" in one.flags else -2]
+    # torch fills a weight in the order of its memory, so what is drawn there follows the layout
+    draws_late = one.settings.get("trait") == "write_in_optimizer"
+    told = OF_NUMBERS[: None if "bitwise" in one.flags else -1 if draws_late else -2]
     flags = {name: value for name, value in one.flags.items() if name in told}
     return Combination((Leg("single", 1),), one.settings, flags)
 

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.utils import parametrizations, prune
 from torch.optim import SGD, Optimizer
 
 from allranks.training.callback import Callback
 
-WRAPPED = ("functional", "vmap", "weights_outside", "teacher", "object_output")
+WRAPPED = ("functional", "vmap", "weights_outside", "teacher", "object_output", "float32_part")
 """Traits of the model, which is no `nn.Sequential` then."""
 EVERYWHERE = ("step_hook", "write_in_optimizer", "thread_init", "object_batch", "modes", "callback")
 """Traits of the task, whatever its model is."""
+LAYERS = ("weight_norm", "prune")
+"""Traits of the linear layers of a model, where no two share their weights."""
 BY_PASSES = ("teacher",)
 """Traits whose numbers follow how many passes a step has: the witness is right to say so."""
 
@@ -126,6 +129,18 @@ class _Teacher(nn.Module):
         return output
 
 
+class _Float32Part(nn.Module):
+    """What goes into the net has passed through 32 bits, and so has what comes out."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.net(inputs)
+        return output.float().tanh().to(output)
+
+
 class _Named(nn.Module):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -141,6 +156,7 @@ _WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weights_outside": _WeightsOutside,
     "teacher": _Teacher,
     "object_output": _Named,
+    "float32_part": _Float32Part,
 }
 
 
@@ -151,10 +167,13 @@ def traits_of(settings: dict[str, Any]) -> tuple[str, ...]:
     anew in backward, where `functional_call` is over; `rare` is cut by the names of its layers.
     """
     kind = settings.get("kind", "layers")
-    if kind in ("sentences", "residual", "rare"):
+    if kind == "sentences":
         return EVERYWHERE
+    if kind in ("residual", "rare"):
+        return (*EVERYWHERE, *LAYERS)
     no_vmap = kind == "recurrent" or "dropout" in settings
-    return (*EVERYWHERE, *(trait for trait in WRAPPED if trait != "vmap" or not no_vmap))
+    wrapped = (trait for trait in WRAPPED if trait != "vmap" or not no_vmap)
+    return (*EVERYWHERE, *(() if kind == "words" else LAYERS), *wrapped)
 
 
 def with_trait(trait: str, model: nn.Module) -> nn.Module:
@@ -163,6 +182,11 @@ def with_trait(trait: str, model: nn.Module) -> nn.Module:
         with ThreadPoolExecutor(1) as pool:
             for weight in model.parameters():
                 pool.submit(_halve, weight).result()
+    for layer in [one for one in model.modules() if isinstance(one, nn.Linear)]:
+        if trait == "weight_norm":
+            parametrizations.weight_norm(layer)
+        if trait == "prune":
+            prune.l1_unstructured(layer, "weight", 0.3)  # type: ignore[no-untyped-call]
     return _WRAPPERS[trait](model) if trait in WRAPPED else model
 
 
