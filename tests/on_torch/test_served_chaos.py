@@ -6,10 +6,12 @@ Whole launches are killed at from outside, with a fixed seed; `CHAOS_DEATHS=20` 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,6 +32,7 @@ ROLES = {"scheduler": [0], "server": [1, 2], "worker": [3, 4, 5], "evaluator": [
 MODES = ["sync", "sync,update=worker", "async", "delta,every=2", "delta,every=2,pipeline=yes"]
 STEP_S = 0.04
 EVERY = 5
+MOST_FILES = 256
 
 
 def disturbed(folder: Path, mode: str, who: str) -> tuple[dict[str, Any], int]:
@@ -62,15 +65,49 @@ def disturbed(folder: Path, mode: str, who: str) -> tuple[dict[str, Any], int]:
     return json.loads(out.splitlines()[-1]), killed
 
 
-def kill_one(folder: Path, rank: int) -> int:
-    """Kill the process that writes the log of a rank; returns how many there were."""
+def process_of(folder: Path, rank: int) -> Path | None:
+    """What /proc has on the process that writes the log of a rank."""
     log = str(folder / "logs" / f"rank-{rank:03}.log")
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            if os.readlink(entry / "fd" / "1") == log:
-                os.kill(int(entry.name), signal.SIGKILL)
-                return 1
-    return 0
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and os.readlink(entry / "fd" / "1") == log:
+                return entry
+    return None
+
+
+def kill_one(folder: Path, rank: int) -> int:
+    """Kill the process of a rank; returns how many there were."""
+    entry = process_of(folder, rank)
+    if entry is None:
+        return 0
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(entry.name), signal.SIGKILL)
+    return 1
+
+
+def ports_of(process: Path) -> list[int]:
+    """Where a process listens."""
+    own = set[str]()
+    for entry in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(entry))
+    rows = [line.split() for line in (process / "net" / "tcp").read_text().splitlines()[1:]]
+    listening = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+    return [int(row[1].rpartition(":")[2], 16) for row in listening]
+
+
+def come_and_go(ports: list[int], strangers: int) -> None:
+    """So many connections at once that say nothing, as far as the kernel takes them."""
+    with contextlib.ExitStack() as there:
+        for port in itertools.islice(itertools.cycle(ports), strangers):
+            one = there.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+        time.sleep(0.3)  # some are accepted meanwhile
+
+
+def joined(folder: Path) -> int:
+    return sum(event["event"] == "worker_joined" for event in read_events(folder))
 
 
 @pytest.mark.thinned(1, ("mode", MODES), ("who", list(ROLES)))
@@ -120,3 +157,37 @@ def test_a_signal_loses_no_row_of_a_step_that_is_in_the_weights(tmp_path: Path, 
     rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows if "loss" in row] == list(range(stopped["step"]))
     assert (tmp_path / "checkpoints" / f"step-{stopped['step']:08d}" / "manifest.json").exists()
+
+
+def test_a_worker_joins_again_after_strangers_have_come_and_gone(tmp_path: Path) -> None:
+    """More at once than a process may have files; in all they cost no thread, and few files."""
+    command = [
+        *("sh", "-c", f'ulimit -n {MOST_FILES} && exec "$@"', "sh"),
+        *(sys.executable, "-m", "allranks.cli.main", "train", "decoupled_tasks:Plain"),
+        *("--strategy", "ps", "--ranks", "2", "--steps", "1000", "--run-dir", str(tmp_path)),
+        *("--set", "epochs=1000"),
+    ]
+    for rank in (2, 3):
+        command += ["--inject", f"slow@rank={rank},seconds={STEP_S},attempt=-1"]
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=here) as launch:
+        ports: dict[Path, list[int]] = {}
+        while len(ports) < 2 or joined(tmp_path) < 2:
+            assert launch.poll() is None
+            time.sleep(0.05)
+            asked = [process_of(tmp_path, rank) for rank in (0, 1)]
+            ports = {
+                process: found for process in asked if process and (found := ports_of(process))
+            }
+        before = [len(list((process / "task").iterdir())) for process in ports]
+        for _ in range(4):
+            come_and_go(list(itertools.chain(*ports.values())), 2 * MOST_FILES)
+            for process, threads in zip(ports, before, strict=True):
+                assert len(list((process / "task").iterdir())) < threads + 10
+                assert len(list((process / "fd").iterdir())) < MOST_FILES // 2
+        assert kill_one(tmp_path, 2)
+        while joined(tmp_path) < 3:
+            assert launch.poll() is None, "the job is over, and the worker never came again"
+            time.sleep(0.05)
+        launch.send_signal(signal.SIGTERM)
+        assert launch.wait(timeout=240) == 4
