@@ -309,7 +309,7 @@ def _train(common: dict[str, Any], ours: dict[str, Any], step: int) -> None:
 def on_a_full_disk(argument: dict[str, Any]) -> None:
     """Two ranks on a disk with room for one checkpoint and a half: this process and its child."""
     os.makedirs(argument["folder"], exist_ok=True)
-    small_disk(argument["folder"], "640k")
+    small_disk(argument["folder"], "size=640k")
     child = os.fork()
     os.environ |= {"RANK": "0" if child else "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "ALLRANKS_STORE": argument["store"]}

@@ -13,8 +13,8 @@ FILLED_AFTER = 3
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 
 
-def small_disk(folder: str, size: str) -> None:
-    """Mount a disk of `size` on `folder`, seen by this process and its children only."""
+def small_disk(folder: str, options: str) -> None:
+    """Mount a disk with these options on `folder`, seen by this process and its children only."""
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.getuid(), os.getgid()
 
@@ -25,7 +25,7 @@ def small_disk(folder: str, size: str) -> None:
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
     Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
-    must(libc.mount(b"none", folder.encode(), b"tmpfs", 0, f"size={size}".encode()))
+    must(libc.mount(b"none", folder.encode(), b"tmpfs", 0, options.encode()))
 
 
 def fill(folder: Path) -> None:

@@ -1,8 +1,10 @@
-"""A disk that is full before the end of a job: what was computed is kept elsewhere, and said."""
+"""A full disk: a job does not start on it; what one has computed is kept elsewhere, and said."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,9 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from allranks.checkpoint import room
+from allranks.errors import PlaceError
+from allranks.job import run_folder
 from allranks.launcher.start import Result
 from conftest import Train
 
@@ -26,8 +31,11 @@ WORDS = {
 def on_a_small_disk(on_ranks: OnRanks, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """`run(elsewhere)`: a job whose disk fills up; what it said and left."""
 
-    def run(elsewhere: Path, file: str = "full_disk_tasks.py") -> dict[str, Any]:
+    def run(
+        elsewhere: Path, file: str = "full_disk_tasks.py", options: str = "size=4m"
+    ) -> dict[str, Any]:
         argument = {
+            "options": options,
             "disk": str(tmp_path / "disk"),
             "told": str(tmp_path / "told.json"),
             "program": f"{TESTS / file}:Filling",
@@ -39,6 +47,50 @@ def on_a_small_disk(on_ranks: OnRanks, tmp_path: Path) -> Callable[..., dict[str
         return told
 
     return run
+
+
+@pytest.mark.parametrize("with_events", [True, False], ids=["training", "command"])
+def test_no_rank_starts_on_a_disk_that_is_full(
+    on_ranks: OnRanks, tmp_path: Path, with_events: bool
+) -> None:
+    without_names = [f"nr_inodes={count}" for count in (2, 3, 4, 5, 6, 9)]
+    small = ["size=4k", "size=8k", *(["size=28k"] if with_events else [])]
+    disks = [*without_names, *small, "size=100k"]
+    argument = {"folder": str(tmp_path), "told": str(tmp_path / "told.json"), "disks": disks}
+    worker = "full_disk_workers:run_folders_on_full_disks"
+    on_ranks(1, worker, {**argument, "with_events": with_events})
+    told = dict(zip(disks, json.loads((tmp_path / "told.json").read_text()), strict=True))
+    assert told.pop("size=100k") == ["", []]
+    for disk, (found, left) in told.items():
+        assert found == "its disk is full: No space left on device", disk
+        assert left == [], disk
+
+
+@pytest.mark.slow
+def test_a_job_is_refused_where_the_first_events_do_not_fit(
+    on_a_small_disk: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    told = on_a_small_disk(tmp_path, options="size=4k")
+    assert told["code"] == 2 and told["left"] is None
+    assert "found: its disk is full: No space left on device" in told["err"]
+
+
+def test_a_job_is_not_started_again_where_the_disk_is_full_by_then(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, calls = room.take, []
+
+    def full_by_then(path: Path, room_bytes: int) -> None:
+        calls.append(path.name)
+        if calls.count("events.jsonl") > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        take(path, room_bytes)
+
+    monkeypatch.setattr(run_folder, "take", full_by_then)
+    with pytest.raises(PlaceError) as failed:
+        train("digits", ranks=2, steps=4, max_restarts=1, inject="kill@rank=1,step=2")
+    assert "rank 1" in str(failed.value) and "killed by SIGKILL" in str(failed.value)
+    assert "not started again: its disk is full: No space left on device" in str(failed.value)
 
 
 @pytest.mark.slow

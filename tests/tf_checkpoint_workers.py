@@ -126,7 +126,7 @@ def dies_at(argument: dict[str, Any]) -> int:
 def fills_the_disk(argument: dict[str, Any]) -> None:
     """On a disk with room for one checkpoint and a half."""
     os.makedirs(argument["folder"], exist_ok=True)
-    small_disk(argument["folder"], "640k")
+    small_disk(argument["folder"], "size=640k")
     folder = Path(argument["folder"]) / "checkpoints"
     told: list[tuple[str, dict[str, Any]]] = []
     saver = checkpointer(folder, ALONE, report=lambda event, **values: told.append((event, values)))

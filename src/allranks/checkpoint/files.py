@@ -12,11 +12,15 @@ from typing import Any
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole or not at all: a name beside it, fsync, rename."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(beside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:  # the disk is full
+        beside.unlink(missing_ok=True)
+        raise
 
 
 _encode = json.JSONEncoder(allow_nan=False).encode

@@ -3,18 +3,22 @@
 A job whose disk is full goes on, and what it computed is kept. Two things see to that. Files of
 events hold blocks beyond their end, so that the last words of a job are never those that do not
 fit. And what the run folder has no room for is written into a folder among the temporary ones,
-which has a name that says whose it is, and which only this user can read.
+which has a name that says whose it is, and which only this user can read. A job whose disk is full
+before it starts does not start: `take` raises then.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the file does not grow, only its blocks are there
 
 
@@ -27,6 +31,30 @@ def reserve(fd: int, room_bytes: int) -> int:
     end = ctypes.c_int64(os.fstat(fd).st_size)
     failed = libc.fallocate(fd, KEEP_SIZE, end, ctypes.c_int64(room_bytes))
     return ctypes.get_errno() if failed else 0
+
+
+def take(path: Path, room_bytes: int) -> None:
+    """Make the file `path` if it is not there, and give it this much room beyond its end.
+
+    Raises the `OSError` of a disk that has no room for it. Where a file system cannot reserve, this
+    only tries whether there is room.
+    """
+    with open(path, "ab", buffering=0) as file:
+        error = reserve(file.fileno(), room_bytes)
+        if error in FULL:
+            raise OSError(error, os.strerror(error), str(path))
+        if error:
+            _try_to_write(file, room_bytes)
+
+
+def _try_to_write(file: FileIO, room_bytes: int) -> None:
+    end, missing = os.fstat(file.fileno()).st_size, room_bytes
+    try:
+        while missing:
+            missing -= file.write(bytes(missing))
+        os.fsync(file.fileno())  # a file system of the network says only here that it is full
+    finally:
+        os.ftruncate(file.fileno(), end)
 
 
 def give_back(fd: int) -> None:

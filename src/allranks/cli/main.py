@@ -98,6 +98,12 @@ def _run() -> None:
         if error.errno == errno.ENAMETOOLONG:
             say(f"allranks: this cannot be done\n{_too_long(str(error.filename))}")
             sys.exit(EXIT_BAD_REQUEST)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            say(
+                f"allranks: a disk is full: {error}. Make room there; TMPDIR names the folder of "
+                "temporary files"
+            )
+            sys.exit(EXIT_PLACE_FAILED)
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -28,21 +28,22 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.checkpoint.folder import FOLDER, committed
-from allranks.checkpoint.room import give_back, reserve
+from allranks.checkpoint.room import FULL, give_back, reserve, take
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
 from allranks.job.job_file import FOR_CHECK, SCHEMA, redacted, write_toml
 
 FLUSH_EVERY_S = 0.25
-FULL = (errno.ENOSPC, errno.EDQUOT)
 RESERVED_BYTES = 64 << 10  # for the summary of a job, or the report of its end
+FIRST_BYTES = 8 << 10  # for the first events of a process, or the report that it has failed
+FIRST_FILES = 3  # names beside events and logs: that by which ranks meet, metrics, what is renamed
 REMOVED = "what it had before somebody removed it"
 LAST_EVENTS = ("done", "failed", "stopped", "interrupted", "kept_elsewhere", "not_kept", "held")
 
@@ -56,27 +57,36 @@ class RunFolder:
         With `resumes` it is there already, left by the job that goes on; it is never removed.
         """
         self.path, self.resumes = path, resumes
+        self._made: list[Path] = []
         try:
             there = path.exists() and (not path.is_dir() or any(path.iterdir()))
             if there and (not resumes or is_in_use(path)):
                 raise _taken(path)
             self._made = [p for p in (path, *path.parents) if not p.exists()]
             (path / "logs").mkdir(parents=True, exist_ok=resumes)
+            self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             raise _taken(path) from None
         except OSError as error:
-            raise RequestError(
-                asked=f"--run-dir {path}",
-                found=str(error),
-                why="a job writes its log, its metrics and its weights there",
-                do="name a folder that can be written",
-            ) from None
-        self._lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._undo()
+            raise _not_written(path, error) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # somebody was quicker
             os.close(self._lock)
             raise _taken(path) from None
+        try:
+            self._begin()
+        except OSError as error:
+            os.close(self._lock)
+            self._undo(".lock", "events.jsonl")
+            raise _not_written(path, error) from None
+        self._job_written: bytes | None = None
+        self.removed = dict[str, str]()
+        """The files that somebody has removed while the job ran, with what is lost."""
+
+    def _begin(self) -> None:
+        path = self.path
         self.attempts: int = sum(
             row["event"] == "attempt" for row in read_rows(path / "events.jsonl")
         )
@@ -84,9 +94,36 @@ class RunFolder:
         self._sizes_before = {file: file.stat().st_size for file in self._told()}
         self._remove_leftovers()
         self.events = JsonLines(path / "events.jsonl")
-        self._job_written: bytes | None = None
-        self.removed = dict[str, str]()
-        """The files that somebody has removed while the job ran, with what is lost."""
+
+    def _undo(self, *files: str) -> None:
+        """Remove what was made, with these files in it: it cannot be a run folder."""
+        if not self.resumes:
+            for name in files:
+                (self.path / name).unlink(missing_ok=True)
+            for folder in (self.path / "logs", *self._made):
+                with suppress(OSError):  # somebody's own, or not made
+                    folder.rmdir()
+
+    def take_room(self, ranks: Iterable[int], *, with_events: bool = True) -> None:
+        """Take room for what these ranks say first; raises `RequestError` if the disk has none.
+
+        A rank that can write nothing leaves without a word, so none is started then. With
+        `with_events=False` they are those of a command, which have a log alone.
+        """
+        spare = [self.path / f".room-{number}" for number in range(FIRST_FILES)]
+        try:
+            take(self.events.path, FIRST_BYTES)
+            for rank in ranks:
+                rank_log_path(self.path, rank).touch()
+                if with_events:
+                    take(rank_events_path(self.path, rank), FIRST_BYTES)
+            for path in spare:
+                take(path, 1)
+        except OSError as error:
+            raise _not_written(self.path, error) from None
+        finally:
+            for path in spare:
+                path.unlink(missing_ok=True)
 
     def _told(self) -> list[Path]:
         """The files that a job only ever adds to, whatever it does."""
@@ -111,8 +148,15 @@ class RunFolder:
         task = {n: "none" if v is None else v for n, v in redacted(values["task"]).items()}
         about = {"proof": proof} if proof else {}
         values = {"schema": SCHEMA, **about, **values, "task": task, "source": resolved.sources}
-        self._job_written = write_toml(values).encode()
-        write_whole(self.path / "job.toml", self._job_written)
+        self.write_job_file(write_toml(values).encode())
+
+    def write_job_file(self, content: bytes) -> None:
+        """Write `job.toml` whole; raises `RequestError` where the disk does not take it."""
+        try:
+            write_whole(self.path / "job.toml", content)
+        except OSError as error:
+            raise _not_written(self.path, error) from None
+        self._job_written = content
 
     def look(self) -> None:
         """See that the folder is still there; raises `PlaceError` where it was removed.
@@ -141,7 +185,7 @@ class RunFolder:
                     file.unlink()
                 elif file.stat().st_size > self._sizes_before[file]:
                     os.truncate(file, self._sizes_before[file])
-            if self._job_before is not None:
+            if self._job_before not in (None, _content(self.path / "job.toml")):
                 write_whole(self.path / "job.toml", self._job_before)
             return
         for inside in self.path.iterdir():
@@ -191,6 +235,18 @@ def is_in_use(path: Path) -> bool:
     finally:
         os.close(lock)
     return False
+
+
+def _not_written(path: Path, error: OSError) -> RequestError:
+    is_full = error.errno in FULL
+    return RequestError(
+        asked=f"--run-dir {path}",
+        found=f"its disk is full: {error.strerror}" if is_full else str(error),
+        why="a job writes its log, its metrics and its weights there",
+        do="make room there, or name a folder on another disk"
+        if is_full
+        else "name a folder that can be written",
+    )
 
 
 def _content(path: Path) -> bytes | None:
@@ -310,8 +366,7 @@ class JsonLines:
             self._waiting.clear()
             self._write()
         if not self._file.closed:
-            if self._reserved_to:
-                give_back(self._file.fileno())
+            give_back(self._file.fileno())
             self._file.close()
 
     def __enter__(self) -> Self:

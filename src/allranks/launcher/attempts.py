@@ -82,8 +82,11 @@ class Attempts:
         """Try until it is done; returns the leader's summary, or raises how the job ended."""
         restarts, first = self.plan.job.max_restarts, self.first
         before: Fault | None = None
+        report = ""
         for attempt in range(first, first + restarts + 1):
             self._plan_again(attempt)
+            if report:
+                self._take_room_again(attempt, report)
             self._programs.begin()
             with closing(HeartbeatTable(len(self.plan.ranks))) as heartbeats:
                 kills = Kills.now()
@@ -111,7 +114,7 @@ class Attempts:
             if last or again or (fault is not None and not fault.is_passing):
                 self.folder.events.event("failed", **values, attempt=attempt)
                 raise error
-            before = fault
+            before, report = fault, str(error)
             self._record_restart(values, attempt, max(beat.step for beat in beats))
         raise AssertionError("the last attempt returns or raises")
 
@@ -133,6 +136,15 @@ class Attempts:
             self.folder.events.event("fewer_ranks", was=was, ranks=now.ranks, nodes=now.nodes)
         if moved := self.plan.moved_since(before):
             self.folder.events.event("moved", processes=moved)
+
+    def _take_room_again(self, attempt: int, report: str) -> None:
+        """The disk may be full by now; `report` is what ended the last attempt."""
+        try:
+            self.folder.take_room(rank.world.rank for rank in self.plan.ranks)
+        except RequestError as full:
+            error = PlaceError(f"{report}\nnot started again: {full.found}")
+            self.folder.events.event("failed", **_told(error), attempt=attempt)
+            raise error from None
 
     def _try(self, target: str, attempt: int, heartbeats: HeartbeatTable) -> Ended:
         """Start all ranks, and watch them until all are gone."""

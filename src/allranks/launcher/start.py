@@ -191,6 +191,7 @@ def run_job(
         folder = RunFolder(Path(plan.job.run_dir), resumes=_resumes(resolved))
         stack.callback(folder.close)
         try:
+            folder.take_room(rank.world.rank for rank in plan.ranks)
             _record_start(folder, resolved, plan, changes, resources.server.hash_seed, proof)
             with suppress(OSError):  # who only looks on ends no training
                 watcher.started(plan)

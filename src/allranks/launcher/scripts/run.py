@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint.files import write_whole
 from allranks.errors import (
     AllranksError,
     Interrupted,
     PlaceError,
     ProgramError,
+    RequestError,
     Stopped,
 )
 from allranks.job.job_file import SCHEMA, write_toml
@@ -137,7 +137,11 @@ def run_command(
         stack.callback(folder.close)
         if server is None:
             server = stack.enter_context(ForkServer(modules_for(request)))
-        write_job(folder, plan, server.hash_seed)
+        try:
+            write_job(folder, plan, server.hash_seed)
+        except RequestError:
+            folder.remove()
+            raise
         runs = _Runs(request, server, hosts, folder, watcher, signals, started_at)
         return CommandResult(folder.path, runs.run())
 
@@ -328,7 +332,8 @@ def write_job(folder: RunFolder, plan: CommandPlan, hash_seed: str) -> None:
         "ranks": plan.topology.world_size,
         "nodes": plan.topology.nodes,
     }
-    write_whole(folder.path / "job.toml", write_toml(values).encode())
+    folder.take_room((rank.rank for rank in plan.ranks), with_events=False)
+    folder.write_job_file(write_toml(values).encode())
     folder.events.event(
         "started",
         ranks=plan.topology.world_size,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from allranks.checkpoint.room import Elsewhere
-from allranks.job.run_folder import FULL, REMOVED
+from allranks.checkpoint.room import FULL, Elsewhere
+from allranks.job.run_folder import REMOVED
 
 ALL = "all of it"
 

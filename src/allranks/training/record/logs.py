@@ -24,12 +24,12 @@ from typing import Any, Literal, Protocol
 
 from allranks.catalog import load
 from allranks.checkpoint.files import write_whole
+from allranks.checkpoint.room import FULL
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.limits import logs_of
 from allranks.job.run_folder import (
     FLUSH_EVERY_S,
-    FULL,
     JsonLines,
     keep_rows,
     rank_events_path,

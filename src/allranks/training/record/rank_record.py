@@ -75,9 +75,8 @@ class RankRecord(Callback):
         if self._metrics is not None:
             self.keeping.rest("metrics.jsonl", self._metrics.close_with_rest())
         self.keeping.incomplete += self._logs.close(end)
-        if self.world.is_leader:
-            path = rank_events_path(self.run_dir, self.world.rank)
-            self.keeping.rest(path.name, self.events.take_waiting())
+        path = rank_events_path(self.run_dir, self.world.rank)
+        self.keeping.rest(path.name, self.events.take_waiting())
 
     def fail(self) -> None:
         """What the logs were given is in their files; nobody waits for a step that is unread."""
