@@ -287,10 +287,14 @@ def test_weak_scaling_gives_each_rank_as_many_samples() -> None:
 @pytest.fixture
 def every_peer_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused for another reason is refused without the peer's packages, too."""
+    monkeypatch.setattr("allranks.cli.bench.look_at_program", lambda jobs: None)
     monkeypatch.setattr("allranks.tools.bench.peers.find_spec", lambda _name: object())
 
 
-def test_a_dry_run_says_what_would_run_and_what_cannot(tmp_path: Path) -> None:
+def test_a_dry_run_says_what_would_run_and_what_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("allranks.cli.bench.look_at_program", lambda jobs: None)
     words = ["digits", "--strategy", "single", "--strategy", "ddp", "--ranks", "1,2", "--dry-run"]
     folder = tmp_path / "bench"
     said = CliRunner().invoke(bench, [*words, "--json", "--run-dir", str(folder)])
@@ -329,15 +333,15 @@ def test_bad_requests_are_refused_before_anything_runs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [None, "x = 1\n"])
+@pytest.mark.parametrize(("text", "words"), [(None, ()), ("x = 1\n", ()), (None, ("--dry-run",))])
 def test_a_program_without_a_task_is_refused_before_the_machine_is_measured(
-    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str | None, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("allranks.cli.bench.machine_facts", lambda: pytest.fail("measured"))
     program = tmp_path / "nope.py"
     if text is not None:
         program.write_text(text)
-    said = CliRunner().invoke(bench, [str(program), "--run-dir", str(tmp_path / "bench")])
+    said = CliRunner().invoke(bench, [str(program), "--run-dir", str(tmp_path / "bench"), *words])
     assert isinstance(said.exception, RequestError) and "nope.py" in str(said.exception)
     assert not (tmp_path / "bench").exists()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 import pytest
@@ -176,10 +177,10 @@ def test_a_job_is_started_on_its_cores_and_dies_with_the_sweep(tmp_path: Path) -
 
 
 def planned(*words: str) -> dict[str, Any]:
-    """What `sweep synthetic WORDS --dry-run` says."""
-    done = CliRunner().invoke(
-        sweep, ["synthetic", *words, "--dry-run", "--json"], catch_exceptions=False
-    )
+    """What `sweep synthetic WORDS --dry-run` says; the program is not loaded for it."""
+    given = ["synthetic", *words, "--dry-run", "--json"]
+    with patch("allranks.cli.sweep.look_at_program"):
+        done = CliRunner().invoke(sweep, given, catch_exceptions=False)
     found: dict[str, Any] = json.loads(done.output)
     return found
 
@@ -240,6 +241,18 @@ def test_what_is_no_sweep_is_refused(words: tuple[str, ...], found: str) -> None
     assert found in error.value.found
     with pytest.raises(click.UsageError):
         sweep.main(["synthetic", "--set", "steps=1,x"], standalone_mode=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("--dry-run",)])
+def test_a_program_without_a_task_is_refused_before_a_job_is_started(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    program, folder = tmp_path / "nope.py", tmp_path / "sweep"
+    given = [str(program), "--set", "seed=1,2", "--run-dir", str(folder), *words]
+    said = CliRunner().invoke(sweep, given)
+    assert isinstance(said.exception, RequestError) and "nope.py" in str(said.exception)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("word", ["--sweep=lr=1,2", "--slots=2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,6 +109,21 @@ def test_every_kind_of_data_gives_the_same_batches() -> None:
 def test_data_that_cannot_be_read_is_refused(data: Any) -> None:
     with pytest.raises(RequestError):
         open_data(data, contract_tasks.Plain(), 0, 0, "train_data")
+
+
+@pytest.mark.parametrize("length", [-1, 4.5, 8.0, "8", None, sys.maxsize + 1])
+@pytest.mark.parametrize("name", ["train_data", "eval_data"])
+def test_a_length_that_is_none_is_refused(length: Any, name: str) -> None:
+    class Odd:
+        def __len__(self) -> int:
+            return length  # type: ignore[no-any-return]
+
+        def __getitem__(self, number: int) -> int:
+            return number
+
+    with pytest.raises(RequestError) as refused:
+        open_data(Odd(), contract_tasks.Plain(), 0, 0, name)
+    assert refused.value.found == f"Odd, whose __len__ gives {length!r}"
 
 
 def test_dropping_the_only_batch_is_refused() -> None:

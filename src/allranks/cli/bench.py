@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,19 +9,14 @@ from typing import Any
 
 import click
 
-from allranks.catalog import preload_for
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.bench_table import BenchTable
 from allranks.cli.display.say import say
 from allranks.cli.train import job_of
 from allranks.errors import Interrupted, ProgramError, RequestError
-from allranks.job.engines import check_installed
 from allranks.job.job import Job
-from allranks.launcher.preparing.describing import describe
-from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.resources import LocalMachine
 from allranks.launcher.scripts.plan import redacted_words
-from allranks.launcher.start import new_run_dir
+from allranks.launcher.start import look_at_program, new_run_dir
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.bench.figure import sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, in_words, machine_facts
@@ -78,12 +72,12 @@ def bench(
     plan, jobs, refused = _plan(program, words, more)
     runs = sum(one not in refused for one in plan.combinations) * plan.repeats
     folder = Path(more["run_dir"] or new_run_dir(f"{Path(program).stem}-bench")).absolute()
+    if not dry_run and folder.exists() and any(folder.iterdir()):
+        raise _refused(f"--run-dir {folder}", "a folder with something in it", "a new folder")
+    look_at_program([next(iter(jobs.values()))])
     if dry_run:
         _print_plan(plan, refused, folder, as_object)
         return
-    if folder.exists() and any(folder.iterdir()):
-        raise _refused(f"--run-dir {folder}", "a folder with something in it", "a new folder")
-    _look_at_program(next(iter(jobs.values())))
     machine = machine_facts()
     largest = max(jobs.values(), key=lambda job: job.ranks)
     machine["all_reduce_bytes_per_s"] = all_reduce_bytes_per_s(largest)
@@ -154,13 +148,6 @@ def _plan(
     if problem is not None and not jobs:
         raise problem
     return plan, jobs, refused
-
-
-def _look_at_program(job: Job) -> None:
-    """Load the task once, as `train` does: one that is none is refused before anything is timed."""
-    check_installed(job.engine, job.program)
-    with ForkServer(preload_for(job.program, job.engine)) as server:
-        describe(LocalMachine(server), dataclasses.replace(job, device="cpu"))
 
 
 def _words(words: Sequence[str], ranks: int, until: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from allranks.cli.train import job_of
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
 from allranks.job.job import Job
 from allranks.job.limits import devices_of
-from allranks.launcher.start import new_run_dir
+from allranks.launcher.start import look_at_program, new_run_dir
 from allranks.strategies.choice import TRUTH
 from allranks.tools.sweep.packing import (
     DONE,
@@ -80,6 +80,7 @@ def sweep(context: click.Context, /, dry_run: bool, as_object: bool, **_: Any) -
     allranks sweep digits --set ranks=1,2 --set seed=1,2,3 --steps 20
     """
     packing = plan(context)
+    look_at_program(job_of(job.words) for job in packing.jobs)
     if dry_run:
         _print_plan(packing, as_object)
         return

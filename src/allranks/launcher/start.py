@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +127,26 @@ def plan_only(resolved: Resolved, rendezvous: Rendezvous) -> Iterator[tuple[Plan
         resources = PlannedNodes(server, tuple(seats))
         shape = describe(resources, dataclasses.replace(job, device="cpu"))
         yield _planned(resources, job, shape, turned(resources, resolved, job, shape)), server
+
+
+def look_at_program(jobs: Iterable[Job]) -> None:
+    """Load the task of the first of these jobs that has one, which differ in what they set.
+
+    Raises the `RequestError` of the first if none has: nothing needs to be started then.
+    """
+    problem: RequestError | None = None
+    with ExitStack() as stack:
+        server: ForkServer | None = None
+        for job in jobs:
+            check_installed(job.engine, job.program)
+            server = server or stack.enter_context(ForkServer(preload_for(job.program, job.engine)))
+            try:
+                describe(LocalMachine(server), dataclasses.replace(job, device="cpu"))
+                return
+            except RequestError as error:
+                problem = problem or error
+    if problem is not None:
+        raise problem
 
 
 @contextmanager

@@ -6,7 +6,11 @@ once, before the fork, it costs each rank nothing. No parallel region runs, so a
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.optim import SGD
 
 from allranks.catalog import REDUCERS, STRATEGIES, TORCH, load
@@ -14,3 +18,5 @@ from allranks.catalog import REDUCERS, STRATEGIES, TORCH, load
 SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
 for path in (*STRATEGIES[TORCH].values(), *REDUCERS.values()):
     load(path)
+with suppress(OSError):  # that import makes a cache; who compiles makes it again
+    os.rmdir(default_cache_dir())

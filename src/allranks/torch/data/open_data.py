@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass, replace
@@ -77,6 +79,7 @@ def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Open
         and hasattr(data, "__getitem__")
         and hasattr(data, "__len__")
     ):
+        _check_length(data, name)
         collate = collate_of(task, training)
         opened = Opened(MapSource(data, task, seed, workers, training, collate))
     else:
@@ -84,6 +87,22 @@ def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Open
     if not isinstance(opened.source, (StreamSource, WholeLoader)) and len(opened.source) == 0:
         raise _unusable(name, "0 samples", "there is nothing to learn from")
     return opened
+
+
+def _check_length(data: Any, name: str) -> None:
+    """Raise `RequestError` where a data set has a length that `len` does not take."""
+    length = data.__len__()
+    try:
+        is_one = 0 <= operator.index(length) <= sys.maxsize
+    except TypeError:
+        is_one = False
+    if not is_one:
+        raise _unusable(
+            name,
+            f"{type(data).__name__}, whose __len__ gives {length!r}",
+            "a length is a whole number, 0 or more: samples have the numbers below it",
+            "return a whole number from __len__, such as n // 2 for half of n",
+        )
 
 
 def is_tensors(data: Any) -> bool:
