@@ -49,6 +49,11 @@ def mixed(factors: list[float]) -> Tensors:
 RIGHT = [1 / sum(SIZES)] * len(SIZES)
 
 
+def staged(tensors: Tensors) -> Tensors:
+    """As a trace names them: gradients, where a name does not say its stage."""
+    return {n if "/" in n else f"gradient/{n}": array for n, array in tensors.items()}
+
+
 def write_trace(
     folder: Path, step: int, ranks: list[Tensors], rows: Mapping[str, Any], before: Tensors
 ) -> Trace:
@@ -56,7 +61,7 @@ def write_trace(
     for rank, tensors in enumerate(ranks):
         place = folder / "tensors" / (f"rank-{rank:03d}" if rank else "")
         place.mkdir(parents=True, exist_ok=True)
-        arrays = {f"gradient/{name}": array for name, array in tensors.items()}
+        arrays = staged(tensors)
         save_file({"weight/w": np.zeros(2)}, place / "start.safetensors")
         save_file(arrays, place / f"step-{step:08d}.safetensors")
         if before and step:
@@ -101,7 +106,7 @@ def told(
     (tmp_path / f"one/parts/step-{step:08d}.json").write_text(json.dumps(words))
     first = compare(right, ours, FP64).first
     assert first is not None
-    each = tuple({f"gradient/{n}": array for n, array in own.items()} for own in ranks)
+    each = tuple(staged(own) for own in ranks)
     found = read_parts(right.path, step)
     mesh = mesh or replicated_mesh(2)
     facts = {"clip_norm": 0.05}
@@ -115,6 +120,19 @@ def alike(tensors: Tensors) -> list[Tensors]:
 def times(factor: float, *names: str) -> Tensors:
     right = mixed(RIGHT)
     return {n: a * (factor if n in (names or NAMES) else 1.0) for n, a in right.items()}
+
+
+@pytest.mark.parametrize(
+    ("weight", "cause"), [("a.bias", "update lost"), ("teacher", "weight written by the model")]
+)
+def test_a_weight_that_stays_is_one_of_the_optimizer_or_of_the_model(
+    weight: str, cause: str, tmp_path: Path
+) -> None:
+    before, moved = {f"weight/{weight}": np.ones(4)}, {f"weight/{weight}": np.arange(4.0)}
+    gradients = mixed(RIGHT)
+    ours = alike({**gradients, **before})
+    found = told(tmp_path, ours, step=1, before=before, alone={**gradients, **moved})
+    assert found is not None and found.cause == cause
 
 
 OWN = [6, 6, 3, 3]  # samples of the rank that has the shard

@@ -214,6 +214,12 @@ CAUSES = tuple(
         ),
         ("update lost", ("weight",), updates.lost, "give the optimizer these weights"),
         (
+            "weight written by the model",
+            ("weight",),
+            updates.not_written,
+            "move what is not trained, as a teacher, after the update: in the callback on_step",
+        ),
+        (
             "decay of each rank",
             ("weight",),
             updates.decayed_by_each,

@@ -57,9 +57,25 @@ def not_sent(evidence: Evidence) -> Iterator[Account]:
 
 def lost(evidence: Evidence) -> Iterator[Account]:
     """The weight is as it was before the step."""
+    if any(name in evidence.wanted("gradient") for name in evidence.differing):
+        yield from _unchanged(
+            evidence, "weights are not updated at all, and stay as they were before the step"
+        )
+
+
+def not_written(evidence: Evidence) -> Iterator[Account]:
+    """A weight without a gradient is as it was: no optimizer moves it, but forward or loss."""
+    if not any(name in evidence.wanted("gradient") for name in evidence.differing):
+        yield from _unchanged(
+            evidence,
+            "weights without a gradient are written in one process, in forward or loss, and "
+            "stay as they were here",
+        )
+
+
+def _unchanged(evidence: Evidence, says: str) -> Iterator[Account]:
     before, ours, wanted = _steps(evidence)
     if before and not any(np.any(step) for step in ours.values()):
-        says = "weights are not updated at all, and stay as they were before the step"
         yield Account(says, {n: before[n] + ours[n] + wanted[n] for n in before}, 0.0)
 
 
