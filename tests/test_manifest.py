@@ -192,7 +192,7 @@ def test_a_tensor_more_costs_a_manifest_no_copies() -> None:
             f"w{n}": SavedTensor("F32", (2,), (Chunk(FILE, (0,), (2,)),)) for n in range(count)
         }
         sealed[count] = calls_of(partial(seal, small(1, tensors=tensors)))
-    assert (sealed[110] - sealed[10]) / 100 <= 2
+    assert (sealed[110] - sealed[10]) / 100 < 3
 
 
 @pytest.mark.parametrize(
