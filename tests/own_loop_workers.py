@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import contract_tasks
-from allranks.errors import RequestError
+from allranks.errors import PeerLost, RequestError
+from allranks.job.job import Job
 from allranks.torch import Trainer, comm
 
 
@@ -49,6 +52,25 @@ def alone_on_the_way(environment: dict[str, str]) -> int:
     with pytest.raises(RequestError, match="on every rank") as raised:
         _late_then_alone()
     assert raised.value.found == "rank 0 at evaluate() after step 1, rank 1 in `compute` of step 2"
+    return 0
+
+
+@dataclass(kw_only=True)
+class Refused(contract_tasks.Plain):
+    """A loss that rank 1 does not compute."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        if os.environ["RANK"] == "1":
+            raise ValueError("no loss here")
+        return super().loss(output, batch)
+
+
+def one_fails(job: dict[str, Any]) -> int:
+    """In a rank: rank 1 leaves with an error, and the other one hears which."""
+    with pytest.raises((ValueError, PeerLost)) as raised, Trainer(Refused(), Job(**job)) as trainer:
+        trainer.step(next(trainer.batches()))
+    if trainer.world.is_leader:
+        assert raised.value.__notes__ == ["rank 1 left first: ValueError: no loss here"]
     return 0
 
 

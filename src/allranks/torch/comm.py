@@ -251,6 +251,13 @@ class Comm:
         if self.meetings is not None:
             self.meetings.leave(failed=failed)
 
+    def tell_why_lost(self, error: BaseException | None) -> None:
+        """Note on the error of who lost a peer what that one said as it left."""
+        if self.meetings is None or not isinstance(error, PeerLost):
+            return
+        if why := self.meetings.why_lost():
+            error.add_note(why)
+
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text on every rank, in order; sends a size and N-1 times the longest."""
         if self.size == 1:

@@ -8,7 +8,7 @@ the same collectives and meetings in the same order. Being slow proves nothing, 
     <n>/<rank>  where a rank came to meeting n, and how many collectives it had begun
     <n>/came    how many came
     <n>/said    the verdict, one for all: who is apart, and nobody where all came
-    <n>/left    a rank that left in place of coming
+    <n>/left    the first rank that left in place of coming, and why if it has failed
 
 Ranks with GPUs do not look: their waits return at once, and what lasts is the device's. Nor does a
 rank that meets hear of one that was killed; whoever started them ends the others.
@@ -17,6 +17,7 @@ rank that meets hear of one that was killed; whoever started them ends the other
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,10 +26,13 @@ from datetime import timedelta
 from typing import Any
 
 from allranks.errors import PeerLost, RequestError
+from allranks.training.record.failure import shortened
 
 EVALUATE = "evaluate()"
 AT_THE_END = "the end of the training"
 LASTS = timedelta(seconds=5)  # a wait that is longer looks into the store, which takes 0.1 ms
+LONGEST_WHY = 4000  # characters of an error that others hear of
+LAST_WORDS_S = 1.0
 SOONEST_S, LATEST_S = 0.0005, 0.05  # between two looks of a rank that meets
 
 
@@ -88,9 +92,26 @@ class Meetings:
             look()
 
     def leave(self, *, failed: bool) -> None:
-        """This rank comes to no meeting any more."""
+        """This rank comes to no meeting any more; the error that is handled just now says why."""
+        error = sys.exception() if failed else None
+        why = "" if error is None else f"{type(error).__name__}: {error}"
+        told = json.dumps([self.rank, failed, shortened(why, LONGEST_WHY)])
         with suppress(RuntimeError):
-            self.store.set(f"{self.held}/left", json.dumps([self.rank, failed]))
+            self.store.compare_set(f"{self.held}/left", "", told)
+
+    def why_lost(self) -> str:
+        """What the rank that failed first said as it left; "" where none has within a second.
+
+        For who has lost a peer: groups are left before a rank says why.
+        """
+        until = time.monotonic() + LAST_WORDS_S
+        with suppress(RuntimeError):  # the store has gone with the rank that had it
+            while time.monotonic() < until:
+                if self.store.check([f"{self.held}/left"]):
+                    rank, failed, why = json.loads(self.store.get(f"{self.held}/left"))
+                    return f"rank {rank} left first: {why}" if failed and why else ""
+                time.sleep(LATEST_S)
+        return ""
 
     def _verdict(self, own: Stand) -> list[Stand]:
         """Who is apart at the next meeting, by whoever can say it first; nobody if all came."""
@@ -111,7 +132,7 @@ class Meetings:
             if self.store.check([said]):
                 return _read(self.store.get(said))
             if self.store.check([left]):
-                rank, failed = json.loads(self.store.get(left))
+                rank, failed, _ = json.loads(self.store.get(left))
                 if failed:
                     raise PeerLost(f"rank {rank} has failed, and comes not to {own.words}")
                 return self._say([own, Stand(rank, "", "has left the trainer")])

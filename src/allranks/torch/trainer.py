@@ -311,6 +311,7 @@ class Trainer(OnSteps):
 
     def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         failed = True
+        self.comm.tell_why_lost(error)
         try:
             if error is None:
                 self.settle()
