@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,11 +27,17 @@ def made_on_parts(
     """`make(model)`, where `shapes` are those of whole weights, by the `id` of what is held.
 
     A rate may follow from the shape of a weight. Raises `RequestError` where it writes weights or
-    buffers: a draw for a part is another one than for the whole.
+    buffers: a draw for a part is another one than for the whole; and where it reads the numbers of
+    a weight that another rank holds.
     """
     before = _digests(model)
     with _WholeShapes(shapes):
-        optimizer = make(model)
+        try:
+            optimizer = make(model)
+        except RuntimeError as error:  # NotImplementedError, too
+            if "meta tensor" in str(error) and any(p.is_meta for p in model.parameters()):
+                raise _numbers_read(asked, error) from error
+            raise
     after = _digests(model)
     changed = sorted(name for name in before if before[name] != after.get(name))
     if changed:
@@ -43,6 +50,17 @@ def made_on_parts(
             do="set the weights in model(self), or --strategy ddp",
         )
     return optimizer
+
+
+def _numbers_read(asked: str, error: RuntimeError) -> RequestError:
+    frames = traceback.extract_tb(error.__traceback__)
+    line = ([f for f in frames if "/torch/" not in f.filename] or frames)[-1]  # of the task
+    return RequestError(
+        asked=f"{asked} with this optimizer(self, model) of the task",
+        found=f"line {line.lineno} of {line.filename} reads the numbers of a weight: {line.line}",
+        why="a rank holds the weights of its own stages; of the others it has names and shapes",
+        do="take rates from names or shapes, set them in a callback, or --strategy ddp",
+    )
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
