@@ -366,6 +366,10 @@ class Looks(Task):
     start: str = "usual"
     units: str = "found"
 
+    @property
+    def loss_over(self) -> str:  # type: ignore[override]
+        return "batch" if self.what.endswith("over the batch") else "sample"
+
     def fsdp_units(self, model: nn.Module) -> Iterable[nn.Module] | None:
         return None if self.units == "found" else []
 
@@ -394,7 +398,8 @@ class Looks(Task):
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         losses = F.cross_entropy(output, batch[1], reduction="none")
-        read = {"loss of a block": self.net.blocks[0].a, "loss": self.net.last}.get(self.what)
+        what = self.what.removesuffix(" over the batch")
+        read = {"loss of a block": self.net.blocks[0].a, "loss": self.net.last}.get(what)
         return losses if read is None else losses + 0.1 * read.weight.norm()
 
     def metrics(self, output: Tensor, batch: Any) -> Any:

@@ -279,6 +279,8 @@ WRITTEN = r"forward or loss writes the weight 'teacher\.weight'"
         ("late unfreezing", "other parameters than the strategy has laid out"),
         ("inputs", r"'last\.weight' is used outside of the forward of the model"),
         ("loss of a block", USED),
+        ("loss of a block over the batch", USED),
+        ("loss over the batch", r"uses the parameter 'last\.weight' itself"),
         ("metrics of a block", USED),
     ],
 )

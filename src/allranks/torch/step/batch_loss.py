@@ -35,6 +35,7 @@ class BatchLoss:
     def __init__(self, task: Task, comm: Comm, precision: Precision) -> None:
         self.task, self.comm, self.precision = task, comm, precision
         self.uses: list[bool] = []  # of the tensors of the output, in the last step
+        self.is_on = False  # while the task computes it
 
     def prepare(
         self,
@@ -86,8 +87,12 @@ class BatchLoss:
             lambda t: t.requires_grad_(t.is_floating_point() or t.is_complex()), whole["output"]
         )
         with torch.enable_grad():
-            with self.precision.autocast():
-                losses, weights = weighted_losses(self.task, output, whole["batch"], samples)
+            self.is_on = True
+            try:
+                with self.precision.autocast():
+                    losses, weights = weighted_losses(self.task, output, whole["batch"], samples)
+            finally:
+                self.is_on = False
             (losses.sum() * (loss_scale / samples)).backward()
         return losses, weights, [tensor.grad for tensor in tensors_in(output)]
 

@@ -126,7 +126,7 @@ class Passes:
         self.has_loss = True  # of a pipeline, the last stage alone
         self.stage = 0  # of a pipeline, that which is passed next
         self._unweighted: Unweighted | None = None
-        self._batch_loss = (
+        self.batch_loss = (
             BatchLoss(task, self.comm, precision) if task.loss_over == "batch" else None
         )
         self._hooks: list[RemovableHandle] = []
@@ -252,7 +252,7 @@ class Passes:
 
     def end(self, batch: Batch) -> None:
         """The passes of a step are over, also those for other ranks."""
-        uses = None if self._batch_loss is None else self._batch_loss.uses
+        uses = None if self.batch_loss is None else self.batch_loss.uses
         self.for_others.finish(batch, uses)
         self.scope.leave()
         self.user_buffers.end(batch)
@@ -286,7 +286,7 @@ class Passes:
         with self.precision.autocast():
             output = (self.forward or partial(forward, self.task, self.call))(micro.data)
         self.tell("forward")
-        if self._poisoned and (self._batch_loss is not None or not self.has_loss):
+        if self._poisoned and (self.batch_loss is not None or not self.has_loss):
             return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
         return output
 
@@ -309,8 +309,8 @@ class Passes:
 
     def take(self, batch: Batch) -> Take:
         """What makes the forward pass and the loss of a micro-batch, and can run its backward."""
-        if self._batch_loss is not None:
-            return self._take_batch_losses(batch, self._batch_loss)
+        if self.batch_loss is not None:
+            return self._take_batch_losses(batch, self.batch_loss)
         return self._take_sample_losses(batch)
 
     def _take_sample_losses(self, batch: Batch) -> Take:

@@ -185,7 +185,7 @@ class FSDP(Single):
         optimizer, asked = self.step.optimizer, f"--strategy {self.name}"
         check_fused(optimizer, asked)
         if self.passes.blocks is None:  # their proofs look at weights in a pass
-            self.guard.is_on = lambda: self._evaluates or self.step.apart.is_on
+            self.guard.is_on = self._is_task_on
         named = self.model.named_parameters()
         cut = {name: Divided(p, p.shape) for name, p in named if isinstance(p, DTensor)}
         if self.two_axes is not None:
@@ -193,6 +193,12 @@ class FSDP(Single):
         self.wholes = WholeUpdates(self.axis(SHARD), optimizer, cut, asked)
         if self.step.sparse.positions or self.context.scope.looked_up:
             raise rows_apart(self.name)
+
+    def _is_task_on(self) -> bool:
+        """Whether code of the task runs, which is guarded."""
+        over_batch = self.step.batch_loss
+        is_on = over_batch is not None and over_batch.is_on
+        return self._evaluates or self.step.apart.is_on or is_on
 
     def _forward(self, data: Any) -> Any:
         return self.passes.passed(partial(forward, self.task, self.step.call, data))
