@@ -9,7 +9,7 @@ from typing import Any
 
 
 def calls_of(act: Callable[[], Any]) -> int:
-    """How many calls of functions of Python `act()` is made of; what a collection calls is none."""
+    """How many calls of Python functions `act()` makes, without those of the garbage collector."""
     count = 0
 
     def see(frame: Any, event: str, argument: Any) -> None:

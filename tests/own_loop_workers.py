@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 import contract_tasks
 from allranks.errors import PeerLost, RequestError
@@ -57,20 +57,30 @@ def alone_on_the_way(environment: dict[str, str]) -> int:
 
 @dataclass(kw_only=True)
 class Refused(contract_tasks.Plain):
-    """A loss that rank 1 does not compute."""
+    """A model, or a loss, that rank 1 does not compute."""
+
+    where: str = "loss"
+
+    def _refuse(self, where: str) -> None:
+        if where == self.where and os.environ["RANK"] == "1":
+            raise ValueError(f"no {where} here")
+
+    def model(self) -> nn.Module:
+        self._refuse("model")
+        return super().model()
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
-        if os.environ["RANK"] == "1":
-            raise ValueError("no loss here")
+        self._refuse("loss")
         return super().loss(output, batch)
 
 
-def one_fails(job: dict[str, Any]) -> int:
+def one_fails(argument: dict[str, str]) -> int:
     """In a rank: rank 1 leaves with an error, and the other one hears which."""
-    with pytest.raises((ValueError, PeerLost)) as raised, Trainer(Refused(), Job(**job)) as trainer:
-        trainer.step(next(trainer.batches()))
-    if trainer.world.is_leader:
-        assert raised.value.__notes__ == ["rank 1 left first: ValueError: no loss here"]
+    where, job = argument["where"], Job(strategy=argument["strategy"])
+    with pytest.raises((ValueError, PeerLost)) as raised, Trainer(Refused(where=where), job) as one:
+        one.step(next(one.batches()))
+    if os.environ["RANK"] == "0":
+        assert raised.value.__notes__ == [f"rank 1 left first: ValueError: no {where} here"]
     return 0
 
 

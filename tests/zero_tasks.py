@@ -63,6 +63,8 @@ class Chosen(Scaled):
             nn.init.normal_(model[0].weight)  # type: ignore[index, arg-type, union-attr]
         if self.by == "numbers":
             rates = [0.1 * float(p.detach().norm()) for p in model.parameters()]
+        elif self.by == "arrays":
+            rates = [0.1 * float(abs(p.detach().numpy()).max()) for p in model.parameters()]
         else:
             rates = [p.numel() / p.size(0) / p.shape[-1] / len(p) for p in model.parameters()]
         pairs = zip(model.parameters(), rates, strict=True)

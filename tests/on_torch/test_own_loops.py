@@ -91,10 +91,13 @@ def test_an_evaluation_of_the_leader_alone_is_refused(on_ranks: Callable[..., An
     on_ranks(2, "own_loop_workers:others_have_left", None)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
-def test_who_loses_a_peer_hears_why_it_left(on_ranks: Callable[..., Any], strategy: str) -> None:
-    on_ranks(2, "own_loop_workers:one_fails", {"strategy": strategy})
+@pytest.mark.parametrize("where", ["model", "loss"])
+def test_who_loses_a_peer_hears_why_it_left(
+    on_ranks: Callable[..., Any], where: str, strategy: str
+) -> None:
+    on_ranks(2, "own_loop_workers:one_fails", {"where": where, "strategy": strategy})
 
 
 @pytest.mark.slow(but=1)

@@ -105,7 +105,9 @@ class Trainer(OnSteps):
         self._taken = Taken()
         try:
             self._take(report)
-        except BaseException:
+        except BaseException as error:
+            if hasattr(self, "comm"):  # it has joined the others
+                self.comm.tell_why_lost(error)
             self._taken.give_back(failed=True)
             raise
 

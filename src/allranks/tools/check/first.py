@@ -58,7 +58,7 @@ STEPS = 2
 STEPS_OF_NAMED = 8  # are compared where the witness has named something that the first ones hide
 BUDGET_S = 30.0
 COPIES_IN_MEMORY = 6  # of the weights in float64: gradient, two moments, a copy, room for passes
-COPIES_ON_DISK = 16  # what two runs of two steps write down
+COPIES_ON_DISK = 8  # what two runs write down of each step
 PACKAGES = ("torch", "tensorflow", "keras", "numpy", "transformers")
 DECIDING = (
     *("program", "engine", "strategy", "optimizer", "schedule", "precision", "bitwise"),
@@ -96,7 +96,7 @@ def first_check(
     if (before := _passed_before(path, steps)) is not None:
         return before
     auto = job.first_check == "auto"
-    if auto and (why := _too_large(job, weighed["weight_bytes"])):
+    if auto and (why := _too_large(job, weighed["weight_bytes"], steps)):
         return Proof(False, f"{why}; --first-check {STEPS} asks for it all the same")
     ranks = _ranks_here(plan)
     if ranks == 0:
@@ -116,7 +116,8 @@ def first_check(
 
     with _server(resources, job) as server:
         proof, is_named = check(steps)
-        if auto and is_named and not proof.proved:
+        is_open = auto and is_named and not proof.proved
+        if is_open and not _too_large(job, weighed["weight_bytes"], STEPS_OF_NAMED):
             check(STEPS_OF_NAMED)  # for the difference that it may find
     if proof.proved:
         _remember(path, proof, steps)
@@ -221,8 +222,8 @@ def _not_comparable(job: Job) -> str:
     return ""
 
 
-def _too_large(job: Job, weight_bytes: int | None) -> str:
-    """Why one process would not hold the model in float64; "" where it does, as far as known."""
+def _too_large(job: Job, weight_bytes: int | None, steps: int) -> str:
+    """Why memory or disk would not hold so many steps in float64; "" where they do, if known."""
     if weight_bytes is None:
         return ""
     if job.device == "cpu":
@@ -230,7 +231,8 @@ def _too_large(job: Job, weight_bytes: int | None) -> str:
         if need > free // 2:
             room = f"{format_bytes(need)} for the model, and {format_bytes(free)} are free"
             return f"one process would need {room}"
-    need, free = COPIES_ON_DISK * weight_bytes, shutil.disk_usage(tempfile.gettempdir()).free
+    need = COPIES_ON_DISK * steps * weight_bytes
+    free = shutil.disk_usage(tempfile.gettempdir()).free
     if need > free // 2:
         return f"a check would write {format_bytes(need)}, and {format_bytes(free)} are free"
     return ""

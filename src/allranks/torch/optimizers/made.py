@@ -34,8 +34,8 @@ def made_on_parts(
     with _WholeShapes(shapes):
         try:
             optimizer = make(model)
-        except RuntimeError as error:  # NotImplementedError, too
-            if "meta tensor" in str(error) and any(p.is_meta for p in model.parameters()):
+        except (RuntimeError, TypeError) as error:  # .numpy() raises the latter
+            if "meta" in str(error).lower() and any(p.is_meta for p in model.parameters()):
                 raise _numbers_read(asked, error) from error
             raise
     after = _digests(model)
@@ -52,7 +52,7 @@ def made_on_parts(
     return optimizer
 
 
-def _numbers_read(asked: str, error: RuntimeError) -> RequestError:
+def _numbers_read(asked: str, error: Exception) -> RequestError:
     frames = traceback.extract_tb(error.__traceback__)
     line = ([f for f in frames if "/torch/" not in f.filename] or frames)[-1]  # of the task
     return RequestError(

@@ -217,7 +217,7 @@ CAUSES = tuple(
             "weight written by the model",
             ("weight",),
             updates.not_written,
-            "move what is not trained, as a teacher, after the update: in the callback on_step",
+            "move a weight that is not trained, such as a teacher's, in on_step of a callback",
         ),
         (
             "decay of each rank",
