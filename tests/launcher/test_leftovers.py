@@ -265,6 +265,7 @@ def test_a_fork_server_that_still_imports_ends_with_its_owner(tmp_path: Path) ->
 def test_what_torch_makes_as_it_is_imported_is_removed(tmp_path: Path) -> None:
     """A fork server of torch leaves no `torchinductor_USER` among the temporary files."""
     variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    variables.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it in this process
     words = [sys.executable, "-c", "import allranks.torch.preload"]
     subprocess.run(words, env=variables, check=True)
     assert not list(tmp_path.iterdir())
