@@ -172,6 +172,9 @@ def stores_what_the_card_says(argument: dict[str, Any]) -> None:
         for batch in trainer.batches():
             trainer.step(batch)
         trainer.evaluate(task.train_data())  # what it gathers is gone after it
+        if strategy == "fsdp" and argument["task"] == "Sentences":
+            with torch.no_grad():  # as a callback may
+                trainer.strategy.model(task.train_data()[0])
         del batch
         master = dict(trainer.weights()) if argument.get("keeps") else {}
         stored, has = trainer.strategy.card.stored, Contents(cut, rest, ADAMW, trainer.world.size)

@@ -72,7 +72,7 @@ class Hooked(nn.Module):
         super().__init__()
         self.inner, self.out = nn.Linear(4, 4), weight_norm(nn.Linear(4, 1))
         self.weight: Any = Noted(torch.eye(4))
-        self.weight.gain = 0.5
+        self.weight.gain, self.weight.gains = 0.5, [2.0]
         self.inner.register_forward_hook(lambda module, inputs, output: output * 2)
         self.inner.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
         self.inner.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
@@ -84,7 +84,8 @@ class Hooked(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.tanh(self.inner(inputs.requires_grad_() * 1))
-        out: Tensor = self.out(hidden @ self.weight.doubled() * self.weight.gain)
+        gain = self.weight.gain * self.weight.gains[0]
+        out: Tensor = self.out(hidden @ self.weight.doubled() * gain)
         return out + self.seen.pop().sum(1, keepdim=True)
 
 
