@@ -144,12 +144,21 @@ def test_a_job_that_leaves_the_check_out_says_that_it_is_not_proved(start: Start
 def test_a_check_out_of_time_or_memory_lets_the_job_train(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first, "BUDGET_S", 0.0)
-    proof = start({}, strategy="zero1").summary["proof"]
-    assert not proof["proved"] and "took more than" in proof["why"]
-    monkeypatch.setattr(first, "COPIES_IN_MEMORY", 1 << 40)
-    proof = start({}, strategy="zero1").summary["proof"]
-    assert not proof["proved"] and "one process would need" in proof["why"]
+    with monkeypatch.context() as full:
+        full.setattr(first, "COPIES_IN_MEMORY", 1 << 40)
+        proof = start({}, strategy="zero1").summary["proof"]
+        assert not proof["proved"] and "one process would need" in proof["why"]
+    told: list[str] = []
+    with monkeypatch.context() as late:
+        late.setattr(first, "BUDGET_S", 0.0)
+        proof = start({}, told, strategy="zero1").summary["proof"]
+        assert not proof["proved"] and "took more than" in proof["why"]
+    again = start({}, told, strategy="zero1").summary["proof"]
+    assert not again["proved"] and "--first-check 2 checks again" in again["why"]
+    assert len(told) == 1, "the next start does not spend the time again"
+    assert start({}, told, strategy="zero1", first_check="2").summary["proof"]["proved"]
+    assert start({}, told, strategy="zero1").summary["proof"]["proved"]
+    assert len(told) == 2
 
 
 def test_numbers_that_follow_the_micro_batch_are_no_difference(start: Start) -> None:

@@ -2,10 +2,10 @@
 
 A strategy that cuts the model can compute something else in silence: a weight that forward reads
 as a part, a hook that sees a part of a gradient. `check` finds these, so a job makes a short check
-by itself before it starts: two steps on its own batches, in float64, with the witness on. What has
-passed is remembered by the program's files, its fields, the strategy, the options that decide the
-arithmetic, and the versions, so the next start costs nothing. Where the witness names something and
-two steps agree, eight are compared: what it names may come later.
+by itself before it starts: two steps on its own batches, in float64, with the witness on. Where the
+witness names something and two steps agree, eight are compared: what it names may come later. What
+came of it is remembered by the program's files, its fields, the strategy, the options that decide
+the arithmetic, and the versions, so the next start costs nothing.
 
     --first-check auto   where one process can hold the model, and within `BUDGET_S`
     --first-check STEPS  so many steps, however long they take
@@ -85,7 +85,7 @@ def first_check(
 ) -> Proof:
     """The proof of a planned job whose strategy cuts the model. Raises `NotEqual` for a difference.
 
-    `announce` hears when steps are compared. No file is left but what remembers that it passed.
+    `announce` hears when steps are compared. No file is left but what remembers it.
     """
     job = plan.job
     steps = STEPS if job.first_check == "auto" else int(job.first_check)
@@ -93,9 +93,9 @@ def first_check(
         return Proof(False, why)
     weighed = asked_of_task(resources, _alone(job), "weigh", "weighed", signals)
     path = _remembered(job, weighed["program"], plan.shape.fields)
-    if (before := _passed_before(path, steps)) is not None:
-        return before
     auto = job.first_check == "auto"
+    if (before := _remembered_proof(path, steps, auto)) is not None:
+        return before
     if auto and (why := _too_large(job, weighed["weight_bytes"], steps)):
         return Proof(False, f"{why}; --first-check {STEPS} asks for it all the same")
     ranks = _ranks_here(plan)
@@ -108,18 +108,18 @@ def first_check(
     deadline = time.monotonic() + BUDGET_S if auto else float("inf")
     check_plan = CheckPlan((ranks,), ranks, plan.shape.shards)
 
-    def check(count: int) -> tuple[Proof, bool]:
+    def check(count: int) -> tuple[Proof, FirstCheck]:
         with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
             first = FirstCheck(resolved, job, count, Path(folder), server, check_plan)
             first.deadline, first.signals = deadline, signals
-            return first.proof(), bool(first.witnessed)
+            return first.proof(), first
 
     with _server(resources, job) as server:
-        proof, is_named = check(steps)
-        is_open = auto and is_named and not proof.proved
+        proof, made = check(steps)
+        is_open = auto and made.witnessed and not proof.proved
         if is_open and not _too_large(job, weighed["weight_bytes"], STEPS_OF_NAMED):
             check(STEPS_OF_NAMED)  # for the difference that it may find
-    if proof.proved:
+    if proof.proved or (auto and not made.has_failed):
         _remember(path, proof, steps)
     return proof
 
@@ -143,7 +143,7 @@ class FirstCheck(Check):
         super().__init__(resolved, here, folder, server, plan)
         self.deadline = float("inf")
         self.witnessed: list[str] = []
-        self.draws, self.exact_at = False, ""
+        self.draws, self.has_failed, self.exact_at = False, False, ""
 
     def proof(self) -> Proof:
         """Whether it is proved; raises `NotEqual`, or `Interrupted` where the job is stopped."""
@@ -152,11 +152,13 @@ class FirstCheck(Check):
         except _OutOfTime:
             return Proof(False, f"the first check took more than {BUDGET_S:.0f} s")
         except RequestError as error:
+            self.has_failed = True
             return Proof(False, f"it cannot be compared: {error.found}")
         except (Stopped, Interrupted) as error:
             raise Interrupted("interrupted in the first check; nothing was trained") from error
         except ProgramError as error:
             cause = error.cause or str(error).splitlines()[0]
+            self.has_failed = True
             return Proof(False, f"the first check failed: {cause}")
         if not looks:
             return Proof(False, "; ".join(self.notes) or "nothing could be compared")
@@ -269,11 +271,11 @@ def _server(resources: Resources, job: Job) -> Iterator[ForkServer]:
         yield server
 
 
-# --- what has passed ----------------------------------------------------------------------------
+# --- what came of it ----------------------------------------------------------------------------
 
 
 def _remembered(job: Job, program: dict[str, Any], fields: dict[str, Any]) -> Path:
-    """The file that says that such a job has passed."""
+    """The file that says what came of the check of such a job."""
     key = {
         "job": {name: getattr(job, name) for name in DECIDING},
         "several": job.ranks > 1,
@@ -303,20 +305,26 @@ def _package_state() -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
-def _passed_before(path: Path, steps: int) -> Proof | None:
-    """The proof of an earlier start that has compared as many steps."""
+def _remembered_proof(path: Path, steps: int, auto: bool) -> Proof | None:
+    """What came of the check of an earlier start, of as many steps.
+
+    One that proved nothing counts for `auto`: it would come to the same, and take as long.
+    """
     try:
         row = json.loads(path.read_bytes())
-        if row["steps"] >= steps:
+        if row["proved"] and row["steps"] >= steps:
             return Proof(True, f"{row['why']} (checked on {row['date']})")
+        if not row["proved"] and auto:
+            again = f"checked on {row['date']}; --first-check {steps} checks again"
+            return Proof(False, f"{row['why']} ({again})")
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None
 
 
 def _remember(path: Path, proof: Proof, steps: int) -> None:
-    """Keep that it has passed; a home that cannot be written costs the next start a check."""
-    row = {"why": proof.why, "steps": steps, "date": time.strftime("%Y-%m-%d")}
+    """Keep what came of it; a home that cannot be written costs the next start a check."""
+    row = {**proof.to_data(), "steps": steps, "date": time.strftime("%Y-%m-%d")}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, as_json(row).encode())
