@@ -43,6 +43,27 @@ class Experts(contract_tasks.Experts):
         return [First(model.common), *middle, Rest(model.rare, model.never)]
 
 
+class ByValue(torch.optim.SGD):
+    """Clips by value; `clip_grad_value_` raises where nothing has a gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            nn.utils.clip_grad_value_(group["params"], 1e-3)
+        return super().step(closure)
+
+
+class Clipped(Pictures):
+    def optimizer(self, model: nn.Module) -> ByValue:
+        return ByValue(model.parameters(), lr=0.5)
+
+
+class ClippedWithAnIdleRank(Experts):
+    """The stage between has no weight."""
+
+    def optimizer(self, model: nn.Module) -> ByValue:
+        return ByValue([p for p in model.parameters() if p.requires_grad], lr=0.5)
+
+
 class First(nn.Module):
     def __init__(self, common: nn.Module) -> None:
         super().__init__()

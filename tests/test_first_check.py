@@ -5,6 +5,7 @@ What differs ends with exit code 5, and nothing is left; what agrees is remember
 
 from __future__ import annotations
 
+import py_compile
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,6 +129,54 @@ def test_a_job_says_that_it_is_proved_and_the_next_one_needs_no_check(
     start({}, told, strategy="zero1", first_check="1")
     start({}, told, strategy="zero1", first_check="3")
     assert len(told) == 4, "two steps are enough for one, and not for three"
+
+
+READS = {
+    "LOSS(output)": "output.square().sum(1) * by_file() * float(os.environ.get('SCALE', 1))",
+    "DROP(x)": "__import__('late_module').f(x)",
+    "import os\n": """import os
+
+def by_file():
+    try:
+        with open(os.path.join(os.path.dirname(__file__), "factor.txt")) as file:
+            return float(file.read())
+    except OSError:
+        return 1.0
+
+""",
+}
+
+
+@pytest.mark.slow
+def test_what_has_passed_counts_while_all_that_it_read_is_as_it_was(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = tmp_path / "late_module.py"
+    late.write_text("import torch\nf = torch.tanh\n")
+    py_compile.compile(str(late))
+    told: list[str] = []
+
+    def is_checked(**flags: Any) -> bool:
+        before = len(told)
+        assert start(READS, told, **{"strategy": "zero1", **flags}).summary["proof"]["proved"]
+        return len(told) > before
+
+    assert is_checked() and not is_checked()
+    assert is_checked(ranks=3), "two ranks say nothing of three"
+    assert is_checked(micro_batch=4), "nor passes of all samples of those of four"
+    assert not is_checked(seed=1, steps=1, eval_every="1", prefetch=1)
+    monkeypatch.setenv("SCALE", "2")
+    assert is_checked() and not is_checked()
+    monkeypatch.setenv("SCALE_OF_OTHERS", "2")
+    assert not is_checked(), "the program does not name that variable"
+    (tmp_path / "factor.txt").write_text("0.5")
+    assert is_checked() and not is_checked(), "a file that was not there"
+    (tmp_path / "factor.txt").write_text("0.25")
+    assert is_checked() and not is_checked()
+    late.write_text("import torch\nf = torch.sin\n")
+    assert is_checked() and not is_checked(), "a module that forward imports"
+    kept = b"".join(path.read_bytes() for path in (tmp_path / "cache").rglob("*.json"))
+    assert b"SCALE" not in kept, "no variable is written down"
 
 
 def test_strategies_that_hold_the_model_whole_need_no_proof(start: Start) -> None:

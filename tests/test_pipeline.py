@@ -119,6 +119,7 @@ def test_micro_batches_of_another_size(train: Train, references: dict[str, Any])
         ("pipeline_tasks:Renewed", 2, {}, "a new Dropout"),
         ("pipeline_tasks:Shared", 2, {}, "the Dropout '0' in stages 0 and 1"),
         ("pipeline_tasks:Checkpointing", 2, {}, "ran again during backward"),
+        ("pipeline_tasks:ClippedWithAnIdleRank", 3, {}, "it raised RuntimeError"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(
@@ -134,6 +135,17 @@ def test_what_the_next_stage_does_not_use_has_no_gradient(train: Train) -> None:
     common: dict[str, Any] = {"precision": "fp64", "steps": 4}
     wanted = train("pipeline_tasks:Unused", strategy="single", **common)
     found = train("pipeline_tasks:Unused", strategy="1f1b", ranks=2, **common)
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert difference(ours, theirs) < 1e-10
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_needs_some_gradient_trains_where_every_rank_has_one(
+    train: Train,
+) -> None:
+    common: dict[str, Any] = {"precision": "fp64", "steps": 4}
+    wanted = train("pipeline_tasks:Clipped", strategy="single", **common)
+    found = train("pipeline_tasks:Clipped", strategy="gpipe", ranks=2, **common)
     ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
     assert difference(ours, theirs) < 1e-10
 

@@ -1,22 +1,33 @@
-"""Which files of the user's a program was loaded from, and their digests as they were then.
+"""Which files of the user's a program was loaded from, and what else it has read.
 
 A file may be edited while a job runs: what a checkpoint says of the program must be true of what
 was loaded. So a file is read when it is imported, and never again. Files of this package, of
 installed packages and of the standard library are not the user's: their versions stand elsewhere.
+
+A process that is there for a look alone can also say every file that it has asked for (`Reads`):
+data, settings, modules that a function imports. Its result holds while they are as they were.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import sys
 import sysconfig
+from collections.abc import Iterable, Mapping
+from importlib.util import source_from_cache
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 INSTALLED = ("site-packages", "dist-packages")
 PROGRAM, MODULES = "program_sha256", "modules_sha256"
+MOST_READS = 10_000
+DIGEST_UP_TO = 1 << 20  # of bytes: a file that is written anew with the same content is the same
+QUOTED = re.compile(r"""(?<=["'])[A-Za-z_]\w*(?=["'])""")
 _digests: dict[str, tuple[Path, str]] = {}  # name of a module -> its file, as it was imported
 _programs: dict[str, str] = {}  # whole path of a file that is a program -> its digest
 _inherited: dict[str, int] = {}  # the last module before the fork -> how many there were
@@ -106,6 +117,100 @@ def _is_known(file: str) -> bool:
     return file.startswith(_KNOWN) or any(f"{os.sep}{part}{os.sep}" in file for part in INSTALLED)
 
 
+# --- what else it has read ------------------------------------------------------------------------
+
+State = list[Any] | None  # bytes, time of the last change, digest if small; `None`: no such file
+
+
+class Reads:
+    """Every file and folder that this process asks for from now on, and its state at that moment.
+
+    For a process that ends soon: Python's audit hooks stay for good. What the process writes itself
+    does not count, nor do the folders of modules, nor what a library opens without Python.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+        self._written: set[str] = set()
+        sys.addaudithook(self._hear)
+
+    def files(self) -> dict[str, State]:
+        """By their whole paths, `MOST_READS` at most."""
+        states = {path: s for path, s in self._states.items() if path not in self._written}
+        for path, state in states.items():
+            if state is not None and _state(path) == state:
+                state.append(_digest(path, state[0]))
+        return states
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            self._take(arguments[0], arguments[2])
+        elif event == "os.rename":
+            self._take(arguments[1], os.O_WRONLY)
+        elif event in ("os.listdir", "os.scandir") and arguments[0] not in sys.path:
+            self._take(arguments[0], os.O_RDONLY)
+
+    def _take(self, path: Any, flags: int) -> None:
+        try:
+            whole = os.path.abspath(os.fsdecode(path))
+        except (OSError, ValueError, TypeError):  # a descriptor; or who asks for it hears that
+            return
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            self._written.add(whole)
+        elif len(self._states) < MOST_READS and not whole.startswith((*_KNOWN, *SYSTEM)):
+            whole = _source(whole)
+            self._states.setdefault(whole, _state(whole))
+
+
+def changed_reads(files: Mapping[str, State]) -> list[str]:
+    """Those that are not as they were when they were read."""
+    return [path for path, state in files.items() if not _is_as_then(path, state)]
+
+
+def environment_of(files: Iterable[str]) -> str:
+    """The digest of the variables whose names stand quoted in the user's files among `files`."""
+    names: set[str] = set()
+    for file in files:
+        if file.endswith(".py") and not _is_known(file) and os.path.isfile(file):
+            names |= set(QUOTED.findall(Path(file).read_text(errors="replace")))
+    given = {name: os.environ[name] for name in sorted(names - {"_"}) if name in os.environ}
+    return hashlib.sha256(json.dumps(given).encode()).hexdigest()
+
+
+def _is_as_then(path: str, then: State) -> bool:
+    now = _state(path)
+    if then is None or now is None or now == then[:2]:
+        return now == (then and then[:2])
+    return bool(then[2:] and then[2] and then[2] == _digest(path, now[0]))
+
+
+def _digest(path: str, size: int) -> str:
+    """That of a small file which is no installed one; "" for others."""
+    if size > DIGEST_UP_TO or _is_known(path):
+        return ""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:  # a folder too
+        return ""
+
+
+def _state(path: str) -> State:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _source(path: str) -> str:
+    """The file that a compiled module was made of."""
+    try:
+        return source_from_cache(path) if path.endswith(".pyc") else path
+    except ValueError:
+        return path
+
+
+SYSTEM = ("/proc/", "/sys/", "/dev/")
 _FOLDERS = (
     Path(__file__).parents[1],
     *(Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib")),

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from allranks.errors import AllranksError
 from allranks.job.config import threads_per_rank
 from allranks.job.job import Job
-from allranks.job.loaded import program_facts
+from allranks.job.loaded import Reads, program_facts
 from allranks.job.placement import Placed, write_placement
 from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.launcher.world import World
@@ -47,6 +47,7 @@ class RankProgram(ABC, Generic[T]):
         self.job, self.world = job, world
         self.record = RankRecord(job, world, events)
         self.trainer: T | None = None
+        self.reads = Reads() if job.brief else None
 
     # --- what an engine writes ------------------------------------------------------------
 
@@ -223,6 +224,8 @@ class RankProgram(ABC, Generic[T]):
         summary |= self.figures(trainer, summary["samples_per_s"])
         trainer.comm.barrier()
         trainer.close()
+        if self.reads is not None:
+            self.record.events.event("read", files=self.reads.files())
         seconds, held = trainer.heartbeat.seconds, self._held(trainer)
         self.record.events.event("done", summary=summary, seconds=seconds, memory=held)
         trainer.heartbeat.enter("done")

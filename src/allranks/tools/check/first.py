@@ -4,8 +4,8 @@ A strategy that cuts the model can compute something else in silence: a weight t
 as a part, a hook that sees a part of a gradient. `check` finds these, so a job makes a short check
 by itself before it starts: two steps on its own batches, in float64, with the witness on. Where the
 witness names something and two steps agree, eight are compared: what it names may come later. What
-came of it is remembered by the program's files, its fields, the strategy, the options that decide
-the arithmetic, and the versions, so the next start costs nothing.
+came of it is remembered by the program's files, its fields, the options of the job, and the
+versions, so the next start costs nothing, while all that the check has read is as it was.
 
     --first-check auto   where one process can hold the model, and within `BUDGET_S`
     --first-check STEPS  so many steps, however long they take
@@ -39,7 +39,9 @@ from allranks.checkpoint.files import as_json, write_whole
 from allranks.errors import Interrupted, NotEqual, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved
 from allranks.job.job import Job
+from allranks.job.loaded import State, changed_reads, environment_of
 from allranks.job.place import LOCAL
+from allranks.job.run_folder import read_events
 from allranks.job.units import format_bytes
 from allranks.launcher.plan import Plan
 from allranks.launcher.preparing.describing import asked_of_task
@@ -60,9 +62,13 @@ BUDGET_S = 30.0
 COPIES_IN_MEMORY = 6  # of the weights in float64: gradient, two moments, a copy, room for passes
 COPIES_ON_DISK = 8  # what two runs write down of each step
 PACKAGES = ("torch", "tensorflow", "keras", "numpy", "transformers")
-DECIDING = (
-    *("program", "engine", "strategy", "optimizer", "schedule", "precision", "bitwise"),
-    *("device", "compile", "channels_last", "activation_checkpointing"),
+NOT_DECIDING = frozenset(  # options that leave the first steps as they are, or all but their bits
+    (
+        *("task", "seed", "steps", "prefetch", "threads", "place", "devices"),
+        *("eval_every", "early_stop", "until", "patience", "verify_every", "time_limit"),
+        *("checkpoint_every", "keep", "best", "resume", "max_restarts", "hang_timeout"),
+        *("witness", "first_check", "inject", "run_dir", "log", "profile"),
+    )
 )
 
 
@@ -92,7 +98,7 @@ def first_check(
     if why := _not_comparable(job):
         return Proof(False, why)
     weighed = asked_of_task(resources, _alone(job), "weigh", "weighed", signals)
-    path = _remembered(job, weighed["program"], plan.shape.fields)
+    path = _remembered(plan, weighed["program"])
     auto = job.first_check == "auto"
     if (before := _remembered_proof(path, steps, auto)) is not None:
         return before
@@ -120,7 +126,7 @@ def first_check(
         if is_open and not _too_large(job, weighed["weight_bytes"], STEPS_OF_NAMED):
             check(STEPS_OF_NAMED)  # for the difference that it may find
     if proof.proved or (auto and not made.has_failed):
-        _remember(path, proof, steps)
+        _remember(path, proof, steps, made.read)
     return proof
 
 
@@ -144,6 +150,7 @@ class FirstCheck(Check):
         self.deadline = float("inf")
         self.witnessed: list[str] = []
         self.draws, self.has_failed, self.exact_at = False, False, ""
+        self.read: dict[str, State] = {}
 
     def proof(self) -> Proof:
         """Whether it is proved; raises `NotEqual`, or `Interrupted` where the job is stopped."""
@@ -201,10 +208,19 @@ class FirstCheck(Check):
         watched = alone and "witness" not in ENGINES[job.engine].lacks
         job = dataclasses.replace(job, brief=True, witness="warn" if watched else "off")
         run = super().run(name, job)
+        for event in read_events(run.result.run_dir):
+            if event["event"] == "read":
+                self._take_reads(event["files"])
         if alone:
             self.witnessed += run.summary.get("witness", {}).get("found", [])
         self.draws = self.draws or bool(run.trace.draws or run.summary["user_randomness"])
         return run
+
+    def _take_reads(self, files: dict[str, State]) -> None:
+        """What a rank has read; of a file that has changed meanwhile, what the first one saw."""
+        for path, state in files.items():
+            if not path.startswith(f"{self.folder}{os.sep}"):
+                self.read.setdefault(path, state)
 
     def tick(self) -> None:
         """Called while ranks run: ends them when the time is over."""
@@ -274,12 +290,11 @@ def _server(resources: Resources, job: Job) -> Iterator[ForkServer]:
 # --- what came of it ----------------------------------------------------------------------------
 
 
-def _remembered(job: Job, program: dict[str, Any], fields: dict[str, Any]) -> Path:
+def _remembered(plan: Plan, program: dict[str, Any]) -> Path:
     """The file that says what came of the check of such a job."""
     key = {
-        "job": {name: getattr(job, name) for name in DECIDING},
-        "several": job.ranks > 1,
-        "fields": {name: repr(value) for name, value in fields.items()},
+        "job": {n: v for n, v in plan.job.to_data().items() if n not in NOT_DECIDING},
+        "shape": repr(plan.shape),
         "files": program,
         "versions": {name: _version(name) for name in ("allranks", *PACKAGES)},
         "python": platform.python_version(),
@@ -312,6 +327,8 @@ def _remembered_proof(path: Path, steps: int, auto: bool) -> Proof | None:
     """
     try:
         row = json.loads(path.read_bytes())
+        if changed_reads(row["read"]) or environment_of(row["read"]) != row["environment"]:
+            return None
         if row["proved"] and row["steps"] >= steps:
             return Proof(True, f"{row['why']} (checked on {row['date']})")
         if not row["proved"] and auto:
@@ -322,9 +339,10 @@ def _remembered_proof(path: Path, steps: int, auto: bool) -> Proof | None:
     return None
 
 
-def _remember(path: Path, proof: Proof, steps: int) -> None:
+def _remember(path: Path, proof: Proof, steps: int, read: dict[str, State]) -> None:
     """Keep what came of it; a home that cannot be written costs the next start a check."""
     row = {**proof.to_data(), "steps": steps, "date": time.strftime("%Y-%m-%d")}
     with suppress(OSError):
+        row |= {"read": read, "environment": environment_of(read)}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, as_json(row).encode())

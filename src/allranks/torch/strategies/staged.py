@@ -66,6 +66,7 @@ class Staged(Strategy):
         """Keep the weights of this rank; the first that holds one is its home."""
         self.home = {name: ranks[0] for name, ranks in ranks_of.items()}
         self.held = {n for n, ranks in ranks_of.items() if self.line.rank in ranks}
+        self._ranks_of = ranks_of
         _leave_to_others(model, self.held)
         self._crossed: dict[int, int] = {}
         self.steps = 0
@@ -117,7 +118,9 @@ class Staged(Strategy):
 
     def check_updates(self) -> None:
         if self.line.size > 1:
-            check_by_parameter(self.step.optimizer, f"--strategy {self.name}")
+            busy = {rank for name in self.step.names for rank in self._ranks_of[name]}
+            idle = len(busy) < self.line.size
+            check_by_parameter(self.step.optimizer, f"--strategy {self.name}", idle)
 
     # --- a step ---------------------------------------------------------------------------
 
