@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.strategies.reduction_tree import Span
@@ -15,6 +15,8 @@ from allranks.torch.comm import Comm
 from allranks.torch.model.reals import reals
 from allranks.torch.reducers.base import Reducer
 from allranks.torch.reducers.buckets import ALIGNED_BYTES, Buckets
+from allranks.torch.reducers.packed import PackedBucket, own_rows
+from counting import calls_of
 
 TALLY = 3
 SIZE = 10  # numbers of a parameter
@@ -158,3 +160,64 @@ def test_the_memory_of_buckets_goes_with_them() -> None:
         assert there() is None
     finally:
         gc.enable()
+
+
+def packed_example(ranks: int) -> tuple[PackedBucket, list[Tensor | None]]:
+    """Rows that are cut evenly and not, fewer rows than ranks, none, turned, complex, and bf16."""
+    drawn = torch.Generator().manual_seed(3)
+    tensors = [
+        torch.randn(16, 3, generator=drawn),
+        torch.randn(10, 2, generator=drawn),
+        torch.randn(3, generator=drawn),
+        torch.randn(0, 4),
+        torch.randn(8, 3, 2, 2, generator=drawn).to(memory_format=torch.channels_last),
+        torch.randn(5, 12, generator=drawn).t(),
+        torch.randn(6, 2, generator=drawn, dtype=torch.complex64),
+        torch.randn(16, 2, generator=drawn),
+    ]
+    parameters = [nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
+    gradients = [*tensors[:-3], tensors[-3].to_sparse(1), tensors[-2], None]
+    return PackedBucket(parameters, ranks), gradients
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+def test_a_section_holds_the_rows_of_its_rank(ranks: int) -> None:
+    """By copies, as a host packs, and at once, as a device does; and back into the parameters."""
+    bucket, gradients = packed_example(ranks)
+    flat = bucket.packed(gradients)
+    dense = [None if g is None else reals(g.to_dense()) for g in gradients]
+    assert bucket.packed_at_once(dense).equal(flat)
+    for rank, section in enumerate(flat.view(ranks, -1)):
+        for (parameter, part), gradient in zip(bucket.parts(section, rank), gradients, strict=True):
+            rows = own_rows(parameter if gradient is None else gradient.to_dense(), ranks, rank)
+            assert part.equal(rows)
+    for unpack in (bucket.unpack, bucket.unpack_at_once):
+        for parameter in bucket.parameters:
+            parameter.detach().zero_()
+        unpack(flat)
+        for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+            assert gradient is None or parameter.equal(gradient.to_dense())
+        for rank, section in enumerate(flat.view(ranks, -1)):
+            assert bucket.section_of(rank).equal(section)
+
+
+def test_packing_calls_no_function_for_a_rank() -> None:
+    """As many for 64 ranks as for 8, and for twice the parameters no more than twice as many."""
+
+    def calls(parameters: int, ranks: int, *, at_once: bool) -> int:
+        made = [nn.Parameter(torch.randn(64, 2)) for _ in range(parameters)]
+        bucket = PackedBucket(made, ranks)
+        pack = bucket.packed_at_once if at_once else bucket.packed
+        unpack = bucket.unpack_at_once if at_once else bucket.unpack
+
+        def act() -> None:
+            flat = pack([parameter.detach() for parameter in made])
+            bucket.section_of(0)
+            unpack(flat)
+
+        return calls_of(act)
+
+    for at_once in (False, True):
+        few = calls(20, 8, at_once=at_once)
+        assert calls(20, 64, at_once=at_once) == few
+        assert few < calls(40, 8, at_once=at_once) <= 2 * few

@@ -15,8 +15,9 @@ from ahead_workers import Ahead, Unfreezes, Words, check_the_same, numbers_read,
 from allranks.errors import BadStep
 from allranks.job.job import Job
 from allranks.torch import Trainer
-from allranks.torch.ahead.rows import Rows, can_be_held_back
+from allranks.torch.ahead.rows import Rows, can_be_held_back, notes_on_update
 from allranks.torch.ahead.steps import Steps
+from allranks.torch.optimizers.lamb import LAMB
 from allranks.training.progress import Asked
 
 OVERFLOWS = {"precision": "fp16", "loss_scale": "dynamic:initial=1e9,every=2"}
@@ -33,8 +34,12 @@ OVERFLOWS = {"precision": "fp16", "loss_scale": "dynamic:initial=1e9,every=2"}
         (Unfreezes, {"unfreeze": 5, "number": 16}),
     ],
 )
-def test_what_is_read_late_is_what_is_read_at_once(task: Any, how: dict[str, Any]) -> None:
-    check_the_same(task, **how)
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_read_late_is_what_is_read_at_once(
+    task: Any, how: dict[str, Any], fused: bool
+) -> None:
+    """One that is not fused reads all numbers of a step together, before its update."""
+    check_the_same(partial(task, fused=fused), **how)
 
 
 def test_a_fused_optimizer_takes_the_flag_whatever_the_default_type_is() -> None:
@@ -140,6 +145,29 @@ def test_a_step_that_raises_leaves_the_one_before_it_to_be_read() -> None:
     assert saw == said and all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
+def test_numbers_read_before_an_update_bring_what_was_asked_for_with_their_step() -> None:
+    with (
+        numbers_read(late=True),
+        Trainer(Ahead(fused=False), Job(threads=1, on_bad_step="skip")) as trainer,
+    ):
+        heard = []
+        for batch in trainer.batches(steps=8):
+            if batch.index == 5:
+                trainer.strategy.step.poison_next()
+            trainer.heartbeat._all[0] = float(batch.index in (4, 5))
+            heard.append(trainer.step(batch).asked)
+    assert [asked == Asked(stop=True) for asked in heard] == [index in (4, 5) for index in range(8)]
+
+
+def test_a_device_says_where_an_optimizer_could_be_fused() -> None:
+    weights, device = [torch.nn.Parameter(torch.ones(2))], torch.device("cuda")
+    (note,) = notes_on_update(AdamW(weights), device)
+    assert "optimizer AdamW is not fused: the host waits" in note
+    assert notes_on_update(AdamW(weights), torch.device("cpu")) == []
+    for silent in (AdamW(weights, fused=True), LAMB(weights)):
+        assert notes_on_update(silent, device) == []
+
+
 class Clamped(AdamW):
     """Does more than torch's own after each update."""
 
@@ -162,9 +190,12 @@ def test_what_is_not_held_back_is_read_at_once() -> None:
     assert is_read[4:] == [False, False, False, True, True]
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_ranks_that_read_late_agree(strategy: str, on_ranks: Callable[..., Any]) -> None:
-    on_ranks(2, "ahead_workers:same_on_ranks", strategy)
+def test_ranks_that_read_late_agree(
+    strategy: str, fused: bool, on_ranks: Callable[..., Any]
+) -> None:
+    on_ranks(2, "ahead_workers:same_on_ranks", {"strategy": strategy, "fused": fused})
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import batch_kinds
+from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.torch import Task
 from pretended.streams import NAME
 
@@ -71,7 +72,8 @@ class Small(Task):
             return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
         if self.optimizer_name == "fused":
             return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+        how = {"fused": True} if self.optimizer_name == "fused sgd" else {"foreach": True}
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **how)
 
     def train_data(self) -> Any:
         if self.data == "set":
@@ -89,6 +91,32 @@ class Small(Task):
 
     def metrics(self, output: Tensor, batch: Any) -> dict[str, Any]:
         return {"right": ((output.argmax(1) == batch[1]).sum(), len(output))}
+
+
+def words() -> Tensor:
+    return torch.randint(16, (32, 4), generator=torch.Generator().manual_seed(5))
+
+
+@dataclass
+class Text(Task):
+    """A GPT of 12 layers, whose matrices are large enough for their gradients to be moved."""
+
+    batch_size: int = 8
+    shards: int = 2
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return gpt(GPTShape(vocabulary=16, context=4, width=128, layers=12, heads=2))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def train_data(self) -> Any:
+        return words().to(NAME), words().to(NAME)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        each = functional.cross_entropy(output.flatten(0, -2), batch[1].flatten(), reduction="none")
+        return each.view(batch[1].shape)
 
 
 @dataclass

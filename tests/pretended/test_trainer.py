@@ -24,6 +24,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "a bad step is told": {"job": {"inject": "nan@step=2", "on_bad_step": "warn"}},
     "a bit flips": {"job": {"inject": "corrupt@step=2"}},
     "fp64": {"job": {"precision": "fp64"}},
+    "fp64, fused": {
+        "fields": {"optimizer_name": "fused sgd", "clip_norm": 0.1},
+        "job": {"precision": "fp64"},
+    },
     "bf16": {"job": {"precision": "bf16"}},
     "fp16": {"job": {"precision": "fp16"}},
 }
@@ -70,8 +74,16 @@ def test_two_ranks_train_as_on_the_cpu(on_device: OnDevice, words: str) -> None:
     ],
 )
 def test_late_reading_changes_nothing(on_device: OnDevice, job: dict[str, Any]) -> None:
-    argument = {"fields": {"optimizer_name": "fused"}, "job": {"steps": 8, **job}}
-    on_device(1, "late_and_at_once", argument)
+    fields = {"optimizer_name": "fused", "clip_norm": 0.1}
+    on_device(1, "late_and_at_once", {"fields": fields, "job": {"steps": 8, **job}})
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_an_update_divides_and_clips_gradients(on_device: OnDevice, strategy: str) -> None:
+    """With a batch that is not full, whose mean is over other samples than the usual ones."""
+    fields = {"optimizer_name": "fused sgd", "clip_norm": 0.1}
+    on_device(2, "near_the_cpu", {"fields": fields, "job": {"strategy": strategy, "steps": 8}})
 
 
 @pytest.mark.slow

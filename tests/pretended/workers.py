@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,21 @@ def late_and_at_once(argument: dict[str, Any]) -> None:
     assert streams.given_away == []
 
 
+def near_the_cpu(argument: dict[str, Any]) -> None:
+    """The same training on both, but for the rounding of gradients that the update divides."""
+    install()
+    weights = []
+    for device in ("cpu", NAME):
+        with trainer(argument, device) as training:
+            for batch in training.batches():
+                training.step(batch)
+            assert training.strategy.step.update_divides == (device == NAME)
+            weights.append({name: weight.cpu() for name, weight in training.weights()})
+    wanted, found = weights
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6)
+
+
 def goes_on(argument: dict[str, Any]) -> None:
     """Saved on the device and gone on from there, or on the CPU: as never interrupted."""
     install()
@@ -132,6 +148,29 @@ def launches_of_a_step(argument: dict[str, Any]) -> None:
             Path(argument["out"]).write_text(json.dumps(found))
 
 
+def launches_beside_a_loop(argument: dict[str, Any]) -> None:
+    """How many kernels a usual step launches, and a step of a loop by hand, into a file."""
+    install()
+    with trainer({**argument, "task": "Text"}, NAME, steps=WARM + 1) as training:
+        for number, batch in enumerate(training.batches()):
+            with watch() if number >= WARM else nullcontext(Watched()) as watched:
+                training.step(batch)
+        if training.comm.rank:
+            return
+    task, found = tasks.Text(), len(watched.of("kernel"))
+    model = task.model().to(NAME)
+    optimizer = task.optimizer(model)
+    words = tasks.words().to(NAME)[:8]
+    for number in range(3):
+        with watch() if number == 2 else nullcontext(Watched()) as watched:
+            optimizer.zero_grad()
+            task.loss(model(words), (words, words)).mean().backward()
+            optimizer.step()
+    counts = {"found": found, "by_hand": len(watched.of("kernel"))}
+    counts["parameters"] = len(list(model.parameters()))
+    Path(argument["out"]).write_text(json.dumps(counts))
+
+
 def waits_of_a_step(argument: dict[str, Any]) -> None:
     """How often the host waits for the device in a usual step, and where, into a file."""
     install()
@@ -140,9 +179,10 @@ def waits_of_a_step(argument: dict[str, Any]) -> None:
             with watch() if number >= WARM else nullcontext(Watched()) as watched:
                 training.step(batch)
             found = Counter(told.line for told in watched.of("wait"))
+            kinds = [kind for kind, _ in groupby(told.kind for told in watched.told)]
             if number >= WARM and training.comm.rank == 0:
                 with Path(argument["out"]).open("a") as out:
-                    out.write(json.dumps(found) + "\n")
+                    out.write(json.dumps({"waits": found, "stops": kinds.count("wait")}) + "\n")
 
 
 def beside_servers(argument: dict[str, Any]) -> None:

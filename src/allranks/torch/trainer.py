@@ -23,6 +23,7 @@ from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
+from allranks.torch.ahead.rows import notes_on_update
 from allranks.torch.ahead.steps import OnSteps, Steps
 from allranks.torch.batchnorm.whole_norm import whole_norm
 from allranks.torch.build import Built, build_model, build_strategy, job_for
@@ -346,6 +347,7 @@ class Trainer(OnSteps):
             taken.left_by(whole.leave)
         self.model_notes = notes_on(self.strategy.model, task, self.built.why_whole)
         self.model_notes += notes_on_backend(self.comm.of_torch, job.backend) + notes_on_torch()
+        self.model_notes += notes_on_update(step.optimizer, self.device)
         self.guard = guard_of(self.strategy.learner, job, self.world.rank)
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
         self.faults.leave_out = self.comm.leave_out_one

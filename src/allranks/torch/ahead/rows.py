@@ -4,6 +4,9 @@ A step is assumed good, and the host goes on. The device knows better: with the 
 not plainly good `held` becomes 1 and stays so, and nothing is updated any more. Each step copies a
 row of numbers into one of two pinned slots; the host reads it while the step after it runs, and if
 that says that the step was held back, makes both again, reading every number at once (`steps`).
+
+An optimizer that cannot be held back on the device waits for the row of its own step, before it
+updates: once for all numbers of the step.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import allranks.torch.accelerator as accelerator
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
+from allranks.torch.accelerator import is_accelerator
 
 SLOTS = 2
+FUSED = (SGD, Adam, AdamW)  # those of torch with a fused kernel on devices
 
 
 class Row:
@@ -46,11 +51,12 @@ class Row:
 class Rows:
     """The rows of a training on `device`, and the flag `held`, which the device alone looks at.
 
-    `is_on`: the step that is made now may stay unread; the same on all ranks.
+    `is_on`: the step that is made now may stay unread; the same on all ranks. Its row is read
+    before its update where that can `wait` for it alone.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.is_on = device, False
+    def __init__(self, device: torch.device, *, updates_wait: bool = False) -> None:
+        self.device, self.is_on, self.updates_wait = device, False, updates_wait
         self.held = torch.zeros((), dtype=torch.float32, device=device)  # as fused kernels want it
         self._slots: list[Tensor] = []
         self._turn = 0
@@ -63,7 +69,7 @@ class Rows:
     def send(self, numbers: Tensor, computed: Any) -> Row:
         """Let numbers leave for the host, which goes on; `computed` is an event, or `None`."""
         if not self._slots or self._slots[0].shape != numbers.shape:
-            size, pin = numbers.numel(), accelerator.is_accelerator(self.device)
+            size, pin = numbers.numel(), is_accelerator(self.device)
             self._slots = [
                 accelerator.pinned_zeros(size, numbers.dtype, pin=pin) for _ in range(SLOTS)
             ]
@@ -75,7 +81,7 @@ class Rows:
 
 def recorded_event(device: torch.device) -> Any:
     """An event that comes when the device has done all that it was told; `None` on the host."""
-    if not accelerator.is_accelerator(device):
+    if not is_accelerator(device):
         return None
     event = accelerator.new_event(device)
     event.record()
@@ -98,10 +104,14 @@ def in_exchange(
 
 
 @contextmanager
-def held_back(optimizer: Optimizer, held: Tensor) -> Iterator[None]:
-    """Within, an update does nothing where `held` is 1, as `torch.amp.GradScaler` asks for it."""
-    optimizer.found_inf = held  # type: ignore[attr-defined]
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
+def fused_update(
+    optimizer: Optimizer, *, held: Tensor | None, divisor: Tensor | None
+) -> Iterator[None]:
+    """Within, an update divides gradients first, and does nothing where `held` is 1.
+
+    As `torch.amp.GradScaler` asks for it. Only for one that `can_be_held_back`.
+    """
+    optimizer.found_inf, optimizer.grad_scale = held, divisor  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -117,6 +127,13 @@ def can_be_held_back(optimizer: Optimizer) -> bool:
     return is_of_torch and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether something is called around its update, which is not held back with it."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+def notes_on_update(optimizer: Optimizer, device: torch.device) -> list[str]:
+    """What a person should know of an optimizer that takes `fused`, and is made without."""
+    is_asked = is_accelerator(device) and isinstance(optimizer, FUSED)
+    if not is_asked or optimizer.defaults.get("fused"):
+        return []
+    name = type(optimizer).__name__
+    return [
+        f"optimizer {name} is not fused: the host waits for the numbers of each step before its "
+        f"update, and the device waits for the host; make it with {name}(…, fused=True)"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,11 @@ def numbers_of(
     return torch.cat([own, regularizer.to(head).view(1), head])
 
 
+def is_held(numbers: Sequence[float]) -> bool:
+    """Whether the device has held this step back."""
+    return numbers[0] > 0
+
+
 @dataclass(frozen=True)
 class Sent:
     """The row of a step on `batch`. Called, it reads the result; no communication."""
@@ -43,8 +49,7 @@ class Sent:
 
     @property
     def is_held(self) -> bool:
-        """Whether the device has held this step back."""
-        return self._numbers()[0] > 0
+        return is_held(self._numbers())
 
     @property
     def regularizer(self) -> float:

@@ -20,12 +20,18 @@ from typing import Any
 import torch
 
 from allranks.job.job import Job
-from allranks.torch.ahead.rows import Rows, can_be_held_back, has_step_hooks
+from allranks.torch.accelerator import is_accelerator
+from allranks.torch.ahead.rows import Rows, can_be_held_back
 from allranks.torch.ahead.sent import Sent
+from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch
+from allranks.torch.model.reals import real_type
+from allranks.torch.optimizers.asked import hook_of
+from allranks.torch.step.tally import Totals
 from allranks.torch.strategies.base import Strategy
 from allranks.training.progress import NOTHING, Asked, Progress, StepResult, UnreadResult
 
+DIVISOR_BYTES = 4  # of what a fused kernel divides by: too short for gradients of 64 bits
 READ_AT_ONCE = {"cpu"}
 """The devices of which the host reads numbers as soon as they are there: a read costs nothing."""
 
@@ -52,15 +58,23 @@ class Steps:
         self.strategy, self.progress, self._rate_factor = strategy, Progress(), rate_factor
         self._last: Made | None = None
         self._heard: Asked = NOTHING
-        self.rows = Rows(strategy.comm.device)
-        if may_run_ahead(strategy, job):
-            strategy.step.rows = self.rows
+        step = strategy.step
+        is_fused, device = can_be_held_back(step.optimizer), strategy.comm.device
+        self.rows = Rows(device, updates_wait=not is_fused)
+        if can_read_at_end(strategy, job):
+            is_short = all(real_type(p.dtype).itemsize <= DIVISOR_BYTES for p in step.parameters)
+            is_plain = not any(is_dtensor(p) for p in step.parameters)  # others: not tried
+            step.update_divides = is_fused and is_accelerator(device) and is_short and is_plain
+            if device.type not in READ_AT_ONCE:
+                step.rows = self.rows
 
     def make(self, batch: Batch, *, ahead: bool = False) -> StepResult:
         """One step; it may stay unread if `ahead`. What was unread until now is settled."""
         if self.strategy.step.rows is None:
             return self._train_with_rates(batch)
         ahead = ahead and self._can_stay_unread(batch)
+        if self.rows.updates_wait:
+            return self._read_before_update(batch) if ahead else self._train(batch, ahead=False)
         if not ahead:  # it would not be held back with the step before it
             self.settle()
         result = self._train(batch, ahead)  # if it raises, what is unread still is
@@ -76,6 +90,16 @@ class Steps:
             both = Asked.of(heard.stop or result.asked.stop, heard.save or result.asked.save)
             result = dataclasses.replace(result, asked=both)
         return result
+
+    def _read_before_update(self, batch: Batch) -> StepResult:
+        """A step whose numbers are read together; it is made again, one by one, if it is bad."""
+        result = self._train(batch, ahead=True)
+        assert isinstance(result, UnreadResult)
+        made = self._made(batch, result)
+        if made.sent.is_held:
+            self._undo(made)
+            return self._train(batch, ahead=False)
+        return dataclasses.replace(made.sent(), asked=self._checked(made).asked)
 
     def settle(self) -> None:
         """Read what is unread, and make it again if it was held back; every rank calls this."""
@@ -98,7 +122,7 @@ class Steps:
         step = self.strategy.step
         known = step.layout.leaves is not None and step.layout.was_updated
         is_usual = batch.sizes is not None and step.probe is None
-        return known and is_usual and not has_step_hooks(step.optimizer)
+        return known and is_usual and (self.rows.updates_wait or not hook_of(step.optimizer))
 
     def _train(self, batch: Batch, ahead: bool) -> StepResult:
         step = self.strategy.step
@@ -117,15 +141,10 @@ class Steps:
         """Take in what the row says; whether the step was made again, and all after it must be."""
         step = self.strategy.step
         if not last.sent.is_held:
-            totals = last.sent.totals()
-            step.check(last.batch, totals, last.sent.regularizer)
-            step.guard.judge(last.result.loss, float(last.result.grad_norm or 0.0))
-            self._hear(totals.asked)
+            self._hear(self._checked(last).asked)
             return False
         self.progress = last.before
-        self.rows.held.zero_()
-        if step.loss_scale is not None and last.loss_scale is not None:
-            step.loss_scale.load_state(last.loss_scale)
+        self._undo(last)
         asked, step.asked = step.asked, last.asked
         result = self._train(last.batch, ahead=False)
         step.asked = asked
@@ -133,6 +152,20 @@ class Steps:
         self._hear(result.asked)
         self.progress = last.before.after(result, last.batch.epoch, last.batch.step_in_epoch)
         return True
+
+    def _checked(self, made: Made) -> Totals:
+        """What the tally of a good step says; raises for sums that are no mean."""
+        step, totals = self.strategy.step, made.sent.totals()
+        step.check(made.batch, totals, made.sent.regularizer)
+        step.guard.judge(made.result.loss, float(made.result.grad_norm or 0.0))
+        return totals
+
+    def _undo(self, made: Made) -> None:
+        """A step that was held back never was."""
+        step = self.strategy.step
+        self.rows.held.zero_()
+        if step.loss_scale is not None and made.loss_scale is not None:
+            step.loss_scale.load_state(made.loss_scale)
 
     def _hear(self, asked: Asked) -> None:
         self._heard = Asked.of(self._heard.stop or asked.stop, self._heard.save or asked.save)
@@ -160,16 +193,14 @@ class OnSteps:
         self._steps.settle()
 
 
-def may_run_ahead(strategy: Strategy, job: Job) -> bool:
-    """Whether steps of this training can stay unread: the same on all ranks."""
+def can_read_at_end(strategy: Strategy, job: Job) -> bool:
+    """Whether a step needs no number of itself before its update: the same on all ranks."""
     step, task = strategy.step, strategy.task
     return (
-        strategy.comm.device.type not in READ_AT_ONCE
-        and strategy.can_run_ahead
+        strategy.can_run_ahead
         and job.spike is None  # which looks at the steps before
         and not (task.clip_norm is not None and strategy.shard_alone)  # an exact norm is read
         and not step.sparse.positions
         and not step.scope.looked_up
-        and can_be_held_back(step.optimizer)
         and not any(isinstance(g["lr"], torch.Tensor) for g in step.optimizer.param_groups)
     )

@@ -85,8 +85,8 @@ class Buckets:
 
     def begin(self) -> None:
         """All gradients and the tally are zero, or yet to be made."""
-        for part in self._zeroed:
-            part.zero_()
+        if self._zeroed:
+            torch._foreach_zero_(self._zeroed)
         for parameter, view in self._views:
             parameter.grad = view
         self._moved.begin()

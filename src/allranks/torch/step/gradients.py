@@ -99,6 +99,13 @@ def multiply_(tensors: list[Tensor], factor: float | Tensor) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
+def multiplied(tensors: list[Tensor | None], factor: float | Tensor | None) -> list[Tensor | None]:
+    """The same, or copies that are multiplied."""
+    if factor is None:
+        return tensors
+    return [None if tensor is None else tensor * factor for tensor in tensors]
+
+
 def as_tensor(norm: float | Tensor, like: Tensor) -> Tensor:
     """A norm of the type that torch would have it in, where the tensor lies. Copies nothing."""
     if isinstance(norm, Tensor):

@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from allranks.torch.accelerator import is_accelerator
-from allranks.torch.ahead.rows import Rows, held_back, in_exchange, recorded_event
-from allranks.torch.ahead.sent import Sent, numbers_of
+from allranks.torch.ahead.rows import Rows, fused_update, in_exchange, recorded_event
+from allranks.torch.ahead.sent import Sent, is_held, numbers_of
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.model.bounded_tables import shorten_alike
+from allranks.torch.optimizers.asked import hook_of
 from allranks.torch.step.ema import MovingAverage
-from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.gradients import Gradients, multiplied
 from allranks.torch.step.passes import Passes
 from allranks.torch.step.rates import Rates
 from allranks.torch.step.tally import Tally, Totals
@@ -27,6 +29,7 @@ from allranks.training.guard import Bad, Guard, Verdict, is_finite, weightless
 from allranks.training.progress import StepResult, UnreadResult
 
 REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
+CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
 class SharedStep(Passes):
@@ -34,6 +37,7 @@ class SharedStep(Passes):
 
     def set_up(self) -> None:
         self.rows: Rows | None = None  # where steps may stay unread
+        self.update_divides = False  # the mean and clipping are left to the kernel of the update
         self._computed: Any = None  # the event at which this rank's own passes are over
         self._uses_all = True  # since the last update this rank's leaves used all parameters
         self._is_awaited = is_accelerator(self.scope.device)
@@ -62,12 +66,13 @@ class SharedStep(Passes):
         self.check(batch, totals, self.regularizers.was)
         self._settle(batch, totals, gradients)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
-        self._divide(gradients, batch, weight)
+        factor = self._divide(gradients, batch, weight)
         loss = totals.loss / weight + float(self._add_regularizer(batch, gradients))
         if self.probe is not None:
-            self.probe.gradients("gradient", self.names, gradients.tensors())
+            self.probe.gradients("gradient", self.names, multiplied(gradients.tensors(), factor))
         left_out = bool(totals.unused) and self.regularizers.is_there
         norm = gradients.norm(clips=self.task.clip_norm is not None, left_out=left_out)
+        norm = norm if factor is None else norm * float(factor)
         overflow = self.loss_scale is not None and self.loss_scale.explains(loss, norm)
         verdict = Verdict(update=not overflow)
         if overflow:
@@ -75,7 +80,7 @@ class SharedStep(Passes):
         elif (bad := self.guard.judge(loss, norm)) is not None:
             verdict = self._decide(batch, bad)
         if verdict.update:
-            self._update(batch, norm, tally, gradients)
+            self._update(batch, norm, tally, gradients, factor)
             tally.update_norms()
             self.layout.was_updated = not totals.unused
         else:
@@ -103,18 +108,21 @@ class SharedStep(Passes):
         sums = tally.unread(batch.index)
         gradients.settle(unused)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
-        self._divide(gradients, batch, sums.weight)
+        factor = self._divide(gradients, batch, sums.weight)
         was = self.regularizers.was
         loss = sums.loss / sums.weight + self._add_regularizer(batch, gradients)
         left_out = bool(unused) and self.regularizers.is_there
         norm = gradients.norm_unread(clips=self.task.clip_norm is not None, left_out=left_out)
+        norm = norm if factor is None else norm * factor
         held = rows.hold_unless(sums.is_right & is_finite(loss) & is_finite(norm))
-        with held_back(self.optimizer, held):
+        row = rows.send(numbers_of(held, loss, norm, was, sums.head), self._computed)
+        if not rows.updates_wait:
+            self._update(batch, norm, tally, gradients, factor, held)
+        elif not is_held(row.read(self.comm.heartbeat)):
             self._update(batch, norm, tally, gradients)
         tally.update_norms(held)
         self.user_buffers.undo_where(held)
         self._adapt_loss_scale(overflow=False, updated=True)
-        row = rows.send(numbers_of(held, loss, norm, was, sums.head), self._computed)
         rate = float(self.optimizer.param_groups[0]["lr"])
         sent = Sent(row, self.layout, batch, rate, loss_scale, self.comm.heartbeat)
         return UnreadResult(batch.index, batch.epoch, rate, sent)
@@ -141,7 +149,7 @@ class SharedStep(Passes):
 
     def end(self, batch: Batch) -> None:
         super().end(batch)
-        if self._is_awaited:
+        if self._is_awaited and self.comm.size > 1:  # alone there is no exchange to be told from
             self._computed = recorded_event(self.scope.device)
 
     def is_taken(self, batch: Batch, samples: int) -> bool:
@@ -156,13 +164,34 @@ class SharedStep(Passes):
             self._take_changes(batch)
             gradients.follow(self.parameters)
 
-    def _divide(self, gradients: Gradients, batch: Batch, weight: float | Tensor) -> None:
-        """Sums over the nominal samples become the mean over the weight, without the loss scale."""
+    def _divide(
+        self, gradients: Gradients, batch: Batch, weight: float | Tensor
+    ) -> float | Tensor | None:
+        """Sums over the nominal samples become the mean over the weight, without the loss scale.
+
+        Returns what they are still to be multiplied by, where that is left to the update.
+        """
         factor = batch.nominal / weight
         if self.loss_scale is not None:
             factor = factor / self.loss_scale.value
+        if self.update_divides and not (self.regularizers.is_there or hook_of(self.optimizer)):
+            return factor
         if isinstance(factor, Tensor) or factor != 1:
             gradients.scale_(factor)
+        return None
+
+    def _divisor(self, factor: float | Tensor, norm: float | Tensor) -> Tensor | None:
+        """What the kernel of the update divides gradients by: for their mean, and to clip them."""
+        divisor = 1.0 / factor
+        if self.task.clip_norm is not None:
+            over = (norm + CLIP_EPS) / self.task.clip_norm
+            over = over.clamp(min=1.0) if isinstance(over, Tensor) else max(over, 1.0)
+            divisor = divisor * over
+        if isinstance(divisor, Tensor):
+            return divisor.to(self.scope.device, torch.float32)
+        if divisor == 1:
+            return None
+        return torch.full((), divisor, dtype=torch.float32, device=self.scope.device)
 
     def _adapt_loss_scale(self, overflow: bool, updated: bool) -> None:
         if self.loss_scale is None:
@@ -196,18 +225,29 @@ class SharedStep(Passes):
         norm: float | Tensor,
         tally: Tally,
         gradients: Gradients,
+        factor: float | Tensor | None = None,
+        held: Tensor | None = None,
     ) -> None:
+        divisor = None if factor is None else self._divisor(factor, norm)
         if self.task.clip_norm is not None:
-            gradients.clip_(self.task.clip_norm, norm)
+            if factor is None:
+                gradients.clip_(self.task.clip_norm, norm)
             if self.probe is not None:
-                self.probe.gradients("clipped gradient", self.names, gradients.tensors())
+                times = None if divisor is None else 1.0 / divisor
+                clipped = multiplied(gradients.tensors(), times)
+                self.probe.gradients("clipped gradient", self.names, clipped)
         self._rows.hand_over([tally.tensor[where] for where in tally.layout.rows])
         self.scope.key(batch.index, UPDATE)
         with self.parts.updating(gradients):
-            update(self.optimizer)
+            if held is None and divisor is None:
+                update(self.optimizer)
+            else:
+                with fused_update(self.optimizer, held=held, divisor=divisor):
+                    update(self.optimizer)
             self.rates.see()
+        rows = self.rows
         if self.average is not None:  # it rounds alike where a step is read at once, and late
-            self.average.update(None if self.rows is None else self.rows.held)
+            self.average.update(None if rows is None or rows.updates_wait else rows.held)
 
     def regularizer(self, batch: Batch) -> Tensor | None:
         """The regularizer of a step, the same on every rank; `None` if the task has none."""
